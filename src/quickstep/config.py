@@ -1,0 +1,114 @@
+"""Configuration of the engine: small frozen sections, each field documented with its unit.
+
+A part receives its own section, never the whole. `EngineConfig` only groups them for the
+command line and `LLM(...)`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from quickstep.errors import ConfigError
+
+__all__ = ["CacheConfig", "EngineConfig", "LoadConfig", "PolicyName", "SchedulerConfig"]
+
+
+class PolicyName(enum.Enum):
+    """Scheduling policies by their command-line names."""
+
+    MIXED = "mixed"
+    PREFILL_FIRST = "prefill-first"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    Attributes:
+        block_size: Token positions per block (S).
+        num_blocks: Blocks in the pool (B); None derives it from `kv_cache_bytes` or free memory.
+        kv_cache_bytes: Budget for KV tensors in bytes; None derives it.
+        prefix_caching: Keep full blocks of finished sequences for later prompts.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"--block-size is {self.block_size}, it must be a power of two")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise ConfigError(f"--num-blocks is {self.num_blocks}, it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What a step may hold and how steps overlap.
+
+    Attributes:
+        max_num_seqs: Resident sequences, which is also the number of slots.
+        max_num_batched_tokens: Tokens in a step (T), decode and prefill together.
+        max_model_len: Longest sequence in tokens, prompt and output.
+        max_waiting: Queued requests beyond which `add` refuses; None for no limit.
+        pipeline_depth: Steps in flight: 1 waits for each, 2 plans the next while one runs.
+        policy: How a step's tokens are split between phases.
+        inter_token_target_s: The step time in seconds that `mixed` keeps prefill chunks under.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 4096
+    max_waiting: int | None = None
+    pipeline_depth: int = 1
+    policy: PolicyName = PolicyName.MIXED
+    inter_token_target_s: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "pipeline_depth"):
+            value = getattr(self, name)
+            if value < 1:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} is {value}, it must be at least 1")
+        if self.inter_token_target_s <= 0:
+            value = self.inter_token_target_s
+            raise ConfigError(f"--inter-token-target-s is {value}, it must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadConfig:
+    """Which weights to load and how.
+
+    Attributes:
+        model: A directory, a hub id, or `demo`.
+        revision: Hub revision; None for the default branch.
+        dtype: `auto` (the checkpoint's), `bfloat16`, `float16` or `float32`.
+        device: `auto`, `cpu` or `cuda`.
+        offline: Never touch the network; the environment's HF_HUB_OFFLINE is honoured as well.
+        num_threads: CPU threads; None for one per core that the process may use.
+    """
+
+    model: str = "demo"
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    offline: bool = False
+    num_threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All sections, as the command line and `LLM(...)` fill them.
+
+    Attributes:
+        seed: Seeds the draws of seeds for unseeded requests; None takes the system's entropy.
+        memory_bytes: Cap on the engine's memory in bytes; None uses what the machine has free.
+    """
+
+    load: LoadConfig = field(default_factory=LoadConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    seed: int | None = None
+    memory_bytes: int | None = None

@@ -1,0 +1,1 @@
+"""Layer 1, standard library only: sequences, block pool, policies, scheduler, cost model."""

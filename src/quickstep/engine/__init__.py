@@ -1,0 +1,1 @@
+"""Layer 5: the live loop, streams, tokenizer, chat template, step log."""

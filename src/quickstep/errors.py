@@ -1,0 +1,39 @@
+"""The exceptions that cross a layer border, and nothing else.
+
+    QuickstepError
+    ├── RequestError    the client's fault: HTTP 4xx, the request alone fails
+    ├── EngineError     our fault: HTTP 5xx, logged once with its trace
+    ├── ConfigError     a start-up option or a checkpoint cannot be used: exit code 2
+    └── OutOfBlocks     the pool cannot serve an allocation; the scheduler preempts or waits
+
+A message says what is wrong, the value, the limit and the way out, in one sentence.
+"""
+
+from __future__ import annotations
+
+__all__ = ["ConfigError", "EngineError", "OutOfBlocks", "QuickstepError", "RequestError"]
+
+
+class QuickstepError(Exception):
+    """The root of every exception that Quickstep raises on purpose."""
+
+
+class RequestError(QuickstepError):
+    """The request cannot be served as it stands: `param` names the field, `status` is HTTP's."""
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param = param
+        self.status = status
+
+
+class EngineError(QuickstepError):
+    """The engine failed; the request may be sent again."""
+
+
+class ConfigError(QuickstepError):
+    """A start-up option, a checkpoint or the hardware does not allow what was asked."""
+
+
+class OutOfBlocks(QuickstepError):
+    """Fewer KV blocks are free than the allocation needs. Nothing was allocated."""

@@ -1,0 +1,69 @@
+"""What the runtime knows of a model: its sizes, and two calls.
+
+Called by `runtime.runner`; implemented by `model.decoder` and by the `transformers` fallback.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quickstep.ops.table import KVCache, PagedLayout
+
+__all__ = ["ForwardBatch", "KVShape", "Model"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's inputs: token_ids [T] int64 and where they stand."""
+
+    token_ids: Tensor
+    layout: PagedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Sizes of the KV cache that a model needs."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token over all layers, K and V."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
+
+
+class Model(Protocol):
+    """A decoder-only language model over a paged KV cache. Holds no per-request state."""
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What to allocate."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the width of the logits; every token id is checked against it."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence the positions allow, in tokens."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights and KV live."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Stable name of weights, dtype and kernel set (hex digest)."""
+
+    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """Write the step's KV, return the final normed hidden states [T, hidden]."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[E, hidden] -> [E, V] fp32, soft-capped and scaled as the architecture asks."""

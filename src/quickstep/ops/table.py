@@ -1,0 +1,113 @@
+"""The op seam: what a model may call, whichever implementation runs it.
+
+A model receives one `OpTable`, resolved once at load (`ops.resolve`), and calls nothing else that
+computes over rows. The PyTorch reference in `ops/reference/` is each op's definition; native and
+Triton implementations agree with it (`ops/cases.py`) and with themselves for every batch: the
+bits of a row never depend on the rows beside it.
+
+Letters: T tokens, R rows, E emitting rows, H query heads, K kv heads, D head size, B blocks,
+S block size, V vocabulary, N output features, C input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["AttentionParams", "KVCache", "LinearWeight", "OpTable", "PagedLayout"]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    """Where a step's tokens stand: rows packed one after another, KV in paged blocks.
+
+    Attributes:
+        positions: [T] int64, each token's position in its sequence.
+        slot_mapping: [T] int64, the flat KV index block_id * S + offset each token is written to.
+        row_offsets: R + 1 Python ints; row r holds tokens row_offsets[r]:row_offsets[r + 1].
+        context_lens: R Python ints; tokens of the sequence once this step is written (row end).
+        block_tables: [R, max blocks] int32, the row's blocks in order; padding is 0.
+        block_size: S.
+    """
+
+    positions: Tensor
+    slot_mapping: Tensor
+    row_offsets: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    block_tables: Tensor
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Per layer one K and one V tensor, [B, S, K, D]. Owned by the runner; zeroed at allocation,
+    so that masked positions never hold NaN.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """A weight in the layout of the implementation that made it (`OpTable.pack_linear`).
+
+    Only that implementation reads `data`. `num_outputs` N, `num_inputs` C; `nbytes` counts `data`
+    and `bias`.
+    """
+
+    data: object
+    bias: Tensor | None
+    num_outputs: int
+    num_inputs: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What distinguishes one layer's attention from another's.
+
+    Attributes:
+        scale: Multiplies q·k.
+        window: A query at position p sees keys p - window < j <= p; None sees all.
+        softcap: logits = softcap * tanh(logits / softcap); None for none (Gemma 2).
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpTable:
+    """One implementation per op, fixed for the life of a model.
+
+    Attributes:
+        name: Kernel set, part of `system_fingerprint`: `reference`, `native-avx512`.
+        pack_linear: (weight [N, C], bias [N] | None) -> LinearWeight. Called once at load.
+        linear: (x [T, C], LinearWeight) -> [T, N] in x's dtype; fp32 accumulation in one order.
+        embedding: (token_ids [T], weight [V, C]) -> [T, C].
+        rms_norm: (x [T, C], weight [C], eps, offset) -> [T, C]: x / rms(x) * (weight + offset),
+            computed in fp32, rounded once (Gemma's offset is 1.0). Also for QK norm on [T, H, D].
+        add_rms_norm: (x, residual, weight, eps, offset) -> (normed, x + residual).
+        rotary: (x [T, H, D], cos [T, D_rot / 2], sin [T, D_rot / 2], interleaved) -> [T, H, D];
+            rotates the first D_rot of D, halves convention unless interleaved; fp32 inside.
+        write_kv: (k [T, K, D], v [T, K, D], k_cache, v_cache, slot_mapping [T]) -> None, in place.
+        paged_attention: (q [T, H, D], k_cache [B, S, K, D], v_cache, PagedLayout, AttentionParams)
+            -> [T, H, D]; causal, GQA without copies, KV walked in tiles at absolute positions.
+        gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half;
+            kind is `silu`, `gelu` or `gelu_tanh`.
+    """
+
+    name: str
+    pack_linear: Callable[[Tensor, Tensor | None], LinearWeight]
+    linear: Callable[[Tensor, LinearWeight], Tensor]
+    embedding: Callable[[Tensor, Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
+    rotary: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    paged_attention: Callable[[Tensor, Tensor, Tensor, PagedLayout, AttentionParams], Tensor]
+    gated_activation: Callable[[Tensor, str], Tensor]

@@ -1,0 +1,1 @@
+"""Layer 4: step plans become tensors, tensors become tokens."""

@@ -1,0 +1,1 @@
+"""Layer 6: HTTP surfaces."""
