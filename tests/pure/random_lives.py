@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from scheduler_world import Setup, World, open_scheduler, weak_digest
 from shadow_executor import EOS, STOP, Trouble
-from world import Setup, World, open_scheduler, weak_digest
 
 from quickstep.config import PolicyName
 from quickstep.core.prefix import chain_digest

@@ -317,3 +317,24 @@ def run_alone(request: Request, setup: Setup) -> list[Received]:
             _ALONE[key] = [world.received[f"alone#{index}"]]
         results.extend(_ALONE[key])
     return results
+
+
+PROMPT = (0, 1, 1, 0, 1, 0, 0, 1)
+
+
+def ask(
+    request_id: str = "a",
+    prompt: tuple[int, ...] = PROMPT,
+    max_tokens: int | None = 4,
+    n: int = 1,
+    priority: int = 0,
+    deadline_s: float | None = None,
+) -> Request:
+    """A request that only `max_tokens` or the context limit ends."""
+    sampling = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True)
+    return Request(request_id, prompt, sampling, seed=5, priority=priority, deadline_s=deadline_s)
+
+
+def finish(world: World) -> None:
+    world.drain()
+    world.verify()
