@@ -4,7 +4,8 @@ Called by the loader for specs that are not native. Before a model is handed out
 a probe that it computes what transformers' own eager attention computes, whole and in chunks;
 otherwise it is refused. `exact` says whether every matrix runs over the op table and the probe gave
 the same bits whole and in chunks: parts that transformers computes in its own way (experts,
-convolutions) may depend on the batch. Norms run on tiles of fixed shape where they were seen to.
+convolutions) may depend on the batch. Norms and activations run on tiles of a fixed shape. This is
+a measurement; for native models exactness holds by construction.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _PROBE_LEN = 24
 _PROBE_BLOCK = 16
 _WHOLE = (_PROBE_LEN,)
 _CHUNKS = (7, 1, 1, _PROBE_LEN - 9)
+_ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
@@ -136,9 +138,6 @@ class TransformersModel:
                     f"architecture {self._spec.architecture!r} computes logits that differ by "
                     f"{difference:.3g} with paged attention ({how}), so it cannot be served"
                 )
-        if not torch.equal(whole, chunked):
-            _tile_norms(self._body)
-            whole, chunked = self._probe(probe, _WHOLE), self._probe(probe, _CHUNKS)
         self._exact = torch.equal(whole, chunked) and _all_packed(self._body)
 
     def _probe(self, probe: Tensor, chunks: tuple[int, ...]) -> Tensor:
@@ -192,6 +191,7 @@ def load_fallback(
     setattr(causal, causal.base_model_prefix, HiddenStates())
     for root in (body, causal):
         _pack(root, ops)
+        _tile(root)
     model = TransformersModel((body, causal), ops, spec, placement, max_model_len, fingerprint)
     model.verify(probe, expected)
     return model
@@ -243,8 +243,11 @@ def _all_packed(root: nn.Module) -> bool:
     return matrices <= looked_up
 
 
-def _tile_norms(root: nn.Module) -> None:
+def _tile(root: nn.Module) -> None:
+    """Run every norm and activation below `root` on tiles of a fixed shape."""
     for module in list(root.modules()):
         for name, child in list(module.named_children()):
-            if type(child).__name__.endswith(("RMSNorm", "LayerNorm", "Norm1P")):
+            kind = type(child)
+            norm = kind.__name__.endswith(("RMSNorm", "LayerNorm", "Norm1P"))
+            if norm or kind.__module__ in _ACTIVATION_MODULES:
                 setattr(module, name, FixedRows(child))

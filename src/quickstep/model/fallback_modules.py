@@ -26,6 +26,9 @@ __all__ = [
 ]
 
 ATTENTION_NAME = "quickstep_paged"
+_TILE_ROWS = 16
+_LANES = 64  # twice the widest vector: torch's loops take two at a time
+_SPLIT_ELEMENTS = 32_768  # at::internal::GRAIN_SIZE: smaller tensors stay on one thread
 _UNSUPPORTED = ("position_bias", "s_aux", "head_mask", "cu_seq_lens_q")
 
 
@@ -88,22 +91,25 @@ class PackedLinear(nn.Module):
 
 
 class FixedRows(nn.Module):
-    """Runs a row-wise module (a norm) on tiles of a fixed number of rows, the last one padded,
+    """Runs a row-wise module (a norm, an activation) on tiles of one shape, the last one padded.
 
-    so that the shape it computes on, and with it its bits, never depends on the batch.
+    What torch computes for an element can depend on the shape around it and on where threads split
+    a tensor; a tile always has the same shape and is too small to be split.
     """
 
-    def __init__(self, inner: nn.Module, num_rows: int = 16) -> None:
+    def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self._inner = inner
-        self._num_rows = num_rows
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape out as in; the last dimension is a row."""
-        rows = x.reshape(-1, x.shape[-1])
-        padding = -rows.shape[0] % self._num_rows
+        width = x.shape[-1]
+        rows = x.reshape(-1, width)
+        # rows of other widths would not start at the same lane of a vector
+        per_tile = min(_TILE_ROWS, max(1, _SPLIT_ELEMENTS // width)) if width % _LANES == 0 else 1
+        padding = -rows.shape[0] % per_tile
         padded = nn.functional.pad(rows, (0, 0, 0, padding), value=1.0)
-        tiles = [self._inner(tile.contiguous()) for tile in torch.split(padded, self._num_rows)]
+        tiles = [self._inner(tile.contiguous()) for tile in torch.split(padded, per_tile)]
         return torch.cat(tiles)[: rows.shape[0]].reshape(x.shape)
 
 
