@@ -12,7 +12,7 @@ a *row* is one sequence's share of one step; *position* counts tokens of a seque
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
@@ -381,12 +381,25 @@ class Ticket(Protocol):
     def result(self) -> StepResult:
         """Wait for the step. Raises EngineError when the executor failed."""
 
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once `result` returns at once, from the executor's thread (or from here,
+        if it already does); an event loop passes `loop.call_soon_threadsafe` bound to its waker.
+        """
+
 
 class Executor(Protocol):
     """Runs plans strictly in the order of `submit`: local CPU, CUDA, a process group, a clock."""
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Queue a step; returns before it has run."""
+
+    def reset(self) -> None:
+        """Forget every slot after a failed step, so that plans run again.
+
+        Once a step has failed, the ones submitted after it fail as well, until this is called: the
+        state they were planned for is unknown. The caller then fails all plans in flight at the
+        scheduler (`Scheduler.fail`), which admits their sequences anew.
+        """
 
     def close(self) -> None:
         """Finish what was submitted, then free everything. Idempotent."""
