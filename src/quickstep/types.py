@@ -382,9 +382,7 @@ class Ticket(Protocol):
         """Wait for the step. Raises EngineError when the executor failed."""
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once `result` returns at once, from the executor's thread (or from here,
-        if it already does); an event loop passes `loop.call_soon_threadsafe` bound to its waker.
-        """
+        """Call `callback` when done: on the executor's thread, or here if it already is."""
 
 
 class Executor(Protocol):
@@ -394,11 +392,8 @@ class Executor(Protocol):
         """Queue a step; returns before it has run."""
 
     def reset(self) -> None:
-        """Forget every slot after a failed step, so that plans run again.
-
-        Once a step has failed, the ones submitted after it fail as well, until this is called: the
-        state they were planned for is unknown. The caller then fails all plans in flight at the
-        scheduler (`Scheduler.fail`), which admits their sequences anew.
+        """Forget every slot and run plans again: after a failed step all later ones fail as well,
+        until this. The scheduler's plans in flight then `fail`, their sequences are admitted anew.
         """
 
     def close(self) -> None:
