@@ -392,8 +392,8 @@ class Executor(Protocol):
         """Queue a step; returns before it has run."""
 
     def reset(self) -> None:
-        """Forget every slot and run plans again: after a failed step all later ones fail as well,
-        until this. The scheduler's plans in flight then `fail`, their sequences are admitted anew.
+        """Run plans again: after a failed step the ones behind it fail as well, until this. Slots
+        follow failed plans too, so that they agree with the scheduler's.
         """
 
     def close(self) -> None:

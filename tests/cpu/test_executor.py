@@ -1,6 +1,7 @@
 """The worker thread: order, callbacks, failures, closing."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 from paged_hash_model import PagedHashModel
@@ -92,7 +93,9 @@ def test_a_failed_step_fails_the_ones_behind_it_until_reset():
     with pytest.raises(EngineError, match="queued behind"):
         executor.submit(first_step(3, slot=1)).result()
     executor.reset()
-    assert tokens_of(executor.submit(first_step(4))) == expected
+    row = replace(first_step().rows[0], slot=1, new_block_ids=(2, 3))
+    again = StepPlan(4, (row,), (replace(first_step().admitted[0], slot=1),), released=(0, 1))
+    assert tokens_of(executor.submit(again)) == expected
     executor.close()
 
 

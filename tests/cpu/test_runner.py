@@ -1,6 +1,7 @@
 """The runner against a model that really reads its KV cache."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,14 +122,25 @@ def test_a_nan_row_fails_alone_and_its_queued_successor_fails_too():
     assert result.outputs[1] == alone[1]
 
 
-def test_a_bias_on_a_token_that_the_model_lacks_fails_its_row_only():
-    bad = SamplingParams(temperature=0.0, logit_bias={64: 1.0})
-    runner = runner_of()
-    rows = [prefill(0, PROMPT, blocks=[0, 1, 2], emits=False), prefill(1, PROMPT, blocks=[5, 6, 7])]
-    result = runner.run(plan(0, *rows, admitted=[admission(0, sampling=bad), admission(1)]))
+BAD_REQUESTS = {
+    "logit_bias": admission(0, sampling=SamplingParams(temperature=0.0, logit_bias={64: 1.0})),
+    "allowed_token_ids": admission(0, sampling=SamplingParams(allowed_token_ids=(-1,))),
+    "prompt": admission(0, (5, 64, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("said", BAD_REQUESTS)
+def test_a_token_that_the_model_lacks_fails_its_row_only(said):
+    alone = outputs_alone(GREEDY)
+    bad = BAD_REQUESTS[said]
+    rows = [
+        prefill(0, bad.token_ids[:4], blocks=[0, 1, 2], emits=False),
+        prefill(1, PROMPT, blocks=[5, 6, 7]),
+    ]
+    result = runner_of().run(plan(0, *rows, admitted=[bad, admission(1)]))
     assert [failure.row for failure in result.failures] == [0]
-    assert "logit_bias" in result.failures[0].reason
-    assert result.outputs[1].token_ids
+    assert said in result.failures[0].reason
+    assert result.outputs[1] == alone[0]
 
 
 def test_seconds_come_from_the_clock():
@@ -152,20 +164,41 @@ BAD_PLANS = {
     "release of an empty slot": plan(1, released=[2]),
     "block out of range": plan(1, prefill(1, (1,), blocks=[32]), admitted=[admission(1)]),
     "token out of range": plan(1, prefill(1, (64,), blocks=[9]), admitted=[admission(1)]),
-    "admitted token out of range": plan(1, admitted=[admission(1, (64,))]),
+    "more tokens than it says": plan(1, replace(decode(0, len(PROMPT), 1), token_ids=(1, 2))),
     "output out of step": plan(1, decode(0, len(PROMPT), 2)),
     "too few blocks": plan(1, prefill(1, PROMPT, blocks=[9]), admitted=[admission(1)]),
 }
 
 
 @pytest.mark.parametrize("bad", BAD_PLANS.values(), ids=BAD_PLANS)
-def test_a_plan_that_does_not_fit_is_an_engine_error_and_leaves_no_slot_resident(bad):
+def test_a_plan_that_does_not_fit_is_an_engine_error(bad):
     runner = runner_of()
-    setup = plan(0, prefill(0, PROMPT, blocks=[0, 1, 2]), admitted=[admission(0)])
-    expected = runner.run(setup).outputs
+    runner.run(plan(0, prefill(0, PROMPT, blocks=[0, 1, 2]), admitted=[admission(0)]))
     with pytest.raises(EngineError):
         runner.run(bad)
-    assert runner.run(setup).outputs == expected
+
+
+def test_slots_follow_a_failed_plan_and_rows_outside_of_it_go_on():
+    alone = outputs_alone(GREEDY)
+    model = PagedHashModel()
+    runner = runner_of(model)
+    setup = [prefill(i, PROMPT, blocks=[3 * i, 3 * i + 1, 3 * i + 2]) for i in range(3)]
+    runner.run(plan(0, *setup, admitted=[admission(i) for i in range(3)]))
+    model.error = RuntimeError("out of memory")
+    entering = prefill(3, PROMPT, blocks=[9, 10, 11])
+    with pytest.raises(RuntimeError):
+        runner.run(
+            plan(1, decode(0, 9, 1), entering, admitted=[admission(3)], released=[2]),
+        )
+    model.error = None
+    runner.skip(plan(2, decode(0, 10, 2), prefill(2, (1,)), admitted=[admission(2)]))
+    result = runner.run(plan(3, decode(0, 9, 1), decode(1, 9, 1), decode(3, 9, 1)))
+    assert [failure.row for failure in result.failures] == [0, 2]
+    assert result.outputs[1] == alone[1]
+    again = [prefill(i, PROMPT, blocks=[12 + i, 16 + i, 20 + i]) for i in (0, 2, 3)]
+    admissions = [admission(i) for i in (0, 2, 3)]
+    result = runner.run(plan(4, *again, admitted=admissions, released=[0, 2, 3]))
+    assert result.outputs == (alone[0],) * 3
 
 
 def test_kv_is_zeroed_and_as_large_as_announced():

@@ -22,7 +22,7 @@ from quickstep.types import StepRow
 
 __all__ = ["build_batch"]
 
-# A pending token whose step failed: the row runs as padding and its own output is a failure too.
+# Input of a row that has failed already: it keeps its place in the step, its output is discarded.
 _PADDING_TOKEN = 0
 
 
@@ -67,6 +67,8 @@ def build_batch(
 
 def _inputs(row: StepRow, slot: Slot) -> tuple[int, ...]:
     """The row's input tokens; a pending one is what the slot sampled last."""
+    if slot.failure:
+        return (_PADDING_TOKEN,) * row.num_tokens
     if row.token_ids:
         if len(row.token_ids) != row.num_tokens:
             raise EngineError(f"a row has {len(row.token_ids)} tokens, it says {row.num_tokens}")
@@ -75,8 +77,7 @@ def _inputs(row: StepRow, slot: Slot) -> tuple[int, ...]:
         raise EngineError(f"a row has no tokens, it says {row.num_tokens}; one can be pending")
     if slot.last_token is not None:
         return (slot.last_token,)
-    if not slot.failure:
-        slot.failure = "its input token was never sampled"
+    slot.failure = "its input token was never sampled"
     return (_PADDING_TOKEN,)
 
 

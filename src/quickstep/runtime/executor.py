@@ -2,7 +2,8 @@
 
 Used by the engine, which awaits tickets through their callback. One thread, so a step never
 overlaps the next on the device; planning the next while one runs is what overlaps. After a step
-raised, every plan queued behind it fails until `reset`: the state it was planned for is unknown.
+raised, every plan queued behind it fails until `reset`, because its inputs were never computed; the
+slots still follow the plans, so that runner and scheduler agree on what is resident.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class LocalExecutor:
         return LocalTicket(self._worker.submit(self._run, plan))
 
     def reset(self) -> None:
-        """Let queued plans fail, drop every slot, and run plans again."""
+        """Let the plans fail that are queued by now, and run the next ones again."""
         if not self._is_closed:
-            self._worker.submit(self._recover).result()
+            self._worker.submit(self._forget_failure).result()
 
     def close(self) -> None:
         """Finish what was submitted and end the thread. Idempotent."""
@@ -64,6 +65,7 @@ class LocalExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         """On the worker thread."""
         if self._failure is not None:
+            self._runner.skip(plan)
             raise EngineError(
                 f"step {plan.step_id} was queued behind a step that failed"
             ) from self._failure
@@ -73,7 +75,6 @@ class LocalExecutor:
             self._failure = EngineError(f"step {plan.step_id} failed: {error}")
             raise self._failure from error
 
-    def _recover(self) -> None:
+    def _forget_failure(self) -> None:
         """On the worker thread, behind everything that was queued."""
-        self._runner.reset()
         self._failure = None

@@ -2,8 +2,8 @@
 
 Owns the KV tensors and the slots. Called by an executor, by one thread at a time, strictly in plan
 order; a plan may be queued before the result of the one before it was read, because the last token
-of every slot stays here. An exception drops every slot: what is resident is then known (nothing),
-and the scheduler admits its sequences again.
+of every slot stays here. Slots follow the plans in any case: one that fails has released and set
+up its slots, its rows have not run, and their sequences cannot go on unless admitted again.
 """
 
 from __future__ import annotations
@@ -42,29 +42,27 @@ class ModelRunner:
         self._clock = clock
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute a step. Raises EngineError when the plan does not fit; then nothing is resident.
+        """Compute a step. Raises EngineError when the plan does not fit, and what the model raises.
 
         Rows that cannot go on (NaN logits, a token id in `logit_bias` that the model lacks) are
         failures in the result.
         """
         started = self._clock()
+        self._slots.move(plan.released, plan.admitted)
         try:
             with torch.inference_mode():
                 outputs, failures = self._step(plan)
         except BaseException:
-            self.reset()
+            self._slots.fail(plan.rows, f"step {plan.step_id} failed")
             raise
         return StepResult(plan.step_id, outputs, self._clock() - started, failures)
 
-    def reset(self) -> None:
-        """Drop every sequence."""
-        self._slots.clear()
+    def skip(self, plan: StepPlan) -> None:
+        """Take a plan that stands behind a failed one: its slots move, its rows do not run."""
+        self._slots.move(plan.released, plan.admitted)
+        self._slots.fail(plan.rows, f"step {plan.step_id} was skipped")
 
     def _step(self, plan: StepPlan) -> tuple[tuple[RowOutput, ...], tuple[RowFailure, ...]]:
-        for index in plan.released:
-            self._slots.release(index)
-        for admission in plan.admitted:
-            self._slots.admit(admission)
         if not plan.rows:
             return (), ()
         slots = [self._slots[row.slot] for row in plan.rows]

@@ -6,14 +6,14 @@ Owned by `runtime.runner`, changed only by the plans that it runs. A slot is set
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import EngineError, RequestError
 from quickstep.runtime.sampling_state import SamplingState
-from quickstep.types import Admission
+from quickstep.types import Admission, StepRow
 
 __all__ = ["Slot", "SlotTable"]
 
@@ -30,10 +30,14 @@ class Slot:
         self.last_token: int | None = None
         self.failure = ""
         self.state: SamplingState | None = None
-        try:
-            self.state = SamplingState(admission, vocab_size)
-        except RequestError as error:
-            self.failure = str(error)
+        token_ids = admission.token_ids
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            self.failure = f"the prompt has token ids outside the model's {vocab_size}"
+        else:
+            try:
+                self.state = SamplingState(admission, vocab_size)
+            except RequestError as error:
+                self.failure = str(error)
         self._block_ids = np.zeros(8, dtype=np.int32)
         self._num_blocks = 0
 
@@ -72,35 +76,30 @@ class SlotTable:
             raise EngineError(f"slot {index} holds no sequence, the plan has a row for it")
         return slot
 
-    @property
-    def num_resident(self) -> int:
-        """Slots that hold a sequence."""
-        return sum(slot is not None for slot in self._slots)
+    def move(self, released: Sequence[int], admitted: Sequence[Admission]) -> None:
+        """Drop sequences, then set others up. Raises EngineError before anything has changed."""
+        free = set(released)
+        for index in released:
+            if self._slots[self._checked(index)] is None:
+                raise EngineError(f"slot {index} holds no sequence, the plan releases it")
+        for admission in admitted:
+            resident = self._slots[self._checked(admission.slot)]
+            if resident is not None and admission.slot not in free:
+                raise EngineError(
+                    f"slot {admission.slot} holds {resident.sequence_id}, "
+                    f"{admission.sequence_id} needs it free"
+                )
+        for index in released:
+            self._slots[index] = None
+        for admission in admitted:
+            self._slots[admission.slot] = Slot(admission, self._vocab_size)
 
-    def admit(self, admission: Admission) -> None:
-        """Set a free slot up."""
-        index = self._checked(admission.slot)
-        resident = self._slots[index]
-        if resident is not None:
-            raise EngineError(
-                f"slot {index} holds {resident.sequence_id}, {admission.sequence_id} needs it free"
-            )
-        token_ids = admission.token_ids
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            raise EngineError(
-                f"{admission.sequence_id} has token ids outside the model's {self._vocab_size}"
-            )
-        self._slots[index] = Slot(admission, self._vocab_size)
-
-    def release(self, index: int) -> None:
-        """Drop a sequence."""
-        if self._slots[self._checked(index)] is None:
-            raise EngineError(f"slot {index} holds no sequence, the plan releases it")
-        self._slots[index] = None
-
-    def clear(self) -> None:
-        """Drop every sequence."""
-        self._slots = [None] * len(self._slots)
+    def fail(self, rows: Iterable[StepRow], reason: str) -> None:
+        """These rows did not run: their sequences cannot go on."""
+        for row in rows:
+            slot = self._slots[row.slot] if 0 <= row.slot < len(self._slots) else None
+            if slot is not None:
+                slot.failure = slot.failure or reason
 
     def _checked(self, index: int) -> int:
         if not 0 <= index < len(self._slots):
