@@ -18,7 +18,7 @@ from typing import Any
 
 import tokenizers
 
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, RequestError
 
 __all__ = ["DecoderKind", "Tokenizer", "read_json"]
 
@@ -97,13 +97,22 @@ class Tokenizer:
         return self._kind
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised."""
-        ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`; special tokens written out in it are recognised.
+
+        Raises:
+            RequestError: The text is not Unicode (JSON can spell half a surrogate pair).
+        """
+        try:
+            ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise RequestError(
+                "the text is not valid Unicode: it holds half a surrogate pair", param="prompt"
+            ) from error
         return ids
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; incomplete UTF-8 becomes U+FFFD."""
-        text: str = self._library.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        text: str = self._library.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def token_id(self, text: str) -> int | None:
