@@ -382,9 +382,7 @@ class Ticket(Protocol):
         """Wait for the step. Raises EngineError when the executor failed."""
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once `result` returns at once, from the executor's thread (or from here,
-        if it already does); an event loop passes `loop.call_soon_threadsafe` bound to its waker.
-        """
+        """Call `callback` when done: on the executor's thread, or here if it already is."""
 
 
 class Executor(Protocol):
@@ -394,11 +392,8 @@ class Executor(Protocol):
         """Queue a step; returns before it has run."""
 
     def reset(self) -> None:
-        """Forget every slot after a failed step, so that plans run again.
-
-        Once a step has failed, the ones submitted after it fail as well, until this is called: the
-        state they were planned for is unknown. The caller then fails all plans in flight at the
-        scheduler (`Scheduler.fail`), which admits their sequences anew.
+        """Run plans again: after a failed step the ones behind it fail as well, until this. Slots
+        follow failed plans too, so that they agree with the scheduler's.
         """
 
     def close(self) -> None:
