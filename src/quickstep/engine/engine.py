@@ -174,7 +174,8 @@ class Engine:
         self._news.set()
         if self._task is not None:
             await self._task
-        await asyncio.to_thread(self._executor.close)
+        # the task has taken in every step, so that there is nothing to wait for
+        self._executor.close()
         self._step_log.close()
 
     def chat_prompt(

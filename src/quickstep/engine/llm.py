@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar, Unpack, cast
@@ -25,7 +26,7 @@ from quickstep.engine.engine import Engine
 from quickstep.engine.llm_options import LLMOptions, engine_config
 from quickstep.engine.outputs import RequestOutput, collect
 from quickstep.engine.stream import Stream
-from quickstep.errors import RequestError
+from quickstep.errors import EngineError, RequestError
 from quickstep.types import SamplingParams
 
 __all__ = ["LLM", "Prompt"]
@@ -51,7 +52,8 @@ class LLM:
             target=self._loop.run_forever, name="quickstep-llm", daemon=True
         )
         self._thread.start()
-        self._is_closed = False
+        # also at the interpreter's exit, for those who never close
+        self._end = weakref.finalize(self, _shut_down, self._engine, self._loop, self._thread)
         self._wait_for(self._engine.start())
 
     @property
@@ -99,13 +101,7 @@ class LLM:
 
     def close(self) -> None:
         """End what runs and free everything. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._engine.stop(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -154,11 +150,29 @@ class LLM:
                 await stream.aclose()
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        if not self._end.alive:
+            coroutine.close()
+            raise EngineError("this LLM is closed; make a new one")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         finally:
             future.cancel()
+
+
+def _shut_down(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Stop the engine, then its loop. The garbage collector may call it in any thread."""
+
+    async def leave() -> None:
+        try:
+            await engine.stop()
+        finally:
+            loop.stop()
+
+    asyncio.run_coroutine_threadsafe(leave(), loop)
+    if threading.current_thread() is not thread:
+        thread.join()
+        loop.close()
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
