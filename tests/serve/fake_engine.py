@@ -11,34 +11,16 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quickstep.core.accounting import SchedulerStats, Totals
+from quickstep.core.block_pool import PoolStats
+from quickstep.engine.stats import EngineState, EngineStats
+from quickstep.engine.stream import Delta
+
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 
 WORDS = ("Hello", " world", ",", " this", " is", " a", " test", ".")
 END_ID = 255
-
-
-@dataclass(frozen=True, slots=True)
-class FakeDelta:
-    index: int
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
-    timings: SequenceTimings | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class FakeLoad:
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 1000
-    num_used_blocks: int = 0
-    num_preemptions: int = 0
-    num_prefix_queries: int = 0
-    num_prefix_hits: int = 0
-    num_steps: int = 0
 
 
 class FakeTokenizer:
@@ -102,13 +84,13 @@ class FakeStream:
         self._sampling = item.sampling
         self._deltas = self._run()
 
-    def __aiter__(self) -> AsyncIterator[FakeDelta]:
+    def __aiter__(self) -> AsyncIterator[Delta]:
         return self._deltas
 
     async def aclose(self) -> None:
         self._engine.open_streams.discard(self)
 
-    async def _run(self) -> AsyncIterator[FakeDelta]:
+    async def _run(self) -> AsyncIterator[Delta]:
         script = self._engine.script
         if script.raises:
             raise script.raises
@@ -117,7 +99,7 @@ class FakeStream:
                 yield delta
         self._engine.open_streams.discard(self)
 
-    async def _sequence(self, index: int) -> AsyncIterator[FakeDelta]:
+    async def _sequence(self, index: int) -> AsyncIterator[Delta]:
         script = self._engine.script
         limit = self._sampling.max_tokens or 1000
         emitted = 0
@@ -127,7 +109,7 @@ class FakeStream:
             await asyncio.sleep(0)
             token_id = emitted % len(WORDS)
             self._engine.num_steps += 1
-            yield FakeDelta(index, WORDS[token_id], (token_id,), self._logprobs(token_id))
+            yield Delta(index, WORDS[token_id], (token_id,), self._logprobs(token_id))
             emitted += 1
         reason = script.reason
         if reason is FinishReason.EOS and limit <= len(WORDS):
@@ -135,7 +117,7 @@ class FakeStream:
         end = (END_ID,) * (reason is FinishReason.EOS)
         logprobs = self._logprobs(END_ID) if end else ()
         timings = self._timings(emitted + len(end))
-        yield FakeDelta(index, "", end, logprobs, reason, timings, script.error)
+        yield Delta(index, "", end, logprobs, reason, None, timings, script.error)
 
     def _logprobs(self, token_id: int) -> tuple[TokenLogprobs, ...]:
         num_top = self._sampling.logprobs
@@ -173,21 +155,41 @@ class FakeEngine:
     max_model_len: int = 4096
     num_cached_tokens: int = 3
     num_steps: int = 0
-    running: bool = False
+    state: EngineState = EngineState.NEW
+    failure: str = ""
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
     submitted: list[Submitted] = field(default_factory=list)
     open_streams: set[FakeStream] = field(default_factory=set)
 
     async def start(self) -> None:
-        self.running = True
+        self.state = EngineState.RUNNING
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        self.running = False
+        self.state = EngineState.STOPPED
 
-    def stats(self) -> FakeLoad:
+    def stats(self) -> EngineStats:
         num_open = len(self.open_streams)
-        return FakeLoad(num_running=num_open, num_used_blocks=num_open, num_steps=self.num_steps)
+        blocks = PoolStats(
+            num_free=1000 - num_open, num_cached=0, num_used=num_open, num_hits=0, num_evictions=0
+        )
+        return EngineStats(
+            state=self.state,
+            failure=self.failure,
+            now_s=0.0,
+            last_step_s=None,
+            num_steps_in_flight=0,
+            num_requests=num_open,
+            scheduler=SchedulerStats(
+                num_waiting=0,
+                num_running=num_open,
+                num_preempted=0,
+                num_in_flight=0,
+                blocks=blocks,
+                totals=Totals(num_steps=self.num_steps),
+            ),
+        )
 
     def submit(
         self,
@@ -201,7 +203,7 @@ class FakeEngine:
         deadline_s: float | None = None,
     ) -> FakeStream:
         assert not isinstance(prompt, str), "the server tokenises"
-        if not self.running:
+        if self.state is not EngineState.RUNNING:
             raise EngineError("the engine is not running")
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")

@@ -17,7 +17,7 @@ from quickstep.server.completions import Completions
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
-from quickstep.server.probes import Lifecycle, Probes, Progress
+from quickstep.server.probes import Probes, Progress
 from quickstep.server.routes import GeneratingRoute
 from quickstep.server.surface import Served
 
@@ -33,8 +33,7 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
     served = Served(engine, names, options.limits)
     metrics = Metrics(engine, names[0])
     progress = Progress(engine, options.stall_s)
-    lifecycle = Lifecycle()
-    probes = Probes(served, metrics, progress, lifecycle)
+    probes = Probes(served, metrics, progress)
     chat = GeneratingRoute(Chat(), served, metrics)
     completions = GeneratingRoute(Completions(), served, metrics)
 
@@ -42,11 +41,9 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await engine.start()
         watching = asyncio.create_task(_watch(progress))
-        lifecycle.ready = True
         try:
             yield
         finally:
-            lifecycle.ready = False
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from quickstep.engine.stream import Delta
 from quickstep.errors import RequestError
-from quickstep.server.engine_face import TokenDelta, Vocabulary
+from quickstep.server.engine_face import Vocabulary
 from quickstep.server.generation import ChatPrompt, Choice, GenerationRequest
 from quickstep.server.options import RequestLimits
 from quickstep.server.refused import CHAT_REFUSED, refuse
@@ -56,8 +57,7 @@ class Chat:
         logprobs = _num_logprobs(fields, served.limits)
         sampling = sampling_params(
             fields,
-            served.limits,
-            served.engine.tokenizer.vocab_size,
+            served,
             {"max_tokens": max_tokens, "logprobs": logprobs},
             {"max_tokens": max_tokens_name, "logprobs": "top_logprobs"},
         )
@@ -185,7 +185,7 @@ def _text(content: Content, path: str) -> str:
             kind = part.__struct_config__.tag
             place = f"{path}[{index}]"
             raise RequestError(f"{place} is of type {kind}, the model reads text only", param=place)
-    return "".join(texts)
+    return "\n".join(texts)
 
 
 class ChatRendering:
@@ -199,7 +199,7 @@ class ChatRendering:
         """The role, before any content."""
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
-    def news(self, choice: Choice, delta: TokenDelta) -> dict[str, Any] | None:
+    def news(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         """New content, with the new tokens' logprobs."""
         if not delta.text and not (self._with_logprobs and delta.token_ids):
             return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
+from quickstep.engine.stream import Delta
 from quickstep.errors import RequestError
-from quickstep.server.engine_face import TokenDelta, Vocabulary
+from quickstep.server.engine_face import Vocabulary
 from quickstep.server.generation import (
     Choice,
     GenerationRequest,
@@ -43,12 +44,11 @@ class Completions:
             )
         bounded("logprobs", fields.logprobs or 0, served.limits.logprobs)
         max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-        vocab_size = served.engine.tokenizer.vocab_size
         own = {"max_tokens": max_tokens, "logprobs": fields.logprobs}
-        sampling = sampling_params(fields, served.limits, vocab_size, own, {})
+        sampling = sampling_params(fields, served, own, {})
         return GenerationRequest(
             model=model,
-            prompts=_prompts(fields, served, vocab_size),
+            prompts=_prompts(fields, served),
             sampling=sampling,
             priority=fields.priority or 0,
             tenant=fields.user or "",
@@ -61,10 +61,9 @@ class Completions:
         return CompletionRendering(served.engine.tokenizer, request.sampling.logprobs is not None)
 
 
-def _prompts(
-    fields: CompletionRequest, served: Served, vocab_size: int
-) -> tuple[TextPrompt | TokenPrompt, ...]:
+def _prompts(fields: CompletionRequest, served: Served) -> tuple[TextPrompt | TokenPrompt, ...]:
     prompt = fields.prompt
+    vocab_size = served.engine.tokenizer.vocab_size
     special = fields.add_special_tokens is not False
     if isinstance(prompt, str):
         return (TextPrompt(prompt, special),)
@@ -101,7 +100,7 @@ class CompletionRendering:
     def opening(self) -> None:
         """A stream of completions begins with its first text."""
 
-    def news(self, choice: Choice, delta: TokenDelta) -> dict[str, Any] | None:
+    def news(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         """New text, with the new tokens' logprobs."""
         if not delta.text and not (self._with_logprobs and delta.token_ids):
             return None

@@ -9,41 +9,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
+from quickstep.engine.stats import EngineStats
+from quickstep.engine.stream import Delta
+from quickstep.types import SamplingParams
 
-__all__ = ["ServedEngine", "Template", "TokenDelta", "TokenStream", "Vocabulary"]
-
-
-class TokenDelta(Protocol):
-    """News of one of a request's sequences."""
-
-    @property
-    def index(self) -> int:
-        """Which of the n sequences."""
-
-    @property
-    def text(self) -> str:
-        """New text, complete characters only; may be empty while tokens arrived."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """New tokens, the end token included."""
-
-    @property
-    def logprobs(self) -> Sequence[TokenLogprobs]:
-        """One per new token if asked for."""
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Set on the last delta of a sequence."""
-
-    @property
-    def timings(self) -> SequenceTimings | None:
-        """Set on the last delta of a sequence."""
-
-    @property
-    def error(self) -> str:
-        """Why, when the finish reason is ERROR."""
+__all__ = ["ServedEngine", "Template", "TokenStream", "Vocabulary"]
 
 
 class TokenStream(Protocol):
@@ -61,7 +31,7 @@ class TokenStream(Protocol):
     def seed(self) -> int:
         """The noise seed that was used, given or drawn."""
 
-    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+    def __aiter__(self) -> AsyncIterator[Delta]:
         """Iterate the deltas; ends after the last sequence's end."""
 
     async def aclose(self) -> None:
@@ -98,42 +68,6 @@ class Template(Protocol):
         """The prompt text of a conversation. Raises RequestError if the template refuses it."""
 
 
-class Load(Protocol):
-    """A snapshot of what the engine is doing; counts are since the start."""
-
-    @property
-    def num_running(self) -> int:
-        """Resident sequences."""
-
-    @property
-    def num_waiting(self) -> int:
-        """Queued sequences."""
-
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks in the pool."""
-
-    @property
-    def num_used_blocks(self) -> int:
-        """KV blocks that a sequence holds; cached ones that none holds are free."""
-
-    @property
-    def num_preemptions(self) -> int:
-        """Sequences put back to the queue."""
-
-    @property
-    def num_prefix_queries(self) -> int:
-        """Prompt tokens looked up in the prefix cache."""
-
-    @property
-    def num_prefix_hits(self) -> int:
-        """Prompt tokens found there."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that have finished."""
-
-
 class ServedEngine(Protocol):
     """One model, serving."""
 
@@ -150,6 +84,10 @@ class ServedEngine(Protocol):
         """Longest sequence in tokens."""
 
     @property
+    def default_sampling(self) -> Mapping[str, float]:
+        """Sampling values of the checkpoint, for what a request does not set."""
+
+    @property
     def tokenizer(self) -> Vocabulary:
         """The model's tokenizer."""
 
@@ -157,7 +95,7 @@ class ServedEngine(Protocol):
     def chat_template(self) -> Template | None:
         """None if the model has none."""
 
-    def stats(self) -> Load:
+    def stats(self) -> EngineStats:
         """What the engine is doing now."""
 
     async def start(self) -> None:

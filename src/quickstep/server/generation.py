@@ -15,9 +15,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from quickstep.core.seeds import sequence_seed
+from quickstep.core.sequence import sequence_seed
+from quickstep.engine.stream import Delta
 from quickstep.errors import EngineError, RequestError
-from quickstep.server.engine_face import ServedEngine, TokenDelta, TokenStream
+from quickstep.server.engine_face import ServedEngine, TokenStream
 from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 
 __all__ = [
@@ -94,7 +95,7 @@ class ChoiceDelta:
     """News of one choice."""
 
     choice: int
-    delta: TokenDelta
+    delta: Delta
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ class Choice:
     finish_reason: FinishReason | None = None
     timings: SequenceTimings | None = None
 
-    def add(self, delta: TokenDelta) -> None:
+    def add(self, delta: Delta) -> None:
         """Append a delta. Raises EngineError if it says that the sequence failed."""
         self.text.append(delta.text)
         self.token_ids.extend(delta.token_ids)

@@ -168,21 +168,28 @@ class EngineGauges(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """One family per figure."""
-        load = self._engine.stats()
+        load = self._engine.stats().scheduler
+        totals, blocks = load.totals, load.blocks
+        num_blocks = blocks.num_used + blocks.num_cached + blocks.num_free
         gauges = (
             ("num_requests_running", "Sequences in the batch.", load.num_running),
-            ("num_requests_waiting", "Sequences in the queue.", load.num_waiting),
+            (
+                "num_requests_waiting",
+                "Sequences in the queue, preempted ones included.",
+                load.num_waiting + load.num_preempted,
+            ),
             (
                 "kv_cache_usage_perc",
                 "Share of the KV blocks in use; 1 is all.",
-                load.num_used_blocks / load.num_blocks,
+                blocks.num_used / num_blocks,
             ),
         )
         counters = (
-            ("num_preemptions", "Sequences put back to the queue.", load.num_preemptions),
-            ("prefix_cache_queries", "Prompt tokens looked up.", load.num_prefix_queries),
-            ("prefix_cache_hits", "Prompt tokens found cached.", load.num_prefix_hits),
-            ("engine_steps", "Steps run.", load.num_steps),
+            ("num_preemptions", "Sequences put back to the queue.", totals.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up.", totals.prefix_query_tokens),
+            ("prefix_cache_hits", "Prompt tokens found cached.", totals.prefix_hit_tokens),
+            ("engine_steps", "Steps run.", totals.num_steps),
+            ("engine_busy_seconds", "Measured seconds of all steps.", totals.busy_s),
         )
         for name, text, value in gauges:
             yield self._filled(GaugeMetricFamily, name, text, value)

@@ -14,19 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep import __version__
+from quickstep.engine.stats import EngineState
 from quickstep.server.api_errors import json_response
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.metrics import CONTENT_TYPE, Metrics
 from quickstep.server.surface import Served
 
-__all__ = ["Lifecycle", "Probes", "Progress"]
-
-
-class Lifecycle:
-    """Whether the engine runs and takes requests. Owned by the app."""
-
-    def __init__(self) -> None:
-        self.ready = False
+__all__ = ["Probes", "Progress"]
 
 
 class Progress:
@@ -42,19 +36,26 @@ class Progress:
         self._moved_at = clock()
 
     def observe(self) -> dict[str, Any]:
-        """The state as `/health` tells it; `status` is `ok` or `stalled`."""
-        load = self._engine.stats()
-        pending = load.num_running + load.num_waiting
+        """The state as `/health` tells it; `status` is `ok`, `stalled` or `failed`."""
+        stats = self._engine.stats()
+        load = stats.scheduler
         now = self._clock()
-        if not pending or load.num_steps != self._num_steps:
-            self._num_steps = load.num_steps
+        if not stats.has_work or load.totals.num_steps != self._num_steps:
+            self._num_steps = load.totals.num_steps
             self._moved_at = now
         still_s = now - self._moved_at
+        status = "stalled" if still_s > self._stall_s else "ok"
         return {
-            "status": "stalled" if still_s > self._stall_s else "ok",
+            "status": "failed" if stats.failure else status,
+            "engine": stats.state.value,
+            "failure": stats.failure,
+            "num_requests": stats.num_requests,
             "num_running": load.num_running,
-            "num_waiting": load.num_waiting,
-            "num_steps": load.num_steps,
+            "num_waiting": load.num_waiting + load.num_preempted,
+            "num_used_blocks": load.blocks.num_used,
+            "num_cached_blocks": load.blocks.num_cached,
+            "num_free_blocks": load.blocks.num_free,
+            "num_steps": load.totals.num_steps,
             "seconds_without_progress": round(still_s, 3),
         }
 
@@ -62,13 +63,10 @@ class Progress:
 class Probes:
     """The endpoints, by name."""
 
-    def __init__(
-        self, served: Served, metrics: Metrics, progress: Progress, lifecycle: Lifecycle
-    ) -> None:
+    def __init__(self, served: Served, metrics: Metrics, progress: Progress) -> None:
         self._served = served
         self._metrics = metrics
         self._progress = progress
-        self._lifecycle = lifecycle
         self._created = int(time.time())
 
     async def health(self, _: Request) -> Response:
@@ -78,7 +76,7 @@ class Probes:
 
     async def ready(self, _: Request) -> Response:
         """200 while new requests are welcome, else 503."""
-        ready = self._lifecycle.ready
+        ready = self._served.engine.stats().state is EngineState.RUNNING
         return json_response({"ready": ready}, 200 if ready else 503)
 
     async def metrics(self, _: Request) -> Response:

@@ -6,6 +6,7 @@ stops accepting and lets running requests go on for `drain_s`; a second one ends
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import signal
@@ -26,6 +27,8 @@ __all__ = ["DrainingServer", "bind", "serve", "server_for"]
 
 _LOG = logging.getLogger("quickstep.server")
 _BACKLOG = 2048
+_FLUSH_S = 5
+_SIGNAL_POLL_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -58,7 +61,28 @@ def _refusal(host: str, port: int, error: OSError) -> str:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, except that a second signal of any kind ends it, and that it exits with code 0."""
+    """uvicorn, except that it drains the engine, that a second signal of any kind ends the wait,
+    and that the process goes on to its own end.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: ServedEngine, drain_s: float) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._drain_s = drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse new requests, let running ones go on, then end them with an error event."""
+        draining = asyncio.create_task(self._engine.stop(self._drain_s))
+        hurrying = asyncio.create_task(self._stop_at_second_signal(draining))
+        await super().shutdown(sockets)
+        await asyncio.gather(draining, hurrying, return_exceptions=True)
+        await self._engine.stop()  # for a drain that was cut short
+
+    async def _stop_at_second_signal(self, draining: asyncio.Task[None]) -> None:
+        while not draining.done():
+            if self.force_exit:
+                draining.cancel()
+            await asyncio.sleep(_SIGNAL_POLL_S)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -80,8 +104,9 @@ class DrainingServer(uvicorn.Server):
             _LOG.info("%s again: ending the running requests", name)
             self.force_exit = True
             return
-        drain_s = self.config.timeout_graceful_shutdown
-        _LOG.info("%s: no new requests, running ones have %s s; again to end them", name, drain_s)
+        _LOG.info(
+            "%s: no new requests, running ones have %g s; again to end them", name, self._drain_s
+        )
         self.should_exit = True
 
 
@@ -96,9 +121,10 @@ def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(options.drain_s)),
+        # the engine ends the streams in time; this is for clients that do not read their end
+        timeout_graceful_shutdown=round(options.drain_s) + _FLUSH_S,
     )
-    return DrainingServer(config)
+    return DrainingServer(config, engine, options.drain_s)
 
 
 def serve(

@@ -12,6 +12,7 @@ from typing import Any
 from quickstep.errors import RequestError
 from quickstep.server.options import RequestLimits
 from quickstep.server.schemas import SamplingFields
+from quickstep.server.surface import Served
 from quickstep.types import SamplingParams
 
 __all__ = ["bounded", "sampling_params", "token_ids_of"]
@@ -36,19 +37,19 @@ _LOGIT_BIAS_LIMIT = 100.0
 
 def sampling_params(
     fields: SamplingFields,
-    limits: RequestLimits,
-    vocab_size: int,
+    served: Served,
     own: Mapping[str, Any],
     renamed: Mapping[str, str],
 ) -> SamplingParams:
     """The request's sampling parameters. Raises RequestError that names the client's field.
 
-    `own` holds what the surface resolved by itself (`max_tokens`, `logprobs`); `renamed` says
-    under which name the client gave it.
+    What it leaves open comes from the checkpoint, then from `SamplingParams`. `own` holds what the
+    surface resolved by itself (`max_tokens`, `logprobs`); `renamed` says under which name the
+    client gave it.
     """
-    values: dict[str, Any] = {
-        name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None
-    }
+    limits, vocab_size = served.limits, served.engine.tokenizer.vocab_size
+    values: dict[str, Any] = dict(served.engine.default_sampling)
+    values |= {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
     values["stop"] = _stops(fields.stop, limits)
     values["logit_bias"] = _logit_bias(fields.logit_bias or {}, limits, vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids"):

@@ -230,7 +230,7 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, froz
 
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>.*)`$", re.DOTALL)
-_NAMED_FIELD = re.compile(r"field `(?P<field>[^`]*)`", re.DOTALL)
+_NAMED_FIELD = re.compile(r"field `(?P<field>.*)`$", re.DOTALL)
 
 
 def decode(body: bytes, schema: type[_Schema]) -> _Schema:

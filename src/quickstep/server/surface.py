@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quickstep.engine.stream import Delta
 from quickstep.errors import RequestError
 from quickstep.server.api_errors import RouteNotFound
-from quickstep.server.engine_face import ServedEngine, TokenDelta
+from quickstep.server.engine_face import ServedEngine
 from quickstep.server.generation import Choice, GenerationRequest
 from quickstep.server.options import RequestLimits
 from quickstep.server.schemas import SamplingFields
@@ -47,7 +48,7 @@ class Rendering(Protocol):
     def opening(self) -> Mapping[str, Any] | None:
         """What a stream says of each choice before its first token, without `index`."""
 
-    def news(self, choice: Choice, delta: TokenDelta) -> dict[str, Any] | None:
+    def news(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         """A stream's word for a delta, without `index` and `finish_reason`; None for nothing."""
 
     def ending(self) -> dict[str, Any]:
