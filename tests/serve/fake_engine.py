@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,11 +163,19 @@ class FakeEngine:
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
     submitted: list[Submitted] = field(default_factory=list)
     open_streams: set[FakeStream] = field(default_factory=set)
+    loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
         self.state = EngineState.RUNNING
+        self.loop = asyncio.get_running_loop()
 
     async def stop(self, drain_s: float = 0.0) -> None:
+        """Waits for open streams as long as it may, as the engine does."""
+        self.state = EngineState.DRAINING
+        with suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                while self.open_streams:
+                    await asyncio.sleep(0.001)
         self.state = EngineState.STOPPED
 
     def stats(self) -> EngineStats:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = console_on(sys.stdout)
     for part, section in facts.items():
-        rows = [(name.replace("_", " "), _shown(name, value)) for name, value in section.items()]
+        rows = [(_label(name), _shown(name, value)) for name, value in section.items()]
         print_table(console, part, ("what", "value"), rows, num_text_columns=2)
         console.print()
     return 0
@@ -136,6 +136,12 @@ def _version(package: str) -> str | None:
 def _text(path: str) -> str:
     file = Path(path)
     return file.read_text() if file.exists() else ""
+
+
+def _label(name: str) -> str:
+    """A fact's name without its unit, which stands in the value."""
+    bare = name.removeprefix("num_").removesuffix("_per_s").removesuffix("_bytes")
+    return {"read": "read bandwidth"}.get(bare, bare.replace("_", " "))
 
 
 def _shown(name: str, value: object) -> str:
