@@ -269,7 +269,9 @@ def test_both_names_of_max_tokens_may_stand_if_they_agree() -> None:
 
 
 def test_the_checkpoints_defaults_hold_where_a_request_is_silent() -> None:
-    engine = FakeEngine(default_sampling={"temperature": 0.6, "top_k": 20})
+    engine = FakeEngine(default_sampling={"temperature": 0.6, "top_k": 20, "max_tokens": 7})
     post(CHAT, {"top_k": 5}, engine)
-    assert engine.submitted[0].sampling.temperature == 0.6
-    assert engine.submitted[0].sampling.top_k == 5
+    sampling = engine.submitted[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.6, 5, 7)
+    post(COMPLETIONS, {}, engine)
+    assert engine.submitted[1].sampling.max_tokens == 16  # OpenAI's own default goes first

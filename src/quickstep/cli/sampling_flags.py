@@ -53,9 +53,8 @@ def sampling_params(
         name: value for name in _FLAGS if (value := getattr(args, name)) is not None
     }
     return SamplingParams(
-        **{**defaults, **given},
+        **{**defaults, **given, "max_tokens": args.max_tokens},
         n=n,
-        max_tokens=args.max_tokens,
         stop=tuple(args.stop),
         seed=args.seed,
         ignore_eos=args.ignore_eos,

@@ -33,7 +33,8 @@ def opened(config: EngineConfig, show_memory: bool | None = None) -> Engine:
 
     with loading_bar(f"loading {config.load.model}") as progress:
         engine = open_engine(config, progress)
-    if sys.stderr.isatty() if show_memory is None else show_memory:
+    shown = sys.stderr.isatty() if show_memory is None else show_memory
+    if shown and engine.memory_plan is not None:
         _print_memory(engine.memory_plan)
     return engine
 

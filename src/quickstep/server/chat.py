@@ -54,11 +54,13 @@ class Chat:
             raise RequestError("messages is an empty list", param="messages")
         messages = tuple(_message(place, item) for place, item in enumerate(fields.messages))
         max_tokens, max_tokens_name = _max_tokens(fields)
-        logprobs = _num_logprobs(fields, served.limits)
+        own: dict[str, Any] = {"logprobs": _num_logprobs(fields, served.limits)}
+        if max_tokens is not None or "max_tokens" not in served.engine.default_sampling:
+            own["max_tokens"] = max_tokens
         sampling = sampling_params(
             fields,
             served,
-            {"max_tokens": max_tokens, "logprobs": logprobs},
+            own,
             {"max_tokens": max_tokens_name, "logprobs": "top_logprobs"},
         )
         prompt = ChatPrompt(

@@ -44,7 +44,7 @@ def sampling_params(
     """The request's sampling parameters. Raises RequestError that names the client's field.
 
     What it leaves open comes from the checkpoint, then from `SamplingParams`. `own` holds what the
-    surface resolved by itself (`max_tokens`, `logprobs`); `renamed` says under which name the
+    surface resolved by itself (`max_tokens`, `logprobs`) and goes first; `renamed` says under which name the
     client gave it.
     """
     limits, vocab_size = served.limits, served.engine.tokenizer.vocab_size
@@ -58,7 +58,7 @@ def sampling_params(
         values[name] = token_ids_of(name, ids, vocab_size)
     bounded("n", fields.n or 1, limits.n)
     try:
-        return SamplingParams(**values, **own)
+        return SamplingParams(**{**values, **own})
     except RequestError as error:
         param = error.param or ""
         given = renamed.get(param, param)
