@@ -131,6 +131,8 @@ def test_a_model_without_a_template_takes_no_conversations(tmp_path):
         (["fine", [9999]], None, "9999"),
         ("x" * 999, None, "999 tokens"),
         (["a", "b"], [GREEDY], "1 sampling_params for 2"),
+        ("a", {"max_tokens": 3}, "dict"),
+        ("a", [3], "must be SamplingParams"),
         ({"text": "a"}, None, "prompt_token_ids"),
         ({"prompt": "a", "prompt_token_ids": [1]}, None, "either"),
     ],

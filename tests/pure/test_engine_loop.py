@@ -146,6 +146,49 @@ def test_leaving_a_stream_early_aborts_its_request():
     run(test)
 
 
+def test_cancelling_the_reader_aborts_its_request():
+    async def test(parts, engine):
+        begun = asyncio.Event()
+
+        async def reader():
+            async with engine.submit("abc", params(250)) as stream:
+                async for _ in stream:
+                    begun.set()
+
+        task = asyncio.create_task(reader())
+        await begun.wait()
+        task.cancel()
+        assert (await asyncio.gather(task, return_exceptions=True))[0] is not None
+        assert engine.stats().num_requests == 0
+
+    run(test)
+
+
+def test_a_held_step_shows_as_stalled_and_an_idle_engine_does_not():
+    async def test(parts, engine):
+        assert engine.stats().stalled_s == 0
+        parts.executor.gate.clear()
+        stream = engine.submit("ab", params(2))
+        first, later = engine.stats().stalled_s, engine.stats().stalled_s
+        assert 0 <= first < later
+        assert engine.stats().has_work
+        parts.executor.gate.set()
+        await answer(stream)
+        assert engine.stats().stalled_s == 0
+
+    run(test)
+
+
+def test_a_drawn_request_id_never_meets_a_given_one():
+    async def test(parts, engine):
+        given = engine.submit("ab", params(4), request_id="request-0")
+        drawn = engine.submit("ab", params(4))
+        assert drawn.request_id != given.request_id
+        await asyncio.gather(answer(given), answer(drawn))
+
+    run(test)
+
+
 def test_a_request_aborted_while_it_waits_never_runs():
     async def test(parts, engine):
         parts.executor.gate.clear()
@@ -198,6 +241,8 @@ BAD_PROMPTS = [
     ([-1], "-1"),
     ([1.5], "integer"),
     ([True], "integer"),
+    (None, "integer"),
+    ({1: 2}, "integer"),
     ("x" * 256, "256 tokens"),
     ("\ud800", "Unicode"),
 ]

@@ -211,12 +211,20 @@ def _as_many(
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
+    if not isinstance(sampling_params, Sequence):
+        kind = type(sampling_params).__name__
+        raise RequestError(
+            f"sampling_params is a {kind}, it must be SamplingParams or a list of them",
+            param="sampling_params",
+        )
     if len(sampling_params) != num_prompts:
         raise RequestError(
             f"{len(sampling_params)} sampling_params for {num_prompts} prompts; pass one for all "
             "or one for each",
             param="sampling_params",
         )
+    if not all(isinstance(params, SamplingParams) for params in sampling_params):
+        raise RequestError("sampling_params must be SamplingParams", param="sampling_params")
     return sampling_params
 
 
