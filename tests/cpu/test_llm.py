@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tiny_checkpoint import write_checkpoint
@@ -142,6 +143,14 @@ def test_a_bad_request_serves_none_and_hurts_nothing(llm, prompts, sampling, say
         llm.generate(prompts, sampling)
     assert llm.engine.stats().num_requests == 0
     assert len(llm.generate("still here", GREEDY)) == 1
+
+
+def test_threads_may_share_an_llm(llm):
+    prompts = [f"thread {n}" for n in range(6)]
+    expected = tokens(llm.generate(prompts, GREEDY))
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        answers = list(pool.map(lambda prompt: llm.generate(prompt, GREEDY)[0], prompts))
+    assert tokens(answers) == expected
 
 
 def test_nothing_is_printed_where_standard_error_is_no_terminal(llm, capfd):
