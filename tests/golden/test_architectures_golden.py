@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cases import CASES, VOCAB, Case
-from harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
+from golden_cases import CASES, VOCAB, Case
+from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

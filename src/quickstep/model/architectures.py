@@ -2,8 +2,8 @@
 
 To add one: write an entry here (keys, defaults, which patterns of `layer_patterns.py` it uses);
 where it computes something new, add a field to `ModelSpec` and honour it in `decoder.py`; add a
-case to `tests/golden/cases.py`. Defaults are those of the family's config class, for files that
-leave them out. `spec.py` reads configs with this table.
+case to `tests/golden/golden_cases.py`. Defaults are those of the family's config class, for files
+that leave them out. `spec.py` reads configs with this table.
 """
 
 from __future__ import annotations
