@@ -45,7 +45,7 @@ class LLM:
 
     def __init__(self, model: str = "demo", **options: Unpack[LLMOptions]) -> None:
         config = engine_config(model, options)
-        with _progress_bar("loading", "bytes", is_wanted=True) as show:
+        with _progress_bar("Loading weights", is_wanted=True) as show:
             self._engine = open_engine(config, show)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -116,7 +116,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         sampling = _as_many(sampling_params, len(prompts))
-        with _progress_bar("requests", "requests", is_wanted=use_tqdm) as show:
+        with _progress_bar("Generating", is_wanted=use_tqdm) as show:
             return self._wait_for(self._serve_all(prompts, sampling, show))
 
     async def _serve_all(
@@ -229,9 +229,7 @@ def _as_many(
 
 
 @contextmanager
-def _progress_bar(
-    what: str, unit: str, is_wanted: bool
-) -> Iterator[Callable[[int, int], None] | None]:
+def _progress_bar(what: str, is_wanted: bool) -> Iterator[Callable[[int, int], None] | None]:
     """A bar on standard error, (done, total) at a time; None where nobody looks."""
     if not is_wanted or not sys.stderr.isatty():
         yield None
@@ -240,5 +238,5 @@ def _progress_bar(
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"{what} ({unit})", total=None)
+        task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
