@@ -171,6 +171,18 @@ def test_a_closed_llm_says_so(checkpoint):
         llm.generate("a")
 
 
+def test_closing_answers_those_who_wait_with_what_there_is(checkpoint):
+    llm = LLM(str(checkpoint), num_threads=1)
+    endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting = pool.submit(llm.generate, ["a"] * 20, endless)
+        while not llm.engine.stats().num_requests and not waiting.done():
+            pass
+        llm.close()
+        ends = {output.outputs[0].ended_by for output in waiting.result()}
+    assert ends <= {FinishReason.SHUTDOWN, FinishReason.CONTEXT_LIMIT}
+
+
 def test_a_script_that_never_closes_ends_quietly(checkpoint):
     script = f"from quickstep import LLM; print(len(LLM({str(checkpoint)!r}).generate('a')))"
     done = subprocess.run(
