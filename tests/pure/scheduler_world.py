@@ -25,6 +25,7 @@ from quickstep.types import (
     FinishReason,
     Phase,
     Request,
+    SamplingParams,
     SequenceOutput,
     SequenceTimings,
     StepPlan,

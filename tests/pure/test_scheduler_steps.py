@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_world import Setup, World, ask, finish
+from scheduler_world import PROMPT, Setup, World, ask, finish
 from shadow_executor import Trouble
 
 from quickstep.config import PolicyName
