@@ -22,12 +22,12 @@ from quickstep.cli.machine import (
     usable_cpus,
 )
 from quickstep.cli.parsing import Parser, command
+from quickstep.cli.screen import console_on, print_table, size_text
 
 __all__ = ["add_parser", "collect_facts", "run"]
 
 _READ_BYTES = 512 * 1024 * 1024
 _READ_PASSES = 5
-_GIB = 2**30
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -45,8 +45,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
-    from quickstep.cli.screen import console_on, print_table
-
     console = console_on(sys.stdout)
     for part, section in facts.items():
         rows = [(_label(name), _shown(name, value)) for name, value in section.items()]
@@ -157,6 +155,5 @@ def _shown(name: str, value: object) -> str:
     if name.endswith("bytes_per_s"):
         return f"{float(str(value)) / 1e9:.1f} GB/s"
     if name.endswith("bytes"):
-        size = float(str(value))
-        return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / 2**20:.0f} MiB"
+        return size_text(float(str(value)))
     return str(value)
