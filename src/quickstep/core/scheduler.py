@@ -133,7 +133,9 @@ class Scheduler:
         for sequence in self._batch:
             if budget < 1:
                 return
-            if self._can_decode(sequence) and self._make_room(sequence, draft, now):
+            if draft.holds(sequence) or not self._can_decode(sequence):
+                continue
+            if self._make_room(sequence, draft, now):
                 self._place(draft, sequence, 1, self._batch.grow(sequence))
                 budget -= 1
 
@@ -184,11 +186,7 @@ class Scheduler:
         return step.plan
 
     def _place(
-        self,
-        draft: StepDraft,
-        sequence: Sequence,
-        num_tokens: int,
-        new_block_ids: tuple[int, ...],
+        self, draft: StepDraft, sequence: Sequence, num_tokens: int, new_block_ids: tuple[int, ...]
     ) -> None:
         """Add a row to the draft; from here on others may share the blocks that it fills."""
         residency = sequence.resident
@@ -276,7 +274,7 @@ class Scheduler:
         return tuple(outputs)
 
     def _oldest(self, plan: StepPlan) -> InFlightStep:
-        if not self._in_flight or self._in_flight[0].plan is not plan:
+        if not self._in_flight or self._in_flight[0].plan.step_id != plan.step_id:
             raise EngineError(f"step {plan.step_id} is not the oldest in flight")
         return self._in_flight[0]
 
@@ -303,27 +301,20 @@ class Scheduler:
         self, entry: FlightRow, output: RowOutput, now: float
     ) -> SequenceOutput | None:
         sequence, residency = entry.sequence, entry.residency
-        over = sequence.state is SequenceState.FINISHED
-        if over or residency.spoiled or not entry.row.emits:
+        is_over = sequence.state is SequenceState.FINISHED or residency.spoiled
+        if is_over or not entry.row.emits:
             return None
         residency.pending -= 1
         max_outputs = self._limits.max_outputs(sequence.prompt_len)
-        reason: FinishReason | None = None
-        num_taken = 0
-        for token_id in output.token_ids:
-            sequence.receive(token_id, now)
-            num_taken += 1
-            reason = sequence.end_reason(max_outputs)
-            if reason is not None:
-                break
+        num_taken, reason = sequence.receive(output.token_ids, now, max_outputs)
         self._totals.num_output_tokens += num_taken
         if sequence.state is SequenceState.RUNNING:
             self._batch.register(sequence)
         new = RowOutput(output.token_ids[:num_taken], output.logprobs[:num_taken])
         if reason is not None:
             return self._finish(sequence, reason, now, new=new)
-        request_id, index = sequence.request.request_id, sequence.index
-        return SequenceOutput(request_id, index, new.token_ids, new.logprobs)
+        name = sequence.request.request_id
+        return SequenceOutput(name, sequence.index, new.token_ids, new.logprobs)
 
     def _finish(
         self,
@@ -339,14 +330,13 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         timings = sequence.finish(now)
-        live = self._requests[sequence.request.request_id]
-        live.remove(sequence)
-        if not live:
-            del self._requests[sequence.request.request_id]
-        new = new or RowOutput()
+        name, new = sequence.request.request_id, new or RowOutput()
+        self._requests[name].remove(sequence)
+        if not self._requests[name]:
+            del self._requests[name]
         stopped = reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
         return SequenceOutput(
-            request_id=sequence.request.request_id,
+            request_id=name,
             index=sequence.index,
             token_ids=new.token_ids,
             logprobs=new.logprobs,

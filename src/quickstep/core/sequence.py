@@ -161,13 +161,23 @@ class Sequence:
         self.state = SequenceState.PREEMPTED
         self._clock.enter(_Activity.PREEMPTED, now)
 
-    def receive(self, token_id: int, now: float) -> None:
-        """Append an output token."""
-        self.token_ids.append(token_id)
+    def receive(
+        self, token_ids: tuple[int, ...], now: float, max_outputs: int
+    ) -> tuple[int, FinishReason | None]:
+        """Append output tokens up to one that ends the sequence: how many, and why it ends.
+
+        `max_outputs` is the room that the context leaves for them.
+        """
         if self._first_token_s is None:
             self._first_token_s = now
         if self.state is SequenceState.RUNNING:
             self._clock.enter(_Activity.DECODE, now)
+        for count, token_id in enumerate(token_ids, start=1):
+            self.token_ids.append(token_id)
+            reason = self._end_reason(max_outputs)
+            if reason is not None:
+                return count, reason
+        return len(token_ids), None
 
     @property
     def resident(self) -> Residency:
@@ -175,8 +185,7 @@ class Sequence:
         assert self.residency is not None, f"{self.sequence_id} was never admitted"
         return self.residency
 
-    def end_reason(self, max_outputs: int) -> FinishReason | None:
-        """Why the latest token ends the sequence, if it does; `max_outputs` is the room it has."""
+    def _end_reason(self, max_outputs: int) -> FinishReason | None:
         sampling = self.request.sampling
         token_id = self.token_ids[-1]
         if self.num_outputs >= sampling.min_tokens:

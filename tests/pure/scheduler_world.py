@@ -11,19 +11,19 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from random import Random
 
-from shadow_executor import EOS, STOP, ShadowExecutor, Sizes, Trouble
+from shadow_executor import ShadowExecutor, Sizes, Trouble
 
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.cost_model import LinearCostModel
-from quickstep.core.policies import make_policy
+from quickstep.core.cost_model import CostModel, LinearCostModel
+from quickstep.core.policies import Policy, StepView, make_policy
 from quickstep.core.prefix import Digest, chain_digest
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
 from quickstep.types import (
     FinishReason,
+    Phase,
     Request,
     SamplingParams,
     SequenceOutput,
@@ -62,6 +62,7 @@ class Setup:
     digest: Digest = chain_digest
     inter_token_target_s: float = 0.005
     max_waiting: int | None = None
+    halves: bool = False  # a policy of its own, in place of `policy`
 
     @property
     def config(self) -> SchedulerConfig:
@@ -98,9 +99,26 @@ class Received:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class HalvesPolicy:
+    """Prefill first with half of a step, decode beside it: preempts as no policy of ours does."""
+
+    phases: tuple[Phase, Phase] = (Phase.PREFILL, Phase.DECODE)
+
+    def tokens(self, phase: Phase, view: StepView, cost_model: CostModel) -> int:
+        return (view.room + 1) // 2 if phase is Phase.PREFILL else view.room
+
+    def wakeup(self, view: StepView) -> float | None:
+        return None
+
+
+def policy_of(setup: Setup) -> Policy:
+    return HalvesPolicy() if setup.halves else make_policy(setup.config)
+
+
 def open_scheduler(setup: Setup) -> Scheduler:
     pool = KVBlockPool(setup.num_blocks, setup.block_size, setup.prefix_caching, setup.digest)
-    return Scheduler(setup.config, pool, make_policy(setup.config), LinearCostModel())
+    return Scheduler(setup.config, pool, policy_of(setup), LinearCostModel())
 
 
 class World:
@@ -302,90 +320,22 @@ def run_alone(request: Request, setup: Setup) -> list[Received]:
     return results
 
 
-# -- random inputs, narrow on purpose: two letters, lengths at block edges, repeated prompts ----------
+PROMPT = (0, 1, 1, 0, 1, 0, 0, 1)
 
 
-def draw_setup(rng: Random) -> Setup:
-    block_size = rng.choice((1, 2, 4))
-    return Setup(
-        num_blocks=rng.randint(3, 14),
-        block_size=block_size,
-        max_num_seqs=rng.randint(1, 5),
-        max_num_batched_tokens=rng.choice((1, 3, 4, 8, 16, 32)),
-        max_model_len=rng.choice((8, 16, 17, 32)),
-        pipeline_depth=rng.randint(1, 3),
-        policy=rng.choice(list(PolicyName)),
-        prefix_caching=rng.random() < 0.85,
-        digest=rng.choice((chain_digest, chain_digest, weak_digest)),
-        inter_token_target_s=rng.choice((0.001, 0.004, 0.1)),
-    )
+def ask(
+    request_id: str = "a",
+    prompt: tuple[int, ...] = PROMPT,
+    max_tokens: int | None = 4,
+    n: int = 1,
+    priority: int = 0,
+    deadline_s: float | None = None,
+) -> Request:
+    """A request that only `max_tokens` or the context limit ends."""
+    sampling = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True)
+    return Request(request_id, prompt, sampling, seed=5, priority=priority, deadline_s=deadline_s)
 
 
-def draw_request(rng: Random, setup: Setup, request_id: str, now: float) -> Request:
-    length = max(1, setup.block_size * rng.randint(0, 4) + rng.choice((-1, 0, 0, 1)))
-    head, tail = rng.choice(((0, 0), (0, 1), (1, 0)))
-    turn = rng.choice((0, 1, setup.block_size, 2 * setup.block_size))
-    prompt = tuple(head if position < turn else tail for position in range(length))
-    sampling = SamplingParams(
-        n=rng.choice((1, 1, 1, 2, 3)) if setup.max_num_seqs > 2 else 1,
-        max_tokens=rng.choice((1, 2, 3, 5, 8, 12, None)),
-        min_tokens=rng.choice((0, 0, 1)),
-        stop_token_ids=rng.choice(((), (STOP,))),
-        ignore_eos=rng.random() < 0.3,
-    )
-    return Request(
-        request_id,
-        prompt,
-        sampling,
-        seed=rng.randint(0, 1),
-        eos_token_ids=frozenset({EOS}),
-        priority=rng.choice((0, 0, 0, -1, 1)),
-        adapter=rng.choice(("", "", "", "poet")),
-        cache_salt=rng.choice(("", "", "", "tenant")),
-        deadline_s=rng.choice((None, None, None, now + rng.choice((0.0, 0.01, 0.1)))),
-    )
-
-
-def draw_trouble(rng: Random, plan: StepPlan) -> tuple[Trouble, frozenset[int]]:
-    trouble = rng.choice((Trouble.ROWS, Trouble.EARLY, Trouble.MIDWAY))
-    count = rng.randint(1, len(plan.rows))
-    return trouble, frozenset(rng.sample(range(len(plan.rows)), count))
-
-
-def random_life(
-    seed: int, open_one: Callable[[Setup], Scheduler] = open_scheduler, num_calls: int = 60
-) -> World:
-    """A whole life of a scheduler drawn from one seed, verified at its end."""
-    rng = Random(seed)
-    world = World(draw_setup(rng), open_one)
-    has_trouble = rng.random() < 0.4
-    for number in range(num_calls):
-        match rng.choice(("add", "add", "plan", "plan", "plan", "commit", "commit", "other")):
-            case "add":
-                request = draw_request(rng, world.setup, f"r{number}", world.now)
-                world.add(request)
-            case "plan":
-                world.plan()
-            case "commit" if world.in_flight:
-                if has_trouble and rng.random() < 0.1:
-                    world.commit(*draw_trouble(rng, world.in_flight[0]))
-                else:
-                    world.commit()
-            case _:
-                _other_call(rng, world)
+def finish(world: World) -> None:
     world.drain()
     world.verify()
-    return world
-
-
-def _other_call(rng: Random, world: World) -> None:
-    match rng.choice(("abort", "abort-one", "expire", "advance")):
-        case "abort" if world.received:
-            world.abort(rng.choice(list(world.received.values())).request.request_id)
-        case "abort-one" if world.received:
-            one = rng.choice(list(world.received.values()))
-            world.abort(one.request.request_id, one.index)
-        case "expire":
-            world.expire()
-        case _:
-            world.advance(rng.choice((0.001, 0.05)))
