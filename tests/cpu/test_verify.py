@@ -131,11 +131,14 @@ def test_an_overlapped_step_that_reads_a_stale_token_is_caught(monkeypatch):
     assert {name for name, counts in report.scenarios.items() if counts.mismatches} == overlapping
 
 
+class GivesNaN(PagedHashModel):
+    def logits(self, hidden):
+        return super().logits(hidden) * float("nan")
+
+
 def test_a_request_that_fails_even_alone_is_an_error_not_a_match():
-    model = PagedHashModel()
-    model.poison_token = 5
     with pytest.raises(EngineError, match="fails even alone"):
-        verified(model)
+        verified(GivesNaN())
 
 
 def test_the_thread_count_is_put_back():

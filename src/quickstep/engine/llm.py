@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar, Unpack, cast
@@ -25,7 +26,7 @@ from quickstep.engine.engine import Engine
 from quickstep.engine.llm_options import LLMOptions, engine_config
 from quickstep.engine.outputs import RequestOutput, collect
 from quickstep.engine.stream import Stream
-from quickstep.errors import RequestError
+from quickstep.errors import EngineError, RequestError
 from quickstep.types import SamplingParams
 
 __all__ = ["LLM", "Prompt"]
@@ -44,14 +45,15 @@ class LLM:
 
     def __init__(self, model: str = "demo", **options: Unpack[LLMOptions]) -> None:
         config = engine_config(model, options)
-        with _progress_bar("loading", "bytes", is_wanted=True) as show:
+        with _progress_bar("Loading weights", is_wanted=True) as show:
             self._engine = open_engine(config, show)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="quickstep-llm", daemon=True
         )
         self._thread.start()
-        self._is_closed = False
+        # also at the interpreter's exit, for those who never close
+        self._end = weakref.finalize(self, _shut_down, self._engine, self._loop, self._thread)
         self._wait_for(self._engine.start())
 
     @property
@@ -99,13 +101,7 @@ class LLM:
 
     def close(self) -> None:
         """End what runs and free everything. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._engine.stop(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +116,7 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         sampling = _as_many(sampling_params, len(prompts))
-        with _progress_bar("requests", "requests", is_wanted=use_tqdm) as show:
+        with _progress_bar("Generating", is_wanted=use_tqdm) as show:
             return self._wait_for(self._serve_all(prompts, sampling, show))
 
     async def _serve_all(
@@ -154,11 +150,29 @@ class LLM:
                 await stream.aclose()
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        if not self._end.alive:
+            coroutine.close()
+            raise EngineError("this LLM is closed; make a new one")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         finally:
             future.cancel()
+
+
+def _shut_down(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Stop the engine, then its loop. The garbage collector may call it in any thread."""
+
+    async def leave() -> None:
+        try:
+            await engine.stop()
+        finally:
+            loop.stop()
+
+    asyncio.run_coroutine_threadsafe(leave(), loop)
+    if threading.current_thread() is not thread:
+        thread.join()
+        loop.close()
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -197,19 +211,25 @@ def _as_many(
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
+    if not isinstance(sampling_params, Sequence):
+        kind = type(sampling_params).__name__
+        raise RequestError(
+            f"sampling_params is a {kind}, it must be SamplingParams or a list of them",
+            param="sampling_params",
+        )
     if len(sampling_params) != num_prompts:
         raise RequestError(
             f"{len(sampling_params)} sampling_params for {num_prompts} prompts; pass one for all "
             "or one for each",
             param="sampling_params",
         )
+    if not all(isinstance(params, SamplingParams) for params in sampling_params):
+        raise RequestError("sampling_params must be SamplingParams", param="sampling_params")
     return sampling_params
 
 
 @contextmanager
-def _progress_bar(
-    what: str, unit: str, is_wanted: bool
-) -> Iterator[Callable[[int, int], None] | None]:
+def _progress_bar(what: str, is_wanted: bool) -> Iterator[Callable[[int, int], None] | None]:
     """A bar on standard error, (done, total) at a time; None where nobody looks."""
     if not is_wanted or not sys.stderr.isatty():
         yield None
@@ -218,5 +238,5 @@ def _progress_bar(
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"{what} ({unit})", total=None)
+        task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

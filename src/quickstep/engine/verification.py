@@ -22,6 +22,7 @@ from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import sequence_seed
 from quickstep.engine.verification_report import VerifyOptions, VerifyReport
 from quickstep.engine.verification_requests import (
+    LONG_OUTPUTS,
     MAX_OUTPUTS,
     MAX_PROMPT_LEN,
     Vocabulary,
@@ -136,7 +137,7 @@ class _Verifier:
             for scenario, group in self._groups(threads):
                 self._progress(f"{scenario.name}, threads {threads}", done, total)
                 self._compare_group(scenario, group, threads)
-                done += len(group)
+                done += 0 if scenario.is_starved else len(group)
         self._progress("done", total, total)
         return self._report
 
@@ -166,7 +167,10 @@ class _Verifier:
             self._compare(_ALONE, threads, self._run_alone(request))
 
     def _groups(self, threads: int) -> Iterator[tuple[Scenario, list[Request]]]:
-        """Every request once per round, in groups of random size, scenarios in turn."""
+        """Every request once per round, in groups of random size, scenarios in turn.
+
+        Starved groups are drawn beside that.
+        """
         draws = random.Random(f"groups {self._options.seed} {threads}")
         num_groups = 0
         for _ in range(self._options.rounds):
@@ -175,12 +179,18 @@ class _Verifier:
                 scenario = SCENARIOS[num_groups % len(SCENARIOS)]
                 num_groups += 1
                 size = draws.randint(6, 40)
-                if scenario.is_starved:  # sequences that grow far, or nothing is preempted
-                    order.sort(key=lambda request: -_max_tokens(request))
-                    size = min(size, 16)
-                yield scenario, order[:size]
-                del order[:size]
-                draws.shuffle(order)
+                if scenario.is_starved:
+                    yield scenario, self._growing_group(draws)
+                else:
+                    yield scenario, order[:size]
+                    del order[:size]
+
+    def _growing_group(self, draws: random.Random) -> list[Request]:
+        """Half of it sequences that grow by blocks: only those get preempted once admitted."""
+        long = [request for request in self._requests if _max_tokens(request) >= LONG_OUTPUTS]
+        group = draws.sample(long, min(8, len(long)))
+        short = [request for request in self._requests if _max_tokens(request) < LONG_OUTPUTS]
+        return group + draws.sample(short, min(8, len(short)))
 
     def _compare_group(self, scenario: Scenario, group: list[Request], threads: int) -> None:
         draws = random.Random(f"{scenario.name} {threads} {group[0].request_id}")

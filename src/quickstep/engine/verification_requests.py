@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from quickstep.types import Request, SamplingParams
 
-__all__ = ["MAX_OUTPUTS", "MAX_PROMPT_LEN", "Vocabulary", "draw_requests"]
+__all__ = ["LONG_OUTPUTS", "MAX_OUTPUTS", "MAX_PROMPT_LEN", "Vocabulary", "draw_requests"]
 
 MAX_PROMPT_LEN = 80
 MAX_OUTPUTS = 64
+LONG_OUTPUTS = 40
 _NUM_DOCUMENTS = 4
 
 
@@ -77,7 +78,8 @@ def _sampling(draws: random.Random, vocab_size: int) -> SamplingParams:
         return value if draws.random() < share else otherwise
 
     # The long ones grow by several blocks: only those can starve a pool that admitted them.
-    max_tokens = draws.randint(40, MAX_OUTPUTS) if draws.random() < 0.2 else draws.randint(4, 12)
+    is_long = draws.random() < 0.1
+    max_tokens = draws.randint(LONG_OUTPUTS, MAX_OUTPUTS) if is_long else draws.randint(4, 12)
     is_biased = draws.random() < 0.1
     has_stops = draws.random() < 0.1
     return SamplingParams(

@@ -53,7 +53,10 @@ def read_spec(path: str | Path) -> ModelSpec:
             f"architecture {name!r} needs Python code from the checkpoint (`auto_map`), which "
             f"Quickstep never runs; natively supported are {supported}"
         )
-    raise ConfigError(f"architecture {name!r} is not supported; supported are {supported}")
+    # Imported here: it needs transformers, which is optional and takes seconds to import.
+    from quickstep.model.fallback_spec import read_fallback_spec
+
+    return read_fallback_spec(Path(path), name, supported)
 
 
 def read_config(path: str | Path) -> dict[str, object]:
