@@ -21,7 +21,7 @@ from quickstep.runtime.noise import gumbel
 from quickstep.runtime.sampling_state import SamplingState
 
 EOS = frozenset({3})
-OPTIONS = VerifyOptions(num_requests=120, seed=1, threads=(1,))
+OPTIONS = VerifyOptions(num_requests=80, threads=(1,), rounds=2)
 
 
 def verified(model, options=OPTIONS):
@@ -29,10 +29,10 @@ def verified(model, options=OPTIONS):
 
 
 def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
-    report = verified(PagedHashModel(), VerifyOptions(num_requests=160, seed=1, threads=(1, 2)))
+    report = verified(PagedHashModel(), VerifyOptions(num_requests=120, seed=1, threads=(1, 2)))
     assert report.first_mismatch is None
     assert report.mismatches == 0
-    assert report.comparisons >= 4 * 160
+    assert report.comparisons > 2 * 120
     runs = {name: counts.runs for name, counts in report.scenarios.items()}
     assert {scenario.name for scenario in SCENARIOS} <= set(runs)
     assert runs["chunked"].chunked_rows > 50
@@ -116,7 +116,7 @@ def test_penalties_lost_in_preemption_are_caught(monkeypatch):
             self._output_counts[:] = 0
 
     monkeypatch.setattr(slots, "SamplingState", Forgetful)
-    report = verified(PagedHashModel(), VerifyOptions(num_requests=300, seed=1, threads=(1,)))
+    report = verified(PagedHashModel(), VerifyOptions(num_requests=160, threads=(1,), rounds=2))
     assert report.mismatches > 0
     preempting = {"preempted", "all together"}
     assert all(
@@ -143,7 +143,7 @@ def test_a_request_that_fails_even_alone_is_an_error_not_a_match():
 
 def test_the_thread_count_is_put_back():
     before = torch.get_num_threads()
-    verified(PagedHashModel(), VerifyOptions(num_requests=2, threads=(1, 2)))
+    verified(PagedHashModel(), VerifyOptions(num_requests=2, threads=(1, 2), rounds=2))
     assert torch.get_num_threads() == before
 
 
@@ -154,7 +154,7 @@ def test_requests_stand_at_block_edges_share_prefixes_and_fit():
     assert max(lengths) < max_model_len <= MAX_PROMPT_LEN
     assert {15, 16, 17, 31, 32, 33, 47, 48, 49} <= set(lengths)
     firsts = {request.prompt_token_ids[:block_size] for request in requests}
-    assert len(firsts) < len(requests) / 2
+    assert len(firsts) < len(requests) * 0.6
     assert {request.sampling.temperature for request in requests} == {0.0, 0.8}
     assert all(request.sampling.logprobs is not None for request in requests)
     assert max(request.sampling.max_tokens for request in requests) <= MAX_OUTPUTS

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from quickstep.cli.parsing import Parser, command, positive_int
+from quickstep.cli.screen import console_on, print_table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from quickstep.engine.verification import Progress
     from quickstep.engine.verification_report import Mismatch, VerifyReport
     from quickstep.model.interface import Model
@@ -46,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--rounds",
         type=positive_int,
-        default=2,
+        default=1,
         metavar="N",
         help="batches that each request takes part in, per thread count (default: %(default)s)",
     )
@@ -80,8 +79,6 @@ def _thread_counts(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Load, verify, print. Returns the exit code; raises ConfigError for bad input."""
-    from rich.console import Console
-
     from quickstep.config import CacheConfig
     from quickstep.engine.verification import VerifyOptions, verify
 
@@ -93,13 +90,13 @@ def run(args: argparse.Namespace) -> int:
         block_size=CacheConfig(block_size=args.block_size).block_size,
     )
     model, name, eos_token_ids = _load(args)
-    with _progress_bar(Console(stderr=True)) as progress:
+    with _progress_bar() as progress:
         report = verify(model, options, eos_token_ids, progress)
     if args.json:
         json.dump({"model": name, "fingerprint": model.fingerprint, **report.to_json()}, sys.stdout)
         print()
     else:
-        _print_report(report, name, Console())
+        _print_report(report, name)
     return 1 if report.mismatches else 0
 
 
@@ -126,18 +123,17 @@ def _load(args: argparse.Namespace) -> tuple[Model, str, frozenset[int]]:
 
 
 @contextmanager
-def _progress_bar(console: Console) -> Iterator[Progress]:
+def _progress_bar() -> Iterator[Progress | None]:
     """A bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    columns = (
-        TextColumn("{task.description:<32}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    text = TextColumn("{task.description:<32}")
+    columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console_on(), transient=True) as bar:
         task = bar.add_task("alone", total=None)
 
         def show(what: str, done: int, total: int) -> None:
@@ -146,29 +142,48 @@ def _progress_bar(console: Console) -> Iterator[Progress]:
         yield show
 
 
-def _print_report(report: VerifyReport, name: str, console: Console) -> None:
-    from rich.table import Table
+_HEADER = (
+    "scenario",
+    "compared",
+    "differ",
+    "steps",
+    "tokens",
+    "chunks",
+    "prefix hits",
+    "preempted",
+    "aborted",
+    "overlapped",
+)
 
-    table = Table(title=f"{name}: {report.options.num_requests} requests, alone and in batches")
-    table.add_column("scenario")
-    for title in ("comparisons", "mismatches", "steps", "tokens", "chunks", "prefix hits"):
-        table.add_column(title, justify="right")
-    for title in ("preempted", "aborted", "overlapped"):
-        table.add_column(title, justify="right")
+
+def _print_report(report: VerifyReport, name: str) -> None:
+    """The table: what was compared, and what the runs went through (tokens of prefix hits)."""
+    console = console_on(sys.stdout)
+    rows = []
     for scenario, counts in report.scenarios.items():
         runs = counts.runs
-        cells = (counts.comparisons, counts.mismatches, runs.steps, runs.output_tokens)
-        more = (runs.chunked_rows, runs.prefix_hit_tokens, runs.preemptions, runs.aborts)
-        table.add_row(scenario, *(str(cell) for cell in (*cells, *more, runs.overlapped_steps)))
-    console.print(table)
+        figures = (
+            counts.comparisons,
+            counts.mismatches,
+            runs.steps,
+            runs.output_tokens,
+            runs.chunked_rows,
+            runs.prefix_hit_tokens,
+            runs.preemptions,
+            runs.aborts,
+            runs.overlapped_steps,
+        )
+        rows.append((scenario, *(str(figure) for figure in figures)))
+    options = report.options
+    title = f"{name}: {options.num_requests} requests, alone and in batches"
+    print_table(console, title, _HEADER, rows)
     if report.first_mismatch is not None:
-        console.print(_first_mismatch(report.first_mismatch), style="red", highlight=False)
-    threads = ", ".join(str(count) for count in report.options.threads)
+        console.print(_first_mismatch(report.first_mismatch), style="red")
+    threads = ",".join(str(count) for count in options.threads)
     console.print(
         f"{report.comparisons} comparisons, {report.mismatches} mismatches"
-        f" (seed {report.options.seed}, threads {threads})",
+        f" (seed {options.seed}, threads {threads})",
         style="red" if report.mismatches else "green",
-        highlight=False,
     )
 
 

@@ -163,7 +163,7 @@ class _Verifier:
 
     def _compare_alone(self, threads: int) -> None:
         """A part of the runs alone again, at another thread count."""
-        for request in self._requests[::4]:
+        for request in self._requests[::16]:
             self._compare(_ALONE, threads, self._run_alone(request))
 
     def _groups(self, threads: int) -> Iterator[tuple[Scenario, list[Request]]]:

@@ -31,7 +31,7 @@ class VerifyOptions:
     num_requests: int = 200
     seed: int = 0
     threads: tuple[int, ...] = (1, 2)
-    rounds: int = 2
+    rounds: int = 1
     block_size: int = 16
 
     def __post_init__(self) -> None:

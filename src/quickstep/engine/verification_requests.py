@@ -16,6 +16,7 @@ __all__ = ["LONG_OUTPUTS", "MAX_OUTPUTS", "MAX_PROMPT_LEN", "Vocabulary", "draw_
 
 MAX_PROMPT_LEN = 80
 MAX_OUTPUTS = 64
+# Some grow by several blocks: only those can starve a pool that has admitted them.
 LONG_OUTPUTS = 40
 _NUM_DOCUMENTS = 4
 
@@ -41,7 +42,7 @@ def draw_requests(
         Request(
             request_id=f"r{index}",
             prompt_token_ids=_prompt(draws, documents, vocabulary.size, block_size),
-            sampling=_sampling(draws, vocabulary.size),
+            sampling=_sampling(draws, vocabulary.size, is_long=index % 32 < 2),
             seed=draws.getrandbits(64),
             eos_token_ids=vocabulary.eos_token_ids,
             priority=draws.choice((0, 0, 0, 1)),
@@ -73,13 +74,11 @@ def _length(draws: random.Random, longest: int, block_size: int) -> int:
     return min(max(length, 1), longest)
 
 
-def _sampling(draws: random.Random, vocab_size: int) -> SamplingParams:
+def _sampling(draws: random.Random, vocab_size: int, is_long: bool) -> SamplingParams:
     def sometimes(share: float, value: float, otherwise: float) -> float:
         return value if draws.random() < share else otherwise
 
-    # The long ones grow by several blocks: only those can starve a pool that admitted them.
-    is_long = draws.random() < 0.1
-    max_tokens = draws.randint(LONG_OUTPUTS, MAX_OUTPUTS) if is_long else draws.randint(4, 12)
+    max_tokens = draws.randint(LONG_OUTPUTS, MAX_OUTPUTS) if is_long else draws.randint(4, 8)
     is_biased = draws.random() < 0.1
     has_stops = draws.random() < 0.1
     return SamplingParams(
@@ -88,9 +87,9 @@ def _sampling(draws: random.Random, vocab_size: int) -> SamplingParams:
         top_p=sometimes(0.3, 0.9, 1.0),
         top_k=20 if draws.random() < 0.2 else 0,
         min_p=sometimes(0.1, 0.05, 0.0),
-        presence_penalty=sometimes(0.1, 0.7, 0.0),
-        frequency_penalty=sometimes(0.1, 0.4, 0.0),
-        repetition_penalty=sometimes(0.1, 1.2, 1.0),
+        presence_penalty=sometimes(0.2, 0.7, 0.0),
+        frequency_penalty=sometimes(0.2, 0.4, 0.0),
+        repetition_penalty=sometimes(0.2, 1.2, 1.0),
         logit_bias={draws.randrange(vocab_size): 3.0 for _ in range(3)} if is_biased else {},
         max_tokens=max_tokens,
         min_tokens=draws.randint(1, 4) if draws.random() < 0.2 else 0,
