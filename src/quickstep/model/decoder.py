@@ -52,6 +52,11 @@ class Decoder:
         return self._spec
 
     @property
+    def weights(self) -> DecoderWeights:
+        """The packed weights."""
+        return self._weights
+
+    @property
     def exact(self) -> bool:
         """Whether a row's bits never depend on its batch: always, for a native model."""
         return True

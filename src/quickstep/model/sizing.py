@@ -45,7 +45,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What fits. `notes` say, one sentence each, what was shrunk and why.
+    """What fits. `notes` are the spec's, then one sentence for each thing that was shrunk.
 
     Attributes:
         num_blocks: KV blocks to allocate.
@@ -113,7 +113,7 @@ def plan_memory(
     Raises:
         ConfigError: Weights, or weights and the least KV cache, do not fit.
     """
-    notes: list[str] = []
+    notes = list(spec.notes)
     context = min(scheduler.max_model_len, spec.max_model_len)
     if context < scheduler.max_model_len:
         notes.append(

@@ -35,7 +35,11 @@ def find_checkpoint(load: LoadConfig) -> Checkpoint:
         ConfigError: No such directory, not in the cache while offline, or no such repository.
     """
     name = load.model
-    if name == "demo" and not Path(name).is_dir():
+    if not name:
+        raise ConfigError(
+            "no model is named; pass a directory, a hub id (`organisation/model`) or demo"
+        )
+    if name == "demo":
         return _bundled(name)
     path = Path(name).expanduser()
     if path.is_dir():

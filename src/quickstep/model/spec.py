@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from quickstep.errors import ConfigError
@@ -92,7 +93,16 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
     fields = ConfigFields(values, architecture.defaults, "config.json")
     spec = _read_decoder(fields, architecture, name)
     fields.refuse_unread(architecture.neutral)
-    return spec
+    return replace(spec, notes=_notes(config, name))
+
+
+def _notes(config: Mapping[str, object], name: str) -> tuple[str, ...]:
+    notes = []
+    if config.get("auto_map"):
+        notes.append(f"the checkpoint's Python code (auto_map) is not used: {name} is native")
+    if config.get("vision_config"):
+        notes.append("the checkpoint's vision part is left out: only text is served")
+    return tuple(notes)
 
 
 def _architecture_name(config: Mapping[str, object]) -> str:
