@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -101,8 +102,11 @@ def _gpu_facts() -> dict[str, Any]:
 
 def _native_facts() -> dict[str, Any]:
     if importlib.util.find_spec("quickstep.ops.native") is None:
-        return {"present": False, "effect": "PyTorch reference ops run"}
-    return {"present": True}
+        return {"present": False, "reason": "this build has no native kernels"}
+    status = importlib.import_module("quickstep.ops.native").native_status()
+    if not status.available:
+        return {"present": False, "reason": status.reason}
+    return {"present": True, "isa": status.isa, "isa_levels": list(status.levels)}
 
 
 def _bandwidth(available_bytes: int | None) -> dict[str, Any]:
