@@ -43,8 +43,8 @@ def sampling_params(
 ) -> SamplingParams:
     """The request's sampling parameters. Raises RequestError that names the client's field.
 
-    What it leaves open comes from the checkpoint, then from `SamplingParams`. `own` holds what the
-    surface resolved by itself (`max_tokens`, `logprobs`) and goes first; `renamed` says under which name the
+    What it leaves open comes from the checkpoint, then `SamplingParams`. `own` goes first: what
+    the surface resolved by itself (`max_tokens`, `logprobs`); `renamed` says under which name the
     client gave it.
     """
     limits, vocab_size = served.limits, served.engine.tokenizer.vocab_size
