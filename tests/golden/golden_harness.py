@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from paged_driver import PagedDriver
-from quickstep.ops.resolve import resolve_ops
 from transformers import PreTrainedModel
 
 from quickstep.config import LoadConfig
@@ -15,6 +14,7 @@ from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
 from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
+from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import OpTable
 
 PROMPT_LENS = (1, 5, 17, 40)

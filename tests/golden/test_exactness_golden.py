@@ -45,16 +45,15 @@ def test_bits_do_not_depend_on_the_batch(case: Case, dtype: str, tmp_path: Path)
         assert torch.equal(bits(in_arrangement(model, prompt, chunks)), expected)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen3-moe"])
-def test_bits_do_not_depend_on_the_number_of_threads(name: str, tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.name == name)
+def test_bits_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "qwen3-moe")
     case.save(tmp_path)
     model = load(tmp_path)
     prompt = random_prompts((LENGTH,), VOCAB)[0]
-    one = bits(in_arrangement(model, prompt, (16, 5)))
+    one = bits(in_arrangement(model, prompt, (LENGTH,)))
     torch.set_num_threads(2)
     try:
-        two = bits(in_arrangement(model, prompt, (16, 5)))
+        two = bits(in_arrangement(model, prompt, (LENGTH,)))
     finally:
         torch.set_num_threads(1)
     assert torch.equal(one, two)
