@@ -7,6 +7,7 @@ hands it to the server, which starts and stops it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -43,6 +44,8 @@ def _print_memory(plan: MemoryPlan) -> None:
     console = console_on()
     rows = [(row.label, size_text(row.num_bytes), row.detail) for row in plan.rows]
     print_table(console, "memory", ("part", "size", "of"), rows)
+    if logging.getLogger("quickstep").isEnabledFor(logging.INFO):
+        return  # the engine has logged its notes
     for note in plan.notes:
         console.print(note, markup=False)
 
