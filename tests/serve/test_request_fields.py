@@ -181,6 +181,11 @@ def test_an_unknown_field_is_400_with_its_name(route: str, name: str) -> None:
     assert error["param"] == name
 
 
+def test_an_unknown_field_names_the_nearest() -> None:
+    error = post(CHAT, {"max_token": 1}).json()["error"]
+    assert error["message"] == "max_token is unknown; did you mean max_tokens?"
+
+
 WRONG: list[tuple[str, Any, str]] = [
     ("temperature", "hot", "temperature"),
     ("temperature", -0.1, "temperature"),
