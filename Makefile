@@ -1,0 +1,54 @@
+# Two commands do everything on a fresh machine with Python >= 3.11 (and gcc, for the native kernels):
+#   make demo    stream text from the bundled model
+#   make test    run the tests
+# Each makes the environment in .venv first, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test check format bench gpu verify clean
+
+help:
+	@echo "make demo | test | check | format | verify | bench | gpu | clean"
+
+$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/quickstep demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+verify: $(READY)
+	$(BIN)/quickstep verify --requests 2000
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python tools/check_layers.py
+	$(BIN)/python tools/check_ceilings.py
+	$(BIN)/python tools/check_docs.py
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Measurements: on a quiet machine, on purpose.
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+# On a machine with an NVIDIA GPU, with the Python that has its torch: make gpu PYTHON=python3
+gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/cuda
+	PYTHONPATH=src $(PYTHON) -m benchmarks --device cuda
+
+clean:
+	rm -rf $(VENV) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis

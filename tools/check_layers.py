@@ -1,0 +1,95 @@
+"""Check that imports point downward only, layer by layer, as ARCHITECTURE.md draws them.
+
+`make check` runs it. It reads the imports of every module under `src/quickstep` (the lazy ones
+inside functions as well) and prints each that breaks a rule, as `file:line: message`.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = "quickstep"
+SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
+
+LAYERS = {
+    "types": 0,
+    "config": 0,
+    "errors": 0,
+    "core": 1,
+    "ops": 2,
+    "model": 3,
+    "runtime": 4,
+    "engine": 5,
+    "sim": 6,
+    "plan": 6,
+    "server": 6,
+    "cluster": 6,
+    "cli": 7,
+    "__init__": 8,
+    "__main__": 8,
+}
+# Parts that may use less than everything below them.
+ONLY = {
+    "runtime": {"types", "config", "errors", "ops", "model"},
+    "model": {"types", "config", "errors", "ops"},
+    "ops": {"types", "config", "errors"},
+    "sim": {"types", "config", "errors", "core"},
+    "plan": {"types", "config", "errors", "core", "sim"},
+}
+# Parts that import nothing but the standard library (and what ONLY or LAYERS allows them).
+STANDARD_LIBRARY_ONLY = {"types", "config", "errors", "core", "sim"}
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import; `from quickstep import x` names `quickstep.x`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            yield node.lineno, "."
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names] if node.module == PACKAGE else [""]
+            yield from ((node.lineno, f"{node.module}.{name}".rstrip(".")) for name in names)
+
+
+def fault(part: str, module: str) -> str | None:
+    """Why `part` may not import `module`, or None."""
+    root, _, rest = module.partition(".")
+    if module == ".":
+        return "relative import: write the whole name"
+    if root != PACKAGE:
+        foreign = root not in sys.stdlib_module_names
+        if part in STANDARD_LIBRARY_ONLY and foreign:
+            return f"{part} is standard library only, but imports {root}"
+        return None
+    target = rest.partition(".")[0]
+    if target in {"", "errors", part} or target not in LAYERS:
+        return None
+    allowed = ONLY.get(part)
+    if LAYERS[target] >= LAYERS[part] or (allowed is not None and target not in allowed):
+        return f"{part} (layer {LAYERS[part]}) may not import {target} (layer {LAYERS[target]})"
+    return None
+
+
+def main() -> int:
+    """Print every fault; exit status 1 when there is one."""
+    faults = 0
+    for path in sorted(SOURCE.rglob("*.py")):
+        part = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if part not in LAYERS:
+            print(f"{path}:1: {part} is in no layer: add it to tools/check_layers.py")
+            faults += 1
+            continue
+        for line, module in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            reason = fault(part, module)
+            if reason:
+                print(f"{path}:{line}: {reason}")
+                faults += 1
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
