@@ -98,6 +98,22 @@ PUBLISHED = {
         | {"query_pre_attn_scalar": 256, "rope_local_base_freq": 10_000, "rope_scaling": None}
         | {"rope_theta": 1_000_000, "sliding_window": 512, "sliding_window_pattern": 6},
     ),
+    "gemma-3-4b": (
+        3_880_263_168,
+        {"architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 256}
+        | {"boi_token_index": 255_999, "eoi_token_index": 256_000, "image_token_index": 262_144}
+        | {"model_type": "gemma3", "vision_config": {"hidden_size": 1152}}
+        | {
+            "text_config": {
+                "hidden_size": 2560,
+                "intermediate_size": 10_240,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            }
+        },
+    ),
     "Phi-3-mini-128k": (
         3_821_079_552,
         sizes(32_064, 3072, 8192, 32, 32, 32)
