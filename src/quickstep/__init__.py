@@ -1,3 +1,30 @@
-"""Quickstep: LLM inference and serving."""
+"""Quickstep: LLM inference and serving.
+
+`LLM` and `SamplingParams` are loaded on first use: importing the package alone takes no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quickstep.engine.llm import LLM
+    from quickstep.types import SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """The public classes, by PEP 562."""
+    if name == "LLM":
+        return import_module("quickstep.engine.llm").LLM
+    if name == "SamplingParams":
+        return import_module("quickstep.types").SamplingParams
+    raise AttributeError(f"module 'quickstep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -12,7 +12,7 @@ a *row* is one sequence's share of one step; *position* counts tokens of a seque
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
@@ -381,12 +381,20 @@ class Ticket(Protocol):
     def result(self) -> StepResult:
         """Wait for the step. Raises EngineError when the executor failed."""
 
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when done: on the executor's thread, or here if it already is."""
+
 
 class Executor(Protocol):
     """Runs plans strictly in the order of `submit`: local CPU, CUDA, a process group, a clock."""
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Queue a step; returns before it has run."""
+
+    def reset(self) -> None:
+        """Run plans again: after a failed step the ones behind it fail as well, until this. Slots
+        follow failed plans too, so that they agree with the scheduler's.
+        """
 
     def close(self) -> None:
         """Finish what was submitted, then free everything. Idempotent."""

@@ -1,0 +1,99 @@
+"""`quickstep demo` (and `make demo`): the bundled model completes code, answers a question, and
+the run's phases stand in a table. The figures are the engine's own, from its step log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quickstep.cli.engine_flags import add_engine_flags, engine_config
+from quickstep.cli.parsing import Parser, command
+from quickstep.types import SamplingParams
+
+if TYPE_CHECKING:
+    from quickstep.cli.answers import Answer
+    from quickstep.engine.engine import Engine
+
+__all__ = ["add_parser", "run"]
+
+_CODE = "def fibonacci(n):\n"
+_QUESTION = "What does itertools.chain do?"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Register the command."""
+    parser = command(
+        subparsers, "demo", "Stream a completion and an answer from the bundled model.", run
+    )
+    parser.add_argument("--model", default="demo", help=argparse.SUPPRESS)
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Stream, then print the table."""
+    from quickstep.cli.screen import console_on, print_table
+    from quickstep.cli.session import with_engine
+
+    console = console_on(sys.stdout)
+    answers = with_engine(engine_config(args, args.model), _stream_both, show_memory=True)
+    print()
+    columns = [_figures(answer) for answer in answers.values()]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    print_table(console, "phases of the run", ("", *answers), rows)
+    return 0
+
+
+async def _stream_both(engine: Engine) -> dict[str, Answer]:
+    """The third prompt is the first with its completion: the prefix cache holds its blocks."""
+    code = engine.tokenizer.encode(_CODE)
+    _write(f"\n>>> completion\n{_CODE}")
+    completion = await _streamed(engine, code, SamplingParams(temperature=0.0, max_tokens=64))
+    _write(f"\n>>> chat: {_QUESTION}\n")
+    chat = engine.chat_prompt([{"role": "user", "content": _QUESTION}])
+    answer = await _streamed(engine, chat, SamplingParams(temperature=0.0, max_tokens=96))
+    _write("\n>>> completion, resumed where it ended\n")
+    resumed = await _streamed(
+        engine, [*code, *completion.token_ids], SamplingParams(temperature=0.0, max_tokens=16)
+    )
+    return {"completion": completion, "chat": answer, "resumed": resumed}
+
+
+async def _streamed(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
+    from quickstep.cli.answers import collect
+
+    (answer,) = await collect(engine.submit(prompt, sampling), 1, _write)
+    _write("\n")
+    return answer
+
+
+def _figures(answer: Answer) -> dict[str, str]:
+    timings = answer.timings
+    assert timings is not None, "a finished sequence has timings"
+    assert answer.finish_reason is not None, "a finished sequence has a reason"
+    per_token = answer.time_per_output_token_s
+    return {
+        "prompt tokens": str(timings.num_prompt_tokens),
+        "cached": str(timings.num_cached_tokens),
+        "output tokens": str(timings.num_output_tokens),
+        "queue ms": _ms(timings.queue_s),
+        "prefill ms": _ms(timings.prefill_s),
+        "decode ms": _ms(timings.decode_s),
+        "TTFT ms": _ms(answer.time_to_first_token_s),
+        "TPOT ms": _ms(per_token),
+        "tokens/s": f"{1 / per_token:.0f}" if per_token else "-",
+        "device ms": _ms(timings.device_s),
+        "KV blocks": str(timings.num_blocks),
+        "finish reason": answer.finish_reason.value,
+    }
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.1f}"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,90 @@
+"""`quickstep generate PROMPT`: complete a text, on stdout; `--json` tells everything about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from quickstep.cli.engine_flags import add_engine_flags, engine_config
+from quickstep.cli.parsing import Parser, command, positive_int
+from quickstep.cli.sampling_flags import add_sampling_flags, sampling_params
+from quickstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quickstep.cli.answers import Answer
+    from quickstep.engine.engine import Engine
+    from quickstep.engine.stream import Stream
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Register the command."""
+    parser = command(subparsers, "generate", "Complete a prompt and print the text.", run)
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to complete; - reads stdin")
+    parser.add_argument(
+        "--model", default="demo", help="a directory, a hub id or demo (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--n", type=positive_int, default=1, metavar="N", help="completions (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="print text as it comes (default: on a terminal)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    add_sampling_flags(parser, max_tokens=128)
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate and print."""
+    if args.stream and (args.json or args.n > 1):
+        raise ConfigError("--stream prints one text; leave out --json and --n")
+    from quickstep.cli.answers import collect
+    from quickstep.cli.session import with_engine
+
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    live = sys.stdout.isatty() if args.stream is None else args.stream
+    live = live and not args.json and args.n == 1
+
+    async def work(engine: Engine) -> None:
+        sampling = sampling_params(args, engine.default_sampling, args.n)
+        stream = engine.submit(prompt, sampling)
+        answers = await collect(stream, args.n, _write if live else None)
+        if args.json:
+            print(json.dumps(_described(engine, stream, answers), indent=2))
+        elif live:
+            _write("\n")
+        else:
+            _print_texts(answers)
+
+    with_engine(engine_config(args, args.model), work)
+    return 0
+
+
+def _print_texts(answers: Sequence[Answer]) -> None:
+    for answer in answers:
+        if len(answers) > 1:
+            print(f"--- {answer.index}, seed {answer.seed}")
+        print(answer.text)
+
+
+def _described(engine: Engine, stream: Stream, answers: Sequence[Answer]) -> dict[str, Any]:
+    return {
+        "model": engine.model_name,
+        "system_fingerprint": engine.fingerprint,
+        "num_prompt_tokens": len(stream.prompt_token_ids),
+        "num_output_tokens": sum(len(answer.token_ids) for answer in answers),
+        "seed": stream.seed,
+        "choices": [answer.as_json() for answer in answers],
+    }
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,100 @@
+"""What argparse lacks: one-sentence errors that name the nearest flag, and sizes such as 2G."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+__all__ = ["Parser", "bytes_size", "command", "positive_int", "token_count"]
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that takes no abbreviations and suggests what was meant."""
+
+    def __init__(self, prog: str | None = None, **texts: str | None) -> None:
+        super().__init__(
+            prog=prog,
+            description=texts.get("description"),
+            epilog=texts.get("epilog"),
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """One sentence, exit code 2."""
+        print(f"{self.prog}: {_with_suggestion(message)}", file=sys.stderr)
+        raise SystemExit(2)
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Name the first unknown argument, and the nearest flag."""
+        name = unknown[0].partition("=")[0]
+        if not name.startswith("-"):
+            self.error(f"{name!r} is one argument too many; see {self.prog} --help")
+        near = _nearest(name, self._option_string_actions)
+        hint = f"did you mean {near}?" if near else f"see {self.prog} --help"
+        self.error(f"there is no flag {name}; {hint}")
+
+
+def _with_suggestion(message: str) -> str:
+    """Argparse's sentence, and the nearest choice if it lists choices."""
+    wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
+    if not wrong:
+        return message
+    near = _nearest(wrong.group(1), re.findall(r"[\w-]+", wrong.group(2)))
+    return f"{message}; did you mean {near}?" if near else message
+
+
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return near[0] if near else None
+
+
+def command(
+    subparsers: argparse._SubParsersAction[Parser],
+    name: str,
+    text: str,
+    run: Callable[[argparse.Namespace], int],
+) -> Parser:
+    """A subcommand's parser, wired to its `run`."""
+    parser = subparsers.add_parser(name, help=text, description=text)
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def bytes_size(text: str) -> int:
+    """`4000000`, `4M`, `2GiB`: a size in bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 4000000, 500M or 2GiB")
+    unit = match.group("unit").lower()
+    if match.group("binary") and not unit:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 4000000, 500M or 2GiB")
+    factor = _BINARY_UNITS[unit] if match.group("binary") else _UNITS[unit]
+    return int(float(match.group("number")) * factor)
+
+
+def token_count(text: str) -> int:
+    """`8192`, `8k` (thousands) or `8Ki`: a number of tokens, as vLLM reads it."""
+    match = _SIZE.fullmatch(text.strip())
+    if not match or text.strip().lower().endswith("b"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count, such as 8192 or 8k")
+    return positive_int(str(bytes_size(text)))
+
+
+def positive_int(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value

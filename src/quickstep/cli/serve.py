@@ -1,0 +1,86 @@
+"""`quickstep serve [MODEL]`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+
+from quickstep.cli.engine_flags import add_engine_flags, engine_config
+from quickstep.cli.parsing import Parser, bytes_size, command
+from quickstep.errors import ConfigError
+
+__all__ = ["add_parser", "run"]
+
+_LOG = logging.getLogger("quickstep.cli")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Register the command."""
+    parser = command(subparsers, "serve", "Serve a model over HTTP, as OpenAI does.", run)
+    parser.add_argument(
+        "served_model", nargs="?", metavar="MODEL", help="a directory, a hub id or demo (default)"
+    )
+    parser.add_argument("--model", help="the same as MODEL")
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
+    group.add_argument(
+        "--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)"
+    )
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names that clients use; the first stands in responses (default: the model's)",
+    )
+    group.add_argument(
+        "--max-body-bytes",
+        type=bytes_size,
+        default=4 * 1024 * 1024,
+        metavar="SIZE",
+        help="largest request body (default: 4MiB)",
+    )
+    group.add_argument(
+        "--drain-timeout-s",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="what SIGTERM leaves to running requests (default: %(default)s)",
+    )
+    group.add_argument(
+        "--seed", type=int, help="seeds the draw of seeds for unseeded requests (default: entropy)"
+    )
+    add_engine_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Bind, load, serve until a signal."""
+    if args.model and args.served_model and args.model != args.served_model:
+        raise ConfigError(f"MODEL is {args.served_model} and --model is {args.model}; give one")
+    if args.drain_timeout_s < 0:
+        raise ConfigError(f"--drain-timeout-s is {args.drain_timeout_s:g}, it must be at least 0")
+    config = engine_config(args, args.model or args.served_model or "demo", args.seed)
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the server says these things itself
+    from quickstep.cli.session import opened
+    from quickstep.server.options import RequestLimits, ServerOptions
+    from quickstep.server.run import bind, serve
+
+    options = ServerOptions(
+        served_model_names=tuple(args.served_model_name),
+        limits=RequestLimits(body_bytes=args.max_body_bytes),
+        drain_s=args.drain_timeout_s,
+    )
+    with bind(args.host, args.port) as sock:
+        _LOG.info("loading %s", config.load.model)
+        engine = opened(config, show_memory=True)
+        _LOG.info("loaded %s (%s)", engine.model_name, engine.fingerprint)
+        if engine.default_sampling:
+            _LOG.info("the model's own sampling defaults hold: %s", dict(engine.default_sampling))
+        serve(engine, args.host, args.port, options, sock)
+    return 0

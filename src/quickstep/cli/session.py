@@ -1,0 +1,68 @@
+"""Opening an engine for a command: a progress bar, the memory table, start and stop.
+
+`generate`, `chat` and `demo` run in `with_engine`; `serve` opens the engine in the same way and
+hands it to the server, which starts and stops it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from quickstep.cli.screen import console_on, loading_bar, print_table, size_text
+from quickstep.config import EngineConfig
+
+if TYPE_CHECKING:
+    from quickstep.engine.engine import Engine
+    from quickstep.model.sizing import MemoryPlan
+
+__all__ = ["opened", "with_engine"]
+
+_Result = TypeVar("_Result")
+
+
+def opened(config: EngineConfig, show_memory: bool | None = None) -> Engine:
+    """A loaded engine that is not started. Raises ConfigError.
+
+    The memory table goes to stderr: always, never, or (None) if that is a terminal.
+    """
+    from quickstep.engine.assembly import open_engine
+
+    with loading_bar(f"loading {config.load.model}") as progress:
+        engine = open_engine(config, progress)
+    shown = sys.stderr.isatty() if show_memory is None else show_memory
+    if shown and engine.memory_plan is not None:
+        _print_memory(engine.memory_plan)
+    return engine
+
+
+def _print_memory(plan: MemoryPlan) -> None:
+    """The plan's table, and what it had to shrink, on stderr."""
+    console = console_on()
+    rows = [(row.label, size_text(row.num_bytes), row.detail) for row in plan.rows]
+    print_table(console, "memory", ("part", "size", "of"), rows)
+    if logging.getLogger("quickstep").isEnabledFor(logging.INFO):
+        return  # the engine has logged its notes
+    for note in plan.notes:
+        console.print(note, markup=False)
+
+
+def with_engine(
+    config: EngineConfig,
+    work: Callable[[Engine], Awaitable[_Result]],
+    show_memory: bool | None = None,
+) -> _Result:
+    """Open an engine, run `work` on it in an event loop, stop it whatever happens."""
+    engine = opened(config, show_memory)
+
+    async def run() -> _Result:
+        await engine.start()
+        try:
+            return await work(engine)
+        finally:
+            await engine.stop()
+
+    return asyncio.run(run())

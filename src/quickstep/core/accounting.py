@@ -1,0 +1,102 @@
+"""Where a step's seconds go: shares of sequences, the step log's line, and the counts of `stats`.
+
+Every measured second is booked once: fsum of `device_s` over all sequences + `unclaimed_s` =
+`busy_s`, up to float rounding. Pure functions and plain data; `core.scheduler` keeps the totals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quickstep.core.block_pool import PoolStats
+from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.sequence import SequenceState
+from quickstep.core.step import FlightRow, InFlightStep
+from quickstep.types import Phase, StepRecord
+
+__all__ = ["SchedulerStats", "Totals", "charge", "step_record"]
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start. The scheduler owns the live one and hands out copies.
+
+    Attributes:
+        num_prompt_tokens: Of added requests, once a request.
+        prefix_query_tokens: Prompt tokens of sequences when first admitted.
+        prefix_hit_tokens: Those of them found in the prefix cache.
+        busy_s: Measured seconds of all committed steps.
+        unclaimed_s: Seconds of steps in which no row's sequence was alive any more (a tail of
+            overlap, an abort in flight); part of `busy_s` that nobody is charged.
+    """
+
+    num_steps: int = 0
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    busy_s: float = 0.0
+    unclaimed_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """The scheduler at one moment.
+
+    Attributes:
+        num_waiting: Sequences never admitted yet.
+        num_preempted: Sequences that wait to be admitted again.
+        num_in_flight: Steps planned and not committed.
+    """
+
+    num_waiting: int
+    num_running: int
+    num_preempted: int
+    num_in_flight: int
+    blocks: PoolStats
+    totals: Totals
+
+
+def charge(rows: tuple[FlightRow, ...], seconds: float, cost_model: CostModel) -> float:
+    """Share a step's seconds over its rows; returns what no row could be charged for.
+
+    Shares follow the predicted marginal cost of each row: what the step would save without it. A
+    row whose sequence ended while it ran is nobody's any more, so the others bear it.
+    """
+    alive = [entry for entry in rows if entry.sequence.state is not SequenceState.FINISHED]
+    idle_s = cost_model.seconds(StepLoad())
+    weights = [cost_model.seconds(StepLoad.of_row(entry.row)) - idle_s for entry in alive]
+    if not sum(weights) > 0.0:
+        weights = [float(entry.row.num_tokens) for entry in alive]
+    whole = sum(weights)
+    for entry, weight in zip(alive, weights, strict=True):
+        entry.sequence.device_s += seconds * (weight / whole)
+    return 0.0 if alive else seconds
+
+
+def step_record(
+    step: InFlightStep, seconds: float, now: float, free_waiting_running: tuple[int, int, int]
+) -> StepRecord:
+    """The line of the step log; the last argument is the state after the commit."""
+    rows = step.plan.rows
+    decode = [row for row in rows if row.phase is Phase.DECODE]
+    num_decode_tokens = sum(row.num_tokens for row in decode)
+    num_free_blocks, num_waiting, num_running = free_waiting_running
+    return StepRecord(
+        step_id=step.plan.step_id,
+        planned_at_s=step.planned_at_s,
+        committed_at_s=now,
+        seconds=seconds,
+        predicted_s=step.predicted_s,
+        num_prefill_rows=len(rows) - len(decode),
+        num_decode_rows=len(decode),
+        num_prefill_tokens=step.plan.num_tokens - num_decode_tokens,
+        num_decode_tokens=num_decode_tokens,
+        num_kv_tokens=sum(row.end for row in rows),
+        num_free_blocks=num_free_blocks,
+        num_waiting=num_waiting,
+        num_running=num_running,
+        num_preemptions=step.num_preemptions,
+    )

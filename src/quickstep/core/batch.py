@@ -1,0 +1,149 @@
+"""The resident sequences: their slots and their blocks.
+
+Owned by `core.scheduler`, which decides who enters and who leaves; this does what that takes in
+the block pool. A prompt block is registered for prefix hits when its computation is planned.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator
+
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.sequence import Residency, Sequence, SequenceState
+
+__all__ = ["Batch"]
+
+
+class Batch:
+    """Running sequences by rank, in `num_slots` slots, with block tables in `pool`."""
+
+    def __init__(self, pool: KVBlockPool, num_slots: int) -> None:
+        self._pool = pool
+        self._num_slots = num_slots
+        self._running: list[Sequence] = []
+        self._free_slots = deque(range(num_slots))
+        self._released_slots: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """A snapshot, best rank first: preempting does not disturb the loop."""
+        return iter(tuple(self._running))
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(tuple(self._running))
+
+    def room_for(self, sequence: Sequence) -> tuple[int, ...] | None:
+        """The cached blocks that `sequence` would start from; None if it does not fit now.
+
+        All its known tokens must find room, beside one block to grow for each that runs.
+        """
+        if not self._free_slots:
+            return None
+        hits = self._lookup(sequence)
+        needed = self._blocks_for(len(sequence.token_ids)) - len(hits)
+        fits = needed + len(self._running) <= self._pool.num_free_besides(hits)
+        return hits if fits else None
+
+    def admit(self, sequence: Sequence, hits: tuple[int, ...], now: float) -> Residency:
+        """Give a slot, the cached blocks `hits`, and blocks for all other known tokens."""
+        self._pool.take(hits)
+        num_tokens = len(sequence.token_ids)
+        fresh = self._pool.allocate(self._blocks_for(num_tokens) - len(hits))
+        residency = Residency(
+            slot=self._free_slots.popleft(),
+            blocks=[*hits, *fresh],
+            prefill_end=num_tokens,
+            planned=len(hits) * self._pool.block_size,
+        )
+        sequence.admit(residency, now)
+        insort(self._running, sequence, key=_rank)
+        return residency
+
+    def leave(self, sequence: Sequence) -> None:
+        """Free the slot and the blocks of a running sequence."""
+        del self._running[bisect_left(self._running, sequence.rank, key=_rank)]
+        residency = sequence.resident
+        self._pool.release(residency.blocks)
+        self._released_slots.append(residency.slot)
+        self._free_slots.append(residency.slot)
+
+    def take_released_slots(self) -> tuple[int, ...]:
+        """Slots that were left since the last call."""
+        released = tuple(self._released_slots)
+        self._released_slots.clear()
+        return released
+
+    def has_room_to_grow(self, sequence: Sequence) -> bool:
+        """Whether `grow` has the blocks for one more token."""
+        return self._growth(sequence) <= self._pool.num_free
+
+    def grow(self, sequence: Sequence) -> tuple[int, ...]:
+        """Extend the block table for one more token; returns the new blocks."""
+        new_block_ids = self._pool.allocate(self._growth(sequence))
+        sequence.resident.blocks.extend(new_block_ids)
+        return tuple(new_block_ids)
+
+    def register(self, sequence: Sequence) -> None:
+        """Index the full blocks whose tokens are known and whose computation is planned."""
+        residency, block_size = sequence.resident, self._pool.block_size
+        num_full = min(residency.planned, len(sequence.token_ids)) // block_size
+        if not self._pool.prefix_caching or len(residency.keys) >= num_full:
+            return
+        tokens, digests = sequence.token_ids, sequence.digests
+        self._pool.extend_digests(digests, sequence.root, tokens, num_full)
+        for index in range(len(residency.keys), num_full):
+            parent = residency.keys[-1] if residency.keys else sequence.root
+            block_tokens = tuple(tokens[index * block_size : (index + 1) * block_size])
+            block_id = residency.blocks[index]
+            key = self._pool.register(block_id, parent, block_tokens, digests[index])
+            residency.keys.append(key)
+
+    def check(self) -> None:
+        """Raise AssertionError unless slots, block tables and the pool agree."""
+        self._pool.check(sequence.resident.blocks for sequence in self._running)
+        slots = [sequence.resident.slot for sequence in self._running]
+        assert sorted([*slots, *self._free_slots]) == list(range(self._num_slots)), (
+            f"slots {slots} in use and {list(self._free_slots)} free do not add up"
+        )
+        ranks = [sequence.rank for sequence in self._running]
+        assert ranks == sorted(set(ranks)), "the batch is out of order"
+        for sequence in self._running:
+            self._check_resident(sequence)
+
+    def _check_resident(self, sequence: Sequence) -> None:
+        name, residency = sequence.sequence_id, sequence.resident
+        known = len(sequence.token_ids)
+        assert sequence.state is SequenceState.RUNNING, f"{name} runs, it is {sequence.state}"
+        assert not residency.spoiled, f"{name} runs on KV of a failed step"
+        assert residency.planned <= known + residency.pending, f"{name} is planned past its end"
+        needed = max(residency.planned, residency.prefill_end)
+        assert len(residency.blocks) == self._blocks_for(needed), (
+            f"{name} holds {len(residency.blocks)} blocks for {needed} tokens"
+        )
+        num_full = min(residency.planned, known) // self._pool.block_size
+        expected = num_full if self._pool.prefix_caching else 0
+        assert len(residency.keys) == expected, f"{name} has {len(residency.keys)} block keys"
+
+    def _lookup(self, sequence: Sequence) -> tuple[int, ...]:
+        if not self._pool.prefix_caching:
+            return ()
+        # At least one token is left to compute: its logits give the next one.
+        num_blocks = (len(sequence.token_ids) - 1) // self._pool.block_size
+        tokens, digests = sequence.token_ids, sequence.digests
+        self._pool.extend_digests(digests, sequence.root, tokens, num_blocks)
+        return self._pool.lookup(sequence.root, tokens, digests[:num_blocks])
+
+    def _growth(self, sequence: Sequence) -> int:
+        residency = sequence.resident
+        return self._blocks_for(residency.planned + 1) - len(residency.blocks)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pool.block_size)
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return sequence.rank

@@ -1,0 +1,207 @@
+"""The paged KV cache's book-keeping: which block is whose, and which content it holds.
+
+    free ──allocate──> used (ref count > 0) ──release──> free      (content unknown)
+                        ^  └──────release──> cached (content registered, ref count 0)
+                        └────────take──────────┘   └──allocate, least recently used first──> used
+
+Ids only, never tensors. Owned and called by `core.scheduler`. Executors run plans in order, so a
+block may be released, or registered before it is written, while steps that touch it are in flight:
+whoever gets it next reads and writes it in a later step. Nothing is pinned here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from quickstep.core.prefix import BlockKey, ChainRoot, Digest, chain_digest, root_digest
+from quickstep.errors import ConfigError, OutOfBlocks
+
+__all__ = ["KVBlockPool", "PoolStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Blocks by state (they add up to the pool), and counts since the start."""
+
+    num_free: int
+    num_cached: int
+    num_used: int
+    num_hits: int
+    num_evictions: int
+
+
+class KVBlockPool:
+    """Reference counts, prefix index and eviction order of `num_blocks` KV blocks."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        digest: Digest = chain_digest,
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ConfigError(
+                f"the KV pool has {num_blocks} blocks of {block_size} tokens, both must be above 0"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._digest = digest
+        self._ref_counts = [0] * num_blocks
+        self._keys: list[BlockKey | None] = [None] * num_blocks
+        self._index: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._num_hits = 0
+        self._num_evictions = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can give: free ones, and cached ones that it would evict."""
+        return len(self._free) + len(self._cached)
+
+    def num_free_besides(self, block_ids: Iterable[int]) -> int:
+        """Blocks left to `allocate` once `block_ids` (hits of a lookup) have been taken."""
+        return self.num_free - sum(1 for block_id in block_ids if not self._ref_counts[block_id])
+
+    def extend_digests(
+        self, digests: list[bytes], root: ChainRoot, token_ids: Sequence[int], num_blocks: int
+    ) -> None:
+        """Append to `digests` those of the full blocks of `token_ids` up to `num_blocks`."""
+        parent = digests[-1] if digests else root_digest(root)
+        for index in range(len(digests), num_blocks):
+            parent = self._digest(parent, self._block_tokens(token_ids, index))
+            digests.append(parent)
+
+    def lookup(
+        self, root: ChainRoot, token_ids: Sequence[int], digests: Sequence[bytes]
+    ) -> tuple[int, ...]:
+        """The blocks that hold the longest cached prefix of `token_ids`; at most one a digest."""
+        hits: list[int] = []
+        parent: BlockKey | ChainRoot = root
+        for index, digest in enumerate(digests):
+            block_id = self._index.get(digest)
+            key = None if block_id is None else self._keys[block_id]
+            if block_id is None or key is None or key.parent != parent:
+                break
+            if key.token_ids != self._block_tokens(token_ids, index):
+                break
+            hits.append(block_id)
+            parent = key
+        return tuple(hits)
+
+    def take(self, block_ids: Sequence[int]) -> None:
+        """Share blocks that a lookup found: cached ones become used again."""
+        for block_id in block_ids:
+            if not self._ref_counts[block_id]:
+                del self._cached[block_id]
+            self._ref_counts[block_id] += 1
+        self._num_hits += len(block_ids)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks of unknown content, evicting cached ones only when none is free.
+
+        Raises:
+            OutOfBlocks: Fewer are free; nothing was allocated.
+        """
+        if count > self.num_free:
+            raise OutOfBlocks(f"{count} KV blocks are needed, {self.num_free} are free")
+        taken: list[int] = []
+        for _ in range(count):
+            block_id = self._free.pop() if self._free else self._evict()
+            self._ref_counts[block_id] = 1
+            taken.append(block_id)
+        return taken
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give one reference of each block back."""
+        # The tail first: the end of a chain is the least likely to be shared, so it goes first.
+        for block_id in reversed(block_ids):
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id]:
+                continue
+            if self._keys[block_id] is None:
+                self._free.append(block_id)
+            else:
+                self._cached[block_id] = None
+
+    def register(
+        self,
+        block_id: int,
+        parent: BlockKey | ChainRoot,
+        token_ids: tuple[int, ...],
+        digest: bytes,
+    ) -> BlockKey:
+        """Index a full used block by its content, and return the key for its children.
+
+        If the content is indexed already, that block stays and its key is returned. Other content
+        under the same digest (a collision, or a chain whose parent was evicted) makes way.
+        """
+        holder = self._index.get(digest)
+        if holder is not None:
+            key = self._keys[holder]
+            if key is not None and key.parent == parent and key.token_ids == token_ids:
+                return key
+            self.forget([holder])
+        key = BlockKey(parent, token_ids, digest)
+        self._index[digest] = block_id
+        self._keys[block_id] = key
+        return key
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Withdraw the content of blocks: later lookups miss them, who holds them keeps them."""
+        for block_id in block_ids:
+            key = self._keys[block_id]
+            if key is None:
+                continue
+            del self._index[key.digest]
+            self._keys[block_id] = None
+            if block_id in self._cached:
+                del self._cached[block_id]
+                self._free.append(block_id)
+
+    def stats(self) -> PoolStats:
+        """Counts for metrics."""
+        num_used = self.num_blocks - self.num_free
+        return PoolStats(
+            len(self._free), len(self._cached), num_used, self._num_hits, self._num_evictions
+        )
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError unless the books agree with the block tables of all holders."""
+        held: Counter[int] = Counter()
+        for table in tables:
+            held.update(table)
+            assert len(set(table)) == len(table), f"a block stands twice in the table {table}"
+        for block_id, count in enumerate(self._ref_counts):
+            assert count == held[block_id], (
+                f"block {block_id} has {count} references, {held[block_id]} tables hold it"
+            )
+        idle = Counter((*self._free, *self._cached))
+        assert all(count == 1 for count in idle.values()), "a block is listed free twice"
+        unused = {block_id for block_id, count in enumerate(self._ref_counts) if not count}
+        assert set(idle) == unused, "the free lists differ from the unreferenced blocks"
+        assert all(self._keys[block_id] is None for block_id in self._free), (
+            "a free block is registered"
+        )
+        indexed = {block_id: key.digest for block_id, key in enumerate(self._keys) if key}
+        assert {block_id: digest for digest, block_id in self._index.items()} == indexed, (
+            "the index differs from the keys of the blocks"
+        )
+        assert all(block_id in indexed for block_id in self._cached), "a cached block has no key"
+
+    def _evict(self) -> int:
+        block_id, _ = self._cached.popitem(last=False)
+        key = self._keys[block_id]
+        if key is not None:
+            del self._index[key.digest]
+        self._keys[block_id] = None
+        self._num_evictions += 1
+        return block_id
+
+    def _block_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
+        start = index * self.block_size
+        return tuple(token_ids[start : start + self.block_size])

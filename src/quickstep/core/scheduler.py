@@ -1,0 +1,399 @@
+"""Continuous batching: which sequence computes what in the next step, and what a step gave.
+
+    add ──> waiting ──plan──> running ──commit──> finished
+               ^                 │                   ^
+               └──── preempted <─┘   abort, expire, fail, from anywhere at any moment
+
+Two drivers call it, the engine on real time and the simulator on a virtual clock; time comes in as
+`now`. Up to `pipeline_depth` plans are in flight, committed in order. What makes overlap simple:
+executors run plans in order, so blocks change hands while steps that use them still run, and a
+prompt block is a prefix hit for others from the moment its computation is *planned*.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from quickstep.config import SchedulerConfig
+from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record
+from quickstep.core.batch import Batch
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.intake import Limits
+from quickstep.core.policies import Policy, StepView
+from quickstep.core.sequence import Sequence, SequenceState
+from quickstep.core.step import (
+    FlightRow,
+    InFlightStep,
+    StepDraft,
+    failure_reasons,
+    pending_tokens,
+    spoiled_by,
+)
+from quickstep.core.waiting import Deadlines, WaitingQueue
+from quickstep.errors import EngineError, RequestError
+from quickstep.types import (
+    FinishReason,
+    Phase,
+    Request,
+    RowOutput,
+    SequenceOutput,
+    StepOutcome,
+    StepPlan,
+    StepResult,
+    StepRow,
+)
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Owns every sequence, the block pool and the queue. Not thread-safe: one driver calls it."""
+
+    def __init__(
+        self, config: SchedulerConfig, pool: KVBlockPool, policy: Policy, cost_model: CostModel
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._policy = policy
+        self._cost_model = cost_model
+        self._limits = Limits.of(config, pool.num_blocks * pool.block_size)
+        self._requests: dict[str, list[Sequence]] = {}  # live sequences of each request
+        self._waiting = WaitingQueue()
+        self._batch = Batch(pool, config.max_num_seqs)
+        self._in_flight: deque[InFlightStep] = deque()
+        self._deadlines = Deadlines()
+        self._num_arrivals = 0
+        self._next_step_id = 0
+        self._totals = Totals()
+
+    # -- requests come and go ---------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue the `n` sequences of a request.
+
+        Raises:
+            RequestError: It can never be served, its id is in use, or the queue is full.
+        """
+        self._limits.check(request, num_waiting=len(self._waiting))
+        if request.request_id in self._requests:
+            name = request.request_id
+            raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
+        sequences: list[Sequence] = []
+        for index in range(request.sampling.n):
+            sequence = Sequence(request, index, self._num_arrivals, now)
+            self._num_arrivals += 1
+            sequences.append(sequence)
+            self._waiting.push(sequence)
+            self._deadlines.push(sequence)
+        self._requests[request.request_id] = sequences
+        self._totals.num_requests += 1
+        self._totals.num_prompt_tokens += len(request.prompt_token_ids)
+
+    def abort(
+        self,
+        request_id: str,
+        now: float,
+        reason: FinishReason = FinishReason.ABORTED,
+        index: int | None = None,
+    ) -> tuple[SequenceOutput, ...]:
+        """End a request's sequences (or the one with `index`); what is unknown or over is ()."""
+        return tuple(
+            self._finish(sequence, reason, now)
+            for sequence in list(self._requests.get(request_id, ()))
+            if index is None or sequence.index == index
+        )
+
+    def expire(self, now: float) -> tuple[SequenceOutput, ...]:
+        """End the sequences whose deadline has come."""
+        due = self._deadlines.pop_due(now)
+        return tuple(self._finish(sequence, FinishReason.DEADLINE, now) for sequence in due)
+
+    # -- the next step ----------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can be computed until something is committed."""
+        if len(self._in_flight) >= self._config.pipeline_depth:
+            return None
+        draft = StepDraft(room=self._config.max_num_batched_tokens)
+        for phase in self._policy.phases:
+            share = self._policy.tokens(phase, self._view(draft, now), self._cost_model)
+            budget = min(share, draft.room)
+            if phase is Phase.DECODE:
+                self._place_decodes(draft, budget, now)
+            else:
+                budget = self._place_prefills(draft, budget)
+                self._admit_waiting(draft, budget, now)
+        if not draft.decode and not draft.prefill:
+            return None
+        return self._issue(draft, now)
+
+    def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
+        for sequence in self._batch:
+            if budget < 1:
+                return
+            if draft.holds(sequence) or not self._can_decode(sequence):
+                continue
+            if self._make_room(sequence, draft, now):
+                self._place(draft, sequence, 1, self._batch.grow(sequence))
+                budget -= 1
+
+    def _can_decode(self, sequence: Sequence) -> bool:
+        residency = sequence.resident
+        return (
+            sequence.state is SequenceState.RUNNING
+            and residency.planned >= residency.prefill_end
+            and sequence.num_outputs + residency.pending
+            < self._limits.output_limit(sequence.request)
+        )
+
+    def _place_prefills(self, draft: StepDraft, budget: int) -> int:
+        """Go on with prompts that are partly computed; returns what is left of the budget."""
+        for sequence in self._batch:
+            residency = sequence.resident
+            num_tokens = min(residency.prefill_end - residency.planned, budget)
+            if num_tokens > 0:
+                self._place(draft, sequence, num_tokens, ())
+                budget -= num_tokens
+        return budget
+
+    def _admit_waiting(self, draft: StepDraft, budget: int, now: float) -> None:
+        while budget > 0:
+            sequence = self._waiting.head
+            # A preempted one waits for its tokens in flight: admission needs all of them.
+            if sequence is None or sequence.num_pending:
+                return
+            hits = self._batch.room_for(sequence)
+            if hits is None:
+                return
+            self._waiting.remove(sequence)
+            is_new = sequence.num_cached_tokens is None
+            residency = self._batch.admit(sequence, hits, now)
+            if is_new:
+                self._totals.prefix_query_tokens += sequence.prompt_len
+                self._totals.prefix_hit_tokens += residency.planned
+            draft.admitted.append(sequence.admission())
+            num_tokens = min(residency.prefill_end - residency.planned, budget)
+            self._place(draft, sequence, num_tokens, tuple(residency.blocks))
+            budget -= num_tokens
+
+    def _issue(self, draft: StepDraft, now: float) -> StepPlan:
+        predicted_s = self._cost_model.seconds(draft.decode_load + draft.prefill_load)
+        step = draft.issue(self._next_step_id, self._batch.take_released_slots(), now, predicted_s)
+        self._next_step_id += 1
+        self._in_flight.append(step)
+        return step.plan
+
+    def _place(
+        self, draft: StepDraft, sequence: Sequence, num_tokens: int, new_block_ids: tuple[int, ...]
+    ) -> None:
+        """Add a row to the draft; from here on others may share the blocks that it fills."""
+        residency = sequence.resident
+        start = residency.planned
+        end = start + num_tokens
+        emits = end == len(sequence.token_ids) + residency.pending
+        row = StepRow(
+            slot=residency.slot,
+            start=start,
+            num_tokens=num_tokens,
+            token_ids=tuple(sequence.token_ids[start:end]),
+            new_block_ids=new_block_ids,
+            phase=Phase.PREFILL if start < residency.prefill_end else Phase.DECODE,
+            emits=emits,
+            output_position=end - sequence.prompt_len if emits else 0,
+            adapter=sequence.request.adapter,
+        )
+        residency.planned = end
+        residency.pending += emits
+        draft.add(FlightRow(sequence, residency, row))
+        self._batch.register(sequence)
+
+    # -- room for it ------------------------------------------------------------------------------
+
+    def _make_room(self, sequence: Sequence, draft: StepDraft, now: float) -> bool:
+        """Preempt who ranks behind `sequence` until it can grow; False if it must wait instead."""
+        while not self._batch.has_room_to_grow(sequence):
+            victim = self._victim(sequence, draft)
+            if victim is None:
+                return False
+            self._preempt(victim, now)
+            draft.num_preemptions += 1
+        return True
+
+    def _victim(self, sequence: Sequence, draft: StepDraft) -> Sequence | None:
+        """The latest arrival of the lowest tier behind `sequence` that has no row in the draft."""
+        for candidate in reversed(self._batch):
+            if candidate is sequence:
+                return None
+            if not draft.holds(candidate):
+                return candidate
+        return None
+
+    def _preempt(self, sequence: Sequence, now: float) -> None:
+        self._batch.leave(sequence)
+        sequence.preempt(now)
+        self._waiting.push(sequence)
+        self._totals.num_preemptions += 1
+
+    # -- what a step gave -------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepOutcome:
+        """Take the result of the oldest step in flight.
+
+        Raises:
+            EngineError: The result does not belong to the plan.
+        """
+        step = self._oldest(plan)
+        if result.step_id != plan.step_id or len(result.outputs) != len(plan.rows):
+            raise EngineError(f"step {plan.step_id} got a result of another shape or step")
+        reasons = failure_reasons(plan, result)
+        unclaimed_s = charge(step.rows, result.seconds, self._cost_model)
+        self._cost_model.observe(StepLoad.of_plan(plan), result.seconds)
+        outputs = self._end_failed(step, reasons, now)
+        self._in_flight.popleft()
+        for entry, output in zip(step.rows, result.outputs, strict=True):
+            taken = self._take_output(entry, output, now)
+            if taken is not None:
+                outputs.append(taken)
+        self._totals.num_steps += 1
+        self._totals.busy_s += result.seconds
+        self._totals.unclaimed_s += unclaimed_s
+        state = (self._pool.num_free, len(self._waiting), len(self._batch))
+        return StepOutcome(tuple(outputs), step_record(step, result.seconds, now, state))
+
+    def fail(self, plan: StepPlan, reason: str, now: float) -> tuple[SequenceOutput, ...]:
+        """Give up the oldest step in flight: the executor raised. Its sequences end with ERROR.
+
+        Sequences outside the step which share blocks that it should have filled recompute.
+        """
+        step = self._oldest(plan)
+        outputs = self._end_failed(step, dict.fromkeys(range(len(step.rows)), reason), now)
+        self._in_flight.popleft()
+        return tuple(outputs)
+
+    def _oldest(self, plan: StepPlan) -> InFlightStep:
+        if not self._in_flight or self._in_flight[0].plan.step_id != plan.step_id:
+            raise EngineError(f"step {plan.step_id} is not the oldest in flight")
+        return self._in_flight[0]
+
+    def _end_failed(
+        self, step: InFlightStep, reasons: dict[int, str], now: float
+    ) -> list[SequenceOutput]:
+        """End the sequences of failed rows, and have those that read their KV compute it again."""
+        if not reasons:
+            return []
+        failed = [step.rows[index] for index in sorted(reasons)]
+        rows = [entry for other in self._in_flight for entry in other.rows]
+        self._pool.forget(spoiled_by(failed, rows, self._pool.block_size))
+        outputs: list[SequenceOutput] = []
+        for index in sorted(reasons):
+            sequence = step.rows[index].sequence
+            if sequence.state is not SequenceState.FINISHED:
+                outputs.append(self._finish(sequence, FinishReason.ERROR, now, reasons[index]))
+        for sequence in self._batch:
+            if sequence.resident.spoiled:
+                self._preempt(sequence, now)
+        return outputs
+
+    def _take_output(
+        self, entry: FlightRow, output: RowOutput, now: float
+    ) -> SequenceOutput | None:
+        sequence, residency = entry.sequence, entry.residency
+        is_over = sequence.state is SequenceState.FINISHED or residency.spoiled
+        if is_over or not entry.row.emits:
+            return None
+        residency.pending -= 1
+        max_outputs = self._limits.max_outputs(sequence.prompt_len)
+        num_taken, reason = sequence.receive(output.token_ids, now, max_outputs)
+        self._totals.num_output_tokens += num_taken
+        if sequence.state is SequenceState.RUNNING:
+            self._batch.register(sequence)
+        new = RowOutput(output.token_ids[:num_taken], output.logprobs[:num_taken])
+        if reason is not None:
+            return self._finish(sequence, reason, now, new=new)
+        name = sequence.request.request_id
+        return SequenceOutput(name, sequence.index, new.token_ids, new.logprobs)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now: float,
+        error: str = "",
+        new: RowOutput | None = None,
+    ) -> SequenceOutput:
+        """End a sequence wherever it stands and free what it holds at once."""
+        if sequence.state is SequenceState.RUNNING:
+            self._batch.leave(sequence)
+        else:
+            self._waiting.remove(sequence)
+        timings = sequence.finish(now)
+        name, new = sequence.request.request_id, new or RowOutput()
+        self._requests[name].remove(sequence)
+        if not self._requests[name]:
+            del self._requests[name]
+        stopped = reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
+        return SequenceOutput(
+            request_id=name,
+            index=sequence.index,
+            token_ids=new.token_ids,
+            logprobs=new.logprobs,
+            finish_reason=reason,
+            stop_token_id=new.token_ids[-1] if stopped and new.token_ids else None,
+            timings=timings,
+            error=error,
+        )
+
+    # -- questions --------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether a sequence lives or a step is in flight."""
+        return bool(self._requests or self._in_flight)
+
+    def wakeup(self, now: float) -> float | None:
+        """When to call `expire` and `plan` again at the latest, without any event before."""
+        times = (self._deadlines.next_s(), self._policy.wakeup(self._view(StepDraft(0), now)))
+        return min((time for time in times if time is not None), default=None)
+
+    def stats(self) -> SchedulerStats:
+        """State now, and totals since the start."""
+        preempted = [one for one in self._waiting if one.state is SequenceState.PREEMPTED]
+        return SchedulerStats(
+            num_waiting=len(self._waiting) - len(preempted),
+            num_running=len(self._batch),
+            num_preempted=len(preempted),
+            num_in_flight=len(self._in_flight),
+            blocks=self._pool.stats(),
+            totals=replace(self._totals),
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError if the books do not agree: for tests, after any call."""
+        self._batch.check()
+        for sequence in self._waiting:
+            assert sequence.state in (SequenceState.WAITING, SequenceState.PREEMPTED)
+        live = {one.sequence_id for of_request in self._requests.values() for one in of_request}
+        placed = [one.sequence_id for one in (*self._batch, *self._waiting)]
+        assert sorted(placed) == sorted(live), "live sequences and those placed differ"
+        assert len(self._in_flight) <= self._config.pipeline_depth, "too many steps in flight"
+        pending = pending_tokens(self._in_flight)
+        for sequence in (*self._batch, *self._waiting):
+            name, count = sequence.sequence_id, pending[sequence.sequence_id]
+            assert sequence.num_pending == count, (
+                f"{name} awaits {sequence.num_pending} tokens, {count} are in flight"
+            )
+
+    def _view(self, draft: StepDraft, now: float) -> StepView:
+        head = self._waiting.head
+        starts = [one.resident.planned for one in self._batch if one.in_prefill]
+        return StepView(
+            now=now,
+            decode=draft.decode_load,
+            prefill=draft.prefill_load,
+            room=draft.room,
+            prefill_start=starts[0] if starts else 0,
+            num_running=len(self._batch),
+            num_waiting=len(self._waiting),
+            oldest_arrival_s=head.arrival_s if head else None,
+        )

@@ -1,0 +1,222 @@
+"""One sequence of a request, from arrival to its end: tokens, residency, and where its time went.
+
+Owned and changed by `core.scheduler` alone. A *residency* is one stay in the batch, from admission
+to end or preemption; a preempted sequence keeps its tokens and starts a new residency later.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from quickstep.core.prefix import BlockKey, ChainRoot
+from quickstep.types import Admission, FinishReason, Request, SequenceTimings
+
+__all__ = ["Residency", "Sequence", "SequenceState", "sequence_seed"]
+
+_MASK_64 = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The noise seed of sequence `index` of a request: the request's own for 0.
+
+    The others are outputs of SplitMix64 (Steele, Lea, Flood 2014) started at `seed`.
+    """
+    if index == 0:
+        return seed
+    mixed = (seed + index * _GOLDEN) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return mixed ^ (mixed >> 31)
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence stands; `WAITING` and `PREEMPTED` ones are in the queue."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class _Activity(enum.Enum):
+    """What a sequence's wall time is booked under; the parts of `SequenceTimings`."""
+
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+
+
+@dataclass(slots=True, eq=False)
+class Residency:
+    """One stay in the batch. Positions count tokens of the sequence.
+
+    Attributes:
+        blocks: The block table; kept as it was when the residency ends.
+        prefill_end: Tokens known at admission: rows below it are prefill.
+        planned: Positions whose KV is computed or in flight.
+        pending: Tokens that rows in flight will emit.
+        keys: Keys of the leading full blocks, hits included, as far as they are registered.
+        spoiled: It read KV of a step that failed: what its rows in flight give is discarded.
+    """
+
+    slot: int
+    blocks: list[int]
+    prefill_end: int
+    planned: int
+    keys: list[BlockKey] = field(default_factory=list)
+    pending: int = 0
+    spoiled: bool = False
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Books wall time under activities, so that the parts add up to the whole."""
+
+    activity: _Activity
+    since_s: float
+    seconds: dict[_Activity, float] = field(default_factory=lambda: dict.fromkeys(_Activity, 0.0))
+
+    def enter(self, activity: _Activity, now: float) -> None:
+        self.seconds[self.activity] += now - self.since_s
+        self.activity = activity
+        self.since_s = now
+
+
+class Sequence:
+    """Mutable state of one sequence. `rank` orders service: lower first."""
+
+    def __init__(self, request: Request, index: int, arrival: int, now: float) -> None:
+        self.request = request
+        self.index = index
+        self.sequence_id = f"{request.request_id}#{index}"
+        self.seed = sequence_seed(request.seed, index)
+        self.arrival = arrival
+        self.rank = (request.priority, arrival)
+        self.root = ChainRoot(request.adapter, request.cache_salt)
+        self.token_ids = list(request.prompt_token_ids)
+        self.prompt_len = len(self.token_ids)
+        self.digests: list[bytes] = []  # of leading full blocks, computed when first needed
+        self.state = SequenceState.WAITING
+        self.residency: Residency | None = None  # the latest
+        self.num_cached_tokens: int | None = None  # None until first admitted
+        self.device_s = 0.0
+        self.arrival_s = now
+        self._first_scheduled_s: float | None = None
+        self._first_token_s: float | None = None
+        self._num_preemptions = 0
+        self._max_blocks = 0
+        self._clock = _Clock(_Activity.QUEUE, now)
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens known."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def queue_rank(self) -> tuple[int, bool, int]:
+        """Order among waiting sequences: tier, preempted ones first, then arrival."""
+        is_new = self.state is not SequenceState.PREEMPTED
+        return (self.request.priority, is_new, self.arrival)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that rows in flight will add."""
+        return self.residency.pending if self.residency else 0
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether its known tokens at admission are not all planned yet."""
+        return self.resident.planned < self.resident.prefill_end
+
+    def admit(self, residency: Residency, now: float) -> None:
+        """Enter the batch."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = residency.planned
+            self._first_scheduled_s = now
+        self.residency = residency
+        self.state = SequenceState.RUNNING
+        self._max_blocks = max(self._max_blocks, len(residency.blocks))
+        self._clock.enter(_Activity.PREFILL, now)
+
+    def admission(self) -> Admission:
+        """What the executor sets its slot up from."""
+        return Admission(
+            slot=self.resident.slot,
+            sequence_id=self.sequence_id,
+            token_ids=tuple(self.token_ids),
+            prompt_len=self.prompt_len,
+            sampling=self.request.sampling,
+            seed=self.seed,
+            eos_token_ids=self.request.eos_token_ids,
+            adapter=self.request.adapter,
+        )
+
+    def preempt(self, now: float) -> None:
+        """Leave the batch; tokens that are still in flight will be kept."""
+        self._max_blocks = max(self._max_blocks, len(self.resident.blocks))
+        self._num_preemptions += 1
+        self.state = SequenceState.PREEMPTED
+        self._clock.enter(_Activity.PREEMPTED, now)
+
+    def receive(
+        self, token_ids: tuple[int, ...], now: float, max_outputs: int
+    ) -> tuple[int, FinishReason | None]:
+        """Append output tokens up to one that ends the sequence: how many, and why it ends.
+
+        `max_outputs` is the room that the context leaves for them.
+        """
+        if self._first_token_s is None:
+            self._first_token_s = now
+        if self.state is SequenceState.RUNNING:
+            self._clock.enter(_Activity.DECODE, now)
+        for count, token_id in enumerate(token_ids, start=1):
+            self.token_ids.append(token_id)
+            reason = self._end_reason(max_outputs)
+            if reason is not None:
+                return count, reason
+        return len(token_ids), None
+
+    @property
+    def resident(self) -> Residency:
+        """The residency of a sequence that has been admitted."""
+        assert self.residency is not None, f"{self.sequence_id} was never admitted"
+        return self.residency
+
+    def _end_reason(self, max_outputs: int) -> FinishReason | None:
+        sampling = self.request.sampling
+        token_id = self.token_ids[-1]
+        if self.num_outputs >= sampling.min_tokens:
+            if token_id in self.request.eos_token_ids and not sampling.ignore_eos:
+                return FinishReason.EOS
+            if token_id in sampling.stop_token_ids:
+                return FinishReason.STOP_TOKEN
+        if sampling.max_tokens is not None and self.num_outputs >= sampling.max_tokens:
+            return FinishReason.MAX_TOKENS
+        return FinishReason.CONTEXT_LIMIT if self.num_outputs >= max_outputs else None
+
+    def finish(self, now: float) -> SequenceTimings:
+        """End the sequence and account for its life."""
+        if self.state is SequenceState.RUNNING:
+            self._max_blocks = max(self._max_blocks, len(self.resident.blocks))
+        self.state = SequenceState.FINISHED
+        self._clock.enter(self._clock.activity, now)
+        seconds = self._clock.seconds
+        return SequenceTimings(
+            arrival_s=self.arrival_s,
+            first_scheduled_s=self._first_scheduled_s,
+            first_token_s=self._first_token_s,
+            finished_s=now,
+            queue_s=seconds[_Activity.QUEUE],
+            prefill_s=seconds[_Activity.PREFILL],
+            decode_s=seconds[_Activity.DECODE],
+            preempted_s=seconds[_Activity.PREEMPTED],
+            device_s=self.device_s,
+            num_preemptions=self._num_preemptions,
+            num_prompt_tokens=self.prompt_len,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_output_tokens=self.num_outputs,
+            num_blocks=self._max_blocks,
+        )

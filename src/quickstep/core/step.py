@@ -1,0 +1,127 @@
+"""A step on its way: the draft that `Scheduler.plan` fills, and the plan in flight.
+
+Owned by `core.scheduler`. The executor sees only the frozen `StepPlan` that comes out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from quickstep.core.cost_model import StepLoad
+from quickstep.core.sequence import Residency, Sequence
+from quickstep.types import Admission, Phase, StepPlan, StepResult, StepRow
+
+__all__ = [
+    "FlightRow",
+    "InFlightStep",
+    "StepDraft",
+    "failure_reasons",
+    "pending_tokens",
+    "spoiled_by",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class FlightRow:
+    """A planned row and whose it is. The residency tells rows of an earlier stay apart."""
+
+    sequence: Sequence
+    residency: Residency
+    row: StepRow
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A plan that an executor has, until its result is committed."""
+
+    plan: StepPlan
+    rows: tuple[FlightRow, ...]
+    planned_at_s: float
+    predicted_s: float
+    num_preemptions: int
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A step under construction; `room` is how many tokens it may still take."""
+
+    room: int
+    decode: list[FlightRow] = field(default_factory=list)
+    prefill: list[FlightRow] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    decode_load: StepLoad = field(default_factory=StepLoad)
+    prefill_load: StepLoad = field(default_factory=StepLoad)
+    num_preemptions: int = 0
+    _holders: set[str] = field(default_factory=set)
+
+    def add(self, entry: FlightRow) -> None:
+        """Place a row."""
+        load = StepLoad.of_row(entry.row)
+        if entry.row.phase is Phase.DECODE:
+            self.decode.append(entry)
+            self.decode_load += load
+        else:
+            self.prefill.append(entry)
+            self.prefill_load += load
+        self.room -= entry.row.num_tokens
+        self._holders.add(entry.sequence.sequence_id)
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether a row of `sequence` is placed: then it must not be preempted."""
+        return sequence.sequence_id in self._holders
+
+    def issue(
+        self, step_id: int, released: tuple[int, ...], now: float, predicted_s: float
+    ) -> InFlightStep:
+        """The finished step: decode rows first."""
+        entries = (*self.decode, *self.prefill)
+        rows = tuple(entry.row for entry in entries)
+        plan = StepPlan(step_id, rows, tuple(self.admitted), released)
+        return InFlightStep(plan, entries, now, predicted_s, self.num_preemptions)
+
+
+def failure_reasons(plan: StepPlan, result: StepResult) -> dict[int, str]:
+    """Which rows failed and why; a row that should have emitted and did not has failed too."""
+    reasons = {failure.row: failure.reason for failure in result.failures}
+    for index, (row, output) in enumerate(zip(plan.rows, result.outputs, strict=True)):
+        if row.emits and not output.token_ids:
+            reasons.setdefault(index, "the executor returned no token")
+    return reasons
+
+
+def pending_tokens(steps: Iterable[InFlightStep]) -> Counter[str]:
+    """Tokens that steps in flight will give, by sequence id."""
+    return Counter(
+        entry.sequence.sequence_id
+        for step in steps
+        for entry in step.rows
+        if entry.row.emits and not entry.residency.spoiled
+    )
+
+
+def spoiled_by(
+    failed: Iterable[FlightRow], in_flight: Iterable[FlightRow], block_size: int
+) -> set[int]:
+    """Mark residencies in flight whose KV rests on failed rows; return all blocks in doubt.
+
+    From its first failed position on, a residency's blocks are in doubt; so are the blocks that
+    any other computed behind one of them, and so on.
+    """
+    blocks: set[int] = set()
+    for entry in failed:
+        entry.residency.spoiled = True
+        blocks.update(entry.residency.blocks[entry.row.start // block_size :])
+    sound = [entry.residency for entry in in_flight if not entry.residency.spoiled]
+    num_known = -1
+    while len(blocks) > num_known:
+        num_known = len(blocks)
+        for residency in sound:
+            table = residency.blocks
+            first = next((i for i, block_id in enumerate(table) if block_id in blocks), None)
+            if first is not None:
+                residency.spoiled = True
+                residency.pending = 0
+                blocks.update(table[first:])
+    return blocks

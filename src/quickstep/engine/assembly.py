@@ -1,0 +1,179 @@
+"""`open_engine`: from a configuration to an engine, not yet started.
+
+    find checkpoint -> read spec -> plan memory -> load weights -> allocate KV -> wire
+
+The one place that knows every layer. Memory is planned before anything large is read, so a model
+that does not fit is refused at once. torch is imported here, when an engine is really opened.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from quickstep.config import EngineConfig, SchedulerConfig
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.cost_model import LinearCostModel
+from quickstep.core.policies import make_policy
+from quickstep.core.scheduler import Scheduler
+from quickstep.engine.chat_template import ChatTemplate
+from quickstep.engine.engine import Engine
+from quickstep.engine.loaded_model import LoadedModel
+from quickstep.engine.machine import free_memory_bytes, usable_cores
+from quickstep.engine.step_log import StepLog
+from quickstep.engine.tokenizer import Tokenizer, read_json
+from quickstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from quickstep.model.interface import Model
+    from quickstep.model.sizing import MemoryPlan
+    from quickstep.model.source import Checkpoint
+
+__all__ = ["LoadProgress", "open_engine"]
+
+_LOGGER = logging.getLogger(__name__)
+
+# (bytes read, bytes in all)
+LoadProgress = Callable[[int, int], None]
+
+# generation_config.json's name -> SamplingParams' name
+_SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "temperature": "temperature",
+        "top_k": "top_k",
+        "top_p": "top_p",
+        "min_p": "min_p",
+        "repetition_penalty": "repetition_penalty",
+        "max_new_tokens": "max_tokens",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """Weights in memory, and what else was decided on the way."""
+
+    checkpoint: Checkpoint
+    model: Model
+    plan: MemoryPlan
+
+
+def open_engine(
+    config: EngineConfig,
+    progress: LoadProgress | None = None,
+    step_log_path: Path | None = None,
+) -> Engine:
+    """Load the model that `config` names and build its engine; `await engine.start()` runs it.
+
+    `step_log_path` keeps the step log as JSON lines.
+
+    Raises:
+        ConfigError: The checkpoint is missing or broken, or does not fit.
+    """
+    from quickstep.runtime.executor import LocalExecutor
+    from quickstep.runtime.kv import allocate_kv
+    from quickstep.runtime.runner import ModelRunner
+
+    started_s = time.monotonic()
+    _set_threads(config.load.num_threads)
+    loaded = _load(config, progress)
+    model, plan, block_size = loaded.model, loaded.plan, config.cache.block_size
+    kv = allocate_kv(model.kv_shape, plan.num_blocks, block_size, model.device)
+    runner = ModelRunner(model, kv, block_size, plan.max_num_seqs, time.perf_counter)
+    settings = _fitted(config.scheduler, plan)
+    pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
+    return Engine(
+        _describe(loaded, time.monotonic() - started_s),
+        Scheduler(settings, pool, make_policy(settings), LinearCostModel()),
+        LocalExecutor(runner),
+        step_log=StepLog(path=step_log_path),
+        pipeline_depth=settings.pipeline_depth,
+        seeds=random.SystemRandom() if config.seed is None else random.Random(config.seed),
+        clock=time.monotonic,
+    )
+
+
+def _load(config: EngineConfig, progress: LoadProgress | None) -> _Loaded:
+    from quickstep.model.loader import load_model, resolve_device, resolve_dtype
+    from quickstep.model.safetensors_files import open_tensor_files
+    from quickstep.model.sizing import DEFAULT_KV_BYTES, plan_memory
+    from quickstep.model.source import find_checkpoint
+    from quickstep.model.spec import read_spec
+    from quickstep.ops.resolve import resolve_ops
+
+    checkpoint = find_checkpoint(config.load)
+    spec = read_spec(checkpoint.path)
+    device = resolve_device(config.load.device)
+    dtype = resolve_dtype(config.load.dtype, spec, open_tensor_files(checkpoint.path))
+    plan = plan_memory(
+        spec,
+        dtype.itemsize,
+        config.cache,
+        config.scheduler,
+        config.memory_bytes or _free_bytes(device),
+        DEFAULT_KV_BYTES if device.type == "cpu" else None,
+    )
+    for note in plan.notes:
+        _LOGGER.info("%s", note)
+    isa = os.environ.get("QUICKSTEP_CPU_ISA")
+    ops = resolve_ops(device, "auto", config.load.num_threads, isa)
+    model = load_model(checkpoint, spec, ops, config.load, progress, plan.max_model_len)
+    return _Loaded(checkpoint, model, plan)
+
+
+def _set_threads(num_threads: int | None) -> None:
+    import torch
+
+    if num_threads is not None and num_threads < 1:
+        raise ConfigError(f"--num-threads is {num_threads}, it must be at least 1")
+    torch.set_num_threads(num_threads or usable_cores())
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return free_memory_bytes()
+    import torch
+
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _fitted(scheduler: SchedulerConfig, plan: MemoryPlan) -> SchedulerConfig:
+    return replace(
+        scheduler,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+    )
+
+
+def _describe(loaded: _Loaded, load_s: float) -> LoadedModel:
+    path = loaded.checkpoint.path
+    tokenizer = Tokenizer.open(path)
+    return LoadedModel(
+        name=loaded.checkpoint.name,
+        fingerprint=loaded.model.fingerprint,
+        max_model_len=loaded.plan.max_model_len,
+        vocab_size=loaded.model.vocab_size,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate.open(path, tokenizer.special_tokens, datetime.now),
+        default_sampling=_default_sampling(path),
+        load_s=load_s,
+        memory_plan=loaded.plan,
+    )
+
+
+def _default_sampling(path: Path) -> Mapping[str, float]:
+    """The checkpoint's own values, for front ends that want them; the engine does not apply any."""
+    values = read_json(path / "generation_config.json")
+    named = {ours: values[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if theirs in values}
+    return MappingProxyType({name: value for name, value in named.items() if value is not None})

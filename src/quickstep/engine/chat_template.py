@@ -1,0 +1,219 @@
+"""A conversation to prompt text, through the template that the checkpoint brings.
+
+The template is code from a stranger: it runs in Jinja's immutable sandbox, with the additions
+that Hugging Face's templates rely on (`tojson` without HTML escapes, `raise_exception`,
+`strftime_now`, loop controls, `generation` blocks). Called by the engine's users before
+`Engine.submit`. Whatever a template or a conversation does wrong is a RequestError.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from quickstep.engine.tokenizer import read_json
+from quickstep.errors import ConfigError, RequestError
+
+__all__ = ["ChatTemplate", "Message", "find_templates"]
+
+Message = Mapping[str, Any]
+
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks an answer for training; here it is plain."""
+
+    tags = {"generation"}  # noqa: RUF012 -- Jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class ChatTemplate:
+    """The templates of one checkpoint, by name; `default` renders unless another one fits.
+
+    `special_tokens` are visible to templates (`bos_token`, ...); `now` gives the date that a
+    template may print.
+    """
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime],
+    ) -> None:
+        environment = _environment(now)
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._templates = {
+                name: environment.from_string(text) for name, text in templates.items()
+            }
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template cannot be read: {error}") from error
+
+    @classmethod
+    def open(
+        cls, path: Path, special_tokens: Mapping[str, str], now: Callable[[], datetime]
+    ) -> ChatTemplate | None:
+        """The templates of the checkpoint directory `path`; None if it has none."""
+        templates = find_templates(path)
+        return cls(templates, special_tokens, now) if templates else None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation; special tokens are already in it.
+
+        `extra` holds further template variables (`enable_thinking`, `documents`, ...).
+
+        Raises:
+            RequestError: The template refuses the conversation, or `extra` hides an argument.
+        """
+        taken = _RESERVED & set(extra or {})
+        if taken:
+            raise RequestError(
+                f"chat_template_kwargs holds {sorted(taken)[0]}, which has a field of its own",
+                param="chat_template_kwargs",
+            )
+        variables: dict[str, Any] = {
+            **self._special_tokens,
+            "documents": None,
+            **(extra or {}),
+            "messages": [_plain_message(message) for message in messages],
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        template = self._choose(with_tools=bool(tools))
+        try:
+            return template.render(variables)
+        except Exception as error:  # a template may raise anything, on any conversation
+            raise RequestError(
+                f"the chat template refused the conversation: {error}", param="messages"
+            ) from error
+
+    def _choose(self, with_tools: bool) -> jinja2.Template:
+        if with_tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if "default" in self._templates:
+            return self._templates["default"]
+        raise RequestError(
+            f"the model has no default chat template, only {', '.join(sorted(self._templates))}; "
+            "render the conversation yourself and send it as a completion",
+            param="messages",
+        )
+
+
+def find_templates(path: Path) -> dict[str, str]:
+    """All templates of a checkpoint directory by name, {} if it has none.
+
+    `chat_template.jinja` and `additional_chat_templates/NAME.jinja` go before
+    `tokenizer_config.json`, whose entry is one template or a list of named ones.
+    """
+    config = read_json(path / "tokenizer_config.json")
+    legacy = read_json(path / "chat_template.json")
+    entry = config.get("chat_template", legacy.get("chat_template"))
+    templates = {}
+    if isinstance(entry, str):
+        templates["default"] = entry
+    elif isinstance(entry, Mapping):
+        templates.update(entry)
+    elif entry is not None:
+        templates.update((named["name"], named["template"]) for named in entry)
+    templates.update(_template_files(path))
+    return templates
+
+
+def _template_files(path: Path) -> Iterable[tuple[str, str]]:
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        yield file.stem, file.read_text(encoding="utf-8")
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        yield "default", file.read_text(encoding="utf-8")
+
+
+def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
+    )
+
+    def strftime_now(format: str) -> str:
+        return now().strftime(format)
+
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML, which a prompt must not have."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _plain_message(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: text content, tool arguments as an object."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError("every message needs a role, such as `user`", param="messages")
+    plain = dict(message)
+    content = plain.get("content")
+    if isinstance(content, (list, tuple)):
+        plain["content"] = "\n".join(_part_text(part) for part in content)
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise RequestError(
+        f"a message holds content of type {kind}, the model takes text only", param="messages"
+    )
+
+
+def _plain_tool_call(call: Any) -> Any:
+    """OpenAI sends the arguments of a call as JSON text, templates print an object."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+        except ValueError as error:
+            raise RequestError(
+                f"the arguments of a tool call are not JSON: {error}", param="messages"
+            ) from error
+    return {**call, "function": function}

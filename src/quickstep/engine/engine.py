@@ -1,0 +1,378 @@
+"""The live engine: one asyncio task that plans, submits, commits and delivers.
+
+    submit -> Scheduler.add ─┐
+                             v
+      expire -> plan -> Executor.submit -> (ticket) -> commit -> text, stop strings -> Stream
+
+This is the asynchronous API of the library; `LLM` and the server stand on it:
+
+    engine = open_engine(EngineConfig())
+    await engine.start()
+    async with engine.submit("def add(", SamplingParams(max_tokens=32)) as stream:
+        async for delta in stream:
+            print(delta.text, end="")
+    await engine.stop()
+
+Everything here runs in the event loop that called `start` and never blocks it: steps run in the
+executor's thread. Idle, the task sleeps on an event. A failing step fails its own sequences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quickstep.core.scheduler import Scheduler
+from quickstep.engine.chat_template import ChatTemplate, Message
+from quickstep.engine.live_requests import LiveRequests
+from quickstep.engine.loaded_model import LoadedModel
+from quickstep.engine.request_check import check_sampling, check_token_ids
+from quickstep.engine.stats import EngineState, EngineStats
+from quickstep.engine.step_log import StepLog
+from quickstep.engine.stream import Stream
+from quickstep.engine.tokenizer import Tokenizer
+from quickstep.errors import EngineError, RequestError
+from quickstep.types import (
+    Executor,
+    FinishReason,
+    Request,
+    SamplingParams,
+    SequenceOutput,
+    StepPlan,
+    StepResult,
+    Ticket,
+)
+
+if TYPE_CHECKING:
+    from quickstep.model.sizing import MemoryPlan
+
+__all__ = ["Engine"]
+
+_LOGGER = logging.getLogger(__name__)
+
+# drawn seeds stay below 2^53, so that every JSON reader gets them exactly
+_SEED_BITS = 53
+
+
+class Engine:
+    """One loaded model, serving requests. Built by `open_engine`; owns scheduler and executor.
+
+    `clock` gives seconds that only grow; `seeds` draws the seeds of unseeded requests.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        step_log: StepLog,
+        pipeline_depth: int,
+        seeds: random.Random,
+        clock: Callable[[], float],
+    ) -> None:
+        self._model = model
+        self._scheduler = scheduler
+        self._executor = executor
+        self._step_log = step_log
+        self._pipeline_depth = pipeline_depth
+        self._seeds = seeds
+        self._clock = clock
+        self._state = EngineState.NEW
+        self._failure = ""
+        self._live = LiveRequests(model.tokenizer, step_log, self._end_at_stop_string)
+        self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
+        self._numbers = itertools.count()
+        self._last_step_s: float | None = None
+        self._busy_since_s: float | None = None
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def model(self) -> LoadedModel:
+        """What was loaded: memory plan, load seconds, sampling defaults and all below."""
+        return self._model
+
+    @property
+    def model_name(self) -> str:
+        """The name that responses carry."""
+        return self._model.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Weights, dtype and kernel set: equal fingerprints give equal bits."""
+        return self._model.fingerprint
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens, prompt and output."""
+        return self._model.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._model.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """None if the model has none."""
+        return self._model.chat_template
+
+    @property
+    def default_sampling(self) -> Mapping[str, float]:
+        """The checkpoint's own sampling values (`generation_config.json`), by our names."""
+        return self._model.default_sampling
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """What the memory is used for (`model.sizing.MemoryPlan`)."""
+        return self._model.memory_plan
+
+    @property
+    def step_log(self) -> StepLog:
+        """The book of steps and sequences; read it, subscribe to it."""
+        return self._step_log
+
+    def stats(self) -> EngineStats:
+        """How the engine is doing right now."""
+        return EngineStats(
+            state=self._state,
+            failure=self._failure,
+            now_s=self._clock(),
+            last_step_s=self._last_step_s,
+            busy_since_s=self._busy_since_s if self._live else None,
+            num_steps_in_flight=len(self._in_flight),
+            num_requests=len(self._live),
+            scheduler=self._scheduler.stats(),
+        )
+
+    async def start(self) -> None:
+        """Begin stepping in the running event loop.
+
+        Raises:
+            EngineError: The engine was stopped before; open a new one.
+        """
+        if self._state is EngineState.RUNNING:
+            return
+        if self._state is not EngineState.NEW:
+            raise EngineError(f"the engine is {self._state.value}, it cannot start again")
+        self._step_log.open()
+        self._state = EngineState.RUNNING
+        self._task = asyncio.create_task(self._run(), name="quickstep-engine")
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Take no more, let requests go on for `drain_s` seconds, end the rest with SHUTDOWN."""
+        if self._task is not None and self._state is EngineState.RUNNING:
+            self._state = EngineState.DRAINING
+            await self._drain(drain_s)
+            self._end_all(FinishReason.SHUTDOWN)
+        if self._state is not EngineState.FAILED:
+            self._state = EngineState.STOPPED
+        self._news.set()
+        if self._task is not None:
+            await self._task
+        # the task has taken in every step, so that there is nothing to wait for
+        self._executor.close()
+        self._step_log.close()
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The prompt tokens of a conversation.
+
+        Raises:
+            RequestError: The model has no chat template, or it refuses the conversation.
+        """
+        if self.chat_template is None:
+            raise RequestError(
+                f"the model {self.model_name} has no chat template; send a completion instead",
+                param="messages",
+            )
+        text = self.chat_template.render(messages, tools, add_generation_prompt, extra)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+        deadline_s: float | None = None,
+    ) -> Stream:
+        """Queue a request; its stream starts at once. Call it in the engine's event loop.
+
+        `deadline_s` counts from now: when it has passed, what was generated is the answer.
+
+        Raises:
+            RequestError: The request cannot be served as it stands.
+            EngineError: The engine does not run (not started, stopping, failed).
+        """
+        self._require_running()
+        now = self._clock()
+        if deadline_s is not None and not deadline_s > 0:
+            raise RequestError(
+                f"deadline_s is {deadline_s}, it must be above 0", param="deadline_s"
+            )
+        prompt_token_ids = self._prompt_token_ids(prompt)
+        check_sampling(sampling, self._model.vocab_size)
+        request = Request(
+            request_id=request_id or self._free_request_id(),
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            seed=self._seeds.getrandbits(_SEED_BITS) if sampling.seed is None else sampling.seed,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            deadline_s=None if deadline_s is None else now + deadline_s,
+        )
+        self._scheduler.add(request, now)
+        if not self._live:
+            self._busy_since_s = now
+        self._news.set()
+        return self._live.accept(request, self.abort)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; what it has is its answer. An unknown or finished id is fine."""
+        self._end(request_id, FinishReason.ABORTED)
+
+    def _require_running(self) -> None:
+        if self._state is not EngineState.RUNNING:
+            why = f": {self._failure}" if self._failure else ""
+            raise EngineError(f"the engine is {self._state.value} and takes no requests{why}")
+
+    def _free_request_id(self) -> str:
+        return next(
+            name for number in self._numbers if (name := f"request-{number}") not in self._live
+        )
+
+    def _prompt_token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return check_token_ids(ids, self._model.vocab_size, self.max_model_len)
+
+    async def _run(self) -> None:
+        try:
+            while self._state in (EngineState.RUNNING, EngineState.DRAINING):
+                await self._turn()
+            await self._finish_in_flight()
+        except Exception as error:
+            _LOGGER.exception("the engine failed")
+            self._fail(error)
+
+    async def _turn(self) -> None:
+        """Fill the pipeline, then take in its oldest step; sleep if there is nothing to do."""
+        self._news.clear()
+        now = self._clock()
+        self._live.deliver(self._scheduler.expire(now), now)
+        while len(self._in_flight) < self._pipeline_depth:
+            plan = self._scheduler.plan(now)
+            if plan is None:
+                break
+            self._in_flight.append((plan, self._executor.submit(plan)))
+        if self._in_flight:
+            await self._take_oldest_step()
+        else:
+            await self._sleep(self._scheduler.wakeup(now), now)
+
+    async def _sleep(self, wakeup_s: float | None, now: float) -> None:
+        """Until there is news, or the scheduler's clock shows `wakeup_s`."""
+        if wakeup_s is None:
+            await self._news.wait()
+            return
+        alarm = asyncio.get_running_loop().call_later(max(0.0, wakeup_s - now), self._news.set)
+        try:
+            await self._news.wait()
+        finally:
+            alarm.cancel()
+
+    async def _take_oldest_step(self) -> None:
+        plan, ticket = self._in_flight[0]
+        await _wait(ticket)
+        try:
+            result = ticket.result()
+        except Exception as error:  # the executor's thread ended here; its sequences fail
+            await self._recover(error)
+            return
+        self._in_flight.popleft()
+        self._commit(plan, result)
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> None:
+        now = self._last_step_s = self._clock()
+        outcome = self._scheduler.commit(plan, result, now)
+        self._step_log.add_step(outcome.record)
+        self._live.deliver(outcome.outputs, now)
+
+    async def _recover(self, error: Exception) -> None:
+        """Fail what the broken step and those behind it computed; everything else goes on."""
+        _LOGGER.error("step %d failed", self._in_flight[0][0].step_id, exc_info=error)
+        for _, ticket in self._in_flight:
+            await _wait(ticket)
+        self._executor.reset()
+        plans = [plan for plan, _ in self._in_flight]
+        self._in_flight.clear()
+        now = self._clock()
+        for plan in plans:
+            self._live.deliver(self._scheduler.fail(plan, f"a step failed: {error}", now), now)
+
+    async def _finish_in_flight(self) -> None:
+        while self._in_flight:
+            await self._take_oldest_step()
+
+    async def _drain(self, drain_s: float) -> None:
+        if self._live and drain_s > 0:
+            try:
+                await asyncio.wait_for(self._live.wait_until_empty(), drain_s)
+            except TimeoutError:
+                _LOGGER.warning("%d requests did not end in time", len(self._live))
+
+    def _end_all(self, reason: FinishReason) -> None:
+        for request_id in self._live.request_ids:
+            self._end(request_id, reason)
+
+    def _end(self, request_id: str, reason: FinishReason) -> None:
+        if request_id in self._live:
+            now = self._clock()
+            self._live.deliver(self._scheduler.abort(request_id, now, reason), now)
+            self._news.set()
+
+    def _end_at_stop_string(
+        self, request_id: str, index: int, now: float
+    ) -> tuple[SequenceOutput, ...]:
+        return self._scheduler.abort(request_id, now, FinishReason.STOP_STRING, index)
+
+    def _fail(self, error: Exception) -> None:
+        """The loop itself broke: its state is unknown, so every request fails and none is taken."""
+        self._state = EngineState.FAILED
+        self._failure = f"{type(error).__name__}: {error}"
+        self._live.fail_all(self._failure)
+
+
+async def _wait(ticket: Ticket) -> None:
+    """Until the ticket's result is there; other tasks get a turn in any case."""
+    if ticket.done():
+        await asyncio.sleep(0)
+        return
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def resolve() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def wake() -> None:
+        loop.call_soon_threadsafe(resolve)
+
+    ticket.add_done_callback(wake)
+    await done

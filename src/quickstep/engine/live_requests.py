@@ -1,0 +1,126 @@
+"""The requests that have not ended: their texts, their streams, and what the book says of them.
+
+Owned by the engine, called in its event loop only. Outputs of the scheduler go in, deltas come out
+at the streams. A sequence whose text completes a stop string is ended here, at the scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from quickstep.engine.output_text import OutputText
+from quickstep.engine.step_log import SequenceRecord, StepLog
+from quickstep.engine.stream import Delta, Stream
+from quickstep.engine.tokenizer import Tokenizer
+from quickstep.types import FinishReason, Request, SequenceOutput
+
+__all__ = ["EndSequence", "LiveRequests"]
+
+# (request id, sequence index, now): ends it with STOP_STRING, gives its last outputs
+EndSequence = Callable[[str, int, float], Iterable[SequenceOutput]]
+
+
+class _LiveRequest:
+    """One request; `texts` holds the sequences that have not ended."""
+
+    def __init__(self, request: Request, stream: Stream, texts: Iterable[OutputText]) -> None:
+        self.request = request
+        self.stream = stream
+        self.texts = dict(enumerate(texts))
+        self.last_token_s: dict[int, float] = {}
+
+
+class LiveRequests:
+    """All of an engine's live requests, by id."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, step_log: StepLog, end_at_stop_string: EndSequence
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._step_log = step_log
+        self._end_at_stop_string = end_at_stop_string
+        self._live: dict[str, _LiveRequest] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._live
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """In the order of submission."""
+        return tuple(self._live)
+
+    async def wait_until_empty(self) -> None:
+        """Return once no request is live."""
+        await self._empty.wait()
+
+    def accept(self, request: Request, abort: Callable[[str], None]) -> Stream:
+        """Open the stream of a request that the scheduler took."""
+        sampling, prompt = request.sampling, request.prompt_token_ids
+        stream = Stream(request.request_id, prompt, request.seed, sampling.n, abort)
+        at_start = sampling.skip_special_tokens and all(map(self._tokenizer.is_special, prompt))
+        texts = [OutputText(self._tokenizer, sampling, at_start) for _ in range(sampling.n)]
+        self._live[request.request_id] = _LiveRequest(request, stream, texts)
+        self._empty.clear()
+        return stream
+
+    def deliver(self, outputs: Iterable[SequenceOutput], now: float) -> None:
+        """Hand the scheduler's outputs to their readers."""
+        for output in outputs:
+            live = self._live.get(output.request_id)
+            if live is not None and output.index in live.texts:
+                self._deliver_one(live, output, now)
+
+    def fail_all(self, reason: str) -> None:
+        """End every stream with ERROR, without asking the scheduler."""
+        for live in self._live.values():
+            for index in live.texts:
+                live.stream.put(Delta(index, finish_reason=FinishReason.ERROR, error=reason))
+        self._live.clear()
+        self._empty.set()
+
+    def _deliver_one(self, live: _LiveRequest, output: SequenceOutput, now: float) -> None:
+        delta = live.texts[output.index].advance(output)
+        if output.token_ids:
+            self._note_gap(live, output.index, now)
+        reason = delta.finish_reason
+        if reason is None:
+            live.stream.put(delta)
+            return
+        if output.finish_reason is None:
+            ended = self._end_at_stop_string(output.request_id, output.index, now)
+            timings = next((end.timings for end in ended if end.timings is not None), None)
+            delta = replace(delta, timings=timings)
+        self._finish(live, delta, reason)
+
+    def _note_gap(self, live: _LiveRequest, index: int, now: float) -> None:
+        last_token_s = live.last_token_s.get(index)
+        if last_token_s is not None:
+            self._step_log.add_gap(now - last_token_s)
+        live.last_token_s[index] = now
+
+    def _finish(self, live: _LiveRequest, delta: Delta, reason: FinishReason) -> None:
+        request = live.request
+        if delta.timings is not None:
+            record = SequenceRecord(
+                request_id=request.request_id,
+                index=delta.index,
+                tenant=request.tenant,
+                priority=request.priority,
+                seed=request.seed,
+                finish_reason=reason,
+                timings=delta.timings,
+            )
+            self._step_log.add_sequence(record)
+        del live.texts[delta.index]
+        live.stream.put(delta)
+        if not live.texts:
+            del self._live[request.request_id]
+            if not self._live:
+                self._empty.set()

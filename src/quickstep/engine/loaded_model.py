@@ -1,0 +1,44 @@
+"""What an engine serves: a loaded model's name, limits, tokenizer and template.
+
+Made by `open_engine`, read by everyone; the tensors themselves belong to the executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from quickstep.engine.chat_template import ChatTemplate
+from quickstep.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quickstep.model.sizing import MemoryPlan
+
+__all__ = ["LoadedModel"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to serve.
+
+    Attributes:
+        name: What responses carry and what clients ask for.
+        fingerprint: Weights, dtype and kernel set.
+        max_model_len: Longest sequence in tokens, as the memory allows.
+        vocab_size: Width of the logits; token ids in requests are below it.
+        default_sampling: The checkpoint's own sampling values, by SamplingParams' names.
+        load_s: Seconds from opening to ready.
+        memory_plan: What the memory is used for; None if nothing was planned.
+    """
+
+    name: str
+    fingerprint: str
+    max_model_len: int
+    vocab_size: int
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None = None
+    default_sampling: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    load_s: float = 0.0
+    memory_plan: MemoryPlan | None = None

@@ -1,0 +1,73 @@
+"""What this process may use of the machine: processor cores and memory, container limits counted.
+
+Read once when an engine opens. Linux files are read under `root`, so that tests can stand in.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["free_memory_bytes", "usable_cores"]
+
+_ROOT = Path("/")
+
+
+def usable_cores(root: Path = _ROOT) -> int:
+    """Cores by affinity, at most what the container's processor quota pays for, at least 1."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        cores = os.cpu_count() or 1
+    quota = _cpu_quota(root / "sys/fs/cgroup")
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def free_memory_bytes(root: Path = _ROOT) -> int:
+    """Memory that can be had without swapping, within the container's limit."""
+    available = _meminfo_bytes(root / "proc/meminfo", "MemAvailable")
+    if available is None:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    left = _left_in_cgroup(root / "sys/fs/cgroup")
+    return available if left is None else min(available, left)
+
+
+def _cpu_quota(cgroup: Path) -> float | None:
+    """Cores that the quota is worth (version 2, then version 1); None for no quota."""
+    words = _words(cgroup / "cpu.max")
+    if len(words) < 2:
+        quota = _words(cgroup / "cpu/cpu.cfs_quota_us")
+        words = [*quota, *_words(cgroup / "cpu/cpu.cfs_period_us")]
+    if len(words) < 2 or words[0] in ("max", "-1"):
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _left_in_cgroup(cgroup: Path) -> int | None:
+    """Limit minus use, where page cache that can be dropped is not use; None for no limit."""
+    limit, used = _words(cgroup / "memory.max"), _words(cgroup / "memory.current")
+    stat = cgroup / "memory.stat"
+    if not limit:
+        limit = _words(cgroup / "memory/memory.limit_in_bytes")
+        used = _words(cgroup / "memory/memory.usage_in_bytes")
+        stat = cgroup / "memory/memory.stat"
+    if not limit or not used or limit[0] == "max":
+        return None
+    words = _words(stat)
+    counts = dict(zip(words[::2], words[1::2], strict=False))
+    return max(0, int(limit[0]) - int(used[0]) + int(counts.get("inactive_file", "0")))
+
+
+def _meminfo_bytes(file: Path, name: str) -> int | None:
+    words = _words(file)
+    if f"{name}:" not in words:
+        return None
+    return int(words[words.index(f"{name}:") + 1]) * 1024
+
+
+def _words(file: Path) -> list[str]:
+    """The words of a small file, [] if it cannot be read."""
+    try:
+        return file.read_text(encoding="ascii").split()
+    except OSError:
+        return []

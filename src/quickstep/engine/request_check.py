@@ -1,0 +1,51 @@
+"""What the engine refuses before a request reaches the scheduler.
+
+Ranges of single fields are `SamplingParams`' own business; here stands what depends on the model.
+Every refusal is a RequestError that names the field, the value and the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from quickstep.errors import RequestError
+from quickstep.types import SamplingParams
+
+__all__ = ["check_sampling", "check_token_ids"]
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> tuple[int, ...]:
+    """A prompt's token ids, checked: integers in the vocabulary, some, and not too many."""
+    if not isinstance(ids, Sequence) or any(type(token_id) is not int for token_id in ids):
+        raise RequestError("a prompt is text or a list of integer token ids", param="prompt")
+    if not ids:
+        raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
+    if len(ids) >= max_model_len:
+        raise RequestError(
+            f"prompt has {len(ids)} tokens, the model takes {max_model_len} with at least one of "
+            "output; raise `--max-model-len` or shorten the prompt",
+            param="prompt",
+        )
+    _check_ids("prompt", ids, vocab_size)
+    return tuple(ids)
+
+
+def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    """Token ids in sampling parameters are in the vocabulary, and no more logprobs than tokens."""
+    _check_ids("logit_bias", sampling.logit_bias, vocab_size)
+    _check_ids("allowed_token_ids", sampling.allowed_token_ids, vocab_size)
+    _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    if sampling.logprobs is not None and sampling.logprobs > vocab_size:
+        raise RequestError(
+            f"logprobs is {sampling.logprobs}, the vocabulary has {vocab_size} tokens",
+            param="logprobs",
+        )
+
+
+def _check_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{param} holds token id {token_id!r}, ids go from 0 to {vocab_size - 1}",
+                param=param,
+            )

@@ -1,0 +1,60 @@
+"""How an engine is doing, for `/health` and `/metrics`: frozen values, made when asked."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from quickstep.core.accounting import SchedulerStats
+
+__all__ = ["EngineState", "EngineStats"]
+
+
+class EngineState(enum.Enum):
+    """The life of an engine, in order; FAILED when its loop broke."""
+
+    NEW = "not started"
+    RUNNING = "running"
+    DRAINING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A moment of an engine.
+
+    Attributes:
+        failure: Why the engine failed, "" if it did not.
+        now_s: The engine's clock.
+        last_step_s: When the last step was committed, on that clock; None before the first.
+        busy_since_s: When the first request came to the idle engine; None while it is idle.
+        num_steps_in_flight: Steps submitted and not committed.
+        num_requests: Requests whose streams have not ended.
+        scheduler: Waiting, running, blocks (`core.accounting.SchedulerStats`).
+    """
+
+    state: EngineState
+    failure: str
+    now_s: float
+    last_step_s: float | None
+    busy_since_s: float | None
+    num_steps_in_flight: int
+    num_requests: int
+    scheduler: SchedulerStats
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting for something."""
+        return self.num_requests > 0
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds that work has waited since a step last finished; 0 while there is none.
+
+        Much more than a step takes means that the executor hangs.
+        """
+        if self.busy_since_s is None:
+            return 0.0
+        last_s = self.busy_since_s if self.last_step_s is None else self.last_step_s
+        return self.now_s - max(self.busy_since_s, last_s)

@@ -1,0 +1,182 @@
+"""The engine's book: one line per step, one per finished sequence, totals, and observations.
+
+Written by the engine's loop only; read by `/metrics`, the timeline, the cost accounts and the
+command line. Rings keep the newest lines, totals count everything since the start. With a path,
+every line is also appended there as JSON.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any
+
+from quickstep.types import FinishReason, SequenceTimings, StepRecord
+
+__all__ = ["Observer", "Quantity", "SequenceRecord", "StepLog", "StepTotals"]
+
+
+class Quantity(enum.Enum):
+    """What is observed, in seconds; one value per sequence, of INTER_TOKEN one per gap."""
+
+    QUEUE = "queue"
+    TIME_TO_FIRST_TOKEN = "time_to_first_token"
+    INTER_TOKEN = "inter_token"
+    TIME_PER_OUTPUT_TOKEN = "time_per_output_token"
+    END_TO_END = "end_to_end"
+
+
+Observer = Callable[[Quantity, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRecord:
+    """A finished sequence: who asked, how it ended, and where its time went."""
+
+    request_id: str
+    index: int
+    tenant: str
+    priority: int
+    seed: int
+    finish_reason: FinishReason
+    timings: SequenceTimings
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """From arrival to the first token; None if there was none."""
+        first = self.timings.first_token_s
+        return None if first is None else first - self.timings.arrival_s
+
+    @property
+    def time_per_output_token_s(self) -> float | None:
+        """(end - first token) / (output tokens - 1); None below two tokens."""
+        first, num_tokens = self.timings.first_token_s, self.timings.num_output_tokens
+        if first is None or num_tokens < 2:
+            return None
+        return (self.timings.finished_s - first) / (num_tokens - 1)
+
+    @property
+    def end_to_end_s(self) -> float:
+        """From arrival to the end."""
+        return self.timings.finished_s - self.timings.arrival_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Counts since the start. `busy_s` is the device's: the sum of the steps' seconds."""
+
+    num_steps: int
+    busy_s: float
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_finished: Mapping[FinishReason, int]
+
+
+class StepLog:
+    """Rings of `capacity` lines each. `open` and `close` only matter with a `path`."""
+
+    def __init__(self, capacity: int = 4096, path: Path | None = None) -> None:
+        self._steps: deque[StepRecord] = deque(maxlen=capacity)
+        self._sequences: deque[SequenceRecord] = deque(maxlen=capacity)
+        self._counts: Counter[str] = Counter()
+        self._num_finished: Counter[FinishReason] = Counter()
+        self._busy_s = 0.0
+        self._observers: list[Observer] = []
+        self._path = path
+        self._file: IO[str] | None = None
+
+    @property
+    def steps(self) -> tuple[StepRecord, ...]:
+        """The newest steps, oldest first."""
+        return tuple(self._steps)
+
+    @property
+    def sequences(self) -> tuple[SequenceRecord, ...]:
+        """The newest finished sequences, oldest first."""
+        return tuple(self._sequences)
+
+    @property
+    def totals(self) -> StepTotals:
+        """Counts since the start."""
+        counts = self._counts
+        return StepTotals(
+            num_steps=counts["steps"],
+            busy_s=self._busy_s,
+            num_prefill_tokens=counts["prefill_tokens"],
+            num_decode_tokens=counts["decode_tokens"],
+            num_prompt_tokens=counts["prompt_tokens"],
+            num_cached_tokens=counts["cached_tokens"],
+            num_output_tokens=counts["output_tokens"],
+            num_preemptions=counts["preemptions"],
+            num_finished=MappingProxyType(dict(self._num_finished)),
+        )
+
+    def subscribe(self, observer: Observer) -> None:
+        """Call `observer` for every observation from now on, in the engine's loop."""
+        self._observers.append(observer)
+
+    def open(self) -> None:
+        """Open the file, if there is a path."""
+        if self._path is not None and self._file is None:
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def add_step(self, record: StepRecord) -> None:
+        """A step was committed."""
+        self._steps.append(record)
+        self._busy_s += record.seconds
+        self._counts["steps"] += 1
+        self._counts["prefill_tokens"] += record.num_prefill_tokens
+        self._counts["decode_tokens"] += record.num_decode_tokens
+        self._counts["preemptions"] += record.num_preemptions
+        if self._file is not None:
+            self._write("step", record)
+
+    def add_gap(self, seconds: float) -> None:
+        """A sequence's tokens came `seconds` after its previous ones."""
+        self._observe(Quantity.INTER_TOKEN, seconds)
+
+    def add_sequence(self, record: SequenceRecord) -> None:
+        """A sequence ended."""
+        timings = record.timings
+        self._sequences.append(record)
+        self._num_finished[record.finish_reason] += 1
+        self._counts["prompt_tokens"] += timings.num_prompt_tokens
+        self._counts["cached_tokens"] += timings.num_cached_tokens
+        self._counts["output_tokens"] += timings.num_output_tokens
+        self._observe(Quantity.QUEUE, timings.queue_s)
+        self._observe(Quantity.TIME_TO_FIRST_TOKEN, record.time_to_first_token_s)
+        self._observe(Quantity.TIME_PER_OUTPUT_TOKEN, record.time_per_output_token_s)
+        self._observe(Quantity.END_TO_END, record.end_to_end_s)
+        if self._file is not None:
+            self._write("sequence", record)
+
+    def _observe(self, quantity: Quantity, value: float | None) -> None:
+        if value is not None:
+            for observer in self._observers:
+                observer(quantity, value)
+
+    def _write(self, kind: str, record: StepRecord | SequenceRecord) -> None:
+        assert self._file is not None
+        line: dict[str, Any] = {"kind": kind, **asdict(record)}
+        self._file.write(json.dumps(line, default=_enum_value) + "\n")
+
+
+def _enum_value(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    raise TypeError(f"{type(value).__name__} has no JSON form")

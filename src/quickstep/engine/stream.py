@@ -1,0 +1,106 @@
+"""What a request gives back while it runs: a stream of deltas.
+
+`Engine.submit` makes a Stream and is the only one to write to it; the caller iterates it in the
+engine's event loop. Nothing is dropped for a slow reader: what can pile up is bounded by the
+request's own `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from quickstep.types import FinishReason, SequenceTimings, TokenLogprobs
+
+__all__ = ["Delta", "Stream"]
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """News of one of a request's sequences.
+
+    Attributes:
+        index: Which of the n sequences.
+        text: New text in whole characters; empty while a character or a stop is undecided.
+        token_ids: New tokens, an end token included.
+        logprobs: One per new token, if asked for.
+        finish_reason: Set on the last delta of a sequence, as are `stop_reason` and `timings`.
+        stop_reason: The stop string or the stop token that ended it; None for EOS.
+        error: Why, when the finish reason is ERROR.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    timings: SequenceTimings | None = None
+    error: str = ""
+
+
+class Stream:
+    """The deltas of one request, in order per sequence; ends after the last sequence's end.
+
+    Leave it early with `aclose()` (or leave `async with`): that aborts what still runs.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: tuple[int, ...],
+        seed: int,
+        num_sequences: int,
+        abort: Callable[[str], None],
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.seed = seed
+        self._num_running = num_sequences
+        self._abort = abort
+        self._deltas: deque[Delta] = deque()
+        self._closed = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._deltas:
+            if self._closed or self._num_running == 0:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._deltas.popleft()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Abort what still runs, drop what was not read. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._deltas.clear()
+        if self._num_running:
+            self._abort(self.request_id)
+        self._wake()
+
+    def put(self, delta: Delta) -> None:
+        """Append (the engine only, in its event loop)."""
+        if delta.finish_reason is not None:
+            self._num_running -= 1
+        if self._closed:
+            return
+        self._deltas.append(delta)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,101 @@
+"""Random requests for the exactness checker: narrow where batching has edges.
+
+Prompt lengths sit at and around block edges, prompts share prefixes, seeds and penalties vary, and
+every request asks for logprobs, because their bits show what token ids hide. A function of the
+seed alone. Called by `engine.verification`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from quickstep.types import Request, SamplingParams
+
+__all__ = ["LONG_OUTPUTS", "MAX_OUTPUTS", "MAX_PROMPT_LEN", "Vocabulary", "draw_requests"]
+
+MAX_PROMPT_LEN = 80
+MAX_OUTPUTS = 64
+# Some grow by several blocks: only those can starve a pool that has admitted them.
+LONG_OUTPUTS = 40
+_NUM_DOCUMENTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Token ids that requests may name, and those that end a sequence."""
+
+    size: int
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+def draw_requests(
+    count: int, seed: int, vocabulary: Vocabulary, block_size: int, max_model_len: int
+) -> list[Request]:
+    """`count` requests with ids `r0`, `r1`, ...; no prompt fills `max_model_len`."""
+    draws = random.Random(f"requests {seed}")
+    longest = min(MAX_PROMPT_LEN, max_model_len - 1)
+    documents = [
+        [draws.randrange(vocabulary.size) for _ in range(longest)] for _ in range(_NUM_DOCUMENTS)
+    ]
+    return [
+        Request(
+            request_id=f"r{index}",
+            prompt_token_ids=_prompt(draws, documents, vocabulary.size, block_size),
+            sampling=_sampling(draws, vocabulary.size, is_long=index < 5 or index % 32 == 0),
+            seed=draws.getrandbits(64),
+            eos_token_ids=vocabulary.eos_token_ids,
+            priority=draws.choice((0, 0, 0, 1)),
+        )
+        for index in range(count)
+    ]
+
+
+def _prompt(
+    draws: random.Random, documents: list[list[int]], vocab_size: int, block_size: int
+) -> tuple[int, ...]:
+    document = draws.choice(documents)
+    length = _length(draws, len(document), block_size)
+    if draws.random() < 0.7:
+        num_shared = min(length, _length(draws, len(document), block_size))
+    else:
+        num_shared = 0
+    tail = [draws.randrange(vocab_size) for _ in range(length - num_shared)]
+    return (*document[:num_shared], *tail)
+
+
+def _length(draws: random.Random, longest: int, block_size: int) -> int:
+    """Half at block edges and one beside them, half anywhere."""
+    if draws.random() < 0.5:
+        edge = block_size * draws.randint(1, max(1, longest // block_size))
+        length = edge + draws.choice((-1, 0, 1))
+    else:
+        length = draws.randint(1, longest)
+    return min(max(length, 1), longest)
+
+
+def _sampling(draws: random.Random, vocab_size: int, is_long: bool) -> SamplingParams:
+    def sometimes(share: float, value: float, otherwise: float) -> float:
+        return value if draws.random() < share else otherwise
+
+    max_tokens = draws.randint(LONG_OUTPUTS, MAX_OUTPUTS) if is_long else draws.randint(3, 7)
+    is_biased = draws.random() < 0.1
+    has_stops = draws.random() < 0.1
+    return SamplingParams(
+        n=2 if draws.random() < 0.05 else 1,
+        temperature=draws.choice((0.0, 0.8)),
+        top_p=sometimes(0.3, 0.9, 1.0),
+        top_k=20 if draws.random() < 0.2 else 0,
+        min_p=sometimes(0.1, 0.05, 0.0),
+        presence_penalty=sometimes(0.2, 0.7, 0.0),
+        frequency_penalty=sometimes(0.2, 0.4, 0.0),
+        repetition_penalty=sometimes(0.2, 1.2, 1.0),
+        logit_bias={draws.randrange(vocab_size): 3.0 for _ in range(3)} if is_biased else {},
+        max_tokens=max_tokens,
+        min_tokens=draws.randint(1, 3) if draws.random() < 0.2 else 0,
+        stop_token_ids=tuple(draws.sample(range(vocab_size), min(20, vocab_size // 4)))
+        if has_stops
+        else (),
+        ignore_eos=draws.random() < 0.5,
+        logprobs=draws.choice((0, 0, 3)),
+    )

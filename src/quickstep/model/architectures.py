@@ -1,0 +1,309 @@
+"""The table of natively supported architectures: each entry is data about one model family.
+
+To add one: write an entry here (keys, defaults, which patterns of `layer_patterns.py` it uses);
+where it computes something new, add a field to `ModelSpec` and honour it in `decoder.py`; add a
+case to `tests/golden/golden_cases.py`. Defaults are those of the family's config class, for files
+that leave them out. `spec.py` reads configs with this table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from quickstep.model import layer_patterns as patterns
+from quickstep.model.config_fields import ConfigFields
+from quickstep.model.decoder_spec import (
+    STANDARD_NAMING,
+    MoESpec,
+    NormPlacement,
+    QKNorm,
+    TensorNaming,
+)
+
+__all__ = ["ARCHITECTURES", "MODEL_TYPES", "Architecture"]
+
+
+def _head_scale(fields: ConfigFields, head_size: int) -> float:
+    del fields
+    return 1.0 / math.sqrt(head_size)
+
+
+def _gemma_scale(fields: ConfigFields, head_size: int) -> float:
+    del head_size
+    return 1.0 / math.sqrt(fields.number("query_pre_attn_scalar"))
+
+
+def _granite_scale(fields: ConfigFields, head_size: int) -> float:
+    del head_size
+    return fields.number("attention_multiplier")
+
+
+def _no_experts(fields: ConfigFields) -> MoESpec | None:
+    del fields
+    return None
+
+
+def _all_dense(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    del fields
+    return (False,) * num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How to read one family's config, and what its decoder does that the config does not say.
+
+    Attributes:
+        defaults: Values for keys that a config may leave out.
+        neutral: Keys with the one value at which they change nothing.
+        activation_key: Where the activation stands.
+        bias_key: A key that switches the biases of q, k, v (and o, with `output_bias`).
+        qkv_bias: q, k and v always have a bias.
+        mlp_bias_key: A key that switches the biases of gate, up and down.
+        scaled_embedding: Embeddings are multiplied by sqrt(hidden_size).
+        multipliers: Reads Granite's four multipliers.
+        softcaps: Reads the soft-caps of attention and logits.
+    """
+
+    defaults: Mapping[str, object]
+    neutral: Mapping[str, object] = field(default_factory=dict)
+    activation_key: str = "hidden_act"
+    bias_key: str | None = None
+    qkv_bias: bool = False
+    output_bias: bool = True
+    mlp_bias_key: str | None = None
+    norm_placement: NormPlacement = NormPlacement.PRE
+    norm_offset: float = 0.0
+    qk_norm: QKNorm = QKNorm.NONE
+    scaled_embedding: bool = False
+    multipliers: bool = False
+    softcaps: bool = False
+    scale: Callable[[ConfigFields, int], float] = _head_scale
+    windows: Callable[[ConfigFields, int], patterns.Windows] = patterns.full_attention
+    ropes: Callable[[ConfigFields, int, int], patterns.Ropes] = patterns.one_rope
+    experts: Callable[[ConfigFields], MoESpec | None] = _no_experts
+    sparse: Callable[[ConfigFields, int], tuple[bool, ...]] = _all_dense
+    naming: TensorNaming = STANDARD_NAMING
+
+
+def _defaults(**values: object) -> Mapping[str, object]:
+    common = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+    return MappingProxyType(common | values)
+
+
+_LLAMA = Architecture(
+    defaults=_defaults(max_position_embeddings=2048),
+    bias_key="attention_bias",
+    mlp_bias_key="mlp_bias",
+)
+
+_MISTRAL = Architecture(
+    defaults=_defaults(num_key_value_heads=8, max_position_embeddings=131_072),
+    windows=patterns.every_layer_window,
+)
+
+_QWEN2 = Architecture(
+    defaults=_defaults(
+        num_key_value_heads=32,
+        max_position_embeddings=32_768,
+        sliding_window=4096,
+        max_window_layers=28,
+    ),
+    qkv_bias=True,
+    output_bias=False,
+    windows=patterns.qwen_windows,
+)
+
+_QWEN3 = Architecture(
+    defaults=_defaults(
+        num_key_value_heads=32,
+        head_dim=128,
+        max_position_embeddings=32_768,
+        sliding_window=4096,
+        max_window_layers=28,
+    ),
+    bias_key="attention_bias",
+    qk_norm=QKNorm.HEAD,
+    windows=patterns.qwen_windows,
+)
+
+_QWEN3_MOE = Architecture(
+    defaults=_defaults(
+        max_position_embeddings=32_768,
+        sliding_window=4096,
+        num_key_value_heads=4,
+        decoder_sparse_step=1,
+        moe_intermediate_size=768,
+        num_experts_per_tok=8,
+        num_experts=128,
+    ),
+    bias_key="attention_bias",
+    qk_norm=QKNorm.HEAD,
+    windows=patterns.optional_window,
+    experts=patterns.qwen_experts,
+    sparse=patterns.qwen_sparse,
+)
+
+_MIXTRAL = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        num_experts_per_tok=2,
+        num_local_experts=8,
+    ),
+    windows=patterns.every_layer_window,
+    experts=patterns.mixtral_experts,
+    sparse=patterns.all_sparse,
+    naming=TensorNaming(
+        router="block_sparse_moe.gate",
+        experts="block_sparse_moe.experts",
+        expert_parts=("w1", "w3", "w2"),
+    ),
+)
+
+_GEMMA_SIZES: Mapping[str, object] = MappingProxyType(
+    {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    }
+)
+
+_GEMMA2 = Architecture(
+    defaults=_defaults(
+        **_GEMMA_SIZES,
+        vocab_size=256_000,
+        max_position_embeddings=8192,
+        final_logit_softcapping=30.0,
+        attn_logit_softcapping=50.0,
+    ),
+    activation_key="hidden_activation",
+    bias_key="attention_bias",
+    norm_placement=NormPlacement.SANDWICH,
+    norm_offset=1.0,
+    scaled_embedding=True,
+    softcaps=True,
+    scale=_gemma_scale,
+    windows=patterns.gemma2_windows,
+)
+
+_GEMMA3 = Architecture(
+    defaults=_defaults(
+        **_GEMMA_SIZES, vocab_size=262_208, max_position_embeddings=131_072, rope_theta=None
+    ),
+    activation_key="hidden_activation",
+    bias_key="attention_bias",
+    norm_placement=NormPlacement.SANDWICH,
+    norm_offset=1.0,
+    qk_norm=QKNorm.HEAD,
+    scaled_embedding=True,
+    softcaps=True,
+    scale=_gemma_scale,
+    windows=patterns.gemma3_windows,
+    ropes=patterns.gemma3_ropes,
+    naming=TensorNaming(
+        prefixes=("model.", "language_model.model.", "model.language_model."),
+        heads=("lm_head.weight", "language_model.lm_head.weight"),
+        ignored=(
+            "vision_tower.",
+            "multi_modal_projector.",
+            "model.vision_tower.",
+            "model.multi_modal_projector.",
+        ),
+    ),
+)
+
+_PHI3 = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=4096,
+    ),
+    neutral=MappingProxyType({"interpolate_factor": 1, "full_attn_mod": 1}),
+    windows=patterns.every_layer_window,
+    ropes=patterns.phi_ropes,
+    naming=TensorNaming(fused_qkv=True, fused_gate_up=True),
+)
+
+_SMOLLM3 = Architecture(
+    defaults=_defaults(
+        num_key_value_heads=4,
+        max_position_embeddings=32_768,
+        rope_theta=2_000_000.0,
+        no_rope_layer_interval=4,
+        tie_word_embeddings=True,
+    ),
+    bias_key="attention_bias",
+    mlp_bias_key="mlp_bias",
+    windows=patterns.smollm_windows,
+    ropes=patterns.smollm_ropes,
+)
+
+_OLMO2 = Architecture(
+    defaults=_defaults(rms_norm_eps=1e-5, max_position_embeddings=2048),
+    bias_key="attention_bias",
+    norm_placement=NormPlacement.POST,
+    qk_norm=QKNorm.FULL,
+)
+
+_GRANITE = Architecture(
+    defaults=_defaults(
+        max_position_embeddings=2048,
+        embedding_multiplier=1.0,
+        logits_scaling=1.0,
+        residual_multiplier=1.0,
+        attention_multiplier=1.0,
+    ),
+    bias_key="attention_bias",
+    mlp_bias_key="mlp_bias",
+    multipliers=True,
+    scale=_granite_scale,
+)
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "LlamaForCausalLM": _LLAMA,
+        "MistralForCausalLM": _MISTRAL,
+        "Qwen2ForCausalLM": _QWEN2,
+        "Qwen3ForCausalLM": _QWEN3,
+        "Gemma2ForCausalLM": _GEMMA2,
+        "Gemma3ForCausalLM": _GEMMA3,
+        "Gemma3ForConditionalGeneration": _GEMMA3,
+        "Phi3ForCausalLM": _PHI3,
+        "SmolLM3ForCausalLM": _SMOLLM3,
+        "Olmo2ForCausalLM": _OLMO2,
+        "GraniteForCausalLM": _GRANITE,
+        "MixtralForCausalLM": _MIXTRAL,
+        "Qwen3MoeForCausalLM": _QWEN3_MOE,
+    }
+)
+
+# For configs without `architectures`.
+MODEL_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "gemma2": "Gemma2ForCausalLM",
+        "gemma3": "Gemma3ForConditionalGeneration",
+        "gemma3_text": "Gemma3ForCausalLM",
+        "phi3": "Phi3ForCausalLM",
+        "smollm3": "SmolLM3ForCausalLM",
+        "olmo2": "Olmo2ForCausalLM",
+        "granite": "GraniteForCausalLM",
+        "mixtral": "MixtralForCausalLM",
+        "qwen3_moe": "Qwen3MoeForCausalLM",
+    }
+)

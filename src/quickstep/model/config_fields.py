@@ -1,0 +1,139 @@
+"""A `config.json` while it is read: typed access, defaults, and a record of what was asked for.
+
+Used by `architectures.py` and `rope_spec.py`. A key counts as honoured once it was read;
+`refuse_unread` then names the first one that could change the computation and was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from quickstep.errors import ConfigError
+
+__all__ = ["ConfigFields"]
+
+# Keys that never change what a forward pass computes: metadata, training, generation defaults.
+_HARMLESS_NAMES = """
+    architectures model_type transformers_version torch_dtype dtype use_cache auto_map
+    initializer_range initializer_factor pretraining_tp gradient_checkpointing name_or_path
+    bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id
+    decoder_start_token_id image_token_id image_token_index boi_token_index eoi_token_index
+    boi_token_id eoi_token_id mm_tokens_per_image vision_config
+    id2label label2id num_labels problem_type task_specific_params finetuning_task tokenizer_class
+    prefix return_dict return_dict_in_generate output_attentions output_hidden_states
+    output_router_logits output_scores torchscript use_bfloat16 tf_legacy_loss pruned_heads
+    attn_implementation cache_implementation chunk_size_feed_forward is_decoder
+    is_llama_config do_sample temperature top_k top_p typical_p num_beams num_beam_groups
+    diversity_penalty length_penalty repetition_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids min_length max_length early_stopping
+    num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens forced_bos_token_id forced_eos_token_id
+    tie_encoder_decoder embd_pdrop resid_pdrop
+"""
+_HARMLESS = frozenset(_HARMLESS_NAMES.split())
+_HARMLESS_PREFIXES = ("_", "unsloth_", "mergekit")
+_HARMLESS_SUFFIXES = ("_dropout", "_loss_coef", "_version", "jitter_noise")
+
+
+class ConfigFields:
+    """One config (or a part of one). `source` names it in messages."""
+
+    def __init__(
+        self, values: Mapping[str, object], defaults: Mapping[str, object], source: str
+    ) -> None:
+        self._values = values
+        self._defaults = defaults
+        self._read: set[str] = set()
+        self.source = source
+
+    def value(self, name: str) -> object:
+        """The raw value, the default, or None."""
+        self._read.add(name)
+        found = self._values.get(name)
+        return self._defaults.get(name) if found is None else found
+
+    def optional_integer(self, name: str) -> int | None:
+        """An int, or None where the config says nothing."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+            raise self._wrong(name, value, "an integer")
+        return int(value)
+
+    def integer(self, name: str) -> int:
+        """A positive int. Raises ConfigError when it is missing and has no default."""
+        value = self.optional_integer(name)
+        if value is None:
+            raise ConfigError(f"{self.source} lacks {name!r}, which this architecture needs")
+        if value < 1:
+            raise self._wrong(name, value, "at least 1")
+        return value
+
+    def optional_number(self, name: str) -> float | None:
+        """A float, or None where the config says nothing."""
+        value = self.value(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._wrong(name, value, "a number")
+        return float(value)
+
+    def number(self, name: str) -> float:
+        """A float. Raises ConfigError when it is missing and has no default."""
+        value = self.optional_number(name)
+        if value is None:
+            raise ConfigError(f"{self.source} lacks {name!r}, which this architecture needs")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """A bool; absent is False unless the architecture's default says otherwise."""
+        value = self.value(name)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str) -> str:
+        """A string; absent is ""."""
+        value = self.value(name)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise self._wrong(name, value, "a string")
+        return value
+
+    def sequence(self, name: str) -> Sequence[object] | None:
+        """A list, or None where the config says nothing."""
+        value = self.value(name)
+        if value is not None and not isinstance(value, (list, tuple)):
+            raise self._wrong(name, value, "a list")
+        return value
+
+    def mapping(self, name: str) -> Mapping[str, object] | None:
+        """An object, or None where the config says nothing."""
+        value = self.value(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise self._wrong(name, value, "an object")
+        return value
+
+    def refuse_unread(self, neutral: Mapping[str, object]) -> None:
+        """Raise ConfigError for a key that was not honoured and may change the computation.
+
+        Falsy values switch a feature off and pass; so do `neutral` ones, by key and value.
+        """
+        for name, value in self._values.items():
+            if name in self._read or name in _HARMLESS or not value:
+                continue
+            if name.startswith(_HARMLESS_PREFIXES) or name.endswith(_HARMLESS_SUFFIXES):
+                continue
+            if name in neutral and neutral[name] == value:
+                continue
+            raise ConfigError(
+                f"{self.source} sets {name!r} to {value!r}, which Quickstep does not implement for "
+                "this architecture; remove the key only if it does not change the computation"
+            )
+
+    def _wrong(self, name: str, value: object, expected: str) -> ConfigError:
+        return ConfigError(f"{self.source} sets {name!r} to {value!r}, it must be {expected}")

@@ -1,0 +1,191 @@
+"""The decoder: one forward pass for every native architecture, driven by its `ModelSpec`.
+
+Built by the loader, called by the runtime through `model.interface.Model`. Computes over rows
+only through the op table or elementwise, so that a row's bits never depend on the rows beside it.
+Holds no per-request state and never allocates KV.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quickstep.model.decoder_spec import LayerSpec, ModelSpec, QKNorm
+from quickstep.model.experts import dense_feed_forward, sparse_feed_forward
+from quickstep.model.interface import ForwardBatch, KVShape
+from quickstep.model.rope import RopeTable
+from quickstep.model.weights import AttentionWeights, DecoderWeights, LayerWeights, SparseWeights
+from quickstep.ops.reference.elementary import tanh
+from quickstep.ops.table import AttentionParams, KVCache, OpTable, PagedLayout
+
+__all__ = ["Decoder"]
+
+
+class Decoder:
+    """A native model over packed weights; see `model.interface.Model`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        ropes: tuple[RopeTable, ...],
+        ops: OpTable,
+        max_model_len: int,
+        fingerprint: str,
+    ) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._ropes = ropes
+        self._ops = ops
+        self._max_model_len = max_model_len
+        self._fingerprint = fingerprint
+        dtype = weights.embedding.dtype
+        # rounded to the weights' dtype, as Gemma was trained
+        self._multiplier = torch.tensor(spec.embedding_multiplier, dtype=dtype).item()
+        self._attention = tuple(
+            AttentionParams(spec.attention_scale, layer.window, spec.attention_softcap)
+            for layer in spec.layers
+        )
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the model computes."""
+        return self._spec
+
+    @property
+    def weights(self) -> DecoderWeights:
+        """The packed weights."""
+        return self._weights
+
+    @property
+    def exact(self) -> bool:
+        """Whether a row's bits never depend on its batch: always, for a native model."""
+        return True
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """What to allocate."""
+        spec = self._spec
+        dtype = self._weights.embedding.dtype
+        return KVShape(spec.num_layers, spec.num_kv_heads, spec.head_size, dtype)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the width of the logits."""
+        return self._spec.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence the tables cover, in tokens."""
+        return self._max_model_len
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights and KV live."""
+        return self._weights.embedding.device
+
+    @property
+    def fingerprint(self) -> str:
+        """Stable name of weights, dtype and kernel set (hex digest)."""
+        return self._fingerprint
+
+    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """Write the step's KV, return the final normed hidden states [T, hidden]."""
+        layout = batch.layout
+        rotations = tuple(table.at(layout.positions) for table in self._ropes)
+        residual = self._ops.embedding(batch.token_ids, self._weights.embedding)
+        if self._multiplier != 1.0:
+            residual = residual * self._multiplier
+        delta: Tensor | None = None
+        for index, layer in enumerate(self._weights.layers):
+            kind = self._spec.layers[index]
+            rotation = None if kind.rope is None else rotations[kind.rope]
+            x, residual = self._enter(delta, residual, layer.before_attention)
+            x = self._attend(index, x, rotation, layout, kv)
+            delta = self._leave(x, layer.after_attention)
+            x, residual = self._enter(delta, residual, layer.before_feed_forward)
+            x = self._feed_forward(layer, kind, x)
+            delta = self._leave(x, layer.after_feed_forward)
+        hidden, _ = self._enter(delta, residual, self._weights.final_norm)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[E, hidden] -> [E, V] fp32, soft-capped and scaled as the architecture asks."""
+        logits = self._ops.linear(hidden, self._weights.head).float()
+        if self._spec.logit_divisor != 1.0:
+            logits = logits / self._spec.logit_divisor
+        cap = self._spec.logit_softcap
+        if cap is None:
+            return logits
+        # row by row: the fp64 scratch is a few times V, and not E times that
+        for row in logits:
+            row.copy_(tanh(row.double() / cap) * cap)
+        return logits
+
+    def _enter(
+        self, delta: Tensor | None, residual: Tensor, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add the last sub-block's output to the residual; give the next one's input and it."""
+        eps, offset = self._spec.norm_eps, self._spec.norm_offset
+        if delta is not None and norm is not None:
+            return self._ops.add_rms_norm(delta, residual, norm, eps, offset)
+        if delta is not None:
+            residual = residual + delta
+        if norm is None:
+            return residual, residual
+        return self._ops.rms_norm(residual, norm, eps, offset), residual
+
+    def _leave(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """Norm and scale a sub-block's output where the architecture does."""
+        if norm is not None:
+            x = self._ops.rms_norm(x, norm, self._spec.norm_eps, self._spec.norm_offset)
+        if self._spec.residual_multiplier != 1.0:
+            x = x * self._spec.residual_multiplier
+        return x
+
+    def _attend(
+        self,
+        index: int,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        layout: PagedLayout,
+        kv: KVCache,
+    ) -> Tensor:
+        """One layer's attention over x [T, hidden], cache write included."""
+        ops, spec = self._ops, self._spec
+        weights = self._weights.layers[index].attention
+        q, k, v = self._project(weights, x)
+        if rotation is not None:
+            q = ops.rotary(q, rotation[0], rotation[1], False)
+            k = ops.rotary(k, rotation[0], rotation[1], False)
+        keys, values = kv.keys[index], kv.values[index]
+        ops.write_kv(k, v, keys, values, layout.slot_mapping)
+        mixed = ops.paged_attention(q, keys, values, layout, self._attention[index])
+        return ops.linear(mixed.reshape(-1, spec.num_heads * spec.head_size), weights.output)
+
+    def _project(self, weights: AttentionWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, D], k and v [T, K, D], normed where the architecture does."""
+        spec = self._spec
+        queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+        parts = torch.split(self._ops.linear(x, weights.qkv), [queries, keys, keys], dim=-1)
+        q, k, v = (part.contiguous() for part in parts)
+        if spec.qk_norm is QKNorm.FULL:
+            q, k = self._norm_qk(weights, q, k)
+        q = q.view(-1, spec.num_heads, spec.head_size)
+        k, v = (part.view(-1, spec.num_kv_heads, spec.head_size) for part in (k, v))
+        if spec.qk_norm is QKNorm.HEAD:
+            q, k = self._norm_qk(weights, q, k)
+        return q, k, v
+
+    def _norm_qk(self, weights: AttentionWeights, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        eps, offset = self._spec.norm_eps, self._spec.norm_offset
+        assert weights.q_norm is not None and weights.k_norm is not None
+        q = self._ops.rms_norm(q, weights.q_norm, eps, offset)
+        return q, self._ops.rms_norm(k, weights.k_norm, eps, offset)
+
+    def _feed_forward(self, layer: LayerWeights, kind: LayerSpec, x: Tensor) -> Tensor:
+        weights, activation = layer.feed_forward, self._spec.activation
+        if isinstance(weights, SparseWeights):
+            assert kind.sparse and self._spec.moe is not None
+            return sparse_feed_forward(self._ops, weights, x, self._spec.moe, activation)
+        return dense_feed_forward(self._ops, weights, x, activation)

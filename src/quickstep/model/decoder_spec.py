@@ -1,0 +1,157 @@
+"""What a decoder is, read from `config.json`: plain frozen data, no torch.
+
+`spec.read_spec` is called once at start-up; sizing, the tensor schema, the loader and the decoder
+all work from the `ModelSpec` it returns. An architecture is an entry of `architectures.py`; a
+feature is a field here, honoured in `decoder.py`. A config key that is neither honoured nor known
+to be harmless is an error: nothing in a config is silently ignored.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from quickstep.model.rope_spec import RopeSpec
+
+__all__ = [
+    "STANDARD_NAMING",
+    "LayerSpec",
+    "MoESpec",
+    "ModelSpec",
+    "NormPlacement",
+    "QKNorm",
+    "TensorNaming",
+]
+
+
+class NormPlacement(enum.Enum):
+    """Where a sub-block's norms stand: before it, after it, or on both sides."""
+
+    PRE = "pre"
+    POST = "post"
+    SANDWICH = "sandwich"
+
+
+class QKNorm(enum.Enum):
+    """The norm on queries and keys before the rotation: none, per head, or over all heads."""
+
+    NONE = "none"
+    HEAD = "head"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """Routing of a mixture of experts.
+
+    Attributes:
+        num_experts: Experts a layer holds.
+        experts_per_token: Experts that each token is sent to.
+        intermediate_size: Width of one expert.
+        normalise: Scale the chosen experts' weights so that they add up to 1.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalise: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What distinguishes one layer from another.
+
+    Attributes:
+        window: A query sees this many positions, its own included; None sees all.
+        rope: Index into `ModelSpec.ropes`; None leaves positions out (NoPE).
+        sparse: The feed-forward part is the mixture of experts.
+    """
+
+    window: int | None
+    rope: int | None
+    sparse: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNaming:
+    """How a checkpoint names its tensors, where architectures differ.
+
+    Attributes:
+        prefixes: Possible prefixes of the decoder; the first that the checkpoint uses counts.
+        heads: Possible names of the output projection.
+        fused_qkv: `qkv_proj` holds queries, keys and values.
+        fused_gate_up: `gate_up_proj` holds gate and up.
+        router: The router's name within a layer.
+        experts: The experts' name within a layer.
+        expert_parts: gate, up and down within one expert.
+        ignored: Prefixes of tensors that the text decoder does not use (a vision tower).
+    """
+
+    prefixes: tuple[str, ...] = ("model.",)
+    heads: tuple[str, ...] = ("lm_head.weight",)
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    ignored: tuple[str, ...] = ()
+
+
+STANDARD_NAMING = TensorNaming()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder-only language model.
+
+    Attributes:
+        architecture: The `architectures` entry of the config, `LlamaForCausalLM`.
+        native: Run by `decoder.py`; False runs through the `transformers` fallback.
+        num_layers, num_heads, num_kv_heads, head_size, hidden_size, intermediate_size, vocab_size:
+            The usual sizes; `num_heads` H, `num_kv_heads` K, `head_size` D, `vocab_size` V.
+        max_model_len: Longest sequence that the positions allow, RoPE scaling included.
+        dtype: The checkpoint's dtype by name, "" where the config does not say.
+        activation: `silu`, `gelu` or `gelu_tanh`, between gate and up.
+        norm_offset: Added to every norm's weight (Gemma: 1).
+        qkv_bias, output_bias, mlp_bias: Which projections have a bias.
+        attention_scale: Multiplies q·k.
+        attention_softcap, logit_softcap: cap * tanh(x / cap); None for none.
+        embedding_multiplier, residual_multiplier: Scale the embeddings and each sub-block's output.
+        logit_divisor: Divides the logits.
+        tied: The output projection is the embedding.
+        parameter_count: Known count of parameters; None derives it from the tensor schema.
+        notes: What the reader of the config left out and the user should know, a sentence each.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_model_len: int
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeSpec, ...]
+    norm_eps: float
+    attention_scale: float
+    dtype: str = ""
+    native: bool = True
+    activation: str = "silu"
+    norm_placement: NormPlacement = NormPlacement.PRE
+    norm_offset: float = 0.0
+    qk_norm: QKNorm = QKNorm.NONE
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_divisor: float = 1.0
+    tied: bool = False
+    moe: MoESpec | None = None
+    naming: TensorNaming = STANDARD_NAMING
+    parameter_count: int | None = None
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,75 @@
+"""A mixture of experts, row by row the same bits whatever the batch.
+
+Every token's experts are added in the order of their numbers, in float32, and rounded once; the
+choice breaks ties towards the lower number. Each step is per row or elementwise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quickstep.model.decoder_spec import MoESpec
+from quickstep.model.weights import DenseWeights, SparseWeights
+from quickstep.ops.reference.elementary import exp_nonpositive
+from quickstep.ops.reference.fixed_point import round_rows
+from quickstep.ops.table import OpTable
+
+__all__ = ["dense_feed_forward", "route", "sparse_feed_forward"]
+
+_SUM_BITS = 40  # exact sums of up to 2**13 experts in fp64
+
+
+def dense_feed_forward(ops: OpTable, weights: DenseWeights, x: Tensor, activation: str) -> Tensor:
+    """[T, C] -> [T, C]: down(act(gate(x)) * up(x))."""
+    gate_up = ops.linear(x, weights.gate_up)
+    return ops.linear(ops.gated_activation(gate_up, activation), weights.down)
+
+
+def route(ops: OpTable, weights: SparseWeights, x: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor]:
+    """Experts of each token and their weights, each [T, experts_per_token], the best first."""
+    scores = _softmax(ops.linear(x, weights.router))
+    # a stable sort, as top-k may break ties differently for another number of rows
+    ranked, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    chosen = order[:, : moe.experts_per_token].contiguous()
+    shares = ranked[:, : moe.experts_per_token].contiguous()
+    if moe.normalise:
+        total = shares[:, 0]
+        for column in range(1, moe.experts_per_token):
+            total = total + shares[:, column]
+        shares = shares / total.unsqueeze(1)
+    return chosen, shares
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    """Softmax of each row in fp64, of steps that round the same in every place."""
+    wide = logits.double()
+    exponentials = exp_nonpositive(wide - wide.amax(-1, keepdim=True))
+    # rounded so that the sum is exact, and with it the same in any order
+    total = round_rows(exponentials, _SUM_BITS).sum(-1, keepdim=True)
+    return exponentials / total
+
+
+def sparse_feed_forward(
+    ops: OpTable, weights: SparseWeights, x: Tensor, moe: MoESpec, activation: str
+) -> Tensor:
+    """[T, C] -> [T, C]: each token's experts, weighted."""
+    chosen, shares = route(ops, weights, x, moe)
+    shares = shares.float().to(x.dtype).float().flatten()  # rounded as the models were trained
+    experts = chosen.flatten()
+    by_expert = torch.argsort(experts, stable=True)
+    tokens = torch.div(by_expert, moe.experts_per_token, rounding_mode="floor")
+    # the one read-back of a layer: how many rows each expert gets decides the shapes
+    counts = torch.bincount(experts, minlength=moe.num_experts).tolist()
+    result = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    start = 0
+    for expert, count in zip(weights.experts, counts, strict=True):
+        if count == 0:
+            continue
+        stop = start + count
+        rows = tokens[start:stop]
+        output = dense_feed_forward(ops, expert, x[rows], activation)
+        share = shares[by_expert[start:stop]].unsqueeze(1)
+        result.index_add_(0, rows, output.float() * share)  # a token stands in `rows` once
+        start = stop
+    return result.to(x.dtype)

@@ -1,0 +1,55 @@
+"""The name of what computes: weights, config, dtype and kernel set in one digest.
+
+Equal fingerprints promise equal bits for equal requests. Checkpoints up to 64 MiB are hashed
+whole. Larger ones are hashed by config, headers (names, shapes, offsets) and sixteen 4 KiB windows
+of every tensor, ends included: another training, merge or quantisation changes every tensor, so it
+shows; an edit of a few bytes elsewhere in a large tensor does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+
+from quickstep.model.safetensors_files import TensorFiles
+
+__all__ = ["weights_fingerprint"]
+
+_WHOLE_BYTES = 64 * 2**20
+_CHUNK_BYTES = 2**20
+_WINDOW_BYTES = 4096
+_WINDOWS = 16
+
+
+def weights_fingerprint(
+    config: Mapping[str, object], files: TensorFiles, settings: tuple[str, ...]
+) -> str:
+    """32 hex digits over the config, the tensors and `settings` (dtype, kernel set, ...)."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    digest.update("\0".join(settings).encode())
+    for header in files.headers:
+        digest.update(header)
+    whole = files.num_bytes <= _WHOLE_BYTES
+    for name in sorted(files.tensors):
+        nbytes = files.tensors[name].nbytes
+        for start, length in _all(nbytes) if whole else _windows(nbytes):
+            buffer = bytearray(length)
+            files.read_into(name, memoryview(buffer), start)
+            digest.update(buffer)
+    return digest.hexdigest()
+
+
+def _all(nbytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, nbytes, _CHUNK_BYTES):
+        yield start, min(_CHUNK_BYTES, nbytes - start)
+
+
+def _windows(nbytes: int) -> Iterator[tuple[int, int]]:
+    if nbytes <= _WINDOWS * _WINDOW_BYTES:
+        yield from _all(nbytes)
+        return
+    last = nbytes - _WINDOW_BYTES
+    for index in range(_WINDOWS):
+        yield last * index // (_WINDOWS - 1), _WINDOW_BYTES

@@ -1,0 +1,229 @@
+"""What differs from layer to layer, as configs state it: windows, NoPE, experts, frequencies.
+
+Each function reads its keys from a `ConfigFields`; `architectures.py` names the ones that an
+architecture uses. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quickstep.errors import ConfigError
+from quickstep.model.config_fields import ConfigFields
+from quickstep.model.decoder_spec import LayerSpec, MoESpec
+from quickstep.model.rope_spec import (
+    RopeKind,
+    RopeSpec,
+    extended_len,
+    read_rope,
+    rope_parameters,
+)
+
+__all__ = [
+    "Ropes",
+    "all_sparse",
+    "every_layer_window",
+    "full_attention",
+    "gemma2_windows",
+    "gemma3_ropes",
+    "gemma3_windows",
+    "make_layers",
+    "mixtral_experts",
+    "one_rope",
+    "optional_window",
+    "phi_ropes",
+    "qwen_experts",
+    "qwen_sparse",
+    "qwen_windows",
+    "smollm_ropes",
+    "smollm_windows",
+]
+
+Windows = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ropes:
+    """All frequency sets of a model, which one each layer uses, and the length they allow."""
+
+    specs: tuple[RopeSpec, ...]
+    of_layer: tuple[int | None, ...]
+    max_model_len: int
+
+
+def make_layers(windows: Windows, ropes: Ropes, sparse: Sequence[bool]) -> tuple[LayerSpec, ...]:
+    """Zip the three patterns."""
+    columns = zip(windows, ropes.of_layer, sparse, strict=True)
+    return tuple(LayerSpec(window, rope, is_sparse) for window, rope, is_sparse in columns)
+
+
+def _from_layer_types(fields: ConfigFields, num_layers: int, window: int | None) -> Windows | None:
+    """Windows by `layer_types`, where the config has them."""
+    types = fields.sequence("layer_types")
+    if types is None:
+        return None
+    if len(types) != num_layers:
+        raise ConfigError(
+            f"{fields.source} has {len(types)} layer_types for {num_layers} layers, they must match"
+        )
+    unknown = next((t for t in types if t not in ("full_attention", "sliding_attention")), None)
+    if unknown is not None:
+        raise ConfigError(
+            f"{fields.source} has a layer of type {unknown!r}; supported are 'full_attention' and "
+            "'sliding_attention'"
+        )
+    if window is None and "sliding_attention" in types:
+        raise ConfigError(f"{fields.source} has sliding_attention layers and no sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def full_attention(fields: ConfigFields, num_layers: int) -> Windows:
+    """No windows. `layer_types` may be there, and say so."""
+    windows = _from_layer_types(fields, num_layers, window=None)
+    return windows or (None,) * num_layers
+
+
+def every_layer_window(fields: ConfigFields, num_layers: int) -> Windows:
+    """One window for all layers, or none (Mistral, Mixtral, Phi-3)."""
+    return (fields.optional_integer("sliding_window"),) * num_layers
+
+
+def optional_window(fields: ConfigFields, num_layers: int) -> Windows:
+    """One window for all layers behind `use_sliding_window` (Qwen3-MoE)."""
+    window = fields.optional_integer("sliding_window")
+    fields.optional_integer("max_window_layers")
+    used = fields.flag("use_sliding_window")
+    return (window if used else None,) * num_layers
+
+
+def qwen_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """Layers from `max_window_layers` on slide, behind `use_sliding_window` (Qwen2, Qwen3)."""
+    window = fields.optional_integer("sliding_window")
+    window = window if fields.flag("use_sliding_window") else None
+    first = fields.optional_integer("max_window_layers") or 0
+    listed = _from_layer_types(fields, num_layers, window)
+    return listed or tuple(window if i >= first else None for i in range(num_layers))
+
+
+def gemma2_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """Every other layer slides, the first one included."""
+    return _every_nth_full(fields, num_layers, 2)
+
+
+def gemma3_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """All layers slide but each `sliding_window_pattern`-th (5 to 1 by default)."""
+    hidden = fields.optional_integer("_sliding_window_pattern")
+    period = fields.optional_integer("sliding_window_pattern") or hidden or 6
+    return _every_nth_full(fields, num_layers, period)
+
+
+def _every_nth_full(fields: ConfigFields, num_layers: int, period: int) -> Windows:
+    window = fields.integer("sliding_window")
+    listed = _from_layer_types(fields, num_layers, window)
+    return listed or tuple(window if (i + 1) % period else None for i in range(num_layers))
+
+
+def smollm_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """NoPE layers slide, behind `use_sliding_window`."""
+    window = fields.optional_integer("sliding_window")
+    window = window if fields.flag("use_sliding_window") else None
+    fields.optional_integer("max_window_layers")
+    listed = _from_layer_types(fields, num_layers, window)
+    rotated = _smollm_rotated(fields, num_layers)
+    return listed or tuple(None if has_rope else window for has_rope in rotated)
+
+
+def _smollm_rotated(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    listed = fields.sequence("no_rope_layers")
+    interval = fields.integer("no_rope_layer_interval")
+    if listed is None:
+        return tuple((i + 1) % interval != 0 for i in range(num_layers))
+    if len(listed) < num_layers:
+        raise ConfigError(
+            f"{fields.source} has {len(listed)} no_rope_layers for {num_layers} layers"
+        )
+    return tuple(bool(value) for value in listed[:num_layers])
+
+
+def one_rope(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """The same frequencies in every layer."""
+    max_positions = fields.integer("max_position_embeddings")
+    trained_len = fields.optional_integer("original_max_position_embeddings")
+    rope = read_rope(rope_parameters(fields), head_size, max_positions, trained_len)
+    return Ropes((rope,), (0,) * num_layers, extended_len(rope, max_positions))
+
+
+def phi_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """As `one_rope`; old Phi-3 files say `su` or `yarn` and mean longrope."""
+    max_positions = fields.integer("max_position_embeddings")
+    trained_len = fields.integer("original_max_position_embeddings")
+    parameters = rope_parameters(fields)
+    for name in ("type", "rope_type"):
+        if parameters.get(name) == "yarn":
+            parameters[name] = RopeKind.LONGROPE.value
+    rope = read_rope(parameters, head_size, max_positions, trained_len)
+    return Ropes((rope,), (0,) * num_layers, extended_len(rope, max_positions))
+
+
+def smollm_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """One set of frequencies; NoPE layers use none."""
+    ropes = one_rope(fields, num_layers, head_size)
+    rotated = _smollm_rotated(fields, num_layers)
+    return Ropes(ropes.specs, tuple(0 if on else None for on in rotated), ropes.max_model_len)
+
+
+def gemma3_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """Full layers use (scaled) global frequencies, sliding layers local ones.
+
+    `max_position_embeddings` already counts the scaling.
+    """
+    max_positions = fields.integer("max_position_embeddings")
+    given = {"rope_theta": fields.optional_number("rope_theta") or 1_000_000.0}
+    local = {"rope_theta": fields.optional_number("rope_local_base_freq") or 10_000.0}
+    newer = fields.mapping("rope_parameters") or {}
+    full = given | dict(fields.mapping("rope_scaling") or {}) | _nested(newer, "full_attention")
+    sliding = local | _nested(newer, "sliding_attention")
+    specs = tuple(read_rope(p, head_size, max_positions, None) for p in (full, sliding))
+    windows = gemma3_windows(fields, num_layers)
+    of_layer = tuple(0 if window is None else 1 for window in windows)
+    return Ropes(specs, of_layer, max_positions)
+
+
+def _nested(parameters: object, name: str) -> dict[str, object]:
+    inner = parameters.get(name) if isinstance(parameters, dict) else None
+    return dict(inner) if isinstance(inner, dict) else {}
+
+
+def mixtral_experts(fields: ConfigFields) -> MoESpec:
+    """Every chosen expert's weight is normalised."""
+    return MoESpec(
+        num_experts=fields.integer("num_local_experts"),
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("intermediate_size"),
+        normalise=True,
+    )
+
+
+def qwen_experts(fields: ConfigFields) -> MoESpec:
+    """Normalised only where `norm_topk_prob` says so."""
+    count = fields.optional_integer("num_local_experts")
+    return MoESpec(
+        num_experts=count or fields.integer("num_experts"),
+        experts_per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        normalise=fields.flag("norm_topk_prob"),
+    )
+
+
+def all_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Every layer is a mixture of experts."""
+    del fields
+    return (True,) * num_layers
+
+
+def qwen_sparse(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Every `decoder_sparse_step`-th layer, but those in `mlp_only_layers`."""
+    step = fields.integer("decoder_sparse_step")
+    dense = set(fields.sequence("mlp_only_layers") or ())
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))

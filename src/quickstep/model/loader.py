@@ -1,0 +1,229 @@
+"""From a checkpoint directory to a `Model`: check every tensor, then read and pack layer by layer.
+
+Called once by the engine's assembly. Never opens a pickle, never runs code of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from quickstep.config import LoadConfig
+from quickstep.errors import ConfigError
+from quickstep.model.decoder import Decoder
+from quickstep.model.decoder_spec import ModelSpec, QKNorm
+from quickstep.model.fingerprint import weights_fingerprint
+from quickstep.model.interface import Model
+from quickstep.model.rope import make_rope_table
+from quickstep.model.rope_spec import RopeKind
+from quickstep.model.safetensors_files import TensorFiles, open_tensor_files
+from quickstep.model.source import Checkpoint
+from quickstep.model.spec import read_config
+from quickstep.model.tensor_reader import STORED_DTYPES, Progress, TensorReader
+from quickstep.model.tensor_schema import Shapes, layer_norms, layer_tensors, outer_tensors
+from quickstep.model.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    DenseWeights,
+    LayerWeights,
+    SparseWeights,
+)
+from quickstep.ops.table import LinearWeight, OpTable
+
+__all__ = ["load_model", "resolve_device", "resolve_dtype"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    ops: OpTable,
+    load: LoadConfig,
+    progress: Progress | None = None,
+    max_model_len: int | None = None,
+) -> Model:
+    """Load the weights of a checkpoint for an op table.
+
+    `progress(done_bytes, total_bytes)` is called as bytes are read. `max_model_len` sizes the
+    position tables (and chooses longrope's factors); None takes all that the spec allows.
+
+    Raises:
+        ConfigError: Tensors are missing, unexpected, misshapen or corrupt.
+    """
+    device = resolve_device(load.device)
+    max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
+    files = open_tensor_files(checkpoint.path)
+    dtype = resolve_dtype(load.dtype, spec, files)
+    longer = any(
+        rope.kind is RopeKind.LONGROPE and max_model_len > rope.trained_len for rope in spec.ropes
+    )
+    settings = (str(dtype), ops.name, "long factors" if longer else "")
+    fingerprint = weights_fingerprint(read_config(checkpoint.path), files, settings)
+    if not spec.native:
+        # Imported here: transformers is optional, and takes seconds to import.
+        from quickstep.model.fallback import load_fallback
+
+        return load_fallback(checkpoint, spec, ops, (device, dtype), max_model_len, fingerprint)
+    prefix, head = _names(spec, files)
+    expected = _expected(spec, prefix, head)
+    _check(spec, files, expected, prefix)
+    total_bytes = sum(files.tensors[name].nbytes for name in expected)
+    reader = TensorReader(files, dtype, device, total_bytes, progress)
+    packing = _Packing(spec, ops, reader)
+    weights = packing.decoder(prefix, head, head in files.tensors)
+    ropes = tuple(make_rope_table(rope, max_model_len, device) for rope in spec.ropes)
+    return Decoder(spec, weights, ropes, ops, max_model_len, fingerprint)
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` takes a GPU where torch sees one. Raises ConfigError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"--device is {name!r}, it must be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda and torch sees no GPU; use --device cpu")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, spec: ModelSpec, files: TensorFiles | None = None) -> torch.dtype:
+    """`auto` takes the config's dtype, else that of the stored weights, else float32."""
+    if name != "auto":
+        if name not in _DTYPES:
+            raise ConfigError(f"--dtype is {name!r}, it must be auto or {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+    if spec.dtype in _DTYPES:
+        return _DTYPES[spec.dtype]
+    stored = {tensor.dtype for tensor in files.tensors.values()} if files is not None else set()
+    return next((STORED_DTYPES[code] for code in STORED_DTYPES if code in stored), torch.float32)
+
+
+def _names(spec: ModelSpec, files: TensorFiles) -> tuple[str, str]:
+    """The decoder's prefix and the output projection's name in these files."""
+    naming = spec.naming
+    used = [p for p in naming.prefixes if f"{p}embed_tokens.weight" in files.tensors]
+    heads = [name for name in naming.heads if name in files.tensors]
+    return (used or naming.prefixes)[0], (heads or naming.heads)[0]
+
+
+def _expected(spec: ModelSpec, prefix: str, head: str) -> Shapes:
+    shapes = outer_tensors(spec, prefix, head)
+    for index in range(spec.num_layers):
+        shapes.update(layer_tensors(spec, prefix, index))
+    return shapes
+
+
+def _check(spec: ModelSpec, files: TensorFiles, expected: Shapes, prefix: str) -> None:
+    """Raise ConfigError, in one sentence, where files and schema differ."""
+    what = f"the checkpoint and {spec.architecture} differ"
+    missing = [name for name in expected if name not in files.tensors]
+    if missing:
+        raise ConfigError(f"{what}: {_some(missing)} missing from the files")
+    for name, shape in expected.items():
+        stored = files.tensors[name].shape
+        if stored != shape:
+            raise ConfigError(
+                f"{what}: tensor {name!r} has shape {list(stored)}, config.json asks for "
+                f"{list(shape)}"
+            )
+    unexpected = [
+        name for name in files.tensors if name not in expected and not _ignored(spec, name)
+    ]
+    if unexpected:
+        raise ConfigError(f"{what}: {_some(unexpected)} not part of the architecture")
+
+
+def _ignored(spec: ModelSpec, name: str) -> bool:
+    """Tensors that compute nothing here: old position buffers, a vision tower, a tied head."""
+    if name.startswith(spec.naming.ignored) or name.endswith("rotary_emb.inv_freq"):
+        return True
+    return spec.tied and name in spec.naming.heads
+
+
+def _some(names: list[str]) -> str:
+    if len(names) == 1:
+        return f"tensor {names[0]!r} is"
+    return f"{len(names)} tensors ({names[0]!r}, ...) are"
+
+
+class _Packing:
+    """Reads tensors in the order of the schema and packs them for the op table."""
+
+    def __init__(self, spec: ModelSpec, ops: OpTable, reader: TensorReader) -> None:
+        self._spec = spec
+        self._ops = ops
+        self._reader = reader
+        self._norms = layer_norms(spec)
+
+    def decoder(self, prefix: str, head: str, head_stored: bool) -> DecoderWeights:
+        spec, reader = self._spec, self._reader
+        embedding = reader.tensor(f"{prefix}embed_tokens.weight")
+        layers = tuple(self._layers(prefix))
+        final_norm = reader.tensor(f"{prefix}norm.weight")
+        projection = embedding
+        if head_stored:
+            projection = reader.tensor(head)
+            if spec.tied and torch.equal(projection, embedding):
+                projection = embedding
+        return DecoderWeights(
+            embedding, layers, final_norm, self._ops.pack_linear(projection, None)
+        )
+
+    def _layers(self, prefix: str) -> Iterator[LayerWeights]:
+        for index in range(self._spec.num_layers):
+            yield self._layer(f"{prefix}layers.{index}.", self._spec.layers[index].sparse)
+
+    def _layer(self, start: str, sparse: bool) -> LayerWeights:
+        def norm(name: str | None) -> torch.Tensor | None:
+            return None if name is None else self._reader.tensor(f"{start}{name}.weight")
+
+        names = self._norms
+        return LayerWeights(
+            attention=self._attention(f"{start}self_attn."),
+            feed_forward=self._experts(start) if sparse else self._dense(f"{start}mlp."),
+            before_attention=norm(names.before_attention),
+            after_attention=norm(names.after_attention),
+            before_feed_forward=norm(names.before_feed_forward),
+            after_feed_forward=norm(names.after_feed_forward),
+        )
+
+    def _attention(self, start: str) -> AttentionWeights:
+        spec = self._spec
+        fused = spec.naming.fused_qkv
+        parts = ("qkv_proj",) if fused else ("q_proj", "k_proj", "v_proj")
+        normed = spec.qk_norm is not QKNorm.NONE
+        return AttentionWeights(
+            qkv=self._linear(start, parts, spec.qkv_bias),
+            output=self._linear(start, ("o_proj",), spec.output_bias),
+            q_norm=self._reader.tensor(f"{start}q_norm.weight") if normed else None,
+            k_norm=self._reader.tensor(f"{start}k_norm.weight") if normed else None,
+        )
+
+    def _dense(self, start: str) -> DenseWeights:
+        fused = self._spec.naming.fused_gate_up
+        parts = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
+        bias = self._spec.mlp_bias
+        return DenseWeights(
+            self._linear(start, parts, bias), self._linear(start, ("down_proj",), bias)
+        )
+
+    def _experts(self, start: str) -> SparseWeights:
+        naming, moe = self._spec.naming, self._spec.moe
+        assert moe is not None
+        gate, up, down = naming.expert_parts
+        router = self._linear(start, (naming.router,), bias=False)
+        experts = []
+        for index in range(moe.num_experts):
+            expert = f"{start}{naming.experts}.{index}."
+            gate_up = self._linear(expert, (gate, up), bias=False)
+            experts.append(DenseWeights(gate_up, self._linear(expert, (down,), bias=False)))
+        return SparseWeights(router, tuple(experts))
+
+    def _linear(self, start: str, parts: tuple[str, ...], bias: bool) -> LinearWeight:
+        weight = self._reader.stacked(tuple(f"{start}{part}.weight" for part in parts))
+        offsets = None
+        if bias:
+            offsets = self._reader.stacked(tuple(f"{start}{part}.bias" for part in parts))
+        return self._ops.pack_linear(weight, offsets)

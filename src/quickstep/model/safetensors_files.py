@@ -1,0 +1,181 @@
+"""The tensors of a checkpoint directory: headers checked at opening, bytes read where asked.
+
+Reads safetensors with plain file reads into the caller's memory: nothing is mapped, so the peak
+is one destination and no page of the file stays behind. Never opens a pickle. Used by the loader
+and by sizing.
+
+File layout (https://huggingface.co/docs/safetensors): u64 little-endian header length, JSON
+header {name: {dtype, shape, data_offsets}}, then the tensors' bytes one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import RawIOBase
+from pathlib import Path
+
+from quickstep.errors import ConfigError
+
+__all__ = ["StoredTensor", "TensorFiles", "open_tensor_files"]
+
+_ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
+_ITEM_SIZES |= {"I16": 2, "I8": 1, "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
+_MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor's bytes stand: `offset` counts from the start of `file`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFiles:
+    """All tensors of a checkpoint by name, and the raw headers (for the fingerprint)."""
+
+    tensors: Mapping[str, StoredTensor]
+    headers: tuple[bytes, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def read_into(self, name: str, destination: memoryview, start: int = 0) -> None:
+        """Fill `destination` (bytes) with the tensor's bytes from `start`. Raises ConfigError."""
+        tensor = self.tensors[name]
+        try:
+            with tensor.file.open("rb", buffering=0) as stream:
+                stream.seek(tensor.offset + start)
+                filled = _fill(stream, destination)
+        except OSError as error:
+            raise ConfigError(f"{tensor.file} cannot be read: {error}") from None
+        if filled < len(destination):
+            raise ConfigError(
+                f"{tensor.file} ended within tensor {name!r}; download the checkpoint again"
+            )
+
+
+def open_tensor_files(path: str | Path) -> TensorFiles:
+    """Read and check the headers of all safetensors files of a checkpoint.
+
+    Raises:
+        ConfigError: No safetensors, a missing shard, or a truncated or corrupt file.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    headers: list[bytes] = []
+    for file in _shards(Path(path)):
+        header = _read_header(file)
+        headers.append(header)
+        found = _parse_header(file, header)
+        twice = next((name for name in found if name in tensors), None)
+        if twice is not None:
+            raise ConfigError(f"tensor {twice!r} stands in {tensors[twice].file} and in {file}")
+        tensors.update(found)
+    return TensorFiles(tensors, tuple(headers))
+
+
+def _fill(stream: RawIOBase, destination: memoryview) -> int:
+    """Read until `destination` is full or the file ends; gives the bytes read."""
+    filled = 0
+    while filled < len(destination):
+        count = stream.readinto(destination[filled:])
+        if not count:
+            break
+        filled += count
+    return filled
+
+
+def _shards(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return _indexed_shards(index)
+    single = path / "model.safetensors"
+    files = [single] if single.is_file() else sorted(path.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = [file.name for pattern in _PICKLES for file in sorted(path.glob(pattern))]
+    if pickles:
+        raise ConfigError(
+            f"{path} holds only pickle weights ({pickles[0]}), which can run code when they are "
+            "opened and are never loaded; convert them to safetensors (with transformers: "
+            "`AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`)"
+        )
+    raise ConfigError(f"{path} holds no .safetensors file, so there are no weights to load")
+
+
+def _indexed_shards(index: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{index} is not a safetensors index: {error!r}") from None
+    files = [index.parent / str(name) for name in sorted(names)]
+    outside = next((file for file in files if file.parent != index.parent), None)
+    if outside is not None:
+        raise ConfigError(f"{index} names {outside}, outside of the checkpoint's directory")
+    missing = next((file for file in files if not file.is_file()), None)
+    if missing is not None:
+        raise ConfigError(
+            f"{missing} is missing, although {index.name} lists it; download the checkpoint again"
+        )
+    return files
+
+
+def _read_header(file: Path) -> bytes:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise _corrupt(file, f"its {size} bytes do not hold its header")
+            return stream.read(length)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def _parse_header(file: Path, header: bytes) -> dict[str, StoredTensor]:
+    try:
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        start = 8 + len(header)
+        tensors = [_stored(file, start, name, entry) for name, entry in entries.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _corrupt(file, f"its header is not readable ({error!r})") from None
+    tensors.sort(key=lambda tensor: tensor.offset)
+    end = start
+    for tensor in tensors:
+        if tensor.offset != end:
+            raise _corrupt(file, f"tensor {tensor.name!r} does not follow the one before it")
+        end += tensor.nbytes
+    size = file.stat().st_size
+    if size < end:
+        raise _corrupt(file, f"it has {size} bytes and its header describes {end}")
+    if size > end:
+        raise _corrupt(file, f"{size - end} bytes follow its last tensor")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _stored(file: Path, start: int, name: str, entry: Mapping[str, object]) -> StoredTensor:
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        raise ValueError(f"tensor {name!r} has no shape or no offsets")
+    if not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
+        raise ValueError(f"tensor {name!r} has a negative size")
+    nbytes = offsets[1] - offsets[0]
+    if nbytes != math.prod(shape) * _ITEM_SIZES[str(dtype)]:
+        raise ValueError(f"tensor {name!r} has {nbytes} bytes for shape {shape} in {dtype}")
+    return StoredTensor(name, str(dtype), tuple(shape), file, start + offsets[0], nbytes)
+
+
+def _corrupt(file: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{file} is truncated or corrupt: {reason}; download the checkpoint again")

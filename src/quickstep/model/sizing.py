@@ -1,0 +1,238 @@
+"""Memory, computed before anything is loaded: weights, KV, activations, what is left.
+
+Pure functions over a spec and the configuration; called by the engine's assembly and by the
+planner. What does not fit is shrunk with a note, in this order: tokens of a step, KV blocks, then
+context and resident sequences; when even the least does not fit, one sentence says so.
+
+Activations are an upper estimate: the tensors of a layer, scratch of the ops for each element at
+its widest point, and three copies of the sampled logits in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quickstep.config import CacheConfig, SchedulerConfig
+from quickstep.errors import ConfigError
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.tensor_schema import num_parameters
+
+__all__ = [
+    "DEFAULT_KV_BYTES",
+    "GIB",
+    "REFERENCE_SCRATCH_BYTES",
+    "MemoryPlan",
+    "MemoryRow",
+    "activation_bytes",
+    "kv_bytes_per_token",
+    "plan_memory",
+    "weight_bytes",
+]
+
+GIB = 2**30
+DEFAULT_KV_BYTES = 4 * GIB  # on a CPU, where memory belongs to other programs as well
+# The reference ops compute in fp64 and keep up to seven copies at the widest point of a layer
+# (measured, hidden 512, width 1536, bf16: 2048 tokens 292 MiB, 1024 tokens 177 MiB at the peak;
+# this gives 368 and 184).
+REFERENCE_SCRATCH_BYTES = 56
+_MIN_CONTEXT = 256
+_MIN_STEP_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """One line of the table: what, how many bytes, and of what that is the product."""
+
+    label: str
+    num_bytes: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What fits. `notes` are the spec's, then one sentence for each thing that was shrunk.
+
+    Attributes:
+        num_blocks: KV blocks to allocate.
+        max_model_len: Longest sequence, prompt and output.
+        max_num_seqs: Resident sequences.
+        max_num_batched_tokens: Tokens of a step.
+        rows: weights, KV cache, activations, spare; they add up to the memory given.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    rows: tuple[MemoryRow, ...]
+    notes: tuple[str, ...]
+
+    def table(self) -> str:
+        """The rows as aligned text, in GiB."""
+        width = max(len(row.label) for row in self.rows)
+        return "\n".join(
+            f"{row.label:<{width}}  {row.num_bytes / GIB:9.2f} GiB  {row.detail}".rstrip()
+            for row in self.rows
+        )
+
+
+def weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
+    """Bytes of all parameters in one dtype, without scales of a quantisation."""
+    return num_parameters(spec) * dtype_bytes
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> int:
+    """2 x layers x kv heads x head size x bytes. Layers with a window take as much as others."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * dtype_bytes
+
+
+def activation_bytes(
+    spec: ModelSpec,
+    dtype_bytes: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    scratch_bytes: int = REFERENCE_SCRATCH_BYTES,
+) -> int:
+    """Upper estimate of a step's peak beside weights and KV.
+
+    `scratch_bytes` are what the op table needs for each element at the widest point of a layer.
+    """
+    attention = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
+    widest = max(attention, 2 * spec.intermediate_size)
+    if spec.moe is not None:
+        # at worst every token is sent to the same experts, one after another
+        widest = max(attention, 2 * spec.moe.intermediate_size, 2 * spec.hidden_size)
+        if not all(layer.sparse for layer in spec.layers):
+            widest = max(widest, 2 * spec.intermediate_size)
+    per_token = (3 * spec.hidden_size + 2 * widest) * dtype_bytes + widest * scratch_bytes
+    emitting = min(max_num_seqs, max_num_batched_tokens)
+    return max_num_batched_tokens * per_token + 3 * emitting * spec.vocab_size * 4
+
+
+def plan_memory(
+    spec: ModelSpec,
+    dtype_bytes: int,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    memory_bytes: int,
+    default_kv_bytes: int | None = DEFAULT_KV_BYTES,
+    scratch_bytes: int = REFERENCE_SCRATCH_BYTES,
+) -> MemoryPlan:
+    """Share `memory_bytes` between weights, activations and KV.
+
+    Without `num_blocks` or `kv_cache_bytes` the KV cache gets what `max_num_seqs` sequences of
+    `max_model_len` need, at most half of what weights and activations leave, and at most
+    `default_kv_bytes` (None: no such limit, for a GPU) unless one sequence needs more.
+    `scratch_bytes` is the op table's (`activation_bytes`).
+
+    Raises:
+        ConfigError: Weights, or weights and the least KV cache, do not fit.
+    """
+    notes = list(spec.notes)
+    context = min(scheduler.max_model_len, spec.max_model_len)
+    if context < scheduler.max_model_len:
+        notes.append(
+            f"max_model_len {scheduler.max_model_len} became {context}, the model's longest"
+        )
+    weights = weight_bytes(spec, dtype_bytes)
+    seqs = scheduler.max_num_seqs
+    tokens, activations = _fit_step(
+        spec, (dtype_bytes, scratch_bytes), scheduler, memory_bytes - weights
+    )
+    left = memory_bytes - weights - activations
+    if tokens < scheduler.max_num_batched_tokens:
+        notes.append(
+            f"max_num_batched_tokens {scheduler.max_num_batched_tokens} became {tokens}, as "
+            "activations would not fit"
+        )
+    block_bytes = kv_bytes_per_token(spec, dtype_bytes) * cache.block_size
+    fitting = max(left, 0) // block_bytes
+    least = -(-min(context, _MIN_CONTEXT) // cache.block_size)
+    if fitting < least:
+        needed = memory_bytes - left + least * block_bytes
+        raise ConfigError(
+            f"the model needs at least {needed / GIB:.2f} GiB (weights {weights / GIB:.2f}, the "
+            f"rest activations and KV of {least * cache.block_size} tokens) and "
+            f"{memory_bytes / GIB:.2f} GiB are free; use a smaller model or dtype, or lower "
+            "--max-num-batched-tokens"
+        )
+    num_blocks = _num_blocks(cache, scheduler, context, (fitting, block_bytes), default_kv_bytes)
+    asked = _asked_blocks(cache, block_bytes)
+    if asked is not None and num_blocks < asked:
+        notes.append(f"KV blocks {asked} became {num_blocks}, as more would not fit")
+    if num_blocks * cache.block_size < context:
+        longest = num_blocks * cache.block_size
+        notes.append(f"max_model_len {context} became {longest}, as the KV cache holds no more")
+        context = longest
+    if num_blocks < seqs:
+        notes.append(f"max_num_seqs {seqs} became {num_blocks}, one per KV block")
+        seqs = num_blocks
+    rows = _rows(spec, dtype_bytes, memory_bytes, (num_blocks, cache.block_size, tokens), left)
+    return MemoryPlan(num_blocks, context, seqs, tokens, rows, tuple(notes))
+
+
+def _fit_step(
+    spec: ModelSpec, element_bytes: tuple[int, int], scheduler: SchedulerConfig, available: int
+) -> tuple[int, int]:
+    """A step's tokens, halved until half of the memory is left, and its activations.
+
+    `element_bytes` are those of the dtype and of the ops' scratch.
+    """
+    dtype_bytes, scratch_bytes = element_bytes
+    tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    while True:
+        used = activation_bytes(spec, dtype_bytes, tokens, seqs, scratch_bytes)
+        if used <= available // 2 or tokens // 2 < _MIN_STEP_TOKENS:
+            return tokens, used
+        tokens //= 2
+
+
+def _asked_blocks(cache: CacheConfig, block_bytes: int) -> int | None:
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    return None if cache.kv_cache_bytes is None else cache.kv_cache_bytes // block_bytes
+
+
+def _num_blocks(
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    context: int,
+    block: tuple[int, int],
+    default_kv_bytes: int | None,
+) -> int:
+    """Blocks to allocate; `block` is how many fit and the bytes of one."""
+    fitting, block_bytes = block
+    asked = _asked_blocks(cache, block_bytes)
+    if asked is not None:
+        if asked < 1:
+            raise ConfigError(
+                f"--kv-cache-bytes is {cache.kv_cache_bytes}, one block takes {block_bytes} bytes"
+            )
+        return min(asked, fitting)
+    one_sequence = -(-context // cache.block_size)
+    wanted = one_sequence * scheduler.max_num_seqs
+    if default_kv_bytes is None:
+        return min(wanted, fitting)
+    modest = max(min(fitting // 2, default_kv_bytes // block_bytes), min(one_sequence, fitting))
+    return min(wanted, modest)
+
+
+def _rows(
+    spec: ModelSpec, dtype_bytes: int, memory_bytes: int, sizes: tuple[int, int, int], left: int
+) -> tuple[MemoryRow, ...]:
+    """`sizes` are blocks, block size, tokens of a step; `left` is what KV and spare share."""
+    num_blocks, block_size, tokens = sizes
+    weights = weight_bytes(spec, dtype_bytes)
+    per_token = kv_bytes_per_token(spec, dtype_bytes)
+    kv_bytes = num_blocks * block_size * per_token
+    billions = num_parameters(spec) / 1e9
+    return (
+        MemoryRow("weights", weights, f"{billions:.3f} B parameters x {dtype_bytes} bytes"),
+        MemoryRow(
+            "KV cache",
+            kv_bytes,
+            f"{num_blocks} blocks x {block_size} tokens x {per_token} bytes",
+        ),
+        MemoryRow("activations", memory_bytes - weights - left, f"{tokens} tokens a step"),
+        MemoryRow("spare", left - kv_bytes, f"of {memory_bytes / GIB:.2f} GiB"),
+    )

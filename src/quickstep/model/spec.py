@@ -1,0 +1,174 @@
+"""`read_spec`: from a checkpoint's `config.json` to a `ModelSpec`, or one sentence why not.
+
+Called by the engine's assembly, the planner and the command line. Touches no tensor file and
+imports no torch, but for architectures that only the `transformers` fallback can run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from quickstep.errors import ConfigError
+from quickstep.model.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
+from quickstep.model.config_fields import ConfigFields
+from quickstep.model.decoder_spec import LayerSpec, ModelSpec, MoESpec, NormPlacement, QKNorm
+from quickstep.model.layer_patterns import make_layers
+
+__all__ = [
+    "LayerSpec",
+    "MoESpec",
+    "ModelSpec",
+    "NormPlacement",
+    "QKNorm",
+    "parse_spec",
+    "read_config",
+    "read_spec",
+]
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def read_spec(path: str | Path) -> ModelSpec:
+    """Read the spec of the checkpoint in a directory.
+
+    Raises:
+        ConfigError: No readable config, an unknown architecture, or a feature that is not
+            implemented.
+    """
+    config = read_config(path)
+    name = _architecture_name(config)
+    if name in ARCHITECTURES:
+        return parse_spec(config)
+    supported = ", ".join(sorted(ARCHITECTURES))
+    if config.get("auto_map"):
+        raise ConfigError(
+            f"architecture {name!r} needs Python code from the checkpoint (`auto_map`), which "
+            f"Quickstep never runs; natively supported are {supported}"
+        )
+    # Imported here: it needs transformers, which is optional and takes seconds to import.
+    from quickstep.model.fallback_spec import read_fallback_spec
+
+    return read_fallback_spec(Path(path), name, supported)
+
+
+def read_config(path: str | Path) -> dict[str, object]:
+    """The parsed `config.json` of a checkpoint directory. Raises ConfigError."""
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} holds no config.json, so it is not a checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} must hold a JSON object")
+    return config
+
+
+def parse_spec(config: Mapping[str, object]) -> ModelSpec:
+    """The spec of a native architecture's config. Raises ConfigError."""
+    name = _architecture_name(config)
+    architecture = ARCHITECTURES[name]
+    values = dict(config)
+    text_config = values.pop("text_config", None)
+    if isinstance(text_config, dict):
+        outer: dict[str, object] = {
+            key: values[key] for key in ("dtype", "torch_dtype") if key in values
+        }
+        values = outer | text_config
+    if values.get("quantization_config"):
+        raise ConfigError(
+            "the checkpoint is quantised (`quantization_config`), which cannot be loaded; use "
+            "the unquantised checkpoint"
+        )
+    fields = ConfigFields(values, architecture.defaults, "config.json")
+    spec = _read_decoder(fields, architecture, name)
+    fields.refuse_unread(architecture.neutral)
+    return replace(spec, notes=_notes(config, name))
+
+
+def _notes(config: Mapping[str, object], name: str) -> tuple[str, ...]:
+    notes = []
+    if config.get("auto_map"):
+        notes.append(f"the checkpoint's Python code (auto_map) is not used: {name} is native")
+    if config.get("vision_config"):
+        notes.append("the checkpoint's vision part is left out: only text is served")
+    return tuple(notes)
+
+
+def _architecture_name(config: Mapping[str, object]) -> str:
+    listed = config.get("architectures")
+    if isinstance(listed, list) and listed:
+        return str(listed[0])
+    model_type = str(config.get("model_type", ""))
+    return MODEL_TYPES.get(model_type, model_type or "(none named)")
+
+
+def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> ModelSpec:
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.optional_integer("num_key_value_heads") or num_heads
+    head_size = fields.optional_integer("head_dim") or hidden_size // num_heads
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"config.json has {num_heads} query heads, not a multiple of {num_kv_heads} kv heads"
+        )
+    num_layers = fields.integer("num_hidden_layers")
+    ropes = entry.ropes(fields, num_layers, head_size)
+    windows = entry.windows(fields, num_layers)
+    bias = fields.flag(entry.bias_key) if entry.bias_key else False
+    multiplied = entry.multipliers
+    embedding = fields.number("embedding_multiplier") if multiplied else 1.0
+    return ModelSpec(
+        architecture=name,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        max_model_len=ropes.max_model_len,
+        layers=make_layers(windows, ropes, entry.sparse(fields, num_layers)),
+        ropes=ropes.specs,
+        norm_eps=fields.number("rms_norm_eps"),
+        attention_scale=entry.scale(fields, head_size),
+        dtype=fields.text("dtype") or fields.text("torch_dtype"),
+        activation=_activation(fields, entry.activation_key),
+        norm_placement=entry.norm_placement,
+        norm_offset=entry.norm_offset,
+        qk_norm=entry.qk_norm,
+        qkv_bias=entry.qkv_bias or bias,
+        output_bias=entry.output_bias and bias,
+        mlp_bias=fields.flag(entry.mlp_bias_key) if entry.mlp_bias_key else False,
+        attention_softcap=_softcap(fields, entry, "attn_logit_softcapping"),
+        logit_softcap=_softcap(fields, entry, "final_logit_softcapping"),
+        embedding_multiplier=hidden_size**0.5 if entry.scaled_embedding else embedding,
+        residual_multiplier=fields.number("residual_multiplier") if multiplied else 1.0,
+        logit_divisor=fields.number("logits_scaling") if multiplied else 1.0,
+        tied=fields.flag("tie_word_embeddings"),
+        moe=entry.experts(fields),
+        naming=entry.naming,
+    )
+
+
+def _activation(fields: ConfigFields, key: str) -> str:
+    fields.text("hidden_act")  # Gemma files carry both; `hidden_activation` is the one in force
+    name = fields.text(key)
+    if name not in _ACTIVATIONS:
+        known = ", ".join(sorted(_ACTIVATIONS))
+        raise ConfigError(f"config.json asks for activation {name!r}; supported are {known}")
+    return _ACTIVATIONS[name]
+
+
+def _softcap(fields: ConfigFields, entry: Architecture, key: str) -> float | None:
+    return fields.optional_number(key) if entry.softcaps else None

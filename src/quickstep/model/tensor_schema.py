@@ -1,0 +1,135 @@
+"""Which tensors a `ModelSpec` needs, by name and shape: the one list that everything checks.
+
+The loader compares it with the files, sizing counts parameters from it. Names follow the
+checkpoint's own (`TensorNaming`). Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quickstep.model.decoder_spec import ModelSpec, NormPlacement, QKNorm
+
+__all__ = ["LayerNorms", "layer_norms", "layer_tensors", "num_parameters", "outer_tensors"]
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorms:
+    """Names of a layer's norms, by place; None where there is none."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_feed_forward: str | None
+    after_feed_forward: str | None
+
+
+def layer_norms(spec: ModelSpec) -> LayerNorms:
+    """The norms of every layer. Note `post_attention_layernorm`: its place differs by family."""
+    if spec.norm_placement is NormPlacement.PRE:
+        return LayerNorms("input_layernorm", None, "post_attention_layernorm", None)
+    if spec.norm_placement is NormPlacement.POST:
+        return LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+    return LayerNorms(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+
+
+def outer_tensors(spec: ModelSpec, prefix: str, head: str) -> Shapes:
+    """The tensors outside of the layers. A tied model has no output projection of its own."""
+    shapes: Shapes = {
+        f"{prefix}embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
+        f"{prefix}norm.weight": (spec.hidden_size,),
+    }
+    if not spec.tied:
+        shapes[head] = (spec.vocab_size, spec.hidden_size)
+    return shapes
+
+
+def layer_tensors(spec: ModelSpec, prefix: str, index: int) -> Shapes:
+    """The tensors of one layer."""
+    start = f"{prefix}layers.{index}."
+    relative = dict(_attention(spec))
+    for name in _norm_names(spec):
+        relative[f"{name}.weight"] = (spec.hidden_size,)
+    relative.update(_feed_forward(spec, spec.layers[index].sparse))
+    return {start + name: shape for name, shape in relative.items()}
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Parameters of the model; a tied output projection counts once."""
+    if spec.parameter_count is not None:
+        return spec.parameter_count
+    count = _count(outer_tensors(spec, "", "head"))
+    per_kind = {
+        layer.sparse: _count(layer_tensors(spec, "", i)) for i, layer in enumerate(spec.layers)
+    }
+    return count + sum(per_kind[layer.sparse] for layer in spec.layers)
+
+
+def _count(shapes: Shapes) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _norm_names(spec: ModelSpec) -> list[str]:
+    norms = layer_norms(spec)
+    names = (
+        norms.before_attention,
+        norms.after_attention,
+        norms.before_feed_forward,
+        norms.after_feed_forward,
+    )
+    return [name for name in names if name is not None]
+
+
+def _attention(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
+    hidden = spec.hidden_size
+    if spec.naming.fused_qkv:
+        projections = [("qkv_proj", queries + 2 * keys)]
+    else:
+        projections = [("q_proj", queries), ("k_proj", keys), ("v_proj", keys)]
+    for name, width in projections:
+        yield f"self_attn.{name}.weight", (width, hidden)
+        if spec.qkv_bias:
+            yield f"self_attn.{name}.bias", (width,)
+    yield "self_attn.o_proj.weight", (hidden, queries)
+    if spec.output_bias:
+        yield "self_attn.o_proj.bias", (hidden,)
+    if spec.qk_norm is not QKNorm.NONE:
+        whole = spec.qk_norm is QKNorm.FULL
+        yield "self_attn.q_norm.weight", (queries if whole else spec.head_size,)
+        yield "self_attn.k_norm.weight", (keys if whole else spec.head_size,)
+
+
+def _feed_forward(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, naming = spec.hidden_size, spec.naming
+    if sparse and spec.moe is not None:
+        gate, up, down = naming.expert_parts
+        width = spec.moe.intermediate_size
+        yield f"{naming.router}.weight", (spec.moe.num_experts, hidden)
+        for expert in range(spec.moe.num_experts):
+            start = f"{naming.experts}.{expert}."
+            yield f"{start}{gate}.weight", (width, hidden)
+            yield f"{start}{up}.weight", (width, hidden)
+            yield f"{start}{down}.weight", (hidden, width)
+        return
+    width = spec.intermediate_size
+    if naming.fused_gate_up:
+        projections = [("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)]
+    else:
+        projections = [
+            ("gate_proj", width, hidden),
+            ("up_proj", width, hidden),
+            ("down_proj", hidden, width),
+        ]
+    for name, outputs, inputs in projections:
+        yield f"mlp.{name}.weight", (outputs, inputs)
+        if spec.mlp_bias:
+            yield f"mlp.{name}.bias", (outputs,)

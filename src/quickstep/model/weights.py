@@ -1,0 +1,65 @@
+"""The weights of a decoder, packed for the op table that reads them. Plain frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quickstep.ops.table import LinearWeight
+
+__all__ = [
+    "AttentionWeights",
+    "DecoderWeights",
+    "DenseWeights",
+    "LayerWeights",
+    "SparseWeights",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """qkv: hidden -> (H + 2 K) * D in that order; norms are None without QK norm."""
+
+    qkv: LinearWeight
+    output: LinearWeight
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeights:
+    """gate_up: hidden -> 2 * width, gate first; down: width -> hidden. Also one expert."""
+
+    gate_up: LinearWeight
+    down: LinearWeight
+
+
+@dataclass(frozen=True, slots=True)
+class SparseWeights:
+    """A mixture of experts: router hidden -> experts."""
+
+    router: LinearWeight
+    experts: tuple[DenseWeights, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer; a norm that the architecture lacks is None."""
+
+    attention: AttentionWeights
+    feed_forward: DenseWeights | SparseWeights
+    before_attention: Tensor | None
+    after_attention: Tensor | None
+    before_feed_forward: Tensor | None
+    after_feed_forward: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """A whole decoder: embedding [V, hidden], layers, final norm, output projection."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: LinearWeight

@@ -1,0 +1,179 @@
+"""How far an implementation may be from the float64 result: at most twice as far as the reference.
+
+`oracle` is the naive float64 computation, written apart from the reference (dense masked softmax,
+plain sums). Distance is measured twice per output, as the largest and as the root-mean-square
+error over the elements, after an allowance for sums in fp32 (`slack`): the reference's sums are
+nearly exact, and fp32 accumulation in any order is what an implementation is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quickstep.ops.cases import AttentionCase, Case, bind
+from quickstep.ops.reference import reference_ops
+from quickstep.ops.table import OpTable
+
+__all__ = ["Agreement", "agreement", "oracle"]
+
+_FP32_ROUNDOFF = 2.0**-24
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The distance of one case: `ratio` is error over allowed error, and `ok` means <= 1."""
+
+    case: str
+    ratio: float
+    error: float
+    reference_error: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the implementation is close enough (false for NaN)."""
+        return self.ratio <= 1.0
+
+
+def agreement(ops: OpTable, case: Case | AttentionCase) -> Agreement:
+    """Compare `ops` with float64 on one case; the worst output and measure counts."""
+    results = zip(_run(ops, case), _run(reference_ops(), case), oracle(case), strict=True)
+    worst = Agreement(case.name, 0.0, 0.0, 0.0)
+    for got, reference, (exact, slack) in results:
+        if got.shape != reference.shape or got.dtype != reference.dtype:
+            return Agreement(case.name, torch.inf, torch.inf, 0.0)
+        if got.numel():
+            worst = max(worst, _distance(case.name, got, reference, exact, slack), key=_badness)
+    return worst
+
+
+def _badness(item: Agreement) -> tuple[float, float]:
+    return (torch.inf if item.ratio != item.ratio else item.ratio, item.error)
+
+
+def _distance(name: str, got: Tensor, reference: Tensor, exact: Tensor, slack: Tensor) -> Agreement:
+    error = (got.double() - exact).abs()
+    base = (reference.double() - exact).abs()
+    excess = (error - slack).clamp(min=0.0)
+    ratios = [_ratio(excess.max(), base.max()), _ratio(_rms(excess), _rms(base))]
+    worst = torch.inf if any(ratio != ratio for ratio in ratios) else max(ratios)
+    return Agreement(name, worst, error.max().item(), base.max().item())
+
+
+def _ratio(excess: Tensor, base: Tensor) -> float:
+    """Over 1 where the excess is more than twice the reference's error."""
+    found, allowed = excess.item(), 2.0 * base.item()
+    if found == 0.0:
+        return 0.0
+    return found / allowed if allowed > 0.0 else torch.inf
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt()
+
+
+def _run(ops: OpTable, case: Case | AttentionCase) -> tuple[Tensor, ...]:
+    if isinstance(case, AttentionCase):
+        args = (case.q, case.k_cache, case.v_cache, case.layout, case.params)
+        return (ops.paged_attention(*args),)
+    return bind(ops, case)(*case.tokens)
+
+
+def oracle(case: Case | AttentionCase) -> list[tuple[Tensor, Tensor]]:
+    """Per output its float64 value and the slack of each element (fp64, broadcastable)."""
+    if isinstance(case, AttentionCase):
+        return [_attention(case)]
+    wide = [x.double() if x.is_floating_point() else x for x in case.tokens]
+    fixed = [x.double() if isinstance(x, Tensor) else x for x in case.fixed]
+    result: list[tuple[Tensor, Tensor]] = _ORACLES[case.op](*wide, *fixed)
+    return result
+
+
+def _exactly(*values: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(value, torch.zeros(())) for value in values]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    value, size = x @ weight.t(), x.abs() @ weight.abs().t()
+    if bias is not None:
+        value, size = value + bias, size + bias.abs()
+    return [(value, 4 * _FP32_ROUNDOFF * size)]
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> list[tuple[Tensor, Tensor]]:
+    value = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + offset)
+    return [(value, 8 * _FP32_ROUNDOFF * value.abs())]
+
+
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+) -> list[tuple[Tensor, Tensor]]:
+    return [*_rms_norm(x + residual, weight, eps, offset), *_exactly(x + residual)]
+
+
+def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> list[tuple[Tensor, Tensor]]:
+    value = x.clone()
+    half = cos.shape[-1]
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        value[..., a] = x[..., a] * cos[:, None, i] - x[..., b] * sin[:, None, i]
+        value[..., b] = x[..., b] * cos[:, None, i] + x[..., a] * sin[:, None, i]
+    return [(value, 4 * _FP32_ROUNDOFF * x.abs().amax(-1, keepdim=True))]
+
+
+def _gated_activation(gate_up: Tensor, kind: str) -> list[tuple[Tensor, Tensor]]:
+    gate, up = gate_up.chunk(2, dim=-1)
+    functional = torch.nn.functional
+    if kind == "silu":
+        value = functional.silu(gate) * up
+    else:
+        value = functional.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * up
+    return [(value, 8 * _FP32_ROUNDOFF * (gate * up).abs())]
+
+
+def _attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
+    outputs, slacks = [], []
+    per_kv_head = case.q.shape[1] // case.k_cache.shape[2]
+    offset = 0
+    for table, (start, count) in zip(case.block_tables.long(), case.rows, strict=True):
+        queries = case.q[offset : offset + count].double()
+        offset += count
+        k, v = (
+            cache[table].flatten(0, 1)[: start + count].double().repeat_interleave(per_kv_head, 1)
+            for cache in (case.k_cache, case.v_cache)
+        )
+        scores = torch.einsum("qhd,khd->hqk", queries, k) * case.params.scale
+        size = torch.einsum("qhd,khd->hqk", queries.abs(), k.abs()) * abs(case.params.scale)
+        if case.params.softcap is not None:
+            scores = (scores / case.params.softcap).tanh() * case.params.softcap
+        distance = torch.arange(start, start + count)[:, None] - torch.arange(start + count)
+        hidden = (distance < 0) | (distance >= (case.params.window or start + count))
+        p = scores.masked_fill(hidden.to(scores.device), -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", p, v))
+        # an error e of a score scales its p by 1 + e
+        spread = (16 + 8 * size.amax(-1)).t().unsqueeze(-1)  # [Q, H, 1]
+        slacks.append(_FP32_ROUNDOFF * spread * torch.einsum("hqk,khd->qhd", p, v.abs()))
+    return torch.cat(outputs), torch.cat(slacks)
+
+
+def _write_kv(
+    k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    return _exactly(k, v)
+
+
+def _embedding(token_ids: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return _exactly(weight[token_ids])
+
+
+_ORACLES = {
+    "linear": _linear,
+    "embedding": _embedding,
+    "rms_norm": _rms_norm,
+    "add_rms_norm": _add_rms_norm,
+    "rotary": _rotary,
+    "write_kv": _write_kv,
+    "gated_activation": _gated_activation,
+}

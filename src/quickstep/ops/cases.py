@@ -1,0 +1,310 @@
+"""Seeded inputs for every op: what an implementation is checked on.
+
+Used by `ops.agreement` (distance from float64) and `ops.invariance` (same bits in every batch),
+for the reference and for every other implementation alike. Nothing at run time imports this.
+A case holds the inputs that have one entry per token (`tokens`, token first) apart from the
+others (`fixed`), so that a check can pick tokens, and `bind` turns an op into a function of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
+
+__all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases", "make_layout"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Rows = tuple[tuple[int, int], ...]  # per row: (position of the first token, number of tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Inputs of an op that treats each token by itself.
+
+    `tokens` then `fixed` are the op's arguments, but for linear, whose `fixed` is (weight, bias),
+    and write_kv, whose `tokens` are (k, v, slot_mapping) and `fixed` (k_cache, v_cache).
+    """
+
+    op: str
+    name: str
+    tokens: tuple[Tensor, ...]
+    fixed: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Inputs of paged_attention: the KV of every row up to its end stands in the caches.
+
+    `rows` say which positions are queried; block tables hold all blocks of the row's sequence.
+    """
+
+    name: str
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    rows: Rows
+    block_tables: Tensor
+    params: AttentionParams
+    op: str = "paged_attention"
+
+    @property
+    def layout(self) -> PagedLayout:
+        """The rows as the op receives them."""
+        return make_layout(self.rows, self.block_tables, self.k_cache.shape[1])
+
+
+def make_layout(rows: Rows, block_tables: Tensor, block_size: int) -> PagedLayout:
+    """The layout of a step that computes `rows`; `block_tables` [R, max blocks] int32."""
+    positions = torch.cat([torch.arange(start, start + count) for start, count in rows])
+    owner = torch.repeat_interleave(torch.tensor([count for _, count in rows]))
+    device = block_tables.device
+    positions, owner = positions.to(device), owner.to(device)
+    blocks = block_tables[owner, positions // block_size].long()
+    return PagedLayout(
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+        row_offsets=tuple(accumulate((count for _, count in rows), initial=0)),
+        context_lens=tuple(start + count for start, count in rows),
+        block_tables=block_tables,
+        block_size=block_size,
+    )
+
+
+def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
+    """The op as a function of `case.tokens` alone; every output has the token axis first."""
+    fixed = case.fixed
+    if case.op == "linear":
+        packed = ops.pack_linear(*fixed)  # type: ignore[arg-type]
+        return lambda x: (ops.linear(x, packed),)
+    if case.op == "write_kv":
+        return lambda k, v, slots: _write_and_read(ops, (k, v), slots, fixed)
+    functions: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
+        "embedding": ops.embedding,
+        "rms_norm": ops.rms_norm,
+        "add_rms_norm": ops.add_rms_norm,
+        "rotary": ops.rotary,
+        "gated_activation": ops.gated_activation,
+    }
+    function = functions[case.op]
+
+    def call(*tokens: Tensor) -> tuple[Tensor, ...]:
+        result = function(*tokens, *fixed)
+        return result if isinstance(result, tuple) else (result,)
+
+    return call
+
+
+def _write_and_read(
+    ops: OpTable, kv: tuple[Tensor, Tensor], slots: Tensor, caches: Sequence[object]
+) -> tuple[Tensor, ...]:
+    """Write into copies of the caches, check that other slots are untouched, read the written."""
+    written = []
+    before = [cache for cache in caches if isinstance(cache, Tensor)]
+    after = [cache.clone() for cache in before]
+    ops.write_kv(*kv, *after, slots)
+    for old, new in zip(before, after, strict=True):
+        written.append(new.flatten(0, 1)[slots])
+        restored = new.clone()
+        restored.view(-1, *new.shape[2:])[slots] = old.flatten(0, 1)[slots]
+        assert torch.equal(restored, old), "a slot outside slot_mapping changed"
+    return tuple(written)
+
+
+class _Source:
+    """Random inputs of one case; the name is the seed."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=self.generator) * scale).to(self.dtype)
+
+    def permutation(self, n: int) -> Tensor:
+        return torch.randperm(n, generator=self.generator)
+
+
+def cases(
+    ops: Sequence[str] | None = None, dtypes: Sequence[torch.dtype] = DTYPES
+) -> Iterator[Case | AttentionCase]:
+    """All cases of the named ops (None: of all), in each dtype; always the same values."""
+    for name in OPS if ops is None else ops:
+        for dtype in dtypes:
+            yield from OPS[name](dtype)
+
+
+def _label(op: str, dtype: torch.dtype, *parts: object) -> str:
+    return "-".join([op, str(dtype).removeprefix("torch."), *(str(part) for part in parts)])
+
+
+def _linear_cases(dtype: torch.dtype) -> Iterator[Case]:
+    # (T, C, N, bias): one row, tile and vector edges, odd sizes, K far above a chunk
+    shapes = [
+        (1, 32, 32, False),
+        (3, 64, 96, True),
+        (17, 77, 33, True),
+        (37, 896, 1152, True),
+        (33, 2048, 130, False),
+        (5, 4864, 65, False),
+        (18, 8192, 48, False),
+        (4, 64, 5003, False),
+        (130, 128, 256, True),
+        (0, 64, 32, True),
+    ]
+    for num_tokens, width, outputs, has_bias in shapes:
+        name = _label("linear", dtype, num_tokens, width, outputs)
+        source = _Source(name, dtype)
+        weight = source.normal(outputs, width, scale=width**-0.5)
+        bias = source.normal(outputs) if has_bias else None
+        yield Case("linear", name, (source.normal(num_tokens, width),), (weight, bias))
+    yield from _spread_linear_cases(dtype)
+
+
+def _spread_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """Activations with one channel far above the others, as language models have them."""
+    name = _label("linear", dtype, "outlier")
+    source = _Source(name, dtype)
+    x = source.normal(9, 512)
+    x[:, 7] *= 60.0
+    yield Case("linear", name, (x,), (source.normal(64, 512, scale=0.04), None))
+    name = _label("linear", dtype, "zero")
+    zero = torch.zeros(5, 96, dtype=dtype)
+    yield Case("linear", name, (zero,), (_Source(name, dtype).normal(40, 96), None))
+
+
+def _embedding_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for num_tokens, vocabulary, width in ((1, 10, 32), (45, 300, 77)):
+        name = _label("embedding", dtype, num_tokens, vocabulary, width)
+        source = _Source(name, dtype)
+        token_ids = source.permutation(vocabulary)[:num_tokens]
+        yield Case("embedding", name, (token_ids,), (source.normal(vocabulary, width),))
+
+
+_NORM_SHAPES: tuple[tuple[tuple[int, ...], float], ...] = (
+    ((1, 32), 0.0),
+    ((19, 77), 1.0),
+    ((37, 896), 0.0),
+    ((7, 8192), 0.0),
+    ((0, 64), 0.0),
+    ((21, 3, 64), 0.0),  # QK norm: [T, H, D]
+)
+
+
+def _rms_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for shape, offset in _NORM_SHAPES:
+        name = _label("rms_norm", dtype, *shape)
+        source = _Source(name, dtype)
+        fixed = (source.normal(shape[-1]), 1e-6, offset)
+        yield Case("rms_norm", name, (source.normal(*shape, scale=3.0),), fixed)
+    name = _label("rms_norm", dtype, "zero")
+    fixed = (_Source(name, dtype).normal(64), 1e-5, 0.0)
+    yield Case("rms_norm", name, (torch.zeros(3, 64, dtype=dtype),), fixed)
+
+
+def _add_rms_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for shape, offset in _NORM_SHAPES[:-1]:
+        name = _label("add_rms_norm", dtype, *shape)
+        source = _Source(name, dtype)
+        tokens = (source.normal(*shape), source.normal(*shape, scale=4.0))
+        yield Case("add_rms_norm", name, tokens, (source.normal(shape[-1]), 1e-5, offset))
+
+
+def _rotary_cases(dtype: torch.dtype) -> Iterator[Case]:
+    # (T, H, D, D_rot): whole, partial, odd half, one token
+    for num_tokens, heads, size, rotated in (
+        (1, 1, 32, 32),
+        (23, 3, 64, 64),
+        (9, 2, 80, 20),
+        (5, 4, 18, 6),
+    ):
+        for interleaved in (False, True):
+            name = _label("rotary", dtype, num_tokens, heads, size, rotated, interleaved)
+            source = _Source(name, dtype)
+            angles = _Source(name, torch.float32).normal(num_tokens, rotated // 2, scale=40.0)
+            tokens = (source.normal(num_tokens, heads, size), angles.cos(), angles.sin())
+            yield Case("rotary", name, tokens, (interleaved,))
+
+
+def _write_kv_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for num_tokens, heads, size, block_size in ((1, 1, 32, 16), (29, 2, 80, 8)):
+        name = _label("write_kv", dtype, num_tokens, heads, size)
+        source = _Source(name, dtype)
+        num_blocks = num_tokens // block_size + 3
+        slots = source.permutation(num_blocks * block_size)[:num_tokens]
+        shape = (num_blocks, block_size, heads, size)
+        kv = (source.normal(num_tokens, heads, size), source.normal(num_tokens, heads, size))
+        caches = (source.normal(*shape), source.normal(*shape))
+        yield Case("write_kv", name, (*kv, slots), caches)
+
+
+def _gated_activation_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for kind in ("silu", "gelu", "gelu_tanh"):
+        for num_tokens, width in ((1, 7), (19, 77), (6, 4864), (0, 32)):
+            name = _label("gated_activation", dtype, kind, num_tokens, width)
+            gate_up = _Source(name, dtype).normal(num_tokens, 2 * width, scale=3.0)
+            yield Case("gated_activation", name, (gate_up,), (kind,))
+        name = _label("gated_activation", dtype, kind, "extremes")
+        gate = torch.tensor([[0.0, -0.0, 1e-4, -1e-4, 8.0, -8.0, 90.0, -90.0, 2e4, -2e4]])
+        gate_up = torch.cat((gate, torch.ones_like(gate)), -1).to(dtype)
+        yield Case("gated_activation", name, (gate_up,), (kind,))
+
+
+# name, rows, (H, K, D), block size, window, soft-cap
+_MIXED: Rows = ((0, 1), (36, 1), (0, 37), (300, 1), (250, 13), (255, 1), (256, 1), (200, 2))
+_ATTENTION: tuple[tuple[str, Rows, tuple[int, int, int], int, int | None, float | None], ...] = (
+    ("one-key", ((0, 1),), (1, 1, 32), 16, None, None),
+    ("mixed", _MIXED, (4, 2, 64), 16, None, None),
+    ("large-scores", _MIXED, (4, 4, 32), 16, None, None),
+    ("window", _MIXED, (4, 2, 64), 16, 21, None),
+    ("window-below-tile", ((600, 1), (520, 9), (0, 40)), (2, 1, 32), 8, 70, None),
+    ("softcap", _MIXED, (6, 2, 80), 32, None, 5.0),
+    ("long", ((1023, 1), (1024, 2), (0, 70)), (3, 3, 128), 64, None, None),
+    ("head-256", ((40, 1), (20, 5)), (2, 1, 256), 4, 16, 30.0),
+    ("decode", tuple((17 * row, 1) for row in range(40)), (7, 1, 64), 16, None, None),
+)
+
+
+def _attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
+    for label, rows, heads, block_size, window, softcap in _ATTENTION:
+        # large scores: one key takes all the weight, exp underflows for the others
+        scale = 40.0 if label == "large-scores" else 1.0
+        name = _label("paged_attention", dtype, label)
+        source = _Source(name, dtype)
+        lengths = [-(-(start + count) // block_size) for start, count in rows]
+        num_blocks = sum(lengths) + 2
+        order = (source.permutation(num_blocks - 1) + 1).to(torch.int32)
+        tables = torch.zeros(len(rows), max(lengths), dtype=torch.int32)
+        for row, blocks in enumerate(order[: sum(lengths)].split(lengths)):
+            tables[row, : len(blocks)] = blocks
+        num_heads, num_kv_heads, size = heads
+        shape = (num_blocks, block_size, num_kv_heads, size)
+        yield AttentionCase(
+            name=name,
+            q=source.normal(sum(count for _, count in rows), num_heads, size, scale=scale),
+            k_cache=source.normal(*shape),
+            v_cache=source.normal(*shape),
+            rows=rows,
+            block_tables=tables,
+            params=AttentionParams(size**-0.5, window, softcap),
+        )
+
+
+OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = MappingProxyType({
+    "linear": _linear_cases,
+    "embedding": _embedding_cases,
+    "rms_norm": _rms_norm_cases,
+    "add_rms_norm": _add_rms_norm_cases,
+    "rotary": _rotary_cases,
+    "write_kv": _write_kv_cases,
+    "gated_activation": _gated_activation_cases,
+    "paged_attention": _attention_cases,
+})

@@ -1,0 +1,178 @@
+"""Whether an op table keeps its promise: a token's bits never depend on what stands beside it.
+
+`mismatches` runs a case in many arrangements (alone, permuted, in chunks, beside NaN, with other
+physical blocks, with 1 and 2 threads) and names those whose bits differ from the plain run. Used
+by the tests of every implementation. Nothing at run time imports this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quickstep.ops.cases import AttentionCase, Case, bind
+from quickstep.ops.table import OpTable
+
+__all__ = ["mismatches", "same_bits", "torch_threads"]
+
+_PREFIXES = (1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 64, 65)
+_CHUNKS = (1, 3, 16)
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Piece = tuple[int, int, int]  # (row, first query of the row, number of queries)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Run with `count` threads of torch, then with as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal shape, dtype and bits; the payload of a NaN does not count, the sign of zero does."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    integer = _INTEGERS[a.element_size()]
+    same = a.contiguous().view(integer) == b.contiguous().view(integer)
+    return bool((same | (a.isnan() & b.isnan())).all())
+
+
+def mismatches(ops: OpTable, case: Case | AttentionCase) -> list[str]:
+    """The arrangements, at 1 and 2 threads, whose bits differ from the whole case at 1 thread."""
+    runs: Callable[[], Iterator[tuple[str, bool]]]
+    if isinstance(case, AttentionCase):
+        with torch_threads(1):
+            expected = _attend(ops, case)
+        attention = case
+        runs = lambda: _attention_runs(ops, attention, expected)  # noqa: E731
+    else:
+        call = bind(ops, case)
+        with torch_threads(1):
+            outputs = call(*case.tokens)
+        token_case = case
+        runs = lambda: _token_runs(call, token_case, outputs)  # noqa: E731
+    found = []
+    for count in (1, 2):
+        with torch_threads(count):
+            found += [f"{name}, {count} threads" for name, same in runs() if not same]
+    return found
+
+
+def _token_runs(
+    call: Callable[..., tuple[Tensor, ...]], case: Case, expected: tuple[Tensor, ...]
+) -> Iterator[tuple[str, bool]]:
+    num_tokens = case.tokens[0].shape[0]
+    for name, index in _token_arrangements(num_tokens, repeats=case.op != "write_kv"):
+        chosen = call(*(x[index] for x in case.tokens))
+        yield name, all(same_bits(a, b[index]) for a, b in zip(chosen, expected, strict=True))
+    for token in {0, num_tokens // 2, num_tokens - 1} if num_tokens else set():
+        for value in (torch.nan, torch.inf):
+            outputs = call(*(_poisoned(x, token, value) for x in case.tokens))
+            pairs = zip(outputs, expected, strict=True)
+            name = f"token {token} beside {value}"
+            yield name, all(same_bits(a[token], b[token]) for a, b in pairs)
+
+
+def _poisoned(x: Tensor, token: int, value: float) -> Tensor:
+    """x with everything but one token's entries set to `value`."""
+    if not x.is_floating_point():
+        return x
+    poisoned = torch.full_like(x, value)
+    poisoned[token] = x[token]
+    return poisoned
+
+
+def _token_arrangements(num_tokens: int, repeats: bool) -> Iterator[tuple[str, Tensor]]:
+    yield "whole", torch.arange(num_tokens)
+    for token in sorted({0, 1, num_tokens // 2, num_tokens - 2, num_tokens - 1}):
+        if 0 <= token < num_tokens:
+            yield f"token {token} alone", torch.tensor([token])
+    for prefix in _PREFIXES:
+        if prefix < num_tokens:
+            yield f"the first {prefix}", torch.arange(prefix)
+            yield f"all but the first {prefix}", torch.arange(prefix, num_tokens)
+    yield "reversed", torch.arange(num_tokens).flip(0)
+    yield "shuffled", torch.randperm(num_tokens, generator=torch.Generator().manual_seed(0))
+    if repeats and num_tokens:
+        yield "repeated", torch.arange(3 * num_tokens + 1) % num_tokens
+
+
+def _attend(ops: OpTable, case: AttentionCase) -> Tensor:
+    return ops.paged_attention(case.q, case.k_cache, case.v_cache, case.layout, case.params)
+
+
+def _attention_runs(
+    ops: OpTable, case: AttentionCase, expected: Tensor
+) -> Iterator[tuple[str, bool]]:
+    whole = [(row, 0, count) for row, (_, count) in enumerate(case.rows)]
+    yield "whole", same_bits(_attend(ops, case), expected)
+    yield "other blocks", same_bits(_attend(ops, _renumbered(case)), expected)
+    yield "stale NaN", same_bits(_attend(ops, _stale(case)), expected)
+    for name, pieces in _attention_arrangements(whole):
+        part, index = _select(case, pieces)
+        yield name, same_bits(_attend(ops, part), expected[index])
+    for row, _, count in whole:
+        part, index = _select(case, [(row, 0, (count + 1) // 2)])
+        name = f"row {row} cut in half before stale NaN"
+        yield name, same_bits(_attend(ops, _stale(part)), expected[index])
+
+
+def _attention_arrangements(whole: list[Piece]) -> Iterator[tuple[str, list[Piece]]]:
+    for piece in whole:
+        yield f"row {piece[0]} alone", [piece]
+    yield "rows reversed", whole[::-1]
+    for size in _CHUNKS:
+        chunks = [
+            (row, first, min(size, count - first))
+            for row, _, count in whole
+            for first in range(0, count, size)
+        ]
+        yield f"chunks of {size}", chunks
+        yield f"every third chunk of {size}", chunks[::3]
+
+
+def _select(case: AttentionCase, pieces: list[Piece]) -> tuple[AttentionCase, Tensor]:
+    """The case of these pieces of rows, and which of the whole case's tokens they are."""
+    offsets = case.layout.row_offsets
+    index = torch.cat(
+        [torch.arange(offsets[row] + first, offsets[row] + first + n) for row, first, n in pieces]
+    )
+    rows = tuple((case.rows[row][0] + first, count) for row, first, count in pieces)
+    tables = case.block_tables[torch.tensor([row for row, _, _ in pieces])]
+    return replace(case, q=case.q[index], rows=rows, block_tables=tables), index
+
+
+def _renumbered(case: AttentionCase) -> AttentionCase:
+    """The same keys and values in other physical blocks, in a larger cache."""
+    num_blocks = case.k_cache.shape[0]
+    order = torch.randperm(num_blocks + 7, generator=torch.Generator().manual_seed(1))[:num_blocks]
+    caches = []
+    for cache in (case.k_cache, case.v_cache):
+        moved = cache.new_full((num_blocks + 7, *cache.shape[1:]), 3.0)
+        moved[order] = cache
+        caches.append(moved)
+    tables = order.to(torch.int32)[case.block_tables.long()]
+    return replace(case, k_cache=caches[0], v_cache=caches[1], block_tables=tables)
+
+
+def _stale(case: AttentionCase) -> AttentionCase:
+    """Every slot that no row has reached holds NaN, as a failed request may leave it."""
+    block_size = case.k_cache.shape[1]
+    reached = torch.zeros(case.k_cache.shape[:2], dtype=torch.bool).flatten()
+    for table, (start, count) in zip(case.block_tables.long(), case.rows, strict=True):
+        keys = torch.arange(start + count)
+        reached[table[keys // block_size] * block_size + keys % block_size] = True
+    shape = (*case.k_cache.shape[:2], 1, 1)
+    k, v = (
+        cache.masked_fill(~reached.view(shape), torch.nan) for cache in (case.k_cache, case.v_cache)
+    )
+    return replace(case, k_cache=k, v_cache=v)

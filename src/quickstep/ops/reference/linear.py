@@ -1,0 +1,66 @@
+"""Linear layers: y = x W^T + b, each output an exact sum per K chunk, chunks added in order.
+
+Factors are rounded to a few bits below the largest element of their row and chunk, so that BLAS
+can add in any order (`fixed_point`); the weight once, when it is packed, in its own dtype.
+It is widened to fp64 block by block as it is used: on one core 0.15 ns an element, against
+0.4 ns for reading it in a one-row product, and no copy of the model is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quickstep.ops.reference.fixed_point import round_rows, sum_bits
+from quickstep.ops.table import LinearWeight
+
+__all__ = ["linear", "pack_linear"]
+
+_BLOCK_ELEMENTS = 1 << 18  # of a weight in fp64 at a time: 2 MiB, stays in cache
+
+
+def _chunk(dtype: torch.dtype) -> int:
+    """Channels per exact sum: fp32 factors keep 23 bits, 16-bit ones 21."""
+    return 128 if dtype == torch.float32 else 2048
+
+
+def _round_chunks(x: Tensor, chunk: int) -> list[Tensor]:
+    return [round_rows(part.double(), sum_bits(chunk)) for part in x.split(chunk, dim=-1)]
+
+
+def _row_blocks(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
+    step = max(1, _BLOCK_ELEMENTS // max(1, num_columns))
+    return [(start, min(num_rows, start + step)) for start in range(0, num_rows, step)]
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> LinearWeight:
+    """weight [N, C], bias [N] or None. The weight itself is kept where no rounding was needed."""
+    num_outputs, num_inputs = weight.shape
+    rounded = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    for start, stop in _row_blocks(num_outputs, num_inputs):
+        parts = _round_chunks(weight[start:stop], _chunk(weight.dtype))
+        rounded[start:stop] = torch.cat(parts, dim=-1)
+    data = weight if weight.is_contiguous() and torch.equal(weight, rounded) else rounded
+    nbytes = data.nbytes + (0 if bias is None else bias.nbytes)
+    return LinearWeight(data, bias, num_outputs, num_inputs, nbytes)
+
+
+def linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    """x [T, C] -> [T, N] in x's dtype; T may be 0."""
+    data = weight.data
+    assert isinstance(data, Tensor)
+    out = x.new_empty(x.shape[0], weight.num_outputs)
+    if out.numel() == 0:
+        return out
+    chunk = _chunk(data.dtype)
+    inputs = _round_chunks(x, chunk)
+    bias = None if weight.bias is None else weight.bias.double()
+    for start, stop in _row_blocks(weight.num_outputs, weight.num_inputs):
+        wide = data[start:stop].double().split(chunk, dim=-1)
+        total = inputs[0] @ wide[0].t()
+        for part, block in zip(inputs[1:], wide[1:], strict=True):
+            total += part @ block.t()
+        if bias is not None:
+            total += bias[start:stop]
+        out[:, start:stop] = total.float()
+    return out

@@ -1,0 +1,194 @@
+"""Causal attention over a paged KV cache, for prefill and decode rows together.
+
+    scores = q k^T      exact per (query, key): both rounded as `fixed_point` says
+    m      = max        over the visible keys; exact
+    p      = exp(s - m) rounded to multiples of 2**-40, 0 for keys that are not visible
+    out    = sum over tiles of (sum of p v in the tile) / sum over tiles of (sum of p in it)
+
+Tiles of keys stand at absolute positions 0, 256, 512, ...; a sum inside a tile is exact, tiles are
+added in ascending order. So the bits of a query depend on its own visible keys alone: a tile it
+does not see adds zeros, and how queries are grouped into tensors is a matter of speed only.
+Keys that are not visible (stale blocks, later tokens) may hold anything, NaN included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quickstep.ops.reference.elementary import exp_nonpositive, tanh
+from quickstep.ops.reference.fixed_point import (
+    power_of_two,
+    round_rows,
+    round_to_multiple,
+    sum_bits,
+)
+from quickstep.ops.table import AttentionParams, PagedLayout
+
+__all__ = ["paged_attention"]
+
+_TILE = 256
+_PROBABILITY_QUANTUM = 2.0**-40
+_SCORE_ELEMENTS = 1 << 22  # fp64 scores held at a time: 32 MiB
+_TILE_ELEMENTS = 1 << 19  # fp64 keys of a tile at a time: 4 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Queries handled in one go: G rows with Q queries each, over one span of key tiles.
+
+    `tokens` [G, Q] indexes the step's tokens; rows' tables are `tables` [G, blocks].
+    """
+
+    tokens: Tensor
+    tables: Tensor
+    tile_starts: range
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: PagedLayout, params: AttentionParams
+) -> Tensor:
+    """q [T, H, D], caches [B, S, K, D] -> [T, H, D]."""
+    out = torch.empty_like(q)
+    for group in _groups(q, k_cache, layout, params.window):
+        attended = _attend(q[group.tokens], group, (k_cache, v_cache), layout, params)
+        out[group.tokens] = attended.float().to(q.dtype)
+    return out
+
+
+def _groups(
+    q: Tensor, k_cache: Tensor, layout: PagedLayout, window: int | None
+) -> Iterator[_Group]:
+    """Rows of one token together, by context length; longer rows alone, in runs of queries."""
+    num_heads, (num_kv_heads, head_size) = q.shape[1], k_cache.shape[2:]
+    starts = layout.row_offsets
+    lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    single = sorted(
+        (row for row, length in enumerate(lengths) if length == 1),
+        key=lambda row: layout.context_lens[row],
+    )
+    limit = max(1, _TILE_ELEMENTS // (_TILE * num_kv_heads * head_size))
+    for rows in _batches(single, layout.context_lens, limit, num_heads):
+        spans = [(layout.context_lens[row] - 1, layout.context_lens[row]) for row in rows]
+        tokens = [[starts[row]] for row in rows]
+        yield _group(rows, tokens, spans, layout, window)
+    for row, length in enumerate(lengths):
+        context_len = layout.context_lens[row]
+        step = max(1, _SCORE_ELEMENTS // (num_heads * max(1, context_len)))
+        for first in range(0, length if length > 1 else 0, step):
+            stop = min(length, first + step)
+            before = context_len - length
+            tokens = [list(range(starts[row] + first, starts[row] + stop))]
+            yield _group([row], tokens, [(before + first, before + stop)], layout, window)
+
+
+def _batches(
+    rows: list[int], context_lens: tuple[int, ...], limit: int, num_heads: int
+) -> Iterator[list[int]]:
+    """Cut rows sorted by context length into runs whose scores and keys stay small."""
+    batch: list[int] = []
+    for row in rows:
+        scores = (len(batch) + 1) * num_heads * context_lens[row]
+        if batch and (len(batch) == limit or scores > _SCORE_ELEMENTS):
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _group(
+    rows: list[int],
+    tokens: list[list[int]],
+    spans: list[tuple[int, int]],
+    layout: PagedLayout,
+    window: int | None,
+) -> _Group:
+    """`spans`: per row the positions [first, stop) of its queries."""
+    device = layout.block_tables.device
+    first = 0 if window is None else max(0, min(first for first, _ in spans) - window + 1)
+    starts = range(first // _TILE * _TILE, max(stop for _, stop in spans), _TILE)
+    row_index = torch.tensor(rows, device=device)
+    return _Group(torch.tensor(tokens, device=device), layout.block_tables[row_index], starts)
+
+
+def _attend(
+    q: Tensor,
+    group: _Group,
+    caches: tuple[Tensor, Tensor],
+    layout: PagedLayout,
+    params: AttentionParams,
+) -> Tensor:
+    """q [G, Q, H, D] -> [G, Q, H, D] in fp64. Heads stand as [K, H / K], the latter beside Q."""
+    num_rows, num_queries, num_heads, head_size = q.shape
+    num_kv_heads = caches[0].shape[2]
+    per_kv_head = num_heads // num_kv_heads
+    q = q.view(num_rows, num_queries, num_kv_heads, per_kv_head, head_size)
+    q = q.permute(0, 2, 3, 1, 4).flatten(2, 3).double()  # [G, K, H / K * Q, D]
+    q = round_rows(q, sum_bits(head_size))
+    positions = layout.positions[group.tokens]
+
+    slots = [_tile_slots(group, start, layout.block_size) for start in group.tile_starts]
+    hidden = [
+        _hidden(positions, start, params.window).repeat(1, per_kv_head, 1).unsqueeze(1)
+        for start in group.tile_starts
+    ]  # per tile [G, 1, H / K * Q, L]
+    scores = [
+        _scores(q, _gather(caches[0], tile), params).masked_fill_(mask, -torch.inf)
+        for tile, mask in zip(slots, hidden, strict=True)
+    ]
+    peak = torch.stack([tile.amax(-1) for tile in scores]).amax(0).unsqueeze(-1)
+    total = torch.zeros_like(peak)
+    out = torch.zeros_like(q)
+    for tile, mask, score in zip(slots, hidden, scores, strict=True):
+        p = round_to_multiple(exp_nonpositive(score - peak), _PROBABILITY_QUANTUM)
+        p.masked_fill_(mask, 0.0)
+        total += p.sum(-1, keepdim=True)
+        out += _weighted_values(p, mask, _gather(caches[1], tile))
+    out /= total
+    out = out.view(num_rows, num_kv_heads, per_kv_head, num_queries, head_size)
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _tile_slots(group: _Group, start: int, block_size: int) -> Tensor:
+    """[G, L] flat KV indices of the tile; beyond a row's table any slot, which is never visible."""
+    keys = torch.arange(start, start + _TILE, device=group.tables.device)
+    blocks = (keys // block_size).clamp(max=group.tables.shape[1] - 1)
+    return group.tables[:, blocks].long() * block_size + keys % block_size
+
+
+def _hidden(positions: Tensor, start: int, window: int | None) -> Tensor:
+    """[G, Q, L], true where the query must not see the key."""
+    keys = torch.arange(start, start + _TILE, device=positions.device)
+    distance = positions.unsqueeze(-1) - keys
+    hidden = distance < 0
+    return hidden if window is None else hidden | (distance >= window)
+
+
+def _gather(cache: Tensor, slots: Tensor) -> Tensor:
+    """Cache [B, S, K, D] at slots [G, L] -> [G, K, L, D] in fp64."""
+    return cache.view(-1, *cache.shape[2:])[slots].double().transpose(1, 2)
+
+
+def _scores(q: Tensor, keys: Tensor, params: AttentionParams) -> Tensor:
+    """q [G, K, H / K * Q, D], keys [G, K, L, D] -> [G, K, H / K * Q, L]."""
+    rounded = round_rows(keys, sum_bits(keys.shape[-1]))
+    scores = (q @ rounded.transpose(-1, -2)) * params.scale
+    if params.softcap is None:
+        return scores
+    return tanh(scores / params.softcap) * params.softcap
+
+
+def _weighted_values(p: Tensor, mask: Tensor, values: Tensor) -> Tensor:
+    """p [G, K, H / K * Q, L] times values [G, K, L, D], summed over the tile without rounding.
+
+    A value's power of two moves to its p, so that rounding looks at visible keys only. A value
+    that is not finite becomes 0 and makes its p infinite, hence the query NaN, where it is seen.
+    """
+    scale = power_of_two(values.abs().amax(-1, keepdim=True))
+    digits = round_rows(values, sum_bits(_TILE)).div_(scale).nan_to_num_(0.0, 0.0, 0.0)
+    weights = (p * scale.transpose(-1, -2)).masked_fill_(mask, 0.0)
+    return round_rows(weights, sum_bits(_TILE)) @ digits

@@ -1,0 +1,64 @@
+"""Top-k, top-p and min-p over one row of scaled logits.
+
+Tokens stand in one canonical order everywhere: larger value first, lower id first among equals.
+So each filter keeps an exact number of tokens, ties included, and a row's result depends on the
+row alone. Everything is float64 NumPy over one contiguous vector: its bits depend on neither the
+thread count nor the rows of the batch.
+
+Called by `runtime.sampler` and `runtime.logprobs`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from quickstep.types import SamplingParams
+
+__all__ = ["kept_token_ids", "largest"]
+
+Floats = npt.NDArray[np.floating]
+Ids = npt.NDArray[np.int64]
+
+
+def largest(values: Floats, count: int) -> Ids:
+    """Indices of the first `count` values in canonical order, ascending by index."""
+    size = values.shape[0]
+    if count >= size:
+        return np.arange(size)
+    threshold = np.partition(values, size - count)[size - count]
+    above = np.flatnonzero(values > threshold)
+    equal = np.flatnonzero(values == threshold)[: count - above.shape[0]]
+    return np.sort(np.concatenate((above, equal)))
+
+
+def kept_token_ids(scaled: npt.NDArray[np.float64], sampling: SamplingParams) -> Ids:
+    """The token ids that may be drawn, ascending: top-k, then top-p of those, then min-p.
+
+    `scaled` [V] holds (logit - largest logit) / temperature: its maximum is 0, and tokens that are
+    not allowed hold -inf. At least one token is always kept.
+    """
+    ids = np.flatnonzero(scaled > -np.inf)
+    if 0 < sampling.top_k < ids.shape[0]:
+        ids = ids[largest(scaled[ids], sampling.top_k)]
+    if sampling.top_p < 1.0:
+        values = scaled[ids]
+        ids = ids[largest(values, _nucleus_size(np.exp(values), sampling.top_p))]
+    if sampling.min_p > 0.0:
+        ids = ids[np.exp(scaled[ids]) >= sampling.min_p]
+    return ids
+
+
+def _nucleus_size(weights: npt.NDArray[np.float64], top_p: float) -> int:
+    """Size of the smallest set, largest weights first, whose share reaches `top_p`; at least 1.
+
+    Weights are relative to the largest, which is 1. Sorting the few large ones nearly always
+    suffices: the prefix sums do not depend on how much of the tail is sorted behind them.
+    """
+    target = top_p * weights.sum()
+    for floor in (1e-4, 0.0):
+        head = -np.sort(-weights[weights >= floor])
+        mass = np.cumsum(head)
+        if mass[-1] >= target:
+            return int(np.searchsorted(mass, target)) + 1
+    return len(weights)

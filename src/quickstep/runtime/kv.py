@@ -1,0 +1,31 @@
+"""The paged KV cache's tensors: how large they are, and their one allocation.
+
+Called when an engine opens. Blocks are handed out by `core.block_pool`, which knows ids only; here
+they are slices of tensors that live as long as the runner.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quickstep.model.interface import KVShape
+from quickstep.ops.table import KVCache
+
+__all__ = ["allocate_kv", "kv_bytes"]
+
+
+def kv_bytes(shape: KVShape, num_blocks: int, block_size: int) -> int:
+    """Bytes that `allocate_kv` takes with these arguments."""
+    return shape.bytes_per_token * num_blocks * block_size
+
+
+def allocate_kv(shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
+    """K and V per layer, [B, S, K, D], zeroed: attention may load positions that it masks."""
+    size = (num_blocks, block_size, shape.num_kv_heads, shape.head_size)
+
+    def tensors() -> tuple[torch.Tensor, ...]:
+        return tuple(
+            torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)
+        )
+
+    return KVCache(keys=tensors(), values=tensors())

@@ -1,0 +1,42 @@
+"""Log-probabilities of an emitted token, from the raw logits of its row.
+
+log_softmax with exp in float32 (as the logits are) and the sum in float64 in NumPy's pairwise
+order, which is fixed by V: neither threads nor the batch change a bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from quickstep.runtime.filters import largest
+from quickstep.types import TokenLogprobs
+
+__all__ = ["token_logprobs"]
+
+
+def token_logprobs(logits: npt.NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
+    """The chosen token's logprob and rank, and the `num_top` most likely tokens.
+
+    `logits` [V] raw, with a finite maximum. Equal logits rank by token id, so that ranks are
+    unique and agree with the order of `top`.
+    """
+    peak = logits.max()
+    log_total = math.log(np.exp(logits - peak).astype(np.float64).sum())
+
+    def logprob(index: int) -> float:
+        return float(logits[index]) - float(peak) - log_total
+
+    chosen = logits[token_id]
+    num_before = np.count_nonzero(logits > chosen)
+    num_before += np.count_nonzero(logits[:token_id] == chosen)
+    top = largest(logits, num_top) if num_top else np.empty(0, dtype=np.int64)
+    top = top[np.argsort(-logits[top], kind="stable")]
+    return TokenLogprobs(
+        token_id=token_id,
+        logprob=logprob(token_id),
+        rank=int(num_before) + 1,
+        top=tuple((index, logprob(index)) for index in top.tolist()),
+    )

@@ -1,0 +1,120 @@
+"""Runs one step: plan -> slots -> batch -> model -> sampler -> result.
+
+Owns the KV tensors and the slots. Called by an executor, by one thread at a time, strictly in plan
+order; a plan may be queued before the result of the one before it was read, because the last token
+of every slot stays here. Slots follow the plans in any case: one that fails has released and set
+up its slots, its rows have not run, and their sequences cannot go on unless admitted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from quickstep.errors import EngineError
+from quickstep.model.interface import Model
+from quickstep.ops.table import KVCache
+from quickstep.runtime.batch import build_batch
+from quickstep.runtime.sampler import Sample, SampleFailure, sample
+from quickstep.runtime.slots import Slot, SlotTable
+from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
+
+__all__ = ["ModelRunner"]
+
+
+class ModelRunner:
+    """One model on one device. `clock` gives seconds and is read at a step's start and end."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KVCache,
+        block_size: int,
+        num_slots: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._block_size = block_size
+        self._num_blocks = kv.keys[0].shape[0]
+        self._slots = SlotTable(num_slots, model.vocab_size)
+        self._clock = clock
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute a step. Raises EngineError when the plan does not fit, and what the model raises.
+
+        Rows that cannot go on (NaN logits, a token id in `logit_bias` that the model lacks) are
+        failures in the result.
+        """
+        started = self._clock()
+        self._slots.move(plan.released, plan.admitted)
+        try:
+            with torch.inference_mode():
+                outputs, failures = self._step(plan)
+        except BaseException:
+            self._slots.fail(plan.rows, f"step {plan.step_id} failed")
+            raise
+        return StepResult(plan.step_id, outputs, self._clock() - started, failures)
+
+    def skip(self, plan: StepPlan) -> None:
+        """Take a plan that stands behind a failed one: its slots move, its rows do not run."""
+        self._slots.move(plan.released, plan.admitted)
+        self._slots.fail(plan.rows, f"step {plan.step_id} was skipped")
+
+    def _step(self, plan: StepPlan) -> tuple[tuple[RowOutput, ...], tuple[RowFailure, ...]]:
+        if not plan.rows:
+            return (), ()
+        slots = [self._slots[row.slot] for row in plan.rows]
+        for row, slot in zip(plan.rows, slots, strict=True):
+            self._check(row, slot)
+            slot.append_blocks(row.new_block_ids)
+        return self._compute(plan.rows, slots)
+
+    def _check(self, row: StepRow, slot: Slot) -> None:
+        if row.num_drafts:
+            raise EngineError(f"a row has {row.num_drafts} drafts, this runner checks none")
+        if row.num_tokens < 1:
+            raise EngineError(f"a row of {slot.sequence_id} has no tokens")
+        if not all(0 <= block_id < self._num_blocks for block_id in row.new_block_ids):
+            raise EngineError(
+                f"{slot.sequence_id} was given a block that is not among {self._num_blocks}"
+            )
+        state = slot.state
+        if row.emits and state and not slot.failure and row.output_position != state.num_outputs:
+            raise EngineError(
+                f"{slot.sequence_id} has {state.num_outputs} outputs, "
+                f"the plan emits output {row.output_position}"
+            )
+
+    def _compute(
+        self, rows: Sequence[StepRow], slots: Sequence[Slot]
+    ) -> tuple[tuple[RowOutput, ...], tuple[RowFailure, ...]]:
+        model = self._model
+        batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
+        hidden = model.forward(batch, self._kv)
+        emitting = [
+            index
+            for index, (row, slot) in enumerate(zip(rows, slots, strict=True))
+            if row.emits and not slot.failure
+        ]
+        outputs = [RowOutput()] * len(rows)
+        if emitting:
+            ends = [batch.layout.row_offsets[index + 1] - 1 for index in emitting]
+            logits = model.logits(hidden[torch.tensor(ends, device=model.device)])
+            states = [state for i in emitting if (state := slots[i].state) is not None]
+            for index, drawn in zip(emitting, sample(logits, states), strict=True):
+                outputs[index] = _recorded(slots[index], drawn)
+        failures = tuple(
+            RowFailure(index, slot.failure) for index, slot in enumerate(slots) if slot.failure
+        )
+        return tuple(outputs), failures
+
+
+def _recorded(slot: Slot, drawn: Sample | SampleFailure) -> RowOutput:
+    """The row's output, after its slot has taken note of it."""
+    if isinstance(drawn, SampleFailure):
+        slot.failure = drawn.reason
+        return RowOutput()
+    slot.record(drawn.token_id)
+    return RowOutput((drawn.token_id,), (drawn.logprobs,) if drawn.logprobs else ())

@@ -1,0 +1,101 @@
+"""From logits to tokens, row by row.
+
+The order is fixed: penalties and bias -> allowed mask and ban of early ends -> temperature ->
+top-k -> top-p -> min-p -> draw. The draw is an argmax over scaled logits plus counter-based noise
+(`runtime.noise`), so no generator state exists. Each row is one contiguous NumPy vector in float64
+on one thread: the rows beside it and the thread count change no bit. A row whose logits have no
+finite maximum fails alone.
+
+Called by `runtime.runner`. Logits on an accelerator come over to the host, unless every row is a
+plain argmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quickstep.runtime.filters import kept_token_ids
+from quickstep.runtime.logprobs import token_logprobs
+from quickstep.runtime.noise import gumbel
+from quickstep.runtime.sampling_state import SamplingState
+from quickstep.types import TokenLogprobs
+
+__all__ = ["Sample", "SampleFailure", "sample", "sample_row"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One emitted token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFailure:
+    """Why a row emits nothing."""
+
+    reason: str
+
+
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Sample | SampleFailure]:
+    """One token per row of `logits` [E, V] fp32, for the sequence state of the same index.
+
+    States are read only; the caller records the tokens.
+    """
+    if all(state.is_plain_argmax for state in states):
+        return _argmax(logits)
+    rows = logits.cpu().numpy()
+    return [sample_row(row, state) for row, state in zip(rows, states, strict=True)]
+
+
+def sample_row(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
+    """The token of one row of raw logits [V]."""
+    if not np.isfinite(row.max()):
+        return _NO_MAXIMUM
+    if state.adjusts_logits:
+        logits = row.astype(np.float64)
+        state.adjust_(logits)
+        if not np.isfinite(logits.max()):
+            return _NOTHING_ALLOWED
+        token_id = _choose(logits, state)
+    else:
+        token_id = _choose(row, state)
+    num_top = state.sampling.logprobs
+    if num_top is None:
+        return Sample(token_id)
+    return Sample(token_id, token_logprobs(row, token_id, num_top))
+
+
+_NO_MAXIMUM = SampleFailure("the logits hold NaN or infinity")
+_NOTHING_ALLOWED = SampleFailure("no token is left after logit_bias, allowed ids and min_tokens")
+
+
+def _argmax(logits: Tensor) -> list[Sample | SampleFailure]:
+    """Ties go to the lowest id. NaN counts as the largest value, so it surfaces here."""
+    token_ids = torch.argmax(logits, dim=1, keepdim=True)
+    is_finite = torch.isfinite(logits.gather(1, token_ids))
+    return [
+        Sample(token_id) if finite else _NO_MAXIMUM
+        for token_id, finite in zip(
+            token_ids.flatten().tolist(), is_finite.flatten().tolist(), strict=True
+        )
+    ]
+
+
+def _choose(logits: npt.NDArray[np.floating], state: SamplingState) -> int:
+    temperature = state.sampling.temperature
+    if temperature == 0.0:
+        return int(logits.argmax())
+    scaled = logits.astype(np.float64)
+    scaled -= scaled.max()
+    with np.errstate(over="ignore"):  # a tiny temperature sends the tail to -inf: it is dropped
+        scaled /= temperature
+    ids = kept_token_ids(scaled, state.sampling)
+    return int(ids[np.argmax(scaled[ids] + gumbel(state.seed, state.num_outputs, ids))])

@@ -1,0 +1,107 @@
+"""The runner's slots: block table, sampling state and last token of each resident sequence.
+
+Owned by `runtime.runner`, changed only by the plans that it runs. A slot is set up by an
+`Admission` and dropped by a release; nothing of the earlier sequence survives in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from quickstep.errors import EngineError, RequestError
+from quickstep.runtime.sampling_state import SamplingState
+from quickstep.types import Admission, StepRow
+
+__all__ = ["Slot", "SlotTable"]
+
+
+class Slot:
+    """One resident sequence.
+
+    `last_token` is the newest sampled token, None before the first. `failure` says why the
+    sequence cannot go on; its rows then fail, and the sequences beside it do not notice.
+    """
+
+    def __init__(self, admission: Admission, vocab_size: int) -> None:
+        self.sequence_id = admission.sequence_id
+        self.last_token: int | None = None
+        self.failure = ""
+        self.state: SamplingState | None = None
+        token_ids = admission.token_ids
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            self.failure = f"the prompt has token ids outside the model's {vocab_size}"
+        else:
+            try:
+                self.state = SamplingState(admission, vocab_size)
+            except RequestError as error:
+                self.failure = str(error)
+        self._block_ids = np.zeros(8, dtype=np.int32)
+        self._num_blocks = 0
+
+    @property
+    def block_ids(self) -> npt.NDArray[np.int32]:
+        """The block table, in order."""
+        return self._block_ids[: self._num_blocks]
+
+    def append_blocks(self, block_ids: Sequence[int]) -> None:
+        """Extend the block table."""
+        end = self._num_blocks + len(block_ids)
+        if end > self._block_ids.shape[0]:
+            grown = np.zeros(max(end, 2 * self._block_ids.shape[0]), dtype=np.int32)
+            grown[: self._num_blocks] = self.block_ids
+            self._block_ids = grown
+        self._block_ids[self._num_blocks : end] = block_ids
+        self._num_blocks = end
+
+    def record(self, token_id: int) -> None:
+        """Remember a sampled token: it is the input of the next decode row."""
+        self.last_token = token_id
+        assert self.state is not None, "a slot without sampling state emits nothing"
+        self.state.record(token_id)
+
+
+class SlotTable:
+    """All slots by index. Raises EngineError when a plan does not fit what is resident."""
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._slots: list[Slot | None] = [None] * num_slots
+
+    def __getitem__(self, index: int) -> Slot:
+        slot = self._slots[self._checked(index)]
+        if slot is None:
+            raise EngineError(f"slot {index} holds no sequence, the plan has a row for it")
+        return slot
+
+    def move(self, released: Sequence[int], admitted: Sequence[Admission]) -> None:
+        """Drop sequences, then set others up. Raises EngineError before anything has changed."""
+        free = set(released)
+        for index in released:
+            if self._slots[self._checked(index)] is None:
+                raise EngineError(f"slot {index} holds no sequence, the plan releases it")
+        for admission in admitted:
+            resident = self._slots[self._checked(admission.slot)]
+            if resident is not None and admission.slot not in free:
+                raise EngineError(
+                    f"slot {admission.slot} holds {resident.sequence_id}, "
+                    f"{admission.sequence_id} needs it free"
+                )
+        for index in released:
+            self._slots[index] = None
+        for admission in admitted:
+            self._slots[admission.slot] = Slot(admission, self._vocab_size)
+
+    def fail(self, rows: Iterable[StepRow], reason: str) -> None:
+        """These rows did not run: their sequences cannot go on."""
+        for row in rows:
+            slot = self._slots[row.slot] if 0 <= row.slot < len(self._slots) else None
+            if slot is not None:
+                slot.failure = slot.failure or reason
+
+    def _checked(self, index: int) -> int:
+        if not 0 <= index < len(self._slots):
+            raise EngineError(f"slot {index} does not exist, the runner has {len(self._slots)}")
+        return index

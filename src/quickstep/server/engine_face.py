@@ -1,0 +1,118 @@
+"""What the surfaces know of an engine.
+
+`engine.engine.Engine` fits it as it stands; the tests' scripted engine and the client of an engine
+in its own process are the other implementations. No torch here or above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from quickstep.engine.stats import EngineStats
+from quickstep.engine.stream import Delta
+from quickstep.types import SamplingParams
+
+__all__ = ["ServedEngine", "Template", "TokenStream", "Vocabulary"]
+
+
+class TokenStream(Protocol):
+    """The deltas of one request, in order per sequence. Closing it early aborts the request."""
+
+    @property
+    def request_id(self) -> str:
+        """The engine's id."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt as the model reads it."""
+
+    @property
+    def seed(self) -> int:
+        """The noise seed that was used, given or drawn."""
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        """Iterate the deltas; ends after the last sequence's end."""
+
+    async def aclose(self) -> None:
+        """Abort what still runs and free its blocks. Idempotent."""
+
+
+class Vocabulary(Protocol):
+    """The tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for."""
+
+
+class Template(Protocol):
+    """A chat template."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation. Raises RequestError if the template refuses it."""
+
+
+class ServedEngine(Protocol):
+    """One model, serving."""
+
+    @property
+    def model_name(self) -> str:
+        """The name of the loaded model."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Weights, dtype and kernel set."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens."""
+
+    @property
+    def default_sampling(self) -> Mapping[str, float]:
+        """Sampling values of the checkpoint, for what a request does not set."""
+
+    @property
+    def tokenizer(self) -> Vocabulary:
+        """The model's tokenizer."""
+
+    @property
+    def chat_template(self) -> Template | None:
+        """None if the model has none."""
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing now."""
+
+    async def start(self) -> None:
+        """Begin stepping."""
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Let running requests go on for `drain_s`, then end them, then free everything."""
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+        deadline_s: float | None = None,
+    ) -> TokenStream:
+        """Queue a request. Raises RequestError."""

@@ -1,0 +1,208 @@
+"""`/metrics`: Prometheus text under vLLM's names, with the prefix `quickstep:`.
+
+`Metrics` belongs to one app. What a request took is observed here by its `RequestMeter`, from the
+deltas as they leave and from the timings that the scheduler kept; gauges of the engine are read
+from `stats()` when Prometheus asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quickstep.server.engine_face import ServedEngine
+from quickstep.server.generation import ChoiceDelta, Generation, GenerationRequest
+from quickstep.types import FinishReason
+
+__all__ = ["CONTENT_TYPE", "Metrics", "RequestMeter"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class Metrics:
+    """Counters and histograms of one app."""
+
+    def __init__(
+        self, engine: ServedEngine, model: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.engine = engine
+        self.clock = clock
+        self.model = model
+        self._histograms = {
+            name: self._histogram(name, text, buckets)
+            for name, text, buckets in (
+                ("time_to_first_token_seconds", "Arrival to first token.", _SECONDS),
+                ("inter_token_latency_seconds", "Gap between consecutive tokens.", _SECONDS),
+                ("request_time_per_output_token_seconds", "Mean gap of a request.", _SECONDS),
+                ("e2e_request_latency_seconds", "Arrival to the end.", _SECONDS),
+                ("request_queue_time_seconds", "Time waiting.", _SECONDS),
+                ("request_prefill_time_seconds", "Time in prefill.", _SECONDS),
+                ("request_decode_time_seconds", "Time in decode.", _SECONDS),
+                ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
+                ("request_generation_tokens", "Output tokens of a request.", _TOKENS),
+            )
+        }
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests.")
+        self._generation_tokens = self._counter("generation_tokens", "Output tokens so far.")
+        self._ends = Counter(
+            "quickstep:request_success",
+            "Choices that ended, by OpenAI's finish reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        for reason in FinishReason:
+            self._ends.labels(model, reason.openai)
+        self.registry.register(EngineGauges(engine, model))
+
+    def meter(self, request: GenerationRequest) -> RequestMeter:
+        """The meter of a request that arrives now."""
+        return RequestMeter(self, len(request.prompts) * request.sampling.n)
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def observe(self, name: str, value: float) -> None:
+        """One observation of a histogram."""
+        self._histograms[name].observe(max(0.0, value))
+
+    def count_output(self, num_tokens: int) -> None:
+        """Tokens left the engine."""
+        self._generation_tokens.inc(num_tokens)
+
+    def count_prompt(self, num_tokens: int) -> None:
+        """A request ended that had this many prompt tokens."""
+        self._prompt_tokens.inc(num_tokens)
+
+    def count_end(self, reason: FinishReason) -> None:
+        """A choice ended."""
+        self._ends.labels(self.model, reason.openai).inc()
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(
+            f"quickstep:{name}",
+            text,
+            ["model_name"],
+            buckets=tuple(buckets),
+            registry=self.registry,
+        ).labels(self.model)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"quickstep:{name}", text, ["model_name"], registry=self.registry).labels(
+            self.model
+        )
+
+
+class RequestMeter:
+    """Observes one request, from its arrival to its end."""
+
+    def __init__(self, metrics: Metrics, num_choices: int) -> None:
+        self._metrics = metrics
+        self._arrival = metrics.clock()
+        self._last: list[float | None] = [None] * num_choices
+        self._closed = False
+
+    @property
+    def fingerprint(self) -> str:
+        """The engine's."""
+        return self._metrics.engine.fingerprint
+
+    def observe(self, item: ChoiceDelta) -> None:
+        """A delta is about to leave."""
+        delta, metrics = item.delta, self._metrics
+        if not delta.token_ids:
+            return
+        now = metrics.clock()
+        last = self._last[item.choice]
+        if last is None:
+            metrics.observe("time_to_first_token_seconds", now - self._arrival)
+        else:
+            metrics.observe("inter_token_latency_seconds", now - last)
+        # tokens that came together have no gap between them
+        for _ in delta.token_ids[1:]:
+            metrics.observe("inter_token_latency_seconds", 0.0)
+        self._last[item.choice] = now
+        metrics.count_output(len(delta.token_ids))
+
+    def close(self, generation: Generation) -> None:
+        """The request is over, however it ended. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        metrics = self._metrics
+        metrics.count_prompt(generation.num_prompt_tokens)
+        metrics.observe("request_prompt_tokens", generation.num_prompt_tokens)
+        metrics.observe("request_generation_tokens", generation.usage.num_output_tokens)
+        metrics.observe("e2e_request_latency_seconds", metrics.clock() - self._arrival)
+        for choice in generation.choices:
+            metrics.count_end(choice.finish_reason or FinishReason.ABORTED)
+            timings = choice.timings
+            if timings is None:
+                continue
+            metrics.observe("request_queue_time_seconds", timings.queue_s)
+            metrics.observe("request_prefill_time_seconds", timings.prefill_s)
+            metrics.observe("request_decode_time_seconds", timings.decode_s)
+            gaps = timings.num_output_tokens - 1
+            if gaps > 0 and timings.first_token_s is not None:
+                span = timings.finished_s - timings.first_token_s
+                metrics.observe("request_time_per_output_token_seconds", span / gaps)
+
+
+class EngineGauges(Collector):
+    """Reads the engine's `stats()` at each scrape."""
+
+    def __init__(self, engine: ServedEngine, model: str) -> None:
+        self._engine = engine
+        self._model = model
+
+    def collect(self) -> Iterable[Metric]:
+        """One family per figure."""
+        load = self._engine.stats().scheduler
+        totals, blocks = load.totals, load.blocks
+        num_blocks = blocks.num_used + blocks.num_cached + blocks.num_free
+        gauges = (
+            ("num_requests_running", "Sequences in the batch.", load.num_running),
+            (
+                "num_requests_waiting",
+                "Sequences in the queue, preempted ones included.",
+                load.num_waiting + load.num_preempted,
+            ),
+            (
+                "kv_cache_usage_perc",
+                "Share of the KV blocks in use; 1 is all.",
+                blocks.num_used / num_blocks,
+            ),
+        )
+        counters = (
+            ("num_preemptions", "Sequences put back to the queue.", totals.num_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up.", totals.prefix_query_tokens),
+            ("prefix_cache_hits", "Prompt tokens found cached.", totals.prefix_hit_tokens),
+            ("engine_steps", "Steps run.", totals.num_steps),
+            ("engine_busy_seconds", "Measured seconds of all steps.", totals.busy_s),
+        )
+        for name, text, value in gauges:
+            yield self._filled(GaugeMetricFamily, name, text, value)
+        for name, text, value in counters:
+            yield self._filled(CounterMetricFamily, name, text, value)
+
+    def _filled(
+        self,
+        family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        value: float,
+    ) -> Metric:
+        metric = family(f"quickstep:{name}", text, labels=["model_name"])
+        metric.add_metric([self._model], value)
+        return metric

@@ -1,0 +1,90 @@
+"""The routes that do not generate: models, health, readiness, metrics, version.
+
+`/health` is about progress, not about being alive: it fails when work is pending and no step has
+finished for `stall_s`. `/ready` says whether new requests are welcome.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickstep import __version__
+from quickstep.engine.stats import EngineState
+from quickstep.server.api_errors import json_response
+from quickstep.server.metrics import CONTENT_TYPE, Metrics
+from quickstep.server.surface import Served
+
+__all__ = ["Probes"]
+
+
+class Probes:
+    """The endpoints, by name."""
+
+    def __init__(self, served: Served, metrics: Metrics, stall_s: float) -> None:
+        self._served = served
+        self._metrics = metrics
+        self._stall_s = stall_s
+        self._created = int(time.time())
+
+    async def health(self, _: Request) -> Response:
+        """200 while steps finish or nothing is pending, else 503."""
+        stats = self._served.engine.stats()
+        load = stats.scheduler
+        status = "stalled" if stats.stalled_s > self._stall_s else "ok"
+        status = "failed" if stats.failure else status
+        state = {
+            "status": status,
+            "engine": stats.state.value,
+            "failure": stats.failure or None,
+            "num_requests": stats.num_requests,
+            "num_running": load.num_running,
+            "num_waiting": load.num_waiting + load.num_preempted,
+            "num_used_blocks": load.blocks.num_used,
+            "num_cached_blocks": load.blocks.num_cached,
+            "num_free_blocks": load.blocks.num_free,
+            "num_steps": load.totals.num_steps,
+            "seconds_without_progress": round(stats.stalled_s, 3),
+        }
+        return json_response(state, 200 if status == "ok" else 503)
+
+    async def ready(self, _: Request) -> Response:
+        """200 while new requests are welcome, else 503."""
+        ready = self._served.engine.stats().state is EngineState.RUNNING
+        return json_response({"ready": ready}, 200 if ready else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        """Prometheus text."""
+        return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    async def version(self, _: Request) -> Response:
+        """The version of Quickstep."""
+        return json_response({"version": __version__})
+
+    async def ping(self, _: Request) -> Response:
+        """The process answers."""
+        return json_response({})
+
+    async def models(self, _: Request) -> Response:
+        """All names that are served."""
+        data = [self._model(name) for name in self._served.names]
+        return json_response({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        """One of them, or 404."""
+        name: str = request.path_params["model"]
+        return json_response(self._model(self._served.model(name)))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "quickstep",
+            "root": self._served.engine.model_name,
+            "parent": None,
+            "max_model_len": self._served.engine.max_model_len,
+        }

@@ -1,0 +1,152 @@
+"""Serving on a socket: bind first, then serve until a signal, then drain.
+
+`bind` comes before the model is loaded, so that a taken port costs no minute. SIGTERM or SIGINT
+stops accepting and lets running requests go on for `drain_s`; a second one ends them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from quickstep.errors import ConfigError
+from quickstep.server.app import create_app
+from quickstep.server.engine_face import ServedEngine
+from quickstep.server.options import ServerOptions
+
+__all__ = ["DrainingServer", "bind", "serve", "server_for"]
+
+_LOG = logging.getLogger("quickstep.server")
+_BACKLOG = 2048
+_FLUSH_S = 5
+_SIGNAL_POLL_S = 0.1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet. Raises ConfigError that says what is wrong."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port is {port}, it must be between 0 and 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host {host!r} is not an address: {error.strerror}") from None
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(_refusal(host, port, error)) from None
+    return sock
+
+
+def _refusal(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use; choose another with --port (0 takes a free one)"
+    if error.errno == errno.EACCES:
+        return f"port {port} needs privileges; choose one above 1023 with --port"
+    return f"cannot listen on {host}:{port}: {error.strerror}"
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, except that it drains the engine, that a second signal of any kind ends the wait,
+    and that the process goes on to its own end.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, engine: ServedEngine, options: ServerOptions
+    ) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._drain_s = options.drain_s
+        self._names = ", ".join(options.served_model_names or (engine.model_name,))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then say so."""
+        await super().startup(sockets)
+        for sock in sockets or []:
+            host, port = sock.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            _LOG.info("serving %s at http://%s:%d/v1", self._names, shown, port)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse new requests, let running ones go on, then end them with an error event."""
+        draining = asyncio.create_task(self._engine.stop(self._drain_s))
+        hurrying = asyncio.create_task(self._stop_at_second_signal(draining))
+        await super().shutdown(sockets)
+        await asyncio.gather(draining, hurrying, return_exceptions=True)
+        await self._engine.stop()  # for a drain that was cut short
+
+    async def _stop_at_second_signal(self, draining: asyncio.Task[None]) -> None:
+        while not draining.done():
+            if self.force_exit:
+                draining.cancel()
+            await asyncio.sleep(_SIGNAL_POLL_S)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take the signals while serving, and give them back."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First drain, then end."""
+        name = signal.Signals(sig).name
+        if self.should_exit:
+            _LOG.info("%s again: ending the running requests", name)
+            self.force_exit = True
+            return
+        _LOG.info(
+            "%s: no new requests, running ones have %g s; again to end them", name, self._drain_s
+        )
+        self.should_exit = True
+
+
+def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
+    """The configured server of an engine, not running."""
+    config = uvicorn.Config(
+        create_app(engine, options),
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        backlog=_BACKLOG,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        # the engine ends the streams in time; this is for clients that do not read their end
+        timeout_graceful_shutdown=round(options.drain_s) + _FLUSH_S,
+    )
+    return DrainingServer(config, engine, options)
+
+
+def serve(
+    engine: ServedEngine,
+    host: str,
+    port: int,
+    options: ServerOptions | None = None,
+    sock: socket.socket | None = None,
+) -> None:
+    """Serve until a signal. Raises ConfigError if the port cannot be had."""
+    options = options or ServerOptions()
+    sock = sock or bind(host, port)
+    server_for(engine, options).run(sockets=[sock])
+    _LOG.info("stopped")

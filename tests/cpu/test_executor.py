@@ -1,0 +1,112 @@
+"""The worker thread: order, callbacks, failures, closing."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+from paged_hash_model import PagedHashModel
+
+from quickstep.errors import EngineError
+from quickstep.runtime.executor import LocalExecutor
+from quickstep.runtime.kv import allocate_kv
+from quickstep.runtime.runner import ModelRunner
+from quickstep.types import Admission, Phase, SamplingParams, StepPlan, StepRow
+
+PROMPT = (5, 9, 2)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class GatedModel(PagedHashModel):
+    """Waits for `gate` in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Event()
+
+    def forward(self, batch, kv):
+        self.gate.wait()
+        return super().forward(batch, kv)
+
+
+def open_executor(model):
+    kv = allocate_kv(model.kv_shape, 8, 4, model.device)
+    return LocalExecutor(ModelRunner(model, kv, 4, num_slots=2, clock=lambda: 0.0))
+
+
+def first_step(step_id=0, slot=0):
+    row = StepRow(slot, 0, len(PROMPT), PROMPT, (0, 1), Phase.PREFILL, True, 0)
+    return StepPlan(step_id, (row,), (Admission(slot, "r#0", PROMPT, len(PROMPT), GREEDY, 0),))
+
+
+def decode_step(step_id):
+    row = StepRow(0, len(PROMPT) + step_id - 1, 1, (), (), Phase.DECODE, True, step_id)
+    return StepPlan(step_id, (row,))
+
+
+def tokens_of(ticket):
+    return ticket.result().outputs[0].token_ids
+
+
+def test_plans_queued_before_any_result_run_in_order():
+    waited = open_executor(PagedHashModel())
+    expected = [tokens_of(waited.submit(first_step()))]
+    expected += [tokens_of(waited.submit(decode_step(i))) for i in (1, 2, 3)]
+    model = GatedModel()
+    queued = open_executor(model)
+    tickets = [queued.submit(first_step()), *(queued.submit(decode_step(i)) for i in (1, 2, 3))]
+    assert not any(ticket.done() for ticket in tickets)
+    model.gate.set()
+    assert [tokens_of(ticket) for ticket in tickets] == expected
+    assert all(ticket.done() for ticket in tickets)
+    waited.close()
+    queued.close()
+
+
+def test_a_callback_comes_when_the_result_is_there():
+    model = GatedModel()
+    executor = open_executor(model)
+    ticket = executor.submit(first_step())
+    called = threading.Event()
+    seen = []
+    ticket.add_done_callback(lambda: (seen.append(ticket.done()), called.set()))
+    assert not called.is_set()
+    model.gate.set()
+    called.wait()
+    assert seen == [True]
+    late = []
+    ticket.add_done_callback(lambda: late.append(True))
+    assert late == [True]
+    executor.close()
+
+
+def test_a_failed_step_fails_the_ones_behind_it_until_reset():
+    model = PagedHashModel()
+    executor = open_executor(model)
+    expected = tokens_of(executor.submit(first_step()))
+    model.error = RuntimeError("out of memory")
+    failed = executor.submit(decode_step(1))
+    with pytest.raises(EngineError, match="step 1 failed: out of memory"):
+        failed.result()
+    model.error = None
+    with pytest.raises(EngineError, match="queued behind"):
+        executor.submit(decode_step(2)).result()
+    with pytest.raises(EngineError, match="queued behind"):
+        executor.submit(first_step(3, slot=1)).result()
+    executor.reset()
+    row = replace(first_step().rows[0], slot=1, new_block_ids=(2, 3))
+    again = StepPlan(4, (row,), (replace(first_step().admitted[0], slot=1),), released=(0, 1))
+    assert tokens_of(executor.submit(again)) == expected
+    executor.close()
+
+
+def test_close_finishes_what_was_submitted_and_refuses_more():
+    model = GatedModel()
+    executor = open_executor(model)
+    tickets = [executor.submit(first_step()), executor.submit(decode_step(1))]
+    model.gate.set()
+    executor.close()
+    executor.close()
+    executor.reset()
+    assert all(ticket.done() and tokens_of(ticket) for ticket in tickets)
+    with pytest.raises(EngineError, match="closed"):
+        executor.submit(decode_step(2))

@@ -1,0 +1,195 @@
+"""`LLM`, the synchronous face: vLLM's names, order, refusals, and an orderly end."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+from quickstep import LLM, SamplingParams
+from quickstep.errors import ConfigError, EngineError, RequestError
+from quickstep.types import FinishReason
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("llm") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with LLM(str(checkpoint), num_threads=1, seed=3) as llm:
+        yield llm
+
+
+def texts(outputs):
+    return [output.outputs[0].text for output in outputs]
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_answers_stand_in_the_order_of_the_prompts(llm):
+    prompts = [f"prompt {n}" for n in range(7)]
+    sampling = [SamplingParams(temperature=0, max_tokens=8 - n) for n in range(7)]
+    outputs = llm.generate(prompts, sampling)
+    assert [output.prompt for output in outputs] == prompts
+    alone = [llm.generate(p, s)[0] for p, s in zip(prompts, sampling, strict=True)]
+    assert tokens(outputs) == tokens(alone)
+    assert all(output.finished for output in outputs)
+
+
+def test_text_token_ids_and_mappings_are_the_same_prompt(llm):
+    ids = llm.engine.tokenizer.encode("same")
+    forms = ["same", ids, {"prompt": "same"}, {"prompt_token_ids": ids}]
+    outputs = [llm.generate(form, GREEDY)[0] for form in forms]
+    outputs += llm.generate(forms, GREEDY) + llm.generate([ids, tuple(ids)], GREEDY)
+    assert len(set(tokens(outputs))) == 1
+    assert {output.prompt_token_ids for output in outputs} == {tuple(ids)}
+    assert [output.prompt for output in outputs[:4]] == ["same", None, "same", None]
+
+
+def test_no_prompts_give_no_answers(llm):
+    assert llm.generate([]) == []
+
+
+def test_without_parameters_sixteen_tokens_come_and_the_seed_reproduces_them(llm):
+    first = llm.generate("once")[0]
+    assert len(first.outputs[0].token_ids) <= 16
+    again = llm.generate("once", SamplingParams(seed=first.metrics.seed))
+    assert tokens([first]) == tokens(again)
+
+
+def test_an_engine_seed_repeats_unseeded_answers(checkpoint, llm):
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+
+    def answers(seed):
+        with LLM(str(checkpoint), num_threads=1, seed=seed) as fresh:
+            return tokens(fresh.generate(["a", "a"], sampling))
+
+    first = answers(5)
+    assert first[0] != first[1]
+    assert answers(5) == first
+
+
+def test_logprobs_stand_per_token_and_add_up(llm):
+    sampling = SamplingParams(temperature=0, max_tokens=4, logprobs=2, ignore_eos=True)
+    output = llm.generate("abc", sampling)[0].outputs[0]
+    assert len(output.logprobs) == len(output.token_ids) == 4
+    chosen = []
+    for token_id, position in zip(output.token_ids, output.logprobs, strict=True):
+        assert len(position) == 2
+        assert position[token_id].rank == 1
+        chosen.append(position[token_id].logprob)
+    assert output.cumulative_logprob == math.fsum(chosen) < 0
+    assert llm.generate("abc", GREEDY)[0].outputs[0].logprobs is None
+
+
+def test_reasons_are_openais_words_and_the_exact_ones(llm):
+    output = llm.generate("abc", GREEDY)[0].outputs[0]
+    assert (output.finish_reason, output.ended_by) == ("length", FinishReason.MAX_TOKENS)
+    assert output.stop_reason is None
+    stop = SamplingParams(
+        temperature=0, max_tokens=6, ignore_eos=True, stop_token_ids=[output.token_ids[0]]
+    )
+    stopped = llm.generate("abc", stop)[0].outputs[0]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", output.token_ids[0])
+    assert stopped.text == ""
+
+
+def test_chat_is_generate_on_the_rendered_conversation(llm):
+    expected = tokens(llm.generate("user: hi\nassistant:", GREEDY))
+    assert tokens(llm.chat(USER, GREEDY)) == expected
+    assert tokens(llm.chat([USER, USER], GREEDY)) == expected * 2
+    opened = llm.chat(USER, GREEDY, add_generation_prompt=False)
+    assert tokens(opened) == tokens(llm.generate("user: hi\n", GREEDY))
+    with_extra = llm.chat(USER, GREEDY, chat_template_kwargs={"suffix": "?"})
+    assert tokens(with_extra) == tokens(llm.generate("user: hi\nassistant:?", GREEDY))
+    with_tools = llm.chat(USER, GREEDY, tools=[{"name": "f"}])
+    rendered = 'user: hi\n[{"name": "f"}]assistant:'
+    assert tokens(with_tools) == tokens(llm.generate(rendered, GREEDY))
+
+
+def test_a_model_without_a_template_takes_no_conversations(tmp_path):
+    path = write_checkpoint(tmp_path / "plain", template=None)
+    with LLM(str(path), num_threads=1) as llm, pytest.raises(RequestError, match="completion"):
+        llm.chat(USER)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "says"),
+    [
+        (["fine", ""], None, "empty"),
+        (["fine", [9999]], None, "9999"),
+        ("x" * 999, None, "999 tokens"),
+        (["a", "b"], [GREEDY], "1 sampling_params for 2"),
+        ("a", {"max_tokens": 3}, "dict"),
+        ("a", [3], "must be SamplingParams"),
+        ({"text": "a"}, None, "prompt_token_ids"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, None, "either"),
+    ],
+)
+def test_a_bad_request_serves_none_and_hurts_nothing(llm, prompts, sampling, says):
+    with pytest.raises(RequestError, match=says):
+        llm.generate(prompts, sampling)
+    assert llm.engine.stats().num_requests == 0
+    assert len(llm.generate("still here", GREEDY)) == 1
+
+
+def test_threads_may_share_an_llm(llm):
+    prompts = [f"thread {n}" for n in range(6)]
+    expected = tokens(llm.generate(prompts, GREEDY))
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        answers = list(pool.map(lambda prompt: llm.generate(prompt, GREEDY)[0], prompts))
+    assert tokens(answers) == expected
+
+
+def test_nothing_is_printed_where_standard_error_is_no_terminal(llm, capfd):
+    llm.generate("quiet", GREEDY)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_unknown_option_names_the_nearest(checkpoint):
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        LLM(str(checkpoint), max_num_seq=3)
+
+
+def test_a_closed_llm_says_so(checkpoint):
+    llm = LLM(str(checkpoint), num_threads=1)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        llm.generate("a")
+
+
+def test_closing_answers_those_who_wait_with_what_there_is(checkpoint):
+    llm = LLM(str(checkpoint), num_threads=1)
+    endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting = pool.submit(llm.generate, ["a"] * 20, endless)
+        while not llm.engine.stats().num_requests and not waiting.done():
+            pass
+        llm.close()
+        ends = {output.outputs[0].ended_by for output in waiting.result()}
+    assert ends <= {FinishReason.SHUTDOWN, FinishReason.CONTEXT_LIMIT}
+
+
+def test_a_script_that_never_closes_ends_quietly(checkpoint):
+    script = f"from quickstep import LLM; print(len(LLM({str(checkpoint)!r}).generate('a')))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.stdout, done.stderr) == ("1\n", "")

@@ -1,0 +1,91 @@
+"""Draws follow the exact distribution: chi-square over many seeds, and over positions.
+
+The statistic over f degrees of freedom is compared with f + 2 sqrt(f x) + 2 x, which it passes
+with a probability of at most exp(-x) (Laurent and Massart 2000, lemma 1); x = 9.2 makes that
+1e-4. Seeds are fixed, so the outcome is too.
+"""
+
+import math
+
+import numpy as np
+import pytest
+
+from quickstep.runtime.sampler import Sample, sample_row
+from quickstep.runtime.sampling_state import SamplingState
+from quickstep.types import Admission, SamplingParams
+
+LOGITS = np.array([2.0, 1.5, 1.5, 0.7, 0.0, -0.3, -1.0, -2.5, 0.2, 1.1, -0.9, 0.4], np.float32)
+NUM_DRAWS = 12_000
+
+CASES = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.5),
+    SamplingParams(temperature=1.7),
+    SamplingParams(temperature=0.8, top_k=5),
+    SamplingParams(temperature=0.8, top_k=2),
+    SamplingParams(temperature=1.0, top_p=0.7),
+    SamplingParams(temperature=1.3, min_p=0.2),
+    SamplingParams(temperature=1.3, top_k=8, top_p=0.85, min_p=0.15),
+    SamplingParams(temperature=1.0, allowed_token_ids=(1, 4, 7, 11)),
+    SamplingParams(temperature=1.0, logit_bias={7: 4.0, 0: -3.0}),
+]
+
+
+def exact_law(sampling):
+    """Probabilities by the definition, in plain Python."""
+    logits = LOGITS.astype(np.float64).tolist()
+    for token_id, bias in sampling.logit_bias.items():
+        logits[token_id] += bias
+    ids = sorted(sampling.allowed_token_ids or range(len(logits)), key=lambda i: (-logits[i], i))
+    weight = {i: math.exp(logits[i] / sampling.temperature) for i in ids}
+    if sampling.top_k > 0:
+        ids = ids[: sampling.top_k]
+    total, mass, kept = sum(weight[i] for i in ids), 0.0, []
+    for i in ids:
+        if mass < sampling.top_p * total:
+            kept.append(i)
+        mass += weight[i]
+    kept = [i for i in kept if weight[i] >= sampling.min_p * weight[kept[0]]]
+    total = sum(weight[i] for i in kept)
+    return {i: weight[i] / total for i in kept}
+
+
+def state_of(sampling, seed, num_outputs=0):
+    admission = Admission(0, "r#0", (1,) + (0,) * num_outputs, 1, sampling, seed)
+    return SamplingState(admission, len(LOGITS))
+
+
+def draw(state):
+    drawn = sample_row(LOGITS, state)
+    assert isinstance(drawn, Sample)
+    return drawn.token_id
+
+
+def assert_follows(law, tokens):
+    counts = np.bincount(tokens, minlength=len(LOGITS))
+    assert set(np.flatnonzero(counts).tolist()) <= set(law)
+    statistic = sum((counts[i] - len(tokens) * p) ** 2 / (len(tokens) * p) for i, p in law.items())
+    freedom = len(law) - 1
+    assert statistic < freedom + 2 * math.sqrt(freedom * 9.2) + 2 * 9.2
+
+
+@pytest.mark.parametrize("sampling", CASES, ids=range(len(CASES)))
+def test_draws_over_seeds_follow_the_exact_distribution(sampling):
+    tokens = [draw(state_of(sampling, seed)) for seed in range(NUM_DRAWS)]
+    assert_follows(exact_law(sampling), tokens)
+
+
+@pytest.mark.parametrize("sampling", CASES[:8:3], ids=str)
+def test_draws_over_output_positions_follow_the_exact_distribution(sampling):
+    state = state_of(sampling, seed=42)
+    tokens = []
+    for _ in range(NUM_DRAWS):
+        tokens.append(draw(state))
+        state.record(tokens[-1])
+    assert_follows(exact_law(sampling), tokens)
+
+
+def test_the_chi_square_bound_catches_a_temperature_that_is_off_by_a_tenth():
+    tokens = [draw(state_of(SamplingParams(temperature=1.1), seed)) for seed in range(NUM_DRAWS)]
+    with pytest.raises(AssertionError):
+        assert_follows(exact_law(SamplingParams(temperature=1.0)), tokens)

@@ -1,0 +1,172 @@
+"""The exactness checker passes a sound engine and finds what is planted in an unsound one."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from paged_hash_model import PagedHashModel
+
+from quickstep.config import CacheConfig
+from quickstep.engine.verification import SCENARIOS, VerifyOptions, verify
+from quickstep.engine.verification_requests import (
+    MAX_OUTPUTS,
+    MAX_PROMPT_LEN,
+    Vocabulary,
+    draw_requests,
+)
+from quickstep.errors import ConfigError, EngineError
+from quickstep.runtime import batch, sampler, slots
+from quickstep.runtime.noise import gumbel
+from quickstep.runtime.sampling_state import SamplingState
+
+EOS = frozenset({3})
+OPTIONS = VerifyOptions(num_requests=80, threads=(1,), rounds=2)
+
+
+def verified(model, options=OPTIONS):
+    return verify(model, options, EOS)
+
+
+def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
+    report = verified(PagedHashModel(), VerifyOptions(num_requests=120, seed=1, threads=(1, 2)))
+    assert report.first_mismatch is None
+    assert report.mismatches == 0
+    assert report.comparisons > 2 * 120
+    runs = {name: counts.runs for name, counts in report.scenarios.items()}
+    assert {scenario.name for scenario in SCENARIOS} <= set(runs)
+    assert runs["chunked"].chunked_rows > 50
+    assert runs["prefix hits"].prefix_hit_tokens > 100
+    assert runs["preempted"].preemptions > 0
+    assert runs["aborted neighbours"].aborts > 0
+    assert runs["overlapped"].overlapped_steps > 50
+    everything = runs["all together"]
+    assert min(everything.chunked_rows, everything.preemptions, everything.aborts) > 0
+    assert min(everything.overlapped_steps, everything.mixed_steps) > 0
+
+
+def test_the_report_is_a_function_of_the_seed():
+    small = VerifyOptions(num_requests=20, seed=5, threads=(1,))
+    first = verified(PagedHashModel(), small).to_json()
+    assert verified(PagedHashModel(), small).to_json() == first
+    other = VerifyOptions(num_requests=20, seed=6, threads=(1,))
+    assert verified(PagedHashModel(), other).to_json() != first
+
+
+class DependsOnBatchSize(PagedHashModel):
+    def logits(self, hidden):
+        return super().logits(hidden) * (1.0 + 1e-7 * (len(hidden) > 1))
+
+
+class DependsOnPlaceInBatch(PagedHashModel):
+    def logits(self, hidden):
+        return super().logits(hidden) + 1e-6 * torch.arange(len(hidden))[:, None]
+
+
+class DependsOnChunks(PagedHashModel):
+    def forward(self, batch, kv):
+        hidden = super().forward(batch, kv)
+        counts = np.diff(batch.layout.row_offsets)
+        for row, (context, count) in enumerate(zip(batch.layout.context_lens, counts, strict=True)):
+            if 1 < count < context:
+                hidden[batch.layout.row_offsets[row + 1] - 1] *= 1.0 + 2e-7
+        return hidden
+
+
+class ForgetsToReadSharedBlocks(PagedHashModel):
+    """A row that starts behind a cached prefix sees its first block as zeros."""
+
+    def forward(self, batch, kv):
+        hidden = super().forward(batch, kv)
+        layout = batch.layout
+        first = kv.keys[0][layout.block_tables[:, 0].long()].sum(dim=(1, 2))
+        for row, context in enumerate(layout.context_lens):
+            begin, end = layout.row_offsets[row], layout.row_offsets[row + 1]
+            if context - (end - begin) == 16 and end - begin > 1:
+                hidden[begin:end] -= first[row]
+        return hidden
+
+
+@pytest.mark.parametrize(
+    "model",
+    [DependsOnBatchSize, DependsOnPlaceInBatch, DependsOnChunks, ForgetsToReadSharedBlocks],
+)
+def test_a_model_whose_rows_notice_their_batch_is_caught(model):
+    report = verified(model())
+    assert report.mismatches > 0
+    found = report.first_mismatch
+    assert (found.expected_token, found.expected_logprobs) != (
+        found.got_token,
+        found.got_logprobs,
+    )
+
+
+def test_noise_that_depends_on_the_order_of_draws_is_caught(monkeypatch):
+    draws = itertools.count()
+    monkeypatch.setattr(
+        sampler, "gumbel", lambda seed, position, ids: gumbel(next(draws), position, ids)
+    )
+    assert verified(PagedHashModel()).mismatches > 0
+
+
+def test_penalties_lost_in_preemption_are_caught(monkeypatch):
+    class Forgetful(SamplingState):
+        def __init__(self, admission, vocab_size):
+            super().__init__(admission, vocab_size)
+            self._output_counts[:] = 0
+
+    monkeypatch.setattr(slots, "SamplingState", Forgetful)
+    report = verified(PagedHashModel(), VerifyOptions(num_requests=160, threads=(1,), rounds=2))
+    assert report.mismatches > 0
+    preempting = {"preempted", "all together"}
+    assert all(
+        not counts.mismatches or name in preempting for name, counts in report.scenarios.items()
+    )
+
+
+def test_an_overlapped_step_that_reads_a_stale_token_is_caught(monkeypatch):
+    monkeypatch.setattr(batch, "_inputs", lambda row, slot: row.token_ids or (0,) * row.num_tokens)
+    report = verified(PagedHashModel())
+    overlapping = {"overlapped", "all together"}
+    assert {name for name, counts in report.scenarios.items() if counts.mismatches} == overlapping
+
+
+class GivesNaN(PagedHashModel):
+    def logits(self, hidden):
+        return super().logits(hidden) * float("nan")
+
+
+def test_a_request_that_fails_even_alone_is_an_error_not_a_match():
+    with pytest.raises(EngineError, match="fails even alone"):
+        verified(GivesNaN())
+
+
+def test_the_thread_count_is_put_back():
+    before = torch.get_num_threads()
+    verified(PagedHashModel(), VerifyOptions(num_requests=2, threads=(1, 2), rounds=2))
+    assert torch.get_num_threads() == before
+
+
+def test_requests_stand_at_block_edges_share_prefixes_and_fit():
+    block_size, max_model_len = 16, 60
+    requests = draw_requests(400, 0, Vocabulary(50, EOS), block_size, max_model_len)
+    lengths = [len(request.prompt_token_ids) for request in requests]
+    assert max(lengths) < max_model_len <= MAX_PROMPT_LEN
+    assert {15, 16, 17, 31, 32, 33, 47, 48, 49} <= set(lengths)
+    firsts = {request.prompt_token_ids[:block_size] for request in requests}
+    assert len(firsts) < len(requests) * 0.6
+    assert {request.sampling.temperature for request in requests} == {0.0, 0.8}
+    assert all(request.sampling.logprobs is not None for request in requests)
+    assert max(request.sampling.max_tokens for request in requests) <= MAX_OUTPUTS
+
+
+def test_options_out_of_range_are_config_errors():
+    for make in (
+        lambda: VerifyOptions(num_requests=0),
+        lambda: VerifyOptions(rounds=0),
+        lambda: VerifyOptions(threads=()),
+        lambda: VerifyOptions(threads=(0,)),
+        lambda: CacheConfig(block_size=12),
+    ):
+        with pytest.raises(ConfigError):
+            make()

@@ -1,0 +1,132 @@
+"""Tiny checkpoints, one or more per architecture, with every feature that its config can switch on.
+
+Windows are shorter than the sequences, vocabularies small, weights wide enough that logits are
+not flat. To add an architecture, add a `Case`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+
+VOCAB = 96
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A name, the transformers classes, and what differs from the common tiny sizes."""
+
+    name: str
+    family: str
+    values: dict[str, object] = field(default_factory=dict)
+    max_model_len: int | None = None
+
+    def config(self) -> transformers.PreTrainedConfig:
+        config_class = getattr(transformers, f"{self.family}Config")
+        return config_class(**(_SIZES | self.values))
+
+    def save(self, path: Path, seed: int = 0) -> transformers.PreTrainedModel:
+        """Write a seeded checkpoint; give the transformers model that it came from."""
+        family = self.family.removesuffix("Text")
+        head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+        model_class = getattr(transformers, f"{family}{head}")
+        model = randomise(model_class(self.config()), seed)
+        model.save_pretrained(path)
+        return model
+
+
+def randomise(model: transformers.PreTrainedModel, seed: int) -> transformers.PreTrainedModel:
+    """Weights that make every part matter: norms away from 1, biases away from 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * (0.7 if "embed" in name else 0.15))
+            else:
+                parameter.add_(noise * 0.3)
+    return model.float().eval()
+
+
+def rope(kind: str, **values: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0} | values}
+
+
+LONG = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 4.0, 8.0]}
+
+CASES = (
+    Case("llama", "Llama"),
+    Case("llama-biases-mqa", "Llama", {
+        "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "head_dim": 24,
+        "tie_word_embeddings": True,
+    }),
+    Case("llama-linear", "Llama", rope("linear", factor=4.0)),
+    Case("llama-llama3", "Llama", rope(
+        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=32,
+    )),
+    Case("llama-yarn", "Llama", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    Case("llama-yarn-tuned", "Llama", rope(
+        "yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=16.0, beta_slow=2.0,
+        mscale=0.7, mscale_all_dim=0.9, truncate=False,
+    )),
+    Case("mistral", "Mistral", {"sliding_window": 9}),
+    Case("qwen2", "Qwen2", {"tie_word_embeddings": True}),
+    Case("qwen2-windows", "Qwen2", {
+        "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1,
+    }),
+    Case("qwen3", "Qwen3", {"head_dim": 24}),
+    Case("gemma2", "Gemma2", {
+        "head_dim": 24, "sliding_window": 8, "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0,
+    }),
+    Case("gemma3", "Gemma3Text", {
+        "head_dim": 24, "sliding_window": 8, "query_pre_attn_scalar": 20, "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }),
+    Case("phi3", "Phi3", {"sliding_window": 11} | rope("default", partial_rotary_factor=0.5)),
+    Case("phi3-longrope-short", "Phi3", rope("longrope", partial_rotary_factor=0.5, **LONG) | {
+        "original_max_position_embeddings": 64,
+    }, max_model_len=64),
+    Case("smollm3", "SmolLM3", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    Case("smollm3-windows", "SmolLM3", {
+        "num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1], "use_sliding_window": True,
+        "sliding_window": 6,
+    }),
+    Case("olmo2", "Olmo2"),
+    Case("granite", "Granite", {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+        "logits_scaling": 0.5,
+    }),
+    Case("mixtral", "Mixtral", {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 13,
+    }),
+    Case("qwen3-moe", "Qwen3Moe", {
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "norm_topk_prob": False, "mlp_only_layers": [1], "head_dim": 24,
+    }),
+    Case("qwen3-moe-normalised", "Qwen3Moe", {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 16,
+    }),
+)  # fmt: skip

@@ -1,0 +1,99 @@
+"""A second, independent op table: the plainest PyTorch, dense attention over gathered KV.
+
+The goldens run with the table that an engine would use. This one is not exact, and shows that the
+tests of exactness notice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None) -> LinearWeight:
+    nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
+    return LinearWeight(weight, bias, weight.shape[0], weight.shape[1], nbytes)
+
+
+def linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    return torch.nn.functional.linear(x, weight.data, weight.bias)
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    return weight[token_ids]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * scale * (weight.float() + offset)).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm(total, weight, eps, offset), total
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    assert not interleaved
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat([*(part.to(x.dtype) for part in rotated), rest], dim=-1)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    k_cache.view(-1, *k.shape[1:])[slots] = k
+    v_cache.view(-1, *v.shape[1:])[slots] = v
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: PagedLayout, params: AttentionParams
+) -> Tensor:
+    outputs = []
+    groups = q.shape[1] // k_cache.shape[2]
+    for row, context_len in enumerate(layout.context_lens):
+        start, stop = layout.row_offsets[row], layout.row_offsets[row + 1]
+        blocks = layout.block_tables[row].long()
+        keys, values = (
+            cache[blocks].flatten(0, 1)[:context_len].repeat_interleave(groups, dim=1).float()
+            for cache in (k_cache, v_cache)
+        )
+        scores = torch.einsum("thd,shd->hts", q[start:stop].float(), keys) * params.scale
+        if params.softcap is not None:
+            scores = torch.tanh(scores / params.softcap) * params.softcap
+        at = layout.positions[start:stop].unsqueeze(1)
+        behind = at - torch.arange(context_len).unsqueeze(0)
+        visible = behind >= 0
+        if params.window is not None:
+            visible &= behind < params.window
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("hts,shd->thd", weights, values).to(q.dtype))
+    return torch.cat(outputs)
+
+
+def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if kind == "silu":
+        return torch.nn.functional.silu(gate) * up
+    approximate = "tanh" if kind == "gelu_tanh" else "none"
+    return torch.nn.functional.gelu(gate, approximate=approximate) * up
+
+
+NAIVE_OPS = OpTable(
+    name="naive",
+    pack_linear=pack_linear,
+    linear=linear,
+    embedding=embedding,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rotary=rotary,
+    write_kv=write_kv,
+    paged_attention=paged_attention,
+    gated_activation=gated_activation,
+)

@@ -1,0 +1,95 @@
+"""Drives `Model.forward` as the runtime does, with the least code: sequences, blocks, ragged steps.
+
+Sequences get their blocks in a shuffled order, so that a test fails when positions and slots are
+mixed up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from quickstep.model.interface import ForwardBatch, Model
+from quickstep.ops.table import KVCache, PagedLayout
+
+
+@dataclass
+class Row:
+    """A sequence: its tokens so far, how many are computed, its blocks."""
+
+    token_ids: list[int]
+    blocks: list[int]
+    computed: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+
+
+class PagedDriver:
+    def __init__(self, model: Model, num_blocks: int = 96, block_size: int = 4) -> None:
+        shape = model.kv_shape
+        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_size)
+        layers = range(shape.num_layers)
+        self.kv = KVCache(
+            tuple(torch.zeros(size, dtype=shape.dtype) for _ in layers),
+            tuple(torch.zeros(size, dtype=shape.dtype) for _ in layers),
+        )
+        self.model = model
+        self.block_size = block_size
+        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7))
+        self._free = order.tolist()
+
+    def open(self, token_ids: Sequence[int]) -> Row:
+        return Row(list(token_ids), [])
+
+    def step(self, work: Sequence[tuple[Row, int]]) -> list[Tensor]:
+        """Compute `count` more tokens of each row; gives each row's logits [count, V]."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        offsets = [0]
+        for row, count in work:
+            end = row.computed + count
+            while len(row.blocks) * self.block_size < end:
+                row.blocks.append(self._free.pop())
+            for position in range(row.computed, end):
+                block = row.blocks[position // self.block_size]
+                slots.append(block * self.block_size + position % self.block_size)
+                positions.append(position)
+            tokens += row.token_ids[row.computed : end]
+            row.computed = end
+            offsets.append(len(tokens))
+        width = max(len(row.blocks) for row, _ in work)
+        tables = [row.blocks + [0] * (width - len(row.blocks)) for row, _ in work]
+        layout = PagedLayout(
+            positions=torch.tensor(positions),
+            slot_mapping=torch.tensor(slots),
+            row_offsets=tuple(offsets),
+            context_lens=tuple(row.computed for row, _ in work),
+            block_tables=torch.tensor(tables, dtype=torch.int32),
+            block_size=self.block_size,
+        )
+        hidden = self.model.forward(ForwardBatch(torch.tensor(tokens), layout), self.kv)
+        logits = self.model.logits(hidden)
+        parts = [logits[a:b] for a, b in pairwise(offsets)]
+        for (row, _), part in zip(work, parts, strict=True):
+            row.logits.append(part)
+        return parts
+
+    def generate(self, prompts: Sequence[Sequence[int]], num_new: int, chunk: int) -> list[Row]:
+        """Greedy, all prompts together: a new one starts each step and is computed in chunks,
+        so that decode rows and prefill chunks of several lengths share steps."""
+        rows: list[Row] = []
+        waiting = [self.open(prompt) for prompt in prompts]
+        wanted = {id(row): len(row.token_ids) + num_new for row in waiting}
+        while waiting or any(len(row.token_ids) < wanted[id(row)] for row in rows):
+            if waiting:
+                rows.append(waiting.pop(0))
+            running = [row for row in rows if len(row.token_ids) < wanted[id(row)]]
+            work = [(row, min(chunk, len(row.token_ids) - row.computed)) for row in running]
+            for row, part in zip(running, self.step(work), strict=True):
+                if row.computed == len(row.token_ids):
+                    row.token_ids.append(int(part[-1].argmax()))
+        return rows

@@ -1,0 +1,107 @@
+"""Whole lives of a scheduler drawn from one seed, for the tests that need many.
+
+Inputs are narrow on purpose: two letters, lengths at block edges, repeated prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from scheduler_world import Setup, World, open_scheduler, weak_digest
+from shadow_executor import EOS, STOP, Trouble
+
+from quickstep.config import PolicyName
+from quickstep.core.prefix import chain_digest
+from quickstep.core.scheduler import Scheduler
+from quickstep.types import Request, SamplingParams, StepPlan
+
+
+def draw_setup(rng: Random) -> Setup:
+    block_size = rng.choice((1, 2, 4))
+    return Setup(
+        num_blocks=rng.randint(3, 14),
+        block_size=block_size,
+        max_num_seqs=rng.randint(1, 5),
+        max_num_batched_tokens=rng.choice((1, 3, 4, 8, 16, 32)),
+        max_model_len=rng.choice((8, 16, 17, 32)),
+        pipeline_depth=rng.randint(1, 3),
+        policy=rng.choice(list(PolicyName)),
+        prefix_caching=rng.random() < 0.85,
+        digest=rng.choice((chain_digest, chain_digest, weak_digest)),
+        inter_token_target_s=rng.choice((0.001, 0.004, 0.1)),
+        halves=rng.random() < 0.3,
+    )
+
+
+def draw_request(
+    rng: Random, setup: Setup, request_id: str, now: float, alike: bool = False
+) -> Request:
+    """`alike` requests have one prompt, cut at different lengths: they share all they can."""
+    length = max(1, setup.block_size * rng.randint(0, 4) + rng.choice((-1, 0, 0, 1)))
+    head, tail = (0, 0) if alike else rng.choice(((0, 0), (0, 1), (1, 0)))
+    turn = rng.choice((0, 1, setup.block_size, 2 * setup.block_size))
+    prompt = tuple(head if position < turn else tail for position in range(length))
+    sampling = SamplingParams(
+        n=rng.choice((1, 1, 1, 2, 3)) if setup.max_num_seqs > 2 else 1,
+        max_tokens=rng.choice((1, 2, 3, 5, 8, 12, None)),
+        min_tokens=rng.choice((0, 0, 1)),
+        stop_token_ids=rng.choice(((), (STOP,))),
+        ignore_eos=rng.random() < 0.3,
+    )
+    return Request(
+        request_id,
+        prompt,
+        sampling,
+        seed=rng.randint(0, 1),
+        eos_token_ids=frozenset({EOS}),
+        priority=rng.choice((0, 0, 0, -1, 1)),
+        adapter="" if alike else rng.choice(("", "", "", "poet")),
+        cache_salt="" if alike else rng.choice(("", "", "", "tenant")),
+        deadline_s=rng.choice((None, None, None, now + rng.choice((0.0, 0.01, 0.1)))),
+    )
+
+
+def draw_trouble(rng: Random, plan: StepPlan) -> tuple[Trouble, frozenset[int]]:
+    trouble = rng.choice((Trouble.ROWS, Trouble.EARLY, Trouble.MIDWAY))
+    count = rng.randint(1, len(plan.rows))
+    return trouble, frozenset(rng.sample(range(len(plan.rows)), count))
+
+
+def random_life(
+    seed: int, open_one: Callable[[Setup], Scheduler] = open_scheduler, num_calls: int = 60
+) -> World:
+    """A whole life of a scheduler drawn from one seed, verified at its end."""
+    rng = Random(seed)
+    world = World(draw_setup(rng), open_one)
+    has_trouble, alike = rng.random() < 0.4, rng.random() < 0.4
+    for number in range(num_calls):
+        match rng.choice(("add", "add", "plan", "plan", "plan", "commit", "commit", "other")):
+            case "add":
+                request = draw_request(rng, world.setup, f"r{number}", world.now, alike)
+                world.add(request)
+            case "plan":
+                world.plan()
+            case "commit" if world.in_flight:
+                if has_trouble and rng.random() < 0.3:
+                    world.commit(*draw_trouble(rng, world.in_flight[0]))
+                else:
+                    world.commit()
+            case _:
+                _other_call(rng, world)
+    world.drain()
+    world.verify()
+    return world
+
+
+def _other_call(rng: Random, world: World) -> None:
+    match rng.choice(("abort", "abort-one", "expire", "advance")):
+        case "abort" if world.received:
+            world.abort(rng.choice(list(world.received.values())).request.request_id)
+        case "abort-one" if world.received:
+            one = rng.choice(list(world.received.values()))
+            world.abort(one.request.request_id, one.index)
+        case "expire":
+            world.expire()
+        case _:
+            world.advance(rng.choice((0.001, 0.05)))

@@ -1,0 +1,341 @@
+"""One scheduler, its shadow executor and a clock: what every scheduler test drives.
+
+Each call is followed by `Scheduler.check()`. `verify` is the promise itself: every sequence got the
+tokens that it gets when its request runs alone, whatever happened around it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from shadow_executor import ShadowExecutor, Sizes, Trouble
+
+from quickstep.config import PolicyName, SchedulerConfig
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.cost_model import CostModel, LinearCostModel
+from quickstep.core.policies import Policy, StepView, make_policy
+from quickstep.core.prefix import Digest, chain_digest
+from quickstep.core.scheduler import Scheduler
+from quickstep.errors import RequestError
+from quickstep.types import (
+    FinishReason,
+    Phase,
+    Request,
+    SamplingParams,
+    SequenceOutput,
+    SequenceTimings,
+    StepPlan,
+    StepRecord,
+)
+
+NATURAL_ENDS = frozenset(
+    {
+        FinishReason.EOS,
+        FinishReason.STOP_TOKEN,
+        FinishReason.MAX_TOKENS,
+        FinishReason.CONTEXT_LIMIT,
+    }
+)
+
+
+def weak_digest(parent: bytes, token_ids: object) -> bytes:
+    """Four digests for everything: only comparing tokens keeps prefixes apart."""
+    return bytes([chain_digest(parent, list(token_ids))[0] & 3])  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The sizes of a world."""
+
+    num_blocks: int = 16
+    block_size: int = 4
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    max_model_len: int = 40
+    pipeline_depth: int = 1
+    policy: PolicyName = PolicyName.MIXED
+    prefix_caching: bool = True
+    digest: Digest = chain_digest
+    inter_token_target_s: float = 0.005
+    max_waiting: int | None = None
+    halves: bool = False  # a policy of its own, in place of `policy`
+
+    @property
+    def config(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            max_waiting=self.max_waiting,
+            pipeline_depth=self.pipeline_depth,
+            policy=self.policy,
+            inter_token_target_s=self.inter_token_target_s,
+        )
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(
+            self.num_blocks,
+            self.block_size,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.max_model_len,
+        )
+
+
+@dataclass
+class Received:
+    """What a client got of one sequence."""
+
+    request: Request
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+    timings: SequenceTimings | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class HalvesPolicy:
+    """Prefill first with half of a step, decode beside it: preempts as no policy of ours does."""
+
+    phases: tuple[Phase, Phase] = (Phase.PREFILL, Phase.DECODE)
+
+    def tokens(self, phase: Phase, view: StepView, cost_model: CostModel) -> int:
+        return (view.room + 1) // 2 if phase is Phase.PREFILL else view.room
+
+    def wakeup(self, view: StepView) -> float | None:
+        return None
+
+
+def policy_of(setup: Setup) -> Policy:
+    return HalvesPolicy() if setup.halves else make_policy(setup.config)
+
+
+def open_scheduler(setup: Setup) -> Scheduler:
+    pool = KVBlockPool(setup.num_blocks, setup.block_size, setup.prefix_caching, setup.digest)
+    return Scheduler(setup.config, pool, policy_of(setup), LinearCostModel())
+
+
+class World:
+    """Drives one scheduler; `open_one` lets a test plant a broken one."""
+
+    def __init__(
+        self, setup: Setup, open_one: Callable[[Setup], Scheduler] = open_scheduler
+    ) -> None:
+        self.setup = setup
+        self.scheduler = open_one(setup)
+        self.shadow = ShadowExecutor(setup.sizes, self._root_of)
+        self.now = 0.0
+        self.in_flight: deque[StepPlan] = deque()
+        self.received: dict[str, Received] = {}
+        self.records: list[StepRecord] = []
+        self.plans: list[StepPlan] = []
+
+    # -- the scheduler's calls --------------------------------------------------------------------
+
+    def add(self, request: Request) -> bool:
+        """False if it was refused."""
+        try:
+            self.scheduler.add(request, self.now)
+        except RequestError:
+            self.scheduler.check()
+            return False
+        for index in range(request.sampling.n):
+            self.received[f"{request.request_id}#{index}"] = Received(request, index)
+        self.scheduler.check()
+        return True
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        live = [one for one in self._of(request_id, index) if one.reason is None]
+        outputs = self.scheduler.abort(request_id, self.now, index=index)
+        assert len(outputs) == len(live), "abort ended other sequences than the live ones"
+        self._take(outputs, FinishReason.ABORTED)
+
+    def expire(self) -> None:
+        due = [
+            one
+            for one in self.received.values()
+            if one.reason is None
+            and one.request.deadline_s is not None
+            and one.request.deadline_s <= self.now
+        ]
+        outputs = self.scheduler.expire(self.now)
+        assert len(outputs) == len(due), "expire ended other sequences than those due"
+        self._take(outputs, FinishReason.DEADLINE)
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan(self.now)
+        self.scheduler.check()
+        if plan is None:
+            stuck = self.live and not self.in_flight
+            assert not stuck, "nothing is in flight, sequences live, and no step is planned"
+            return None
+        assert len(self.in_flight) < self.setup.pipeline_depth, "planned deeper than allowed"
+        has_unknown = any(not row.token_ids for row in plan.rows)
+        assert not has_unknown or self.in_flight, "a token is unknown with no step in flight"
+        self.shadow.submit(plan)
+        self.in_flight.append(plan)
+        self.plans.append(plan)
+        return plan
+
+    def commit(
+        self, trouble: Trouble = Trouble.NONE, failing: frozenset[int] = frozenset()
+    ) -> None:
+        """Run the oldest plan and hand its result in."""
+        plan = self.in_flight.popleft()
+        if trouble is not Trouble.ROWS:
+            failing = frozenset()
+        result, failed_ids = self.shadow.run_next(trouble, failing)
+        to_fail = {name for name in failed_ids if self.received[name].reason is None}
+        if result is None:
+            outputs = self.scheduler.fail(plan, "planted failure", self.now)
+        else:
+            self.now += result.seconds
+            outcome = self.scheduler.commit(plan, result, self.now)
+            self.records.append(outcome.record)
+            outputs = outcome.outputs
+        failed = {
+            f"{one.request_id}#{one.index}"
+            for one in outputs
+            if one.finish_reason is FinishReason.ERROR
+        }
+        assert failed == to_fail, f"{failed} failed, {to_fail} should have"
+        self._take(outputs, None)
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> list[Received]:
+        return [one for one in self.received.values() if one.reason is None]
+
+    def drain(self, max_steps: int = 3000) -> None:
+        """Run until everything is over."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work():
+                break
+            while len(self.in_flight) < self.setup.pipeline_depth and self.plan() is not None:
+                pass
+            if self.in_flight:
+                self.commit()
+        assert not self.scheduler.has_work(), f"work is left after {max_steps} steps"
+        assert not self.live, "the scheduler is idle and sequences live"
+
+    def verify(self) -> None:
+        """Check tokens, blocks and seconds once all is over."""
+        stats = self.scheduler.stats()
+        assert stats.blocks.num_used == 0, f"{stats.blocks.num_used} blocks leaked"
+        assert (stats.num_running, stats.num_waiting, stats.num_preempted) == (0, 0, 0)
+        for one in self.received.values():
+            self._verify_tokens(one)
+            self._verify_timings(one)
+        booked = [one.timings.device_s for one in self.received.values() if one.timings]
+        whole = math.fsum([*booked, stats.totals.unclaimed_s])
+        busy_s = math.fsum(record.seconds for record in self.records)
+        assert math.isclose(whole, busy_s, rel_tol=1e-9, abs_tol=1e-12), "seconds went missing"
+        assert math.isclose(stats.totals.busy_s, busy_s, rel_tol=1e-9, abs_tol=1e-12)
+
+    def _verify_tokens(self, one: Received) -> None:
+        alone = run_alone(one.request, self.setup)[one.index]
+        name = f"{one.request.request_id}#{one.index}"
+        expected = alone.token_ids
+        if one.reason in NATURAL_ENDS:
+            assert (one.token_ids, one.reason) == (expected, alone.reason), (
+                f"{name} got {one.token_ids} ({one.reason}), alone {expected} ({alone.reason})"
+            )
+        else:
+            start = expected[: len(one.token_ids)]
+            assert one.token_ids == start, f"{name} got {one.token_ids}, alone {expected}"
+
+    def _verify_timings(self, one: Received) -> None:
+        timings = one.timings
+        assert timings is not None, "an end without timings"
+        parts = timings.queue_s + timings.prefill_s + timings.decode_s + timings.preempted_s
+        whole = timings.finished_s - timings.arrival_s
+        assert math.isclose(parts, whole, rel_tol=1e-9, abs_tol=1e-9), "the parts miss the whole"
+        assert timings.num_output_tokens == len(one.token_ids)
+        assert timings.num_prompt_tokens == len(one.request.prompt_token_ids)
+        assert timings.num_cached_tokens < max(1, timings.num_prompt_tokens)
+
+    def _take(self, outputs: tuple[SequenceOutput, ...], reason: FinishReason | None) -> None:
+        self.scheduler.check()
+        for output in outputs:
+            one = self.received[f"{output.request_id}#{output.index}"]
+            assert one.reason is None, "output after the end"
+            assert output.token_ids or output.finish_reason, "an output that says nothing"
+            assert reason is None or output.finish_reason is reason
+            one.token_ids.extend(output.token_ids)
+            one.reason = output.finish_reason
+            one.timings = output.timings
+            one.error = output.error
+            assert (output.timings is not None) == (one.reason is not None)
+            ended = output.finish_reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
+            assert output.stop_token_id == (one.token_ids[-1] if ended else None)
+
+    def _of(self, request_id: str, index: int | None) -> list[Received]:
+        return [
+            one
+            for one in self.received.values()
+            if one.request.request_id == request_id and index in (None, one.index)
+        ]
+
+    def _root_of(self, sequence_id: str) -> int:
+        request = self.received[sequence_id].request
+        text = f"{len(request.adapter)}:{request.adapter}{request.cache_salt}"
+        return int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "little")
+
+
+_ALONE: dict[str, Received] = {}
+
+
+def run_alone(request: Request, setup: Setup) -> list[Received]:
+    """What each sequence of a request gets in a scheduler that serves nothing else."""
+    plain = replace(request, request_id="alone", priority=0, deadline_s=None)
+    quiet = Setup(
+        num_blocks=setup.num_blocks,
+        block_size=setup.block_size,
+        max_num_batched_tokens=64,
+        max_model_len=setup.max_model_len,
+        prefix_caching=False,
+    )
+    return [_alone_at(plain, quiet, index) for index in range(request.sampling.n)]
+
+
+def _alone_at(request: Request, setup: Setup, index: int) -> Received:
+    key = f"{request!r} {setup!r} {index}"
+    if key not in _ALONE:
+        world = World(setup)
+        world.add(request)
+        for other in set(range(request.sampling.n)) - {index}:
+            world.abort("alone", other)
+        world.drain()
+        _ALONE[key] = world.received[f"alone#{index}"]
+    return _ALONE[key]
+
+
+PROMPT = (0, 1, 1, 0, 1, 0, 0, 1)
+
+
+def ask(
+    request_id: str = "a",
+    prompt: tuple[int, ...] = PROMPT,
+    max_tokens: int | None = 4,
+    n: int = 1,
+    priority: int = 0,
+    deadline_s: float | None = None,
+) -> Request:
+    """A request that only `max_tokens` or the context limit ends."""
+    sampling = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True)
+    return Request(request_id, prompt, sampling, seed=5, priority=priority, deadline_s=deadline_s)
+
+
+def finish(world: World) -> None:
+    world.drain()
+    world.verify()

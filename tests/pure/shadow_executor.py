@@ -1,0 +1,282 @@
+"""An executor without a model that believes nothing but the plans.
+
+For every KV slot (block, offset) it remembers which content was written: a fingerprint of all
+tokens up to that position, with adapter and salt, as a real model's KV would depend on them. It
+follows block tables from `released`, `admitted` and `new_block_ids` alone, refuses to read anything
+but the content that the row's own history asks for, and derives the next token from what it *read*.
+A step writes all its KV, then reads.
+
+Failures on demand: rows that fail leave poison where they wrote; steps that raise do so before
+anything is applied, or midway. Steps already in flight at that moment may read poison: they give a
+wrong token, which the scheduler has to discard.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from quickstep.types import (
+    Phase,
+    RowFailure,
+    RowOutput,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    StepRow,
+)
+
+EOS = 2
+STOP = 3
+WRONG = 7  # a row that read poison; no sound row ever gives it
+_POISON = -1
+# Two ordinary letters, and now and then an end.
+_LETTERS = (0, 1) * 10 + (EOS, STOP)
+
+
+class Trouble(Enum):
+    """How a step goes wrong."""
+
+    NONE = "none"
+    ROWS = "rows"  # some rows fail, the others are fine
+    EARLY = "early"  # raises before it has applied anything
+    MIDWAY = "midway"  # raises with slots set up and KV half written
+
+
+@dataclass
+class Slot:
+    """What the executor knows of a resident sequence."""
+
+    sequence_id: str
+    history: list[int]
+    prompt_len: int
+    prefill_end: int
+    sampling: SamplingParams
+    seed: int
+    adapter: str
+    table: list[int] = field(default_factory=list)
+    computed: int | None = None
+    chain: list[int] = field(default_factory=list)  # fingerprint after each token of `history`
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The limits that every plan has to keep."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+class ShadowExecutor:
+    """Runs submitted plans one by one, in order; raises AssertionError on any wrong access."""
+
+    def __init__(self, sizes: Sizes, root_of: Callable[[str], int]) -> None:
+        self.sizes = sizes
+        self.kv: dict[tuple[int, int], int] = {}
+        self.slots: dict[int, Slot] = {}
+        self.queue: deque[StepPlan] = deque()
+        self._root_of = root_of
+        self._last_step_id = -1
+        self._doomed_until = -1  # steps in flight when something failed may read poison
+        self._loose_slots: set[int] = set()  # a failed step should have set or dropped them
+
+    def submit(self, plan: StepPlan) -> None:
+        self._check_shape(plan)
+        self.queue.append(plan)
+
+    def run_next(
+        self, trouble: Trouble = Trouble.NONE, failing: frozenset[int] = frozenset()
+    ) -> tuple[StepResult | None, tuple[str, ...]]:
+        """The result (None: it raised), and the ids of the sequences whose rows failed."""
+        plan = self.queue.popleft()
+        if trouble is not Trouble.NONE:
+            self._doomed_until = self.queue[-1].step_id if self.queue else plan.step_id
+        if trouble is Trouble.EARLY:
+            return None, self._drop(plan)
+        self._set_up(plan)
+        lenient = plan.step_id <= self._doomed_until
+        names = {row.slot: self.slots[row.slot].sequence_id for row in plan.rows if self._has(row)}
+        if trouble is Trouble.MIDWAY:
+            failing = frozenset(range(len(plan.rows)))
+        rows = [row for row in plan.rows if not lenient or self._extends(row)]
+        bad = {plan.rows[index].slot for index in failing}
+        self._write(rows, bad, lenient)
+        failed_ids = tuple(name for slot, name in names.items() if slot in bad)
+        if trouble is Trouble.MIDWAY:
+            return None, failed_ids
+        outputs = self._read(plan, rows, bad, lenient)
+        failures = tuple(RowFailure(index, "planted failure") for index in sorted(failing))
+        seconds = 1e-3 * (1 + len(plan.rows)) + 1e-4 * plan.num_tokens
+        return StepResult(plan.step_id, outputs, seconds, failures), failed_ids
+
+    # -- a plan's shape ---------------------------------------------------------------------------
+
+    def _check_shape(self, plan: StepPlan) -> None:
+        assert plan.step_id == self._last_step_id + 1, "step ids have a gap"
+        self._last_step_id = plan.step_id
+        assert plan.rows, "an empty step"
+        assert plan.num_tokens <= self.sizes.max_num_batched_tokens, "too many tokens in a step"
+        slots = [row.slot for row in plan.rows]
+        assert len(set(slots)) == len(slots), "two rows of one slot"
+        assert all(0 <= slot < self.sizes.max_num_seqs for slot in slots), "no such slot"
+        phases = [row.phase for row in plan.rows]
+        num_decodes = phases.count(Phase.DECODE)
+        assert phases[:num_decodes] == [Phase.DECODE] * num_decodes, "decode rows come first"
+        assert {one.slot for one in plan.admitted} <= set(slots), "admitted without a row"
+        for row in plan.rows:
+            self._check_row_shape(row)
+
+    def _check_row_shape(self, row: StepRow) -> None:
+        assert row.num_tokens >= 1, "a row without tokens"
+        assert row.num_tokens == 1 or row.phase is Phase.PREFILL, "a decode row of several tokens"
+        assert row.num_drafts == 0, "drafts that nobody made"
+        assert len(row.token_ids) in (0, row.num_tokens), "token_ids differ from num_tokens"
+        assert row.token_ids or row.phase is Phase.DECODE, "a prefill row without tokens"
+        assert row.emits or row.phase is Phase.PREFILL, "a decode row that emits nothing"
+        # The last token of the longest sequence is never computed.
+        assert row.end < self.sizes.max_model_len, "planned past the context limit"
+        assert all(0 <= block_id < self.sizes.num_blocks for block_id in row.new_block_ids)
+
+    # -- slots and tables -------------------------------------------------------------------------
+
+    def _set_up(self, plan: StepPlan) -> None:
+        for slot in plan.released:
+            assert slot in self.slots or slot in self._loose_slots, f"slot {slot} is not in use"
+            self.slots.pop(slot, None)
+        for one in plan.admitted:
+            assert one.slot not in self.slots or one.slot in self._loose_slots, (
+                f"slot {one.slot} is in use"
+            )
+            self._loose_slots.discard(one.slot)
+            slot_now = Slot(
+                one.sequence_id,
+                list(one.token_ids),
+                one.prompt_len,
+                len(one.token_ids),
+                one.sampling,
+                one.seed,
+                one.adapter,
+            )
+            self.slots[one.slot] = slot_now
+            self._extend_chain(slot_now)
+        for row in plan.rows:
+            if self._has(row):
+                self.slots[row.slot].table.extend(row.new_block_ids)
+
+    def _drop(self, plan: StepPlan) -> tuple[str, ...]:
+        """Forget the slots of a step that never ran; the ids of the sequences in it."""
+        names = {one.slot: one.sequence_id for one in plan.admitted}
+        for slot in plan.released:
+            self.slots.pop(slot, None)
+        for row in plan.rows:
+            slot_now = self.slots.pop(row.slot, None)
+            if slot_now is not None:
+                names.setdefault(row.slot, slot_now.sequence_id)
+        self._loose_slots.update(plan.released, (row.slot for row in plan.rows))
+        return tuple(names.values())
+
+    def _has(self, row: StepRow) -> bool:
+        assert row.slot in self.slots or row.slot in self._loose_slots, f"no slot {row.slot}"
+        return row.slot in self.slots
+
+    def _extends(self, row: StepRow) -> bool:
+        """Whether a row in the shadow of a failure still has its table and history here."""
+        if not self._has(row):
+            return False
+        slot = self.slots[row.slot]
+        room = len(slot.table) * self.sizes.block_size
+        return row.end <= min(room, len(slot.history)) and slot.computed in (None, row.start)
+
+    def _extend_chain(self, slot: Slot) -> None:
+        for position in range(len(slot.chain), len(slot.history)):
+            before = slot.chain[-1] if slot.chain else self._root_of(slot.sequence_id)
+            slot.chain.append(hash((before, position, slot.history[position])) >> 3)
+
+    # -- KV ---------------------------------------------------------------------------------------
+
+    def _write(self, rows: list[StepRow], bad: set[int], lenient: bool) -> None:
+        written: set[tuple[int, int]] = set()
+        for row in rows:
+            slot = self.slots[row.slot]
+            if not lenient:
+                self._check_row(row, slot)
+            slot.computed = row.end
+            for position in range(row.start, row.end):
+                place = self._place(slot, position)
+                assert lenient or place not in written, f"two rows write {place}"
+                written.add(place)
+                self.kv[place] = _POISON if row.slot in bad else slot.chain[position]
+
+    def _check_row(self, row: StepRow, slot: Slot) -> None:
+        name = slot.sequence_id
+        assert slot.computed in (None, row.start), f"{name} leaves a gap at {row.start}"
+        assert row.adapter == slot.adapter, f"{name} changed its adapter"
+        in_prefill = row.start < slot.prefill_end
+        assert (row.phase is Phase.PREFILL) == in_prefill, f"{name}: wrong phase"
+        assert row.end <= len(slot.history), f"{name} is planned past its tokens"
+        expected = tuple(slot.history[row.start : row.end])
+        assert row.token_ids in ((), expected), f"{name} got {row.token_ids}, not {expected}"
+        assert row.emits == (row.end == len(slot.history)), f"{name}: wrong emits"
+        assert row.end <= len(slot.table) * self.sizes.block_size, f"{name} has too few blocks"
+        needed = -(-max(row.end, slot.prefill_end) // self.sizes.block_size)
+        assert len(slot.table) == needed, f"{name} has {len(slot.table)} blocks, not {needed}"
+        if row.emits:
+            position = len(slot.history) - slot.prompt_len
+            assert row.output_position == position, f"{name}: wrong output position"
+            limit = slot.sampling.max_tokens
+            assert limit is None or position < limit, f"{name} is planned past max_tokens"
+
+    def _read(
+        self, plan: StepPlan, rows: list[StepRow], bad: set[int], lenient: bool
+    ) -> tuple[RowOutput, ...]:
+        sound = self._sound_rows(rows, lenient)
+        outputs = []
+        for row in plan.rows:
+            if not row.emits or row.slot in bad:
+                outputs.append(RowOutput())
+                continue
+            token_id = self._next_token(row) if row.slot in sound else WRONG
+            if row.slot in self.slots:
+                self.slots[row.slot].history.append(token_id)
+                self._extend_chain(self.slots[row.slot])
+            outputs.append(RowOutput((token_id,)))
+        return tuple(outputs)
+
+    def _next_token(self, row: StepRow) -> int:
+        slot = self.slots[row.slot]
+        read = tuple(self.kv[self._place(slot, position)] for position in range(row.end))
+        mixed = hash((read, slot.seed, row.output_position)) >> 7
+        return _LETTERS[mixed % len(_LETTERS)]
+
+    def _sound_rows(self, rows: list[StepRow], lenient: bool) -> set[int]:
+        """Slots of the rows that read what they should; what the others wrote becomes poison."""
+        sound = {row.slot: row for row in rows}
+        while True:
+            wrong = [row for row in sound.values() if not self._reads_well(row, lenient)]
+            if not wrong:
+                return set(sound)
+            for row in wrong:
+                del sound[row.slot]
+                slot = self.slots[row.slot]
+                for position in range(row.start, row.end):
+                    self.kv[self._place(slot, position)] = _POISON
+
+    def _reads_well(self, row: StepRow, lenient: bool) -> bool:
+        slot = self.slots[row.slot]
+        for position in range(row.end):
+            place = self._place(slot, position)
+            if self.kv.get(place) != slot.chain[position]:
+                assert lenient, (
+                    f"{slot.sequence_id} reads position {position} at {place}, which holds"
+                    f" {self.kv.get(place, 'nothing')}"
+                )
+                return False
+        return True
+
+    def _place(self, slot: Slot, position: int) -> tuple[int, int]:
+        return slot.table[position // self.sizes.block_size], position % self.sizes.block_size

@@ -1,0 +1,154 @@
+"""Chat templates: what Hugging Face's templates rely on, the sandbox, and its refusals."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+
+import pytest
+
+from quickstep.engine.chat_template import ChatTemplate
+from quickstep.errors import ConfigError, RequestError
+
+CHATML = (
+    "{% for message in messages %}\n"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def template(text, **named):
+    return ChatTemplate(
+        {"default": text, **named}, {"bos_token": "<s>"}, now=lambda: datetime(2024, 2, 29)
+    )
+
+
+def test_a_conversation_is_rendered_with_and_without_the_answer_opened():
+    chat = template(CHATML)
+    closed = "<|im_start|>user\nhello<|im_end|>\n"
+    assert chat.render(HELLO, add_generation_prompt=False) == closed
+    assert chat.render(HELLO) == closed + "<|im_start|>assistant\n"
+
+
+def test_tojson_keeps_markup_and_other_scripts_as_they_are():
+    tools = [{"name": "f", "description": "a < b & 'ü'"}]
+    chat = template("{{ tools[0] | tojson }}|{{ tools[0] | tojson(indent=2) }}")
+    plain = json.dumps(tools[0], ensure_ascii=False)
+    assert (
+        chat.render(HELLO, tools) == f"{plain}|{json.dumps(tools[0], ensure_ascii=False, indent=2)}"
+    )
+
+
+def test_a_template_prints_the_date_it_is_given():
+    assert template("{{ strftime_now('%d %B %Y') }}").render(HELLO) == "29 February 2024"
+
+
+def test_special_tokens_and_extra_variables_are_visible():
+    chat = template("{{ bos_token }}{{ 'think' if enable_thinking else 'answer' }}")
+    assert chat.render(HELLO) == "<s>answer"
+    assert chat.render(HELLO, extra={"enable_thinking": True}) == "<s>think"
+
+
+def test_loop_controls_and_generation_blocks_are_understood():
+    chat = template(
+        "{% for m in messages %}{% if m.role == 'tool' %}{% continue %}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}"
+    )
+    messages = [{"role": role, "content": text} for role, text in ["ua", "tb", "uc"]]
+    messages[1]["role"] = "tool"
+    assert chat.render(messages) == "ac"
+
+
+def test_a_refusal_of_the_template_is_the_clients_error():
+    chat = template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(RequestError, match="roles must alternate") as caught:
+        chat.render(HELLO)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ messages[0].update({'role': 'system'}) }}",
+    ],
+)
+def test_a_template_cannot_leave_the_sandbox(attack):
+    with pytest.raises(RequestError):
+        template(attack + "{{ undefined_name.x }}").render(HELLO)
+
+
+@pytest.mark.parametrize("text", ["{{ missing.field }}", "{{ messages + 1 }}", "{{ 1 / 0 }}"])
+def test_whatever_a_template_raises_is_a_request_error(text):
+    with pytest.raises(RequestError, match="chat template"):
+        template(text).render(HELLO)
+
+
+def test_a_broken_template_is_a_configuration_error():
+    with pytest.raises(ConfigError, match="chat template"):
+        template("{% for %}")
+
+
+def test_extra_variables_cannot_replace_the_conversation():
+    with pytest.raises(RequestError, match="messages") as caught:
+        template(CHATML).render(HELLO, extra={"messages": []})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_text_parts_become_text_and_other_parts_are_refused():
+    chat = template("{{ messages[0].content }}")
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert chat.render([{"role": "user", "content": parts}]) == "one\ntwo"
+    with pytest.raises(RequestError, match="image_url"):
+        chat.render([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+
+
+def test_arguments_of_tool_calls_reach_the_template_as_objects():
+    chat = template("{{ messages[0].tool_calls[0].function.arguments.city }}")
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+    assert chat.render([{"role": "assistant", "tool_calls": [call]}]) == "Bern"
+    call["function"]["arguments"] = "{"
+    with pytest.raises(RequestError, match="not JSON"):
+        chat.render([{"role": "assistant", "tool_calls": [call]}])
+
+
+def test_a_message_without_a_role_is_refused():
+    with pytest.raises(RequestError, match="role"):
+        template(CHATML).render([{"content": "hello"}])
+
+
+def test_a_conversation_with_tools_uses_the_tool_template():
+    chat = template("plain", tool_use="tools")
+    assert chat.render(HELLO) == "plain"
+    assert chat.render(HELLO, tools=[{"type": "function"}]) == "tools"
+
+
+def opened(path):
+    return ChatTemplate.open(path, {}, now=lambda: datetime(2024, 1, 1))
+
+
+def test_templates_are_found_in_every_place_that_checkpoints_use(tmp_path):
+    assert opened(tmp_path) is None
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "from config"}))
+    assert opened(tmp_path).render(HELLO) == "from config"
+    named = [{"name": "default", "template": "named"}, {"name": "rag", "template": "other"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert opened(tmp_path).render(HELLO) == "named"
+    (tmp_path / "chat_template.jinja").write_text("from file")
+    assert opened(tmp_path).render(HELLO) == "from file"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert opened(tmp_path).render(HELLO, tools=[{}]) == "tools"
+
+
+def test_named_templates_without_a_default_say_the_way_out(tmp_path):
+    config = {"chat_template": [{"name": "rag", "template": "x"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(RequestError, match="completion"):
+        opened(tmp_path).render(HELLO)

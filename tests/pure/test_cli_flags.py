@@ -1,0 +1,174 @@
+"""The command line without an engine: flags, sizes, suggestions, exit codes."""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from quickstep.cli import generate, serve
+from quickstep.cli.engine_flags import engine_config
+from quickstep.cli.main import main
+from quickstep.cli.parsing import Parser, bytes_size, token_count
+from quickstep.cli.sampling_flags import sampling_params
+from quickstep.config import EngineConfig, PolicyName
+from quickstep.errors import ConfigError, RequestError
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    parser = Parser(prog="quickstep")
+    subparsers = parser.add_subparsers()
+    serve.add_parser(subparsers)
+    generate.add_parser(subparsers)
+    return parser.parse_args(argv)
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quickstep", *argv]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
+    """What a user reads of a mistake: one line, nothing on stdout."""
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_no_flags_give_the_default_configuration() -> None:
+    assert engine_config(parsed("serve"), "demo") == EngineConfig()
+
+
+def test_every_engine_flag_reaches_the_configuration() -> None:
+    args = parsed(
+        *("serve", "--dtype", "half", "--device", "cpu", "--offline", "--threads", "2"),
+        *("--revision", "r1", "--max-model-len", "8k", "--block-size", "32", "--num-blocks", "99"),
+        *("--kv-cache-memory-bytes", "2GiB", "--memory-bytes", "4G"),
+        *("--no-enable-prefix-caching", "--max-num-seqs", "7", "--max-num-batched-tokens", "512"),
+        *("--max-waiting", "5", "--scheduling-policy", "prefill-first", "--pipeline-depth", "2"),
+        *("--inter-token-target-s", "0.5"),
+    )
+    config = engine_config(args, "m", seed=3)
+    load, cache, scheduler = config.load, config.cache, config.scheduler
+    assert (load.model, load.dtype, load.device, load.revision) == ("m", "float16", "cpu", "r1")
+    assert (load.offline, load.num_threads) == (True, 2)
+    assert (cache.block_size, cache.num_blocks, cache.prefix_caching) == (32, 99, False)
+    assert cache.kv_cache_bytes == 2 * 2**30
+    assert config.memory_bytes == 4 * 10**9
+    assert config.seed == 3
+    assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (7, 512)
+    assert (scheduler.max_model_len, scheduler.max_waiting) == (8000, 5)
+    assert (scheduler.policy, scheduler.pipeline_depth) == (PolicyName.PREFILL_FIRST, 2)
+    assert scheduler.inter_token_target_s == 0.5
+
+
+def test_bad_engine_values_are_configuration_errors() -> None:
+    with pytest.raises(ConfigError, match="--block-size is 12"):
+        engine_config(parsed("serve", "--block-size", "12"), "demo")
+
+
+def test_sampling_flags_go_over_the_checkpoints_defaults() -> None:
+    args = parsed("generate", "hi", "--top-k", "3", "--stop", "a", "--stop", "b", "--seed", "5")
+    sampling = sampling_params(args, {"top_k": 9, "top_p": 0.5}, n=2)
+    assert (sampling.top_k, sampling.top_p, sampling.temperature) == (3, 0.5, 0.0)
+    assert (sampling.stop, sampling.seed, sampling.n) == (("a", "b"), 5, 2)
+
+
+def test_bad_sampling_values_are_request_errors() -> None:
+    with pytest.raises(RequestError, match="temperature is -1"):
+        sampling_params(parsed("generate", "hi", "--temperature", "-1"), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("7", 7), ("1k", 1000), ("1Ki", 1024), ("1.5GiB", 3 * 2**29), ("2 MB", 2 * 10**6)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert bytes_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1ib", "1x", "1e3", "k"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        bytes_size(text)
+
+
+@pytest.mark.parametrize(("text", "count"), [("8192", 8192), ("8k", 8000), ("8Ki", 8192)])
+def test_counts(text: str, count: int) -> None:
+    assert token_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["0", "8kb", "many"])
+def test_what_is_no_count(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        token_count(text)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["serve", "--prot", "80"], "there is no flag --prot; did you mean --port?"),
+        (["serve", "m", "--max-model-length=8"], "did you mean --max-model-len?"),
+        (["serve", "--max-num-seq", "8"], "did you mean --max-num-seqs?"),
+        (["serve", "--zzz"], "there is no flag --zzz; see quickstep serve --help"),
+        (["serve", "a", "b"], "'b' is one argument too many; see quickstep serve --help"),
+        (["serv"], "did you mean serve?"),
+        (["serve", "--dtype", "float61"], "did you mean float16?"),
+        (["serve", "--max-num-seqs", "0"], "argument --max-num-seqs: 0 is below 1"),
+        (["serve", "--kv-cache-memory-bytes", "lots"], "'lots' is not a size"),
+        (["generate"], "the following arguments are required: PROMPT"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
+    argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert sentence in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_help_and_version_exit_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "quickstep 0.1.0\n"
+    assert main(["--help"]) == 0
+    assert main(["serve", "--help"]) == 0
+    assert "--max-model-len" in capsys.readouterr().out
+
+
+def test_a_wrong_flag_is_exit_code_2_of_the_process() -> None:
+    done = run("serve", "--prot", "80")
+    assert done.returncode == 2
+    assert one_sentence(done) == ("quickstep serve: there is no flag --prot; did you mean --port?")
+
+
+def test_a_port_in_use_is_one_sentence_and_exit_code_2() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = run("serve", "--port", str(port))
+    assert done.returncode == 2
+    assert f"port {port} on 127.0.0.1 is in use" in one_sentence(done)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["serve", "--port", "70000"], "--port is 70000"),
+        (["serve", "--host", "no.such.host.invalid"], "is not an address"),
+        (["serve", "a", "--model", "b"], "MODEL is a and --model is b"),
+        (["serve", "--drain-timeout-s", "-1"], "--drain-timeout-s is -1"),
+        (["generate", "hi", "--stream", "--json"], "--stream prints one text"),
+    ],
+)
+def test_unusable_values_are_exit_code_2(
+    argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert captured.err.count("\n") == 1

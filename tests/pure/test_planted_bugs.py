@@ -1,0 +1,218 @@
+"""The suite is tested too: bugs planted in a copy of `core` have to be found by random lives.
+
+Each bug is one replaced line or expression. A life is one seed of `random_lives`: a scheduler with
+narrow random inputs, the shadow executor below it, and every sequence compared with what it gets
+alone. The bugs, all of kinds that engines have shipped:
+
+ 1 hit-without-token-compare      a digest alone decides a prefix hit
+ 2 hit-without-parent-compare     a block hits behind another prefix
+ 3 hits-missing-in-the-row        prefix-hit blocks are left out of `new_block_ids`
+ 4 released-twice                 a sequence gives its blocks back twice
+ 5 shared-block-freed             the first holder's release frees a shared block
+ 6 one-block-too-few              growth is computed without the new token
+ 7 partial-block-registered       the last, partly filled block is indexed too
+ 8 hit-covers-the-prompt          a full hit leaves no token to compute
+ 9 outputs-lost-by-preemption     the recomputed sequence starts from its prompt
+10 output-position-restarts       after preemption the noise counter starts at 0 again
+11 failed-blocks-stay-indexed     blocks of a failed step can still be hit
+12 readers-of-failed-kv-go-on     who shared a failed step's blocks keeps its state
+13 salt-ignored                   tenants share prefixes
+14 planned-row-preempted          a victim has a row in the step under construction
+15 limit-overrun-by-overlap       tokens in flight do not count towards max_tokens
+16 evicted-block-stays-indexed    an evicted block can still be hit
+17 admitted-with-tokens-in-flight a preempted sequence returns before its token is known
+18 hit-without-reference          prefix-hit blocks are not referenced
+19 tokens-after-the-end           a row in flight extends a sequence that has ended
+20 allocation-evicts-first        cached blocks are evicted while free ones are left
+
+The last one wastes and never corrupts: tokens cannot show it, `test_block_pool` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from random_lives import random_life
+from scheduler_world import Setup, policy_of
+
+from quickstep.core.scheduler import Scheduler
+
+# In the order of their imports.
+_MODULES = (
+    "prefix",
+    "block_pool",
+    "cost_model",
+    "sequence",
+    "step",
+    "batch",
+    "waiting",
+    "accounting",
+    "intake",
+    "policies",
+    "scheduler",
+)
+_MAX_LIVES = 250
+
+# name -> (module, text, replacement)
+_BUGS = {
+    "hit-without-token-compare": (
+        "block_pool",
+        "if key.token_ids != self._block_tokens(token_ids, index):",
+        "if False:",
+    ),
+    "hit-without-parent-compare": (
+        "block_pool",
+        "or key is None or key.parent != parent:",
+        "or key is None:",
+    ),
+    "hits-missing-in-the-row": (
+        "scheduler",
+        "tuple(residency.blocks))",
+        "tuple(residency.blocks[len(hits) :]))",
+    ),
+    "released-twice": (
+        "batch",
+        "self._pool.release(residency.blocks)",
+        "self._pool.release(residency.blocks * 2)",
+    ),
+    "shared-block-freed": (
+        "block_pool",
+        "            self._ref_counts[block_id] -= 1\n",
+        "            self._ref_counts[block_id] = 0\n",
+    ),
+    "one-block-too-few": (
+        "batch",
+        "self._blocks_for(residency.planned + 1)",
+        "self._blocks_for(residency.planned)",
+    ),
+    "partial-block-registered": (
+        "batch",
+        "num_full = min(residency.planned, len(sequence.token_ids)) // block_size\n        if not",
+        "num_full = -(-min(residency.planned, len(sequence.token_ids)) // block_size)\n"
+        "        if not",
+    ),
+    "hit-covers-the-prompt": (
+        "batch",
+        "(len(sequence.token_ids) - 1) // self._pool.block_size",
+        "len(sequence.token_ids) // self._pool.block_size",
+    ),
+    "outputs-lost-by-preemption": (
+        "sequence",
+        "token_ids=tuple(self.token_ids),",
+        "token_ids=tuple(self.token_ids[: self.prompt_len]),",
+    ),
+    "output-position-restarts": (
+        "scheduler",
+        "output_position=end - sequence.prompt_len",
+        "output_position=end - residency.prefill_end",
+    ),
+    "failed-blocks-stay-indexed": (
+        "scheduler",
+        "self._pool.forget(spoiled_by(failed, rows, self._pool.block_size))",
+        "spoiled_by(failed, rows, self._pool.block_size)",
+    ),
+    "readers-of-failed-kv-go-on": (
+        "step",
+        "for entry in in_flight if not entry.residency.spoiled]",
+        "for entry in ()]",
+    ),
+    "salt-ignored": (
+        "sequence",
+        "ChainRoot(request.adapter, request.cache_salt)",
+        'ChainRoot(request.adapter, "")',
+    ),
+    "planned-row-preempted": ("scheduler", "if not draft.holds(candidate):", "if True:"),
+    "limit-overrun-by-overlap": (
+        "scheduler",
+        "sequence.num_outputs + residency.pending",
+        "sequence.num_outputs",
+    ),
+    "evicted-block-stays-indexed": (
+        "block_pool",
+        "        if key is not None:\n            del self._index[key.digest]\n"
+        "        self._keys[block_id] = None\n",
+        "",
+    ),
+    "admitted-with-tokens-in-flight": (
+        "scheduler",
+        "if sequence is None or sequence.num_pending:",
+        "if sequence is None:",
+    ),
+    "hit-without-reference": ("batch", "        self._pool.take(hits)\n", ""),
+    "tokens-after-the-end": (
+        "scheduler",
+        "is_over = sequence.state is SequenceState.FINISHED or residency.spoiled",
+        "is_over = residency.spoiled",
+    ),
+    "allocation-evicts-first": (
+        "block_pool",
+        "self._free.pop() if self._free else self._evict()",
+        "self._evict() if self._cached else self._free.pop()",
+    ),
+}
+_HARMLESS_TO_TOKENS = frozenset({"allocation-evicts-first"})
+
+
+def _plant(name: str) -> Iterator[tuple[str, str]]:
+    """The source of each module of `core`, imports turned to the copy, with the bug in it."""
+    module, text, replacement = _BUGS[name]
+    for stem in _MODULES:
+        spec = find_spec(f"quickstep.core.{stem}")
+        assert spec is not None and spec.origin is not None
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        if stem == module:
+            assert source.count(text) == 1, f"{name}: the text to replace is not there once"
+            source = source.replace(text, replacement)
+        yield stem, source.replace("from quickstep.core.", "from planted.core.")
+
+
+@pytest.fixture
+def open_planted(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Setup], Scheduler]:
+    """Opens schedulers of a copy of `core` that has the bug."""
+    for package in ("planted", "planted.core"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    modules: dict[str, ModuleType] = {}
+    for stem, source in _plant(request.param):
+        module = ModuleType(f"planted.core.{stem}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(source, f"<{request.param}: {stem}>", "exec"), module.__dict__)
+        modules[stem] = module
+
+    def open_one(setup: Setup) -> Scheduler:
+        pool = modules["block_pool"].KVBlockPool(
+            setup.num_blocks, setup.block_size, setup.prefix_caching, setup.digest
+        )
+        cost_model = modules["cost_model"].LinearCostModel()
+        scheduler: Scheduler = modules["scheduler"].Scheduler(
+            setup.config, pool, policy_of(setup), cost_model
+        )
+        return scheduler
+
+    return open_one
+
+
+def _lives_until_caught(open_one: Callable[[Setup], Scheduler]) -> int | None:
+    for seed in range(_MAX_LIVES):
+        try:
+            random_life(seed, open_one, num_calls=50)
+        except Exception:  # whatever it breaks, it was noticed
+            return seed + 1
+    return None
+
+
+@pytest.mark.parametrize("open_planted", sorted(set(_BUGS) - _HARMLESS_TO_TOKENS), indirect=True)
+def test_random_lives_catch_a_planted_bug(open_planted: Callable[[Setup], Scheduler]) -> None:
+    assert _lives_until_caught(open_planted) is not None
+
+
+@pytest.mark.parametrize("seed", range(0, _MAX_LIVES, 25))
+def test_random_lives_find_nothing_without_a_planted_bug(seed: int) -> None:
+    for offset in range(5):
+        random_life(seed + offset, num_calls=50)

@@ -1,0 +1,143 @@
+"""Memory before loading: the worked examples, shrinking with a note, and the one refusal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quickstep.config import CacheConfig, SchedulerConfig
+from quickstep.errors import ConfigError
+from quickstep.model.sizing import (
+    DEFAULT_KV_BYTES,
+    GIB,
+    MemoryPlan,
+    activation_bytes,
+    kv_bytes_per_token,
+    plan_memory,
+    weight_bytes,
+)
+from quickstep.model.spec import ModelSpec, parse_spec
+
+LLAMA_70B = parse_spec(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128_256,
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    }
+)
+TINY = parse_spec(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 2048,
+    }
+)
+CACHE = CacheConfig()
+SCHEDULER = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=256, max_model_len=1024)
+
+
+def plan(
+    spec: ModelSpec = TINY,
+    memory_bytes: int = GIB,
+    cache: CacheConfig = CACHE,
+    scheduler: SchedulerConfig = SCHEDULER,
+) -> MemoryPlan:
+    return plan_memory(spec, 2, cache, scheduler, memory_bytes)
+
+
+def test_70b_has_327680_kv_bytes_a_token_and_4096_tokens_take_a_gib_and_a_quarter() -> None:
+    per_token = kv_bytes_per_token(LLAMA_70B, 2)
+    assert per_token == 327_680
+    assert per_token * 4096 == 1.25 * GIB
+    assert round(per_token * 8192 / 1e9, 2) == 2.68
+
+
+def test_70b_weights_are_70_6_billion_parameters() -> None:
+    assert round(weight_bytes(LLAMA_70B, 2) / 2e9, 1) == 70.6
+
+
+def test_rows_add_up_to_the_memory_given() -> None:
+    made = plan()
+    assert sum(row.num_bytes for row in made.rows) == GIB
+    assert [row.label for row in made.rows] == ["weights", "KV cache", "activations", "spare"]
+    assert made.table().count("GiB") >= 4
+    assert all(row.num_bytes >= 0 for row in made.rows)
+
+
+def test_a_roomy_machine_gets_what_was_asked_and_no_note() -> None:
+    made = plan()
+    assert made.notes == ()
+    assert made.num_blocks == 4 * 1024 // 16
+    assert (made.max_model_len, made.max_num_seqs) == (1024, 4)
+
+
+def test_the_default_cache_is_modest_but_holds_one_longest_sequence() -> None:
+    many = replace(SCHEDULER, max_num_seqs=4096)
+    modest = plan(memory_bytes=200 * GIB, scheduler=many)
+    block_bytes = kv_bytes_per_token(TINY, 2) * 16
+    assert modest.num_blocks * block_bytes <= DEFAULT_KV_BYTES
+    wide = replace(LLAMA_70B, max_model_len=32_768)
+    long = replace(SCHEDULER, max_model_len=32_768)
+    assert plan(wide, 200 * GIB, scheduler=long).max_model_len == 32_768
+
+
+def test_context_beyond_the_model_shrinks_with_a_note() -> None:
+    made = plan(scheduler=replace(SCHEDULER, max_model_len=9999))
+    assert made.max_model_len == 2048
+    assert "9999" in made.notes[0] and "2048" in made.notes[0]
+
+
+def test_context_shrinks_to_the_cache_with_a_note() -> None:
+    made = plan(cache=CacheConfig(num_blocks=20))
+    assert made.max_model_len == 320
+    assert any("max_model_len 1024 became 320" in note for note in made.notes)
+
+
+def test_asked_blocks_shrink_to_what_fits_with_a_note() -> None:
+    made = plan(memory_bytes=8 * 2**20, cache=CacheConfig(num_blocks=100_000))
+    assert 0 < made.num_blocks < 100_000
+    assert any("KV blocks 100000 became" in note for note in made.notes)
+    assert made.rows[-1].num_bytes >= 0
+
+
+def test_a_byte_budget_is_honoured() -> None:
+    block_bytes = kv_bytes_per_token(TINY, 2) * 16
+    assert plan(cache=CacheConfig(kv_cache_bytes=70 * block_bytes + 5)).num_blocks == 70
+    with pytest.raises(ConfigError, match="kv-cache-bytes"):
+        plan(cache=CacheConfig(kv_cache_bytes=5))
+
+
+def test_the_step_shrinks_before_the_cache_does() -> None:
+    wide = replace(SCHEDULER, max_num_batched_tokens=8192)
+    made = plan(memory_bytes=8 * 2**20, scheduler=wide)
+    assert made.max_num_batched_tokens < 8192
+    assert any("max_num_batched_tokens 8192 became" in note for note in made.notes)
+    assert activation_bytes(TINY, 2, made.max_num_batched_tokens, 4) < 8 * 2**20
+
+
+def test_fewer_blocks_than_sequences_shrinks_the_sequences() -> None:
+    made = plan(cache=CacheConfig(num_blocks=20), scheduler=replace(SCHEDULER, max_num_seqs=64))
+    assert made.max_num_seqs == 20
+
+
+def test_weights_that_do_not_fit_are_refused_with_numbers() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(LLAMA_70B, 64 * GIB)
+    message = str(caught.value)
+    assert "131.4" in message and "64.00 GiB are free" in message
+
+
+def test_a_gpu_has_no_modest_limit() -> None:
+    many = replace(SCHEDULER, max_num_seqs=100_000)
+    made = plan_memory(TINY, 2, CACHE, many, 80 * GIB, default_kv_bytes=None)
+    assert made.num_blocks * kv_bytes_per_token(TINY, 2) * 16 > 40 * GIB

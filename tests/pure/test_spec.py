@@ -1,0 +1,193 @@
+"""Reading `config.json`: both forms, defaults, and refusals that name what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from quickstep.errors import ConfigError
+from quickstep.model.rope_spec import RopeKind
+from quickstep.model.spec import ModelSpec, parse_spec, read_spec
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def parse(**changes: object) -> ModelSpec:
+    return parse_spec(LLAMA | changes)
+
+
+def parse_as(name: str, **changes: object) -> ModelSpec:
+    return parse(architectures=[f"{name}ForCausalLM"], **changes)
+
+
+def windows(spec: ModelSpec) -> list[int | None]:
+    return [layer.window for layer in spec.layers]
+
+
+def test_a_minimal_config_takes_the_defaults_of_its_family() -> None:
+    spec = parse(num_key_value_heads=None)
+    assert (spec.num_kv_heads, spec.head_size, spec.max_model_len) == (2, 8, 2048)
+    assert spec.ropes[0].theta == 10_000.0
+    assert not spec.tied and not spec.qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        ),
+        (
+            {"partial_rotary_factor": 0.5},
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        ),
+    ],
+)
+def test_old_and_new_forms_of_rope_read_the_same(
+    older: dict[str, object], newer: dict[str, object]
+) -> None:
+    assert parse(**older) == parse(**newer)
+
+
+def test_rope_scaling_extends_the_context_where_the_config_states_the_trained_length() -> None:
+    scaled = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+    assert parse(max_position_embeddings=128, **scaled).max_model_len == 512
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    spec = parse(max_position_embeddings=128, rope_scaling=yarn)
+    assert spec.max_model_len == 512
+    assert spec.ropes[0].kind is RopeKind.YARN
+
+
+def test_phi3_reads_su_and_yarn_as_longrope() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    for name in ("su", "yarn", "longrope"):
+        spec = parse_as("Phi3", rope_scaling={"type": name} | factors)
+        assert spec.ropes[0].kind is RopeKind.LONGROPE
+        assert spec.ropes[0].trained_len == 4096
+
+
+def test_windows_follow_each_familys_rule() -> None:
+    assert windows(parse_as("Mistral", sliding_window=8)) == [8] * 4
+    assert windows(parse_as("Mistral", sliding_window=None)) == [None] * 4
+    assert windows(parse_as("Qwen2", sliding_window=8, max_window_layers=1)) == [None] * 4
+    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    assert windows(parse_as("Qwen2", **sliding)) == [None, None, None, 8]
+    assert windows(parse_as("Gemma2", sliding_window=8)) == [8, None, 8, None]
+    gemma3 = parse_as("Gemma3", sliding_window=8, sliding_window_pattern=3)
+    assert windows(gemma3) == [8, 8, None, 8]
+    assert [layer.rope for layer in gemma3.layers] == [1, 1, 0, 1]
+    assert [rope.theta for rope in gemma3.ropes] == [1e6, 1e4]
+    listed = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+    assert windows(parse_as("Gemma2", sliding_window=8, layer_types=listed))[1] == 8
+
+
+def test_smollm3_leaves_positions_out_of_every_fourth_layer() -> None:
+    spec = parse_as("SmolLM3")
+    assert [layer.rope for layer in spec.layers] == [0, 0, 0, None]
+
+
+def test_qwen3_moe_mixes_dense_and_sparse_layers() -> None:
+    spec = parse_as("Qwen3Moe", decoder_sparse_step=2, mlp_only_layers=[3], num_experts=4)
+    assert [layer.sparse for layer in spec.layers] == [False, True, False, False]
+    assert spec.moe is not None and spec.moe.num_experts == 4 and not spec.moe.normalise
+
+
+def test_gemma3_reads_the_text_part_of_a_multimodal_config() -> None:
+    inner = {k: v for k, v in LLAMA.items() if k != "architectures"}
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": inner | {"model_type": "gemma3_text"},
+        "vision_config": {"hidden_size": 8},
+        "torch_dtype": "bfloat16",
+        "mm_tokens_per_image": 256,
+    }
+    spec = parse_spec(config)
+    assert (spec.hidden_size, spec.dtype, spec.tied) == (16, "bfloat16", True)
+
+
+def test_a_config_without_architectures_is_known_by_its_model_type() -> None:
+    spec = parse_spec(LLAMA | {"architectures": None, "model_type": "mistral"})
+    assert spec.architecture == "MistralForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "'spiral'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "twist": 3}}, "'twist'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'factor'"),
+        ({"hidden_act": "relu6"}, "'relu6'"),
+        ({"hidden_size": None}, "'hidden_size'"),
+        ({"hidden_size": "big"}, "'hidden_size'"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers'"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "3 query heads"),
+        ({"attention_sinks": 4}, "'attention_sinks'"),
+        ({"layer_types": ["chunked_attention"] * 4}, "'chunked_attention'"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types for 4 layers"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(**changes)
+    assert named in str(caught.value)
+
+
+def test_a_bias_is_refused_where_the_family_has_none() -> None:
+    with pytest.raises(ConfigError, match="'attention_bias'"):
+        parse_as("Mistral", attention_bias=True)
+
+
+def test_harmless_and_switched_off_keys_pass() -> None:
+    spec = parse(attention_dropout=0.1, _name="x", use_mrope=False, rope_scaling=None, foo=None)
+    assert spec == parse()
+
+
+def write(path: Path, config: object) -> Path:
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        read_spec(tmp_path)
+
+
+def test_a_broken_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_spec(tmp_path)
+    with pytest.raises(ConfigError, match="JSON object"):
+        read_spec(write(tmp_path, [1]))
+
+
+def test_remote_code_is_refused_unless_the_architecture_is_native(tmp_path: Path) -> None:
+    auto_map = {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+    with pytest.raises(ConfigError, match="auto_map"):
+        read_spec(write(tmp_path, {"architectures": ["XForCausalLM"], "auto_map": auto_map}))
+    native = read_spec(write(tmp_path, LLAMA | {"auto_map": auto_map}))
+    assert "not used" in native.notes[0]
+    assert replace(native, notes=()) == parse()
+
+
+def test_reading_a_spec_imports_no_torch() -> None:
+    program = (
+        "import sys, quickstep.model.spec, quickstep.model.sizing; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

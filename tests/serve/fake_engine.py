@@ -1,0 +1,227 @@
+"""A scripted engine for the tests of the HTTP surface.
+
+It answers every prompt with the words of a script, one token each, through the same face as the
+real engine, and counts the blocks that open streams hold. No model, no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from quickstep.core.accounting import SchedulerStats, Totals
+from quickstep.core.block_pool import PoolStats
+from quickstep.engine.stats import EngineState, EngineStats
+from quickstep.engine.stream import Delta
+from quickstep.errors import EngineError, RequestError
+from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
+
+WORDS = ("Hello", " world", ",", " this", " is", " a", " test", ".")
+END_ID = 255
+
+
+class FakeTokenizer:
+    """Ids 0-7 are the script's words, the others bytes; text is encoded by its bytes."""
+
+    vocab_size = 256
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [1] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return "".join(self.token_bytes(token_id).decode(errors="replace") for token_id in ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id < len(WORDS):
+            return WORDS[token_id].encode()
+        return b"<end>" if token_id == END_ID else bytes([token_id])
+
+
+class FakeTemplate:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        lines = [f"{message['role']}: {message['content']}" for message in messages]
+        lines += [f"{name}={value}" for name, value in (extra or {}).items()]
+        return "\n".join(lines + ["assistant:"] * add_generation_prompt)
+
+
+@dataclass(slots=True)
+class Script:
+    """What the engine does with a request: words, then this end; `gate` holds every delta back."""
+
+    reason: FinishReason = FinishReason.EOS
+    error: str = ""
+    raises: Exception | None = None
+    endless: bool = False
+    gate: asyncio.Event | None = None
+
+
+@dataclass(slots=True)
+class Submitted:
+    """What arrived at `submit`."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int
+    tenant: str
+    cache_salt: str
+
+
+class FakeStream:
+    def __init__(self, engine: FakeEngine, item: Submitted, request_id: str) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = item.prompt
+        self.seed = 1234 if item.sampling.seed is None else item.sampling.seed
+        self._engine = engine
+        self._sampling = item.sampling
+        self._deltas = self._run()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._deltas
+
+    async def aclose(self) -> None:
+        self._engine.open_streams.discard(self)
+
+    async def _run(self) -> AsyncIterator[Delta]:
+        script = self._engine.script
+        if script.raises:
+            raise script.raises
+        for index in range(self._sampling.n):
+            async for delta in self._sequence(index):
+                yield delta
+        self._engine.open_streams.discard(self)
+
+    async def _sequence(self, index: int) -> AsyncIterator[Delta]:
+        script = self._engine.script
+        limit = self._sampling.max_tokens or 1000
+        emitted = 0
+        while script.endless or emitted < min(limit, len(WORDS)):
+            if script.gate:
+                await script.gate.wait()
+            await asyncio.sleep(0)
+            token_id = emitted % len(WORDS)
+            self._engine.num_steps += 1
+            yield Delta(index, WORDS[token_id], (token_id,), self._logprobs(token_id))
+            emitted += 1
+        reason = script.reason
+        if reason is FinishReason.EOS and limit <= len(WORDS):
+            reason = FinishReason.MAX_TOKENS
+        end = (END_ID,) * (reason is FinishReason.EOS)
+        logprobs = self._logprobs(END_ID) if end else ()
+        timings = self._timings(emitted + len(end))
+        yield Delta(index, "", end, logprobs, reason, None, timings, script.error)
+
+    def _logprobs(self, token_id: int) -> tuple[TokenLogprobs, ...]:
+        num_top = self._sampling.logprobs
+        if num_top is None:
+            return ()
+        top = tuple((other, -0.5 - other) for other in range(num_top))
+        return (TokenLogprobs(token_id, -0.25, 1, top),)
+
+    def _timings(self, num_output_tokens: int) -> SequenceTimings:
+        return SequenceTimings(
+            arrival_s=0.0,
+            first_scheduled_s=0.0,
+            first_token_s=0.25,
+            finished_s=1.0,
+            queue_s=0.0,
+            prefill_s=0.25,
+            decode_s=0.75,
+            preempted_s=0.0,
+            device_s=0.5,
+            num_preemptions=0,
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_cached_tokens=self._engine.num_cached_tokens,
+            num_output_tokens=num_output_tokens,
+            num_blocks=1,
+        )
+
+
+@dataclass(slots=True)
+class FakeEngine:
+    """The face of an engine over a script."""
+
+    script: Script = field(default_factory=Script)
+    model_name: str = "fake"
+    fingerprint: str = "fp_fake"
+    max_model_len: int = 4096
+    num_cached_tokens: int = 3
+    num_steps: int = 0
+    state: EngineState = EngineState.NEW
+    failure: str = ""
+    now_s: float = 0.0
+    last_step_s: float | None = None
+    default_sampling: Mapping[str, float] = field(default_factory=dict)
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
+    submitted: list[Submitted] = field(default_factory=list)
+    open_streams: set[FakeStream] = field(default_factory=set)
+    loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        self.state = EngineState.RUNNING
+        self.loop = asyncio.get_running_loop()
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Waits for open streams as long as it may, as the engine does."""
+        self.state = EngineState.DRAINING
+        with suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                while self.open_streams:
+                    await asyncio.sleep(0.001)
+        self.state = EngineState.STOPPED
+
+    def stats(self) -> EngineStats:
+        num_open = len(self.open_streams)
+        blocks = PoolStats(
+            num_free=1000 - num_open, num_cached=0, num_used=num_open, num_hits=0, num_evictions=0
+        )
+        return EngineStats(
+            state=self.state,
+            failure=self.failure,
+            now_s=self.now_s,
+            last_step_s=self.last_step_s,
+            busy_since_s=0.0 if num_open else None,
+            num_steps_in_flight=0,
+            num_requests=num_open,
+            scheduler=SchedulerStats(
+                num_waiting=0,
+                num_running=num_open,
+                num_preempted=0,
+                num_in_flight=0,
+                blocks=blocks,
+                totals=Totals(num_steps=self.num_steps),
+            ),
+        )
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+        deadline_s: float | None = None,
+    ) -> FakeStream:
+        assert not isinstance(prompt, str), "the server tokenises"
+        if self.state is not EngineState.RUNNING:
+            raise EngineError("the engine is not running")
+        if not prompt:
+            raise RequestError("the prompt is empty", param="prompt")
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(f"prompt has {len(prompt)} tokens", param="prompt")
+        item = Submitted(tuple(prompt), sampling, priority, tenant, cache_salt)
+        self.submitted.append(item)
+        stream = FakeStream(self, item, f"r{len(self.submitted)}")
+        self.open_streams.add(stream)
+        return stream

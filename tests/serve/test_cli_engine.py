@@ -1,0 +1,133 @@
+"""The commands that open an engine, in this process or their own: output, exit codes, signals."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quickstep.cli.main import main
+
+SMALL = ("--num-blocks", "64", "--max-num-seqs", "4", "--device", "cpu")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+@contextmanager
+def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`quickstep serve` on a free port: the process and its address, as its log tells it."""
+    command = [sys.executable, "-m", "quickstep", "serve", "--port", "0", *SMALL, *argv]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if " serving " in line:
+                address = line.split(" at ")[1].split("/v1")[0]
+                yield process, address
+                break
+        else:
+            raise AssertionError("the server did not start")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_generate_prints_the_text_and_json_tells_everything(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["generate", "def add(first, second):\n", "--max-tokens", "8", *SMALL]
+    assert main(argv) == 0
+    plain = capsys.readouterr().out
+    assert main([*argv, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    (choice,) = answer["choices"]
+    assert plain == choice["text"] + "\n"
+    assert answer["num_output_tokens"] == len(choice["token_ids"]) <= 8
+    assert choice["finish_reason"] in ("max_tokens", "eos")
+    assert choice["time_to_first_token_s"] > 0
+
+
+def test_generate_reads_stdin_and_tells_the_seed_of_each_of_n(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
+    flags = ["--n", "2", "--seed", "3", "--temperature", "1", "--max-tokens", "4"]
+    assert main(["generate", "-", *flags, *SMALL]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "--- 0, seed 3"
+    assert any(line.startswith("--- 1, seed ") for line in lines)
+
+
+def test_chat_answers_each_line_of_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/reset\nhello\n/quit\nmore\n"))
+    assert main(["chat", "--max-tokens", "8", *SMALL]) == 0
+    piped = capsys.readouterr().out
+    assert main(["chat", "--max-tokens", "8", "--message", "hello", *SMALL]) == 0
+    assert piped == capsys.readouterr().out * 2
+
+
+def test_demo_streams_and_prints_the_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *SMALL]) == 0
+    shown = capsys.readouterr()
+    assert "def fibonacci(n):" in shown.out
+    assert "What does itertools.chain do?" in shown.out
+    for figure in ("prompt tokens", "cached", "TTFT ms", "TPOT ms", "tokens/s", "KV blocks"):
+        assert figure in shown.out
+    assert "weights" in shown.err
+    assert "\x1b" not in shown.out + shown.err
+
+
+def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--no-bandwidth"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["torch"]["threads"] >= 1
+    assert facts["cpu"]["usable_cpus"] >= 1
+
+
+def test_serve_lets_a_running_stream_end_at_sigterm_and_exits_with_0() -> None:
+    body = {"prompt": "def add(", "max_tokens": 48, "ignore_eos": True, "stream": True}
+    with serving() as (process, address):
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert process.wait(60) == 0
+    assert rest[-2] == "data: [DONE]"
+    assert '"finish_reason":"length"' in rest[-4]
+
+
+def test_serve_ends_streams_with_an_error_event_when_the_drain_is_over() -> None:
+    body = {"prompt": "def add(", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with serving("--drain-timeout-s", "0") as (process, address):
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert process.wait(60) == 0
+    assert rest[-2] == "data: [DONE]"
+    assert "shutting down" in json.loads(rest[-4].removeprefix("data: "))["error"]["message"]
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_a_checkpoint_that_is_not_there_is_exit_code_2(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [command, "--model", str(tmp_path / "nothing"), "--offline"]
+    assert main([*argv, "hello"] if command == "generate" else [*argv, "--port", "0"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "nothing" in captured.err.splitlines()[-1]
+    assert "Traceback" not in captured.err

@@ -1,0 +1,223 @@
+"""Bodies, routes and models that do not exist, and the probes, over the scripted engine."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from client import CHAT, COMPLETIONS, client_of
+from fake_engine import FakeEngine, FakeStream, Submitted
+
+from quickstep.engine.stats import EngineState
+from quickstep.server.app import create_app
+from quickstep.server.options import RequestLimits, ServerOptions
+from quickstep.types import SamplingParams
+
+
+def ask(
+    method: str,
+    path: str,
+    engine: FakeEngine | None = None,
+    options: ServerOptions | None = None,
+    **more: Any,
+) -> httpx.Response:
+    async def run() -> httpx.Response:
+        async with client_of(create_app(engine or FakeEngine(), options)) as client:
+            return await client.request(method, path, **more)
+
+    return asyncio.run(run())
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"nonsense",
+        b'{"prompt": NaN}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a"} x',
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"logit_bias": ' + b'{"a":' * 100_000,
+    ],
+)
+def test_a_body_that_is_not_the_schemas_json_is_400(body: bytes) -> None:
+    response = ask("POST", COMPLETIONS, content=body)
+    assert response.status_code == 400
+    assert error_of(response)["type"] == "invalid_request_error"
+
+
+def test_deeply_nested_json_in_a_free_field_is_400() -> None:
+    nested = b"[" * 100_000 + b"]" * 100_000
+    body = b'{"messages": [{"role": "user", "content": "a"}], "tools": %s}' % nested
+    assert ask("POST", CHAT, content=body).status_code == 400
+
+
+@pytest.mark.parametrize("size", [1001, 5000, 16_001, 100_000])
+def test_a_body_beyond_the_limit_is_413(size: int) -> None:
+    options = ServerOptions(limits=RequestLimits(body_bytes=1000))
+    response = ask("POST", CHAT, options=options, content=b"x" * size)
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "request_too_large"
+
+
+def test_a_body_of_unknown_length_is_limited_as_well() -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 100
+
+    options = ServerOptions(limits=RequestLimits(body_bytes=1000))
+    assert ask("POST", CHAT, options=options, content=pieces()).status_code == 413
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/chat/completions/x"])
+def test_an_unknown_route_is_404(path: str) -> None:
+    response = ask("GET", path)
+    assert response.status_code == 404
+    assert path in error_of(response)["message"]
+
+
+def test_a_wrong_method_is_405_and_names_the_right_one() -> None:
+    response = ask("GET", CHAT)
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert "use POST" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_an_unknown_model_is_404(path: str) -> None:
+    body = {"model": "gpt-9", "prompt": "a"}
+    if path == CHAT:
+        body = {"model": "gpt-9", "messages": [{"role": "user", "content": "a"}]}  # type: ignore
+    error = error_of(ask("POST", path, json=body))
+    assert error["code"] == "model_not_found"
+    assert error["param"] == "model"
+
+
+def test_models_are_listed_under_their_served_names() -> None:
+    options = ServerOptions(served_model_names=("a/b", "c"))
+    listed = ask("GET", "/v1/models", options=options).json()
+    assert [model["id"] for model in listed["data"]] == ["a/b", "c"]
+    one = ask("GET", "/v1/models/a/b", options=options).json()
+    assert one["id"] == "a/b"
+    assert one["max_model_len"] == 4096
+    missing = ask("GET", "/v1/models/d", options=options)
+    assert missing.status_code == 404
+    assert error_of(missing)["code"] == "model_not_found"
+
+
+def test_the_first_served_name_answers_for_requests_without_one() -> None:
+    options = ServerOptions(served_model_names=("a/b", "c"))
+    answer = ask("POST", COMPLETIONS, options=options, json={"prompt": "a"}).json()
+    assert answer["model"] == "a/b"
+
+
+def test_a_clients_request_id_is_echoed() -> None:
+    headers = {"x-request-id": "mine"}
+    for stream in (False, True):
+        body = {"prompt": "a", "stream": stream}
+        response = ask("POST", COMPLETIONS, json=body, headers=headers)
+        assert response.headers["x-request-id"] == "mine"
+
+
+def test_a_prompt_beyond_the_context_is_400() -> None:
+    response = ask("POST", COMPLETIONS, json={"prompt": "a" * 5000})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "prompt"
+
+
+def test_an_engine_that_does_not_run_is_503_and_not_ready() -> None:
+    async def run() -> list[httpx.Response]:
+        engine = FakeEngine()
+        async with client_of(create_app(engine)) as client:
+            ready = await client.get("/ready")
+            engine.state = EngineState.FAILED
+            engine.failure = "RuntimeError: broken"
+            return [
+                ready,
+                await client.post(COMPLETIONS, json={"prompt": "a"}),
+                await client.get("/ready"),
+                await client.get("/health"),
+            ]
+
+    ready, refused, not_ready, unhealthy = asyncio.run(run())
+    assert ready.json() == {"ready": True}
+    assert refused.status_code == 503
+    assert error_of(refused)["code"] == "engine_unavailable"
+    assert not_ready.status_code == 503
+    assert unhealthy.status_code == 503
+    assert unhealthy.json()["status"] == "failed"
+
+
+def test_health_fails_when_work_is_pending_and_no_step_finishes() -> None:
+    async def run() -> list[str]:
+        engine = FakeEngine(now_s=1000.0)
+        told = []
+        async with client_of(create_app(engine, ServerOptions(stall_s=10.0))) as client:
+
+            async def health() -> None:
+                response = await client.get("/health")
+                status = response.json()["status"]
+                assert (response.status_code == 200) == (status == "ok")
+                told.append(status)
+
+            await health()
+            item = Submitted((1,), SamplingParams(), 0, "", "")
+            engine.open_streams.add(FakeStream(engine, item, "r"))
+            for engine.now_s, engine.last_step_s in ((9, None), (11, None), (11, 5), (16, 5)):
+                await health()
+            engine.open_streams.clear()
+            await health()
+        return told
+
+    assert asyncio.run(run()) == ["ok", "ok", "stalled", "ok", "stalled", "ok"]
+
+
+def test_metrics_carry_vllms_names() -> None:
+    async def run() -> str:
+        async with client_of(create_app(FakeEngine())) as client:
+            await client.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 2})
+            await client.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 20, "stream": True})
+            return (await client.get("/metrics")).text
+
+    lines = dict(
+        line.rsplit(" ", 1) for line in asyncio.run(run()).splitlines() if line[:1] not in ("#", "")
+    )
+    model = 'model_name="fake"'
+    assert lines[f"quickstep:prompt_tokens_total{{{model}}}"] == "8.0"
+    assert lines[f"quickstep:generation_tokens_total{{{model}}}"] == "11.0"
+    ends = "quickstep:request_success_total"
+    assert lines[f'{ends}{{finished_reason="length",{model}}}'] == "1.0"
+    assert lines[f'{ends}{{finished_reason="stop",{model}}}'] == "1.0"
+    for name, count in (
+        ("time_to_first_token_seconds", 2),
+        ("inter_token_latency_seconds", 9),
+        ("e2e_request_latency_seconds", 2),
+        ("request_queue_time_seconds", 2),
+    ):
+        assert lines[f"quickstep:{name}_count{{{model}}}"] == f"{count}.0"
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "num_preemptions_total",
+        "prefix_cache_hits_total",
+        "prefix_cache_queries_total",
+    ):
+        assert f"quickstep:{name}{{{model}}}" in lines
+
+
+@pytest.mark.parametrize("path", ["/ping", "/version", "/health", "/ready"])
+def test_probes_answer(path: str) -> None:
+    assert ask("GET", path).status_code == 200
