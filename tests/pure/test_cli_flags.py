@@ -172,6 +172,8 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_2() -> None:
         (["serve", "a", "--model", "b"], "MODEL is a and --model is b"),
         (["serve", "--drain-timeout-s", "-1"], "--drain-timeout-s is -1"),
         (["generate", "hi", "--stream", "--json"], "--stream prints one text"),
+        (["generate", "hi", "--temperature", "-1"], "temperature is -1.0"),
+        (["chat", "--top-p", "2"], "top_p is 2.0"),
     ],
 )
 def test_unusable_values_are_exit_code_2(

@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     """Talk until the end of input."""
     from quickstep.cli.session import with_engine
 
+    sampling_params(args, {})  # a wrong value is told before the model is loaded
+
     async def work(engine: Engine) -> None:
         conversation = Conversation(
             engine, sampling_params(args, engine.default_sampling), args.system

@@ -41,6 +41,9 @@ _TYPES: Mapping[int, tuple[str, str | None]] = {
 }
 
 
+_RETRY = {"retry-after": "1"}
+
+
 class GenerationFailed(EngineError):
     """The model failed on one request; the server goes on."""
 
@@ -87,7 +90,7 @@ async def error_response(request: Request, error: Exception) -> Response:
     """Starlette's exception hook for everything."""
     if not isinstance(error, HTTPException):
         status, body = error_of(error)
-        return json_response(body, status)
+        return json_response(body, status, _RETRY if status in (429, 503) else None)
     place = f"{request.method} {request.url.path}"
     message = error.detail
     if error.status_code == 404:
