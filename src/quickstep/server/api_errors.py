@@ -39,8 +39,6 @@ _TYPES: Mapping[int, tuple[str, str | None]] = {
     500: ("server_error", "internal_error"),
     503: ("server_error", "engine_unavailable"),
 }
-
-
 _RETRY = {"retry-after": "1"}
 
 
