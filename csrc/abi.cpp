@@ -170,8 +170,9 @@ int qs_rms_norm(qs_context* context, int dtype, const void* x, int64_t outer, in
 int qs_add_rms_norm(qs_context* context, int dtype, const void* x, const void* residual,
                     int64_t rows, int64_t size, const void* weight, float eps, float offset,
                     void* out, void* sum) {
-  if (!valid_dtype(dtype) || rows < 0 || size < 1 || residual == nullptr) return QS_INVALID;
-  if (rows == 0) return QS_OK;
+  if (!valid_dtype(dtype) || rows < 0 || size < 1) return QS_INVALID;
+  if (rows == 0) return QS_OK;  // empty tensors have no address
+  if (residual == nullptr) return QS_INVALID;
   context->kernels->rms_norm(context->pool, {dtype, x, residual, rows, 1, size, size, size, weight,
                                              eps, offset, out, sum});
   return QS_OK;

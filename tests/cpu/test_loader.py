@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -258,3 +260,19 @@ def test_fingerprint_names_weights_config_dtype_and_kernels(tmp_path: Path) -> N
         load(tmp_path / "a", table=ops("other")).fingerprint,
     ]
     assert len({first, *others}) == 5
+
+
+def test_loading_never_holds_two_copies_of_the_model(tmp_path: Path) -> None:
+    """What was read is gone once it is packed: at each packing only one source is alive."""
+    write_checkpoint(tmp_path, num_hidden_layers=6)
+    sources: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def pack(weight: Tensor, bias: Tensor | None) -> LinearWeight:
+        sources.append(weakref.ref(weight))
+        alive.append(sum(source() is not None for source in sources))
+        return LinearWeight(weight.clone(), bias, weight.shape[0], weight.shape[1], weight.nbytes)
+
+    load(tmp_path, table=replace(ops(), pack_linear=pack))
+    assert len(alive) == 6 * 4 + 1
+    assert max(alive) == 1

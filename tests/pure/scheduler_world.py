@@ -292,7 +292,7 @@ class World:
         return int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "little")
 
 
-_ALONE: dict[str, list[Received]] = {}
+_ALONE: dict[str, Received] = {}
 
 
 def run_alone(request: Request, setup: Setup) -> list[Received]:
@@ -305,19 +305,19 @@ def run_alone(request: Request, setup: Setup) -> list[Received]:
         max_model_len=setup.max_model_len,
         prefix_caching=False,
     )
-    results = []
-    for index in range(request.sampling.n):
-        key = f"{plain!r} {quiet!r} {index}"
-        if key not in _ALONE:
-            world = World(quiet)
-            world.add(plain)
-            for other in range(request.sampling.n):
-                if other != index:
-                    world.abort("alone", other)
-            world.drain()
-            _ALONE[key] = [world.received[f"alone#{index}"]]
-        results.extend(_ALONE[key])
-    return results
+    return [_alone_at(plain, quiet, index) for index in range(request.sampling.n)]
+
+
+def _alone_at(request: Request, setup: Setup, index: int) -> Received:
+    key = f"{request!r} {setup!r} {index}"
+    if key not in _ALONE:
+        world = World(setup)
+        world.add(request)
+        for other in set(range(request.sampling.n)) - {index}:
+            world.abort("alone", other)
+        world.drain()
+        _ALONE[key] = world.received[f"alone#{index}"]
+    return _ALONE[key]
 
 
 PROMPT = (0, 1, 1, 0, 1, 0, 0, 1)

@@ -193,11 +193,8 @@ class PoolMachine(RuleBasedStateMachine):
         all_digests: list[bytes] = []
         self.pool.extend_digests(all_digests, BASE, tokens, len(tokens) // 2)
         for index, digest in enumerate(all_digests):
-            key = self.pool.key_of(table[index]) if index < len(found) else None
-            if key is None:
-                content = tokens[2 * index : 2 * index + 2]
-                key = self.pool.register(table[index], parent, content, digest)
-            parent = key
+            content = tokens[2 * index : 2 * index + 2]
+            parent = self.pool.register(table[index], parent, content, digest)
             self.content[table[index]] = tokens[: 2 * index + 2]
         self.tables.append(table)
 

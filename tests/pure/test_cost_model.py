@@ -51,6 +51,14 @@ def test_it_learns_a_linear_machine() -> None:
     assert worst_error(model) < 0.05
 
 
+def test_it_learns_what_it_was_told_costs_nothing() -> None:
+    rng, model = Random(6), LinearCostModel(Coefficients(8e-3, 2e-5, 0.0, 0.0))
+    for _ in range(1500):
+        load = random_load(rng)
+        model.observe(load, true_seconds(load))
+    assert worst_error(model) < 0.05
+
+
 def test_it_follows_a_machine_that_changes() -> None:
     rng, model = Random(2), LinearCostModel()
     slower = Coefficients(*(3 * value for value in (8e-3, 2e-5, 1.5e-4, 3e-8)))
@@ -58,6 +66,23 @@ def test_it_follows_a_machine_that_changes() -> None:
         load = random_load(rng)
         model.observe(load, true_seconds(load, TRUE if number < 1000 else slower))
     assert worst_error(model, slower) < 0.05
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+def test_a_machine_of_another_speed_is_known_from_its_first_step(factor: float) -> None:
+    model = LinearCostModel(TRUE)
+    machine = Coefficients(*(factor * value for value in (8e-3, 2e-5, 1.5e-4, 3e-8)))
+    load = StepLoad(100, 4, 1000)
+    model.observe(load, true_seconds(load, machine))
+    assert worst_error(model, machine) < 0.01
+
+
+def test_a_hundredfold_slow_first_step_is_forgiven() -> None:
+    rng, model = Random(5), LinearCostModel()
+    for number in range(1000):
+        load = random_load(rng)
+        model.observe(load, true_seconds(load) * (100 if number == 0 else 1))
+    assert worst_error(model) < 0.05
 
 
 def test_a_hiccup_weighs_little() -> None:

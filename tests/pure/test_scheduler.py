@@ -164,11 +164,3 @@ def test_abort_releases_blocks_while_a_step_is_in_flight() -> None:
     world.abort("a")
     assert world.scheduler.stats().blocks.num_used == 0
     finish(world)
-
-
-def test_deadlines_of_finished_sequences_are_forgotten() -> None:
-    world = World(Setup())
-    for number in range(200):
-        world.add(ask(f"r{number}", prompt=(0,), max_tokens=1, deadline_s=1e9))
-        world.drain()
-    assert len(world.scheduler._deadlines._heap) < 100

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from scheduler_world import PROMPT, Setup, World, ask, finish
 from shadow_executor import Trouble
@@ -67,6 +69,9 @@ def test_a_hit_leaves_a_token_to_compute() -> None:
     timings = world.received["b#0"].timings
     assert timings is not None
     assert timings.num_cached_tokens == 4
+    totals = world.scheduler.stats().totals
+    assert (totals.num_requests, totals.num_prompt_tokens, totals.num_output_tokens) == (2, 16, 8)
+    assert totals.num_steps == len(world.plans)
 
 
 def test_generated_tokens_are_hit_by_the_next_turn() -> None:
@@ -220,6 +225,7 @@ def test_a_failed_row_ends_its_sequence_alone() -> None:
     assert world.received["a#0"].error == "planted failure"
     finish(world)
     assert world.received["b#0"].reason is FinishReason.MAX_TOKENS
+    assert world.scheduler.stats().totals.num_preemptions == 0
 
 
 def test_a_row_without_its_token_fails() -> None:
@@ -296,3 +302,16 @@ def test_sequence_seeds_differ_and_the_first_is_the_requests_own() -> None:
     seeds = {sequence_seed(seed, index) for seed in range(-5, 50) for index in range(1, 20)}
     assert len(seeds) == 55 * 19
     assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_predictions_follow_the_measured_steps() -> None:
+    world = World(Setup())
+    world.add(ask("a", max_tokens=20))
+    for _ in range(20):
+        plan = world.plan()
+        assert plan is not None
+        result, _ = world.shadow.run_next()
+        assert result is not None
+        outcome = world.scheduler.commit(plan, replace(result, seconds=3.0), world.now)
+        world.in_flight.clear()
+    assert outcome.record.predicted_s == pytest.approx(3.0, rel=0.05)

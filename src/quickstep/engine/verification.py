@@ -173,12 +173,15 @@ class _Verifier:
         """
         draws = random.Random(f"groups {self._options.seed} {threads}")
         num_groups = 0
+        # small enough that every scenario gets its turn
+        num_drawn = self._options.rounds * len(self._requests)
+        largest = min(40, max(6, num_drawn // len(SCENARIOS)))
         for _ in range(self._options.rounds):
             order = draws.sample(self._requests, len(self._requests))
             while order:
                 scenario = SCENARIOS[num_groups % len(SCENARIOS)]
                 num_groups += 1
-                size = draws.randint(6, 40)
+                size = draws.randint(6, largest)
                 if scenario.is_starved:
                     yield scenario, self._growing_group(draws)
                 else:

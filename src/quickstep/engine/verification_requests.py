@@ -42,7 +42,7 @@ def draw_requests(
         Request(
             request_id=f"r{index}",
             prompt_token_ids=_prompt(draws, documents, vocabulary.size, block_size),
-            sampling=_sampling(draws, vocabulary.size, is_long=index % 32 < 2),
+            sampling=_sampling(draws, vocabulary.size, is_long=index < 5 or index % 32 == 0),
             seed=draws.getrandbits(64),
             eos_token_ids=vocabulary.eos_token_ids,
             priority=draws.choice((0, 0, 0, 1)),
@@ -78,7 +78,7 @@ def _sampling(draws: random.Random, vocab_size: int, is_long: bool) -> SamplingP
     def sometimes(share: float, value: float, otherwise: float) -> float:
         return value if draws.random() < share else otherwise
 
-    max_tokens = draws.randint(LONG_OUTPUTS, MAX_OUTPUTS) if is_long else draws.randint(4, 8)
+    max_tokens = draws.randint(LONG_OUTPUTS, MAX_OUTPUTS) if is_long else draws.randint(3, 7)
     is_biased = draws.random() < 0.1
     has_stops = draws.random() < 0.1
     return SamplingParams(
@@ -92,7 +92,7 @@ def _sampling(draws: random.Random, vocab_size: int, is_long: bool) -> SamplingP
         repetition_penalty=sometimes(0.2, 1.2, 1.0),
         logit_bias={draws.randrange(vocab_size): 3.0 for _ in range(3)} if is_biased else {},
         max_tokens=max_tokens,
-        min_tokens=draws.randint(1, 4) if draws.random() < 0.2 else 0,
+        min_tokens=draws.randint(1, 3) if draws.random() < 0.2 else 0,
         stop_token_ids=tuple(draws.sample(range(vocab_size), min(20, vocab_size // 4)))
         if has_stops
         else (),

@@ -16,6 +16,8 @@ from quickstep.errors import ConfigError
 __all__ = ["Checkpoint", "find_checkpoint"]
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
+# a second copy of the weights, and everything in folders (other formats, training state)
+_NOT_NEEDED = ["consolidated*", "*/*"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 
@@ -66,6 +68,7 @@ def _download(load: LoadConfig) -> Path:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
     )
@@ -77,6 +80,7 @@ def _download(load: LoadConfig) -> Path:
             name,
             revision=load.revision,
             allow_patterns=_PATTERNS,
+            ignore_patterns=_NOT_NEEDED,
             local_files_only=offline,
         )
     except GatedRepoError:
@@ -90,7 +94,7 @@ def _download(load: LoadConfig) -> Path:
         ) from None
     except LocalEntryNotFoundError:
         raise ConfigError(_not_cached(name, offline)) from None
-    except (HfHubHTTPError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigError(f"{name} could not be downloaded: {error}") from None
     return Path(found)
 

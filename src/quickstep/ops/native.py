@@ -64,7 +64,7 @@ def default_num_threads() -> int:
 
 
 def load_native(
-    num_threads: int | None, isa: str | None, reference: OpTable | None = None
+    num_threads: int | None = None, isa: str | None = None, reference: OpTable | None = None
 ) -> OpTable | None:
     """The native op table on a thread pool of its own, or None when `native_status` says why not.
 

@@ -1,0 +1,96 @@
+"""`quickstep verify` on a real decoder: sound ops pass, plain torch products are caught."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_checkpoint import write_checkpoint
+
+from quickstep.cli.main import main
+from quickstep.config import LoadConfig
+from quickstep.engine.verification import VerifyOptions, verify
+from quickstep.model.loader import load_model
+from quickstep.model.source import find_checkpoint
+from quickstep.model.spec import read_spec
+from quickstep.ops import resolve
+from quickstep.ops.resolve import resolve_ops
+from quickstep.ops.table import LinearWeight
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def plain_linear(table):
+    """The ops with torch's own matrix product, whose bits depend on the number of rows."""
+    return replace(
+        table,
+        name="plain",
+        pack_linear=lambda weight, bias: LinearWeight(weight, bias, *weight.shape, weight.nbytes),
+        linear=lambda x, weight: torch.nn.functional.linear(x, weight.data, weight.bias),
+    )
+
+
+def load(path, ops, dtype="float32"):
+    config = LoadConfig(model=str(path), dtype=dtype)
+    found = find_checkpoint(config)
+    return load_model(found, read_spec(found.path), ops, config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_decoder_gives_the_same_bits_in_any_batch_and_thread_count(checkpoint, dtype):
+    options = VerifyOptions(num_requests=24, seed=2, threads=(1, 2))
+    report = verify(load(checkpoint, resolve_ops(CPU), dtype), options)
+    assert report.first_mismatch is None
+    assert report.mismatches == 0
+    assert report.comparisons > 48
+
+
+def test_a_product_whose_bits_depend_on_the_number_of_rows_is_caught(checkpoint):
+    model = load(checkpoint, plain_linear(resolve_ops(CPU)))
+    report = verify(model, VerifyOptions(num_requests=20, seed=2, threads=(1,)))
+    assert report.mismatches > 0
+    assert report.first_mismatch.expected_logprobs != report.first_mismatch.got_logprobs
+
+
+def test_the_command_reports_as_json_and_exits_0(checkpoint, capsys):
+    flags = ["--requests", "8", "--seed", "3", "--threads", "1", "--json"]
+    assert main(["verify", str(checkpoint), *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["mismatches"] == 0
+    assert report["comparisons"] >= 8
+    assert (report["num_requests"], report["seed"], report["threads"]) == (8, 3, [1])
+
+
+def test_the_command_exits_1_on_a_mismatch_and_shows_the_first(checkpoint, capsys, monkeypatch):
+    table = plain_linear(resolve_ops(CPU))
+    monkeypatch.setattr(resolve, "resolve_ops", lambda *_: table)
+    flags = ["--requests", "8", "--threads", "1", "--dtype", "float32"]
+    assert main(["verify", str(checkpoint), *flags]) == 1
+    shown = capsys.readouterr().out
+    assert "first mismatch: r" in shown
+    assert " 0 mismatches" not in shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["/no/such/model"],
+        ["--requests", "0"],
+        ["--threads", "0"],
+        ["--threads", "1,x"],
+        ["--dtype", "int3"],
+        ["--block-size", "12"],
+        ["--request", "5"],
+    ],
+)
+def test_bad_input_exits_2_with_one_sentence(arguments, checkpoint, capsys):
+    model = [] if arguments[0].startswith("/") else [str(checkpoint)]
+    assert main(["verify", *model, *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert len(shown.err.strip().splitlines()) == 1
