@@ -12,8 +12,9 @@ from quickstep.config import (
     PolicyName,
     SchedulerConfig,
 )
+from quickstep.errors import ConfigError
 
-__all__ = ["add_engine_flags", "engine_config"]
+__all__ = ["add_engine_flags", "add_model", "engine_config", "model_of"]
 
 _DTYPES = {
     "auto": "auto",
@@ -23,6 +24,21 @@ _DTYPES = {
     "float32": "float32",
     "float": "float32",
 }
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """`MODEL` or `--model`, as vLLM takes either."""
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a directory, a hub id or demo (default)"
+    )
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as MODEL")
+
+
+def model_of(args: argparse.Namespace) -> str:
+    """The model that was named, once. Raises ConfigError for two names."""
+    if args.model and args.model_flag and args.model != args.model_flag:
+        raise ConfigError(f"MODEL is {args.model} and --model is {args.model_flag}; give one")
+    return args.model or args.model_flag or LoadConfig().model
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
