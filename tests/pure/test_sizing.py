@@ -74,6 +74,12 @@ def test_rows_add_up_to_the_memory_given() -> None:
     assert all(row.num_bytes >= 0 for row in made.rows)
 
 
+def test_a_tied_head_counts_as_it_is_packed_beside_the_embedding() -> None:
+    apart, tied = plan(), plan(replace(TINY, tied=True))
+    assert tied.rows[0].num_bytes == apart.rows[0].num_bytes
+    assert weight_bytes(replace(TINY, tied=True), 2) == weight_bytes(TINY, 2) - 1000 * 64 * 2
+
+
 def test_a_roomy_machine_gets_what_was_asked_and_no_note() -> None:
     made = plan()
     assert made.notes == ()

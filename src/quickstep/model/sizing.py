@@ -81,6 +81,12 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
     return num_parameters(spec) * dtype_bytes
 
 
+def _packed_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
+    """Weights as they stand in memory: a tied head is packed beside the embedding it equals."""
+    head = spec.vocab_size * spec.hidden_size * dtype_bytes if spec.tied else 0
+    return weight_bytes(spec, dtype_bytes) + head
+
+
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> int:
     """2 x layers x kv heads x head size x bytes. Layers with a window take as much as others."""
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * dtype_bytes
@@ -134,7 +140,7 @@ def plan_memory(
         notes.append(
             f"max_model_len {scheduler.max_model_len} became {context}, the model's longest"
         )
-    weights = weight_bytes(spec, dtype_bytes)
+    weights = _packed_bytes(spec, dtype_bytes)
     seqs = scheduler.max_num_seqs
     tokens, activations = _fit_step(
         spec, (dtype_bytes, scratch_bytes), scheduler, memory_bytes - weights
@@ -222,12 +228,14 @@ def _rows(
 ) -> tuple[MemoryRow, ...]:
     """`sizes` are blocks, block size, tokens of a step; `left` is what KV and spare share."""
     num_blocks, block_size, tokens = sizes
-    weights = weight_bytes(spec, dtype_bytes)
+    weights = _packed_bytes(spec, dtype_bytes)
     per_token = kv_bytes_per_token(spec, dtype_bytes)
     kv_bytes = num_blocks * block_size * per_token
-    billions = num_parameters(spec) / 1e9
+    detail = f"{num_parameters(spec) / 1e9:.3f} B parameters x {dtype_bytes} bytes"
+    if spec.tied:
+        detail += ", and the tied head packed"
     return (
-        MemoryRow("weights", weights, f"{billions:.3f} B parameters x {dtype_bytes} bytes"),
+        MemoryRow("weights", weights, detail),
         MemoryRow(
             "KV cache",
             kv_bytes,
