@@ -8,12 +8,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test check format bench gpu verify clean
+.PHONY: help demo test check format bench gpu verify native clean
 
 help:
-	@echo "make demo | test | check | format | verify | bench | gpu | clean"
+	@echo "make demo | test | check | format | verify | native | bench | gpu | clean"
 
-$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/kernels/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,6 +40,11 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Rebuild the native kernels in place, for work on csrc/.
+native:
+	cmake -S . -B build/native
+	cmake --build build/native --parallel
 
 # Measurements: on a quiet machine, on purpose.
 bench: $(READY)

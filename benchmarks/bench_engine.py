@@ -60,24 +60,25 @@ def _mixed_tokens_per_s(llm: LLM, rng: random.Random) -> float:
     return num_tokens / (time.perf_counter() - started)
 
 
+def _measure(llm: LLM, seed: int) -> dict[str, float]:
+    """One round of every figure."""
+    rng = random.Random(seed)
+    figures = {f"decode, batch {n}, ms/step": _decode_ms(llm, n, rng) for n in BATCH_SIZES}
+    figures[f"prefill of {PREFILL_LEN}, tokens/s"] = _prefill_tokens_per_s(llm, rng)
+    figures[f"{NUM_MIXED} mixed requests, output tokens/s"] = _mixed_tokens_per_s(llm, rng)
+    return figures
+
+
 def run(model: str, device: str, repeats: int) -> None:
     """Print the table for one model."""
-    engines = {
-        depth: LLM(model, device=device, pipeline_depth=depth, max_model_len=1024)
-        for depth in (1, 2)
-    }
-    figures: dict[tuple[str, int], list[float]] = {}
-    for repeat in range(repeats + 1):
-        for depth, llm in engines.items():
-            rng = random.Random(repeat)
-            measured = {f"decode, batch {n}, ms/step": _decode_ms(llm, n, rng) for n in BATCH_SIZES}
-            measured[f"prefill of {PREFILL_LEN}, tokens/s"] = _prefill_tokens_per_s(llm, rng)
-            measured[f"{NUM_MIXED} mixed requests, output tokens/s"] = _mixed_tokens_per_s(llm, rng)
-            if repeat:  # the first round warms up
-                for name, value in measured.items():
-                    figures.setdefault((name, depth), []).append(value)
+    engines = [
+        LLM(model, device=device, pipeline_depth=depth, max_model_len=1024) for depth in (1, 2)
+    ]
+    # The first round warms up.
+    rounds = [[_measure(llm, repeat) for llm in engines] for repeat in range(repeats + 1)][1:]
     print(f"{'model ' + model:44} {'depth 1':>28} {'depth 2':>28}")
-    for name in dict.fromkeys(name for name, _ in figures):
-        print(f"{name:44} {spread(figures[name, 1]):>28} {spread(figures[name, 2]):>28}")
-    for llm in engines.values():
+    for name in rounds[0][0]:
+        columns = [spread([one[index][name] for one in rounds]) for index in (0, 1)]
+        print(f"{name:44} {columns[0]:>28} {columns[1]:>28}")
+    for llm in engines:
         llm.close()

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tiny_checkpoint import write_checkpoint
@@ -131,6 +132,8 @@ def test_a_model_without_a_template_takes_no_conversations(tmp_path):
         (["fine", [9999]], None, "9999"),
         ("x" * 999, None, "999 tokens"),
         (["a", "b"], [GREEDY], "1 sampling_params for 2"),
+        ("a", {"max_tokens": 3}, "dict"),
+        ("a", [3], "must be SamplingParams"),
         ({"text": "a"}, None, "prompt_token_ids"),
         ({"prompt": "a", "prompt_token_ids": [1]}, None, "either"),
     ],
@@ -140,6 +143,14 @@ def test_a_bad_request_serves_none_and_hurts_nothing(llm, prompts, sampling, say
         llm.generate(prompts, sampling)
     assert llm.engine.stats().num_requests == 0
     assert len(llm.generate("still here", GREEDY)) == 1
+
+
+def test_threads_may_share_an_llm(llm):
+    prompts = [f"thread {n}" for n in range(6)]
+    expected = tokens(llm.generate(prompts, GREEDY))
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        answers = list(pool.map(lambda prompt: llm.generate(prompt, GREEDY)[0], prompts))
+    assert tokens(answers) == expected
 
 
 def test_nothing_is_printed_where_standard_error_is_no_terminal(llm, capfd):
@@ -158,6 +169,18 @@ def test_a_closed_llm_says_so(checkpoint):
     llm.close()
     with pytest.raises(EngineError, match="closed"):
         llm.generate("a")
+
+
+def test_closing_answers_those_who_wait_with_what_there_is(checkpoint):
+    llm = LLM(str(checkpoint), num_threads=1)
+    endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting = pool.submit(llm.generate, ["a"] * 20, endless)
+        while not llm.engine.stats().num_requests and not waiting.done():
+            pass
+        llm.close()
+        ends = {output.outputs[0].ended_by for output in waiting.result()}
+    assert ends <= {FinishReason.SHUTDOWN, FinishReason.CONTEXT_LIMIT}
 
 
 def test_a_script_that_never_closes_ends_quietly(checkpoint):

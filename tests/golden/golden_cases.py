@@ -43,7 +43,9 @@ class Case:
 
     def save(self, path: Path, seed: int = 0) -> transformers.PreTrainedModel:
         """Write a seeded checkpoint; give the transformers model that it came from."""
-        model_class = getattr(transformers, f"{self.family.removesuffix('Text')}ForCausalLM")
+        family = self.family.removesuffix("Text")
+        head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+        model_class = getattr(transformers, f"{family}{head}")
         model = randomise(model_class(self.config()), seed)
         model.save_pretrained(path)
         return model

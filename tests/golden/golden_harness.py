@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from naive_ops import NAIVE_OPS
 from paged_driver import PagedDriver
 from transformers import PreTrainedModel
 
@@ -15,15 +14,21 @@ from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
 from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
+from quickstep.ops.resolve import resolve_ops
+from quickstep.ops.table import OpTable
 
 PROMPT_LENS = (1, 5, 17, 40)
 NUM_NEW = 32
 
 
-def load(path: Path, max_model_len: int | None = None, dtype: str = "auto") -> Model:
+def load(
+    path: Path, max_model_len: int | None = None, dtype: str = "auto", ops: OpTable | None = None
+) -> Model:
+    """With the op table that an engine would use, unless told otherwise."""
+    table = ops or resolve_ops(torch.device("cpu"))
     options = LoadConfig(model=str(path), dtype=dtype, device="cpu")
-    checkpoint = Checkpoint(path, "golden")
-    return load_model(checkpoint, read_spec(path), NAIVE_OPS, options, max_model_len=max_model_len)
+    checkpoint, spec = Checkpoint(path, "golden"), read_spec(path)
+    return load_model(checkpoint, spec, table, options, max_model_len=max_model_len)
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:

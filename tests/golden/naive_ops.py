@@ -1,6 +1,7 @@
 """A second, independent op table: the plainest PyTorch, dense attention over gathered KV.
 
-The goldens run with the reference table; this one shows that the model needs nothing else of it.
+The goldens run with the table that an engine would use. This one is not exact, and shows that the
+tests of exactness notice.
 """
 
 from __future__ import annotations

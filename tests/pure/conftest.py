@@ -1,4 +1,4 @@
-"""Makes the importable modules of this folder (`shadow_executor`, `world`) visible to its tests."""
+"""Makes the importable modules of this folder visible to its tests."""
 
 import sys
 from pathlib import Path

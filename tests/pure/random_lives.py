@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from scheduler_world import Setup, World, open_scheduler, weak_digest
 from shadow_executor import EOS, STOP, Trouble
-from world import Setup, World, open_scheduler, weak_digest
 
 from quickstep.config import PolicyName
 from quickstep.core.prefix import chain_digest
@@ -34,9 +34,12 @@ def draw_setup(rng: Random) -> Setup:
     )
 
 
-def draw_request(rng: Random, setup: Setup, request_id: str, now: float) -> Request:
+def draw_request(
+    rng: Random, setup: Setup, request_id: str, now: float, alike: bool = False
+) -> Request:
+    """`alike` requests have one prompt, cut at different lengths: they share all they can."""
     length = max(1, setup.block_size * rng.randint(0, 4) + rng.choice((-1, 0, 0, 1)))
-    head, tail = rng.choice(((0, 0), (0, 1), (1, 0)))
+    head, tail = (0, 0) if alike else rng.choice(((0, 0), (0, 1), (1, 0)))
     turn = rng.choice((0, 1, setup.block_size, 2 * setup.block_size))
     prompt = tuple(head if position < turn else tail for position in range(length))
     sampling = SamplingParams(
@@ -53,8 +56,8 @@ def draw_request(rng: Random, setup: Setup, request_id: str, now: float) -> Requ
         seed=rng.randint(0, 1),
         eos_token_ids=frozenset({EOS}),
         priority=rng.choice((0, 0, 0, -1, 1)),
-        adapter=rng.choice(("", "", "", "poet")),
-        cache_salt=rng.choice(("", "", "", "tenant")),
+        adapter="" if alike else rng.choice(("", "", "", "poet")),
+        cache_salt="" if alike else rng.choice(("", "", "", "tenant")),
         deadline_s=rng.choice((None, None, None, now + rng.choice((0.0, 0.01, 0.1)))),
     )
 
@@ -71,11 +74,11 @@ def random_life(
     """A whole life of a scheduler drawn from one seed, verified at its end."""
     rng = Random(seed)
     world = World(draw_setup(rng), open_one)
-    has_trouble = rng.random() < 0.4
+    has_trouble, alike = rng.random() < 0.4, rng.random() < 0.4
     for number in range(num_calls):
         match rng.choice(("add", "add", "plan", "plan", "plan", "commit", "commit", "other")):
             case "add":
-                request = draw_request(rng, world.setup, f"r{number}", world.now)
+                request = draw_request(rng, world.setup, f"r{number}", world.now, alike)
                 world.add(request)
             case "plan":
                 world.plan()

@@ -108,6 +108,7 @@ class ScriptedEngine:
 
     def __init__(self, num_blocks=64, step_log=None, template=None, seed=0, **scheduler):
         config = SchedulerConfig(**{"max_model_len": 256, "max_num_seqs": 8, **scheduler})
+        self.skipped_s = 0.0  # the engine's clock runs ahead by this
         self.pool = KVBlockPool(num_blocks, 4)
         self.executor = ScriptedExecutor()
         self.scheduler = Scheduler(config, self.pool, make_policy(config), LinearCostModel())
@@ -127,7 +128,7 @@ class ScriptedEngine:
             step_log=step_log or StepLog(),
             pipeline_depth=config.pipeline_depth,
             seeds=random.Random(seed),
-            clock=time.monotonic,
+            clock=lambda: time.monotonic() + self.skipped_s,
         )
 
     async def __aenter__(self):

@@ -28,8 +28,10 @@ def test_options_reach_their_sections():
             "enable_prefix_caching": False,
             "policy": "prefill-first",
             "seed": 5,
+            "inter_token_target_s": 1,
         },
     )
+    assert config.scheduler.inter_token_target_s == 1
     assert config.load == LoadConfig(model="some/model", dtype="float32")
     assert config.cache.num_blocks == 9
     assert not config.cache.prefix_caching
@@ -48,6 +50,11 @@ def test_options_reach_their_sections():
         ({"policy": "fastest"}, "mixed"),
         ({"block_size": 12}, "power of two"),
         ({"max_num_seqs": 0}, "at least 1"),
+        ({"max_num_seqs": "8"}, "type int"),
+        ({"max_num_seqs": True}, "type int"),
+        ({"offline": 1}, "type bool"),
+        ({"seed": 1.5}, "int"),
+        ({"inter_token_target_s": "fast"}, "float"),
     ],
 )
 def test_bad_options_say_what_to_do(options, says):

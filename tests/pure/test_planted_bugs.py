@@ -38,7 +38,7 @@ from types import ModuleType
 
 import pytest
 from random_lives import random_life
-from world import Setup, policy_of
+from scheduler_world import Setup, policy_of
 
 from quickstep.core.scheduler import Scheduler
 

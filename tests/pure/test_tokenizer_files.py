@@ -8,7 +8,7 @@ import pytest
 from scripted_engine import END, END_ID, byte_tokenizer
 
 from quickstep.engine.tokenizer import Tokenizer
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, RequestError
 
 
 @pytest.fixture
@@ -71,3 +71,9 @@ def test_special_tokens_in_text_are_recognised():
     assert tokenizer.token_id(END) == END_ID
     assert tokenizer.is_special(END_ID)
     assert tokenizer.vocab_size == 257
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**40], ["a"], [None]])
+def test_decoding_what_is_no_token_id_is_the_clients_error(ids):
+    with pytest.raises(RequestError, match="integers"):
+        byte_tokenizer().decode(ids)

@@ -16,7 +16,6 @@ from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.block_pool import PoolStats
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Delta
-
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 
@@ -158,6 +157,8 @@ class FakeEngine:
     num_steps: int = 0
     state: EngineState = EngineState.NEW
     failure: str = ""
+    now_s: float = 0.0
+    last_step_s: float | None = None
     default_sampling: Mapping[str, float] = field(default_factory=dict)
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
@@ -186,8 +187,9 @@ class FakeEngine:
         return EngineStats(
             state=self.state,
             failure=self.failure,
-            now_s=0.0,
-            last_step_s=None,
+            now_s=self.now_s,
+            last_step_s=self.last_step_s,
+            busy_since_s=0.0 if num_open else None,
             num_steps_in_flight=0,
             num_requests=num_open,
             scheduler=SchedulerStats(

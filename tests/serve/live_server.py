@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.options import ServerOptions
 from quickstep.server.run import DrainingServer, bind, server_for
+
+DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -50,3 +55,23 @@ def live_server(engine: ServedEngine, options: ServerOptions | None = None) -> I
             server.should_exit = True
             thread.join(30)
             assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Poll; the test fails if it takes longer than any slow machine would."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.005)
+
+
+async def connect(
+    server: LiveServer, body: dict[str, Any], path: str = "/v1/completions"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send a request by hand, so that the connection can be dropped at any byte."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+    writer.write(head.encode() + content)
+    await writer.drain()
+    return reader, writer

@@ -1,5 +1,6 @@
-"""The commands that open an engine, as processes: output, exit codes, signals."""
+"""The commands that open an engine, in this process or their own: output, exit codes, signals."""
 
+import io
 import json
 import os
 import signal
@@ -21,13 +22,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-def run(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quickstep", *argv]
-    return subprocess.run(
-        command, input=stdin, capture_output=True, text=True, timeout=120, env=environment()
-    )
-
-
 @contextmanager
 def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`quickstep serve` on a free port: the process and its address, as its log tells it."""
@@ -38,7 +32,6 @@ def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         for line in process.stderr:
             if " serving " in line:
                 address = line.split(" at ")[1].split("/v1")[0]
-                httpx.HTTPTransport(retries=5)
                 yield process, address
                 break
         else:
@@ -48,48 +41,62 @@ def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.wait()
 
 
-def test_generate_prints_the_text_and_json_tells_everything() -> None:
-    argv = ("generate", "def add(first, second):\n", "--max-tokens", "8", *SMALL)
-    plain = run(*argv)
-    assert plain.returncode == 0, plain.stderr
-    told = run(*argv, "--json")
-    answer = json.loads(told.stdout)
+def test_generate_prints_the_text_and_json_tells_everything(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["generate", "def add(first, second):\n", "--max-tokens", "8", *SMALL]
+    assert main(argv) == 0
+    plain = capsys.readouterr().out
+    assert main([*argv, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
     (choice,) = answer["choices"]
-    assert plain.stdout == choice["text"] + "\n"
-    assert "\x1b" not in plain.stdout + plain.stderr
+    assert plain == choice["text"] + "\n"
     assert answer["num_output_tokens"] == len(choice["token_ids"]) <= 8
     assert choice["finish_reason"] in ("max_tokens", "eos")
     assert choice["time_to_first_token_s"] > 0
 
 
-def test_chat_answers_each_line_of_a_pipe() -> None:
-    done = run("chat", "--max-tokens", "8", *SMALL, stdin="hello\n/reset\nhello\n/quit\nmore\n")
-    assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
-    assert first == second
-    one = run("chat", "--max-tokens", "8", "--message", "hello", *SMALL)
-    assert one.stdout.splitlines() == [first]
+def test_generate_reads_stdin_and_tells_the_seed_of_each_of_n(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
+    flags = ["--n", "2", "--seed", "3", "--temperature", "1", "--max-tokens", "4"]
+    assert main(["generate", "-", *flags, *SMALL]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "--- 0, seed 3"
+    assert any(line.startswith("--- 1, seed ") for line in lines)
 
 
-def test_demo_streams_and_prints_the_phases() -> None:
-    done = run("demo", *SMALL)
-    assert done.returncode == 0, done.stderr
-    assert "def fibonacci(n):" in done.stdout
-    assert "What does itertools.chain do?" in done.stdout
-    for column in ("prompt tokens", "cached", "TTFT ms", "TPOT ms", "tokens/s", "KV blocks"):
-        assert column in done.stdout
-    assert "\x1b" not in done.stdout
+def test_chat_answers_each_line_of_a_pipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/reset\nhello\n/quit\nmore\n"))
+    assert main(["chat", "--max-tokens", "8", *SMALL]) == 0
+    piped = capsys.readouterr().out
+    assert main(["chat", "--max-tokens", "8", "--message", "hello", *SMALL]) == 0
+    assert piped == capsys.readouterr().out * 2
 
 
-def test_doctor_prints_json() -> None:
-    done = run("doctor", "--json", "--no-bandwidth")
-    facts = json.loads(done.stdout)
+def test_demo_streams_and_prints_the_phases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *SMALL]) == 0
+    shown = capsys.readouterr()
+    assert "def fibonacci(n):" in shown.out
+    assert "What does itertools.chain do?" in shown.out
+    for figure in ("prompt tokens", "cached", "TTFT ms", "TPOT ms", "tokens/s", "KV blocks"):
+        assert figure in shown.out
+    assert "weights" in shown.err
+    assert "\x1b" not in shown.out + shown.err
+
+
+def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--no-bandwidth"]) == 0
+    facts = json.loads(capsys.readouterr().out)
     assert facts["torch"]["threads"] >= 1
     assert facts["cpu"]["usable_cpus"] >= 1
 
 
 def test_serve_lets_a_running_stream_end_at_sigterm_and_exits_with_0() -> None:
-    body = {"prompt": "def add(", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    body = {"prompt": "def add(", "max_tokens": 48, "ignore_eos": True, "stream": True}
     with serving() as (process, address):
         with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()

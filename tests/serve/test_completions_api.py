@@ -159,9 +159,15 @@ def test_finish_reasons_are_openais(reason: FinishReason, told: str) -> None:
 def test_a_failed_sequence_is_an_error_answer() -> None:
     engine = FakeEngine(Script(FinishReason.ERROR, error="the logits are NaN"))
     response = post({"prompt": "a"}, engine)
-    assert response.status_code == 503
+    assert response.status_code == 500
     assert response.json()["error"]["message"] == "the logits are NaN"
     assert not engine.open_streams
+
+
+def test_a_request_that_the_shutdown_cuts_is_503() -> None:
+    response = post({"prompt": "a"}, FakeEngine(Script(FinishReason.SHUTDOWN)))
+    assert response.status_code == 503
+    assert "send the request again" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
@@ -172,7 +178,7 @@ def test_a_failure_within_a_stream_is_an_error_event(prompt: Any) -> None:
         "message": "the logits are NaN",
         "type": "server_error",
         "param": None,
-        "code": "engine_unavailable",
+        "code": "internal_error",
     }
     assert not engine.open_streams
 

@@ -1,39 +1,13 @@
 """Clients that go away: their requests end and nothing of theirs stays, streamed or not."""
 
 import asyncio
-import json
 import random
-import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, Script
-from live_server import LiveServer, live_server
+from live_server import DEADLINE_S, LiveServer, connect, live_server, until
 
 from quickstep.server.options import ServerOptions
-
-DEADLINE_S = 30.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Poll; the test fails if it takes longer than any slow machine would."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.005)
-
-
-async def connect(
-    server: LiveServer, body: dict[str, Any], path: str = "/v1/completions"
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a request by hand, so that the connection can be dropped at any byte."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
-    writer.write(head.encode() + content)
-    await writer.drain()
-    return reader, writer
 
 
 async def stream_once(server: LiveServer, leave_after: int | None) -> bytes:

@@ -8,11 +8,10 @@ import httpx
 import pytest
 from client import CHAT, COMPLETIONS, client_of
 from fake_engine import FakeEngine, FakeStream, Submitted
-from quickstep.engine.stats import EngineState
 
+from quickstep.engine.stats import EngineState
 from quickstep.server.app import create_app
 from quickstep.server.options import RequestLimits, ServerOptions
-from quickstep.server.probes import Progress
 from quickstep.types import SamplingParams
 
 
@@ -162,23 +161,27 @@ def test_an_engine_that_does_not_run_is_503_and_not_ready() -> None:
 
 
 def test_health_fails_when_work_is_pending_and_no_step_finishes() -> None:
-    engine = FakeEngine()
-    now = [0.0]
-    progress = Progress(engine, stall_s=10.0, clock=lambda: now[0])
-    now[0] = 100.0
-    assert progress.observe()["status"] == "ok"
-    item = Submitted((1,), SamplingParams(), 0, "", "")
-    engine.open_streams.add(FakeStream(engine, item, "r"))
-    now[0] = 105.0
-    assert progress.observe()["status"] == "ok"
-    now[0] = 111.0
-    assert progress.observe()["status"] == "stalled"
-    engine.num_steps += 1
-    assert progress.observe()["status"] == "ok"
-    now[0] = 122.0
-    assert progress.observe()["status"] == "stalled"
-    engine.open_streams.clear()
-    assert progress.observe()["status"] == "ok"
+    async def run() -> list[str]:
+        engine = FakeEngine(now_s=1000.0)
+        told = []
+        async with client_of(create_app(engine, ServerOptions(stall_s=10.0))) as client:
+
+            async def health() -> None:
+                response = await client.get("/health")
+                status = response.json()["status"]
+                assert (response.status_code == 200) == (status == "ok")
+                told.append(status)
+
+            await health()
+            item = Submitted((1,), SamplingParams(), 0, "", "")
+            engine.open_streams.add(FakeStream(engine, item, "r"))
+            for engine.now_s, engine.last_step_s in ((9, None), (11, None), (11, 5), (16, 5)):
+                await health()
+            engine.open_streams.clear()
+            await health()
+        return told
+
+    assert asyncio.run(run()) == ["ok", "ok", "stalled", "ok", "stalled", "ok"]
 
 
 def test_metrics_carry_vllms_names() -> None:

@@ -70,7 +70,7 @@ OF_CHAT: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
     "chat_template_kwargs": ({"k": "v"}, lambda seen: b"k=v" in bytes(seen[0].prompt)),
     "metadata": ({"a": "b"}, lambda seen: seen[1]["metadata"] == {"a": "b"}),
     "safety_identifier": ("ann", lambda seen: seen[0].tenant == "ann"),
-    # a hint for the prefix cache, which one engine has no use for: every prefix is in reach
+    # a hint that one engine has no use for: it is not to separate what the cache may share
     "prompt_cache_key": ("k", lambda seen: seen[0].cache_salt == ""),
 }
 HONOURED = [(CHAT, *row) for row in (SHARED | OF_CHAT).items()] + [
@@ -181,6 +181,11 @@ def test_an_unknown_field_is_400_with_its_name(route: str, name: str) -> None:
     assert error["param"] == name
 
 
+def test_an_unknown_field_names_the_nearest() -> None:
+    error = post(CHAT, {"max_token": 1}).json()["error"]
+    assert error["message"] == "max_token is unknown; did you mean max_tokens?"
+
+
 WRONG: list[tuple[str, Any, str]] = [
     ("temperature", "hot", "temperature"),
     ("temperature", -0.1, "temperature"),
@@ -214,6 +219,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("stream", "yes", "stream"),
     ("stream_options", {"include_usage": True}, "stream_options"),
     ("user", 5, "user"),
+    ("user", "x" * 513, "user"),
+    ("cache_salt", "x" * 513, "cache_salt"),
     ("model", 5, "model"),
     ("priority", 1.5, "priority"),
 ]
@@ -241,6 +248,8 @@ def test_a_wrong_value_is_400_with_its_path(route: str, name: str, value: Any, p
         (CHAT, {"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         (CHAT, {"metadata": {"a": "b" * 513}}, "metadata"),
         (CHAT, {"metadata": {"a": 1}}, "metadata[...]"),
+        (CHAT, {"safety_identifier": "x" * 513}, "safety_identifier"),
+        (CHAT, {"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
         (COMPLETIONS, {"logprobs": 21}, "logprobs"),
         (COMPLETIONS, {"logprobs": -1}, "logprobs"),
         (COMPLETIONS, {"logprobs": True}, "logprobs"),

@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from live_server import LiveServer, live_server
-from test_disconnect import connect, until
+from live_server import LiveServer, connect, live_server, until
 
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.assembly import open_engine
@@ -45,7 +44,7 @@ def client(server: LiveServer) -> Iterator[openai.OpenAI]:
 
 
 def complete(server: LiveServer, path: str = "completions", **fields: Any) -> dict[str, Any]:
-    body = {"max_tokens": 12, "temperature": 0, **fields}
+    body = {"max_tokens": 12, "temperature": 0, "seed": 7, **fields}
     response = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=120)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
@@ -95,7 +94,7 @@ def test_token_ids_and_text_are_the_same_prompt(server: LiveServer, engine: Engi
 
 def test_a_stop_string_cuts_the_text(server: LiveServer) -> None:
     text = complete(server, prompt=CODE)["choices"][0]["text"]
-    stop = text.strip()[:1]
+    stop = text[len(text) // 2]
     (choice,) = complete(server, prompt=CODE, stop=[stop])["choices"]
     assert choice["text"] == text[: text.index(stop)]
     assert choice["finish_reason"] == "stop"
@@ -178,7 +177,7 @@ def test_metrics_tell_of_the_engine(server: LiveServer) -> None:
 def test_a_long_prompt_is_tokenised_while_health_is_answered(server: LiveServer) -> None:
     async def run() -> list[int]:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-            body = {"prompt": "lambda x: x ** 2 + y\n" * 100_000}
+            body = {"prompt": "lambda x: x ** 2 + y\n" * 20_000}
             long = asyncio.create_task(client.post("/v1/completions", json=body))
             statuses = []
             while not long.done():

@@ -21,10 +21,6 @@ __all__ = ["add_parser", "run"]
 
 _CODE = "def fibonacci(n):\n"
 _QUESTION = "What does itertools.chain do?"
-_HEADER = (
-    *("request", "prompt tokens", "cached", "queue ms", "prefill ms", "TTFT ms", "TPOT ms"),
-    *("tokens", "tokens/s", "KV blocks", "finish"),
-)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -43,52 +39,55 @@ def run(args: argparse.Namespace) -> int:
 
     console = console_on(sys.stdout)
     answers = with_engine(engine_config(args, args.model), _stream_both, show_memory=True)
-    rows = [_row(name, answer) for name, answer in answers.items()]
     print()
-    print_table(console, "phases of the run", _HEADER, rows)
+    columns = [_figures(answer) for answer in answers.values()]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    print_table(console, "phases of the run", ("", *answers), rows)
     return 0
 
 
 async def _stream_both(engine: Engine) -> dict[str, Answer]:
-    prompt = engine.tokenizer.encode(_CODE)
-    print(f"\n>>> completion\n{_CODE}", end="")
-    completion = await _streamed(engine, prompt, SamplingParams(temperature=0.0, max_tokens=64))
-    print(f"\n>>> chat: {_QUESTION}")
-    prompt = engine.chat_prompt([{"role": "user", "content": _QUESTION}])
-    answer = await _streamed(engine, prompt, SamplingParams(temperature=0.0, max_tokens=96))
-    repeated = await _streamed(engine, prompt, SamplingParams(temperature=0.0, max_tokens=1), False)
-    return {"completion": completion, "chat": answer, "chat again (cached)": repeated}
+    """The third prompt is the first with its completion: the prefix cache holds its blocks."""
+    code = engine.tokenizer.encode(_CODE)
+    _write(f"\n>>> completion\n{_CODE}")
+    completion = await _streamed(engine, code, SamplingParams(temperature=0.0, max_tokens=64))
+    _write(f"\n>>> chat: {_QUESTION}\n")
+    chat = engine.chat_prompt([{"role": "user", "content": _QUESTION}])
+    answer = await _streamed(engine, chat, SamplingParams(temperature=0.0, max_tokens=96))
+    _write("\n>>> completion, resumed where it ended\n")
+    resumed = await _streamed(
+        engine, [*code, *completion.token_ids], SamplingParams(temperature=0.0, max_tokens=16)
+    )
+    return {"completion": completion, "chat": answer, "resumed": resumed}
 
 
-async def _streamed(
-    engine: Engine, prompt: Sequence[int], sampling: SamplingParams, shown: bool = True
-) -> Answer:
+async def _streamed(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
     from quickstep.cli.answers import collect
 
-    (answer,) = await collect(engine.submit(prompt, sampling), 1, _write if shown else None)
-    if shown:
-        _write("\n")
+    (answer,) = await collect(engine.submit(prompt, sampling), 1, _write)
+    _write("\n")
     return answer
 
 
-def _row(name: str, answer: Answer) -> tuple[str, ...]:
+def _figures(answer: Answer) -> dict[str, str]:
     timings = answer.timings
-    if timings is None or answer.finish_reason is None:
-        return (name, *("-" for _ in _HEADER[1:]))
+    assert timings is not None, "a finished sequence has timings"
+    assert answer.finish_reason is not None, "a finished sequence has a reason"
     per_token = answer.time_per_output_token_s
-    return (
-        name,
-        str(timings.num_prompt_tokens),
-        str(timings.num_cached_tokens),
-        _ms(timings.queue_s),
-        _ms(timings.prefill_s),
-        _ms(answer.time_to_first_token_s),
-        _ms(per_token),
-        str(timings.num_output_tokens),
-        f"{1 / per_token:.0f}" if per_token else "-",
-        str(timings.num_blocks),
-        answer.finish_reason.value,
-    )
+    return {
+        "prompt tokens": str(timings.num_prompt_tokens),
+        "cached": str(timings.num_cached_tokens),
+        "output tokens": str(timings.num_output_tokens),
+        "queue ms": _ms(timings.queue_s),
+        "prefill ms": _ms(timings.prefill_s),
+        "decode ms": _ms(timings.decode_s),
+        "TTFT ms": _ms(answer.time_to_first_token_s),
+        "TPOT ms": _ms(per_token),
+        "tokens/s": f"{1 / per_token:.0f}" if per_token else "-",
+        "device ms": _ms(timings.device_s),
+        "KV blocks": str(timings.num_blocks),
+        "finish reason": answer.finish_reason.value,
+    }
 
 
 def _ms(seconds: float | None) -> str:

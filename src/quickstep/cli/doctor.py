@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -22,12 +23,12 @@ from quickstep.cli.machine import (
     usable_cpus,
 )
 from quickstep.cli.parsing import Parser, command
+from quickstep.cli.screen import console_on, print_table, size_text
 
 __all__ = ["add_parser", "collect_facts", "run"]
 
 _READ_BYTES = 512 * 1024 * 1024
 _READ_PASSES = 5
-_GIB = 2**30
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -45,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
-    from quickstep.cli.screen import console_on, print_table
-
     console = console_on(sys.stdout)
     for part, section in facts.items():
         rows = [(_label(name), _shown(name, value)) for name, value in section.items()]
@@ -103,8 +102,11 @@ def _gpu_facts() -> dict[str, Any]:
 
 def _native_facts() -> dict[str, Any]:
     if importlib.util.find_spec("quickstep.ops.native") is None:
-        return {"present": False, "effect": "PyTorch reference ops run"}
-    return {"present": True}
+        return {"present": False, "reason": "this build has no native kernels"}
+    status = importlib.import_module("quickstep.ops.native").native_status()
+    if not status.available:
+        return {"present": False, "reason": status.reason}
+    return {"present": True, "isa": status.isa, "isa_levels": list(status.levels)}
 
 
 def _bandwidth(available_bytes: int | None) -> dict[str, Any]:
@@ -157,6 +159,5 @@ def _shown(name: str, value: object) -> str:
     if name.endswith("bytes_per_s"):
         return f"{float(str(value)) / 1e9:.1f} GB/s"
     if name.endswith("bytes"):
-        size = float(str(value))
-        return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / 2**20:.0f} MiB"
+        return size_text(float(str(value)))
     return str(value)

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console_on", "loading_bar", "print_table"]
+__all__ = ["console_on", "loading_bar", "print_table", "size_text"]
 
 _PLAIN_WIDTH = 100
 
@@ -31,6 +31,14 @@ def console_on(stream: IO[str] | None = None) -> Console:
         soft_wrap=not on_terminal,
         width=None if on_terminal else _PLAIN_WIDTH,
     )
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes as people read them, in binary units."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes:.0f} bytes"
 
 
 def print_table(

@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the server says these things itself
     from quickstep.cli.session import opened
     from quickstep.server.options import RequestLimits, ServerOptions
     from quickstep.server.run import bind, serve

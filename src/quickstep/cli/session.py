@@ -7,11 +7,12 @@ hands it to the server, which starts and stops it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from quickstep.cli.screen import console_on, loading_bar, print_table
+from quickstep.cli.screen import console_on, loading_bar, print_table, size_text
 from quickstep.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["opened", "with_engine"]
 
 _Result = TypeVar("_Result")
-_GIB = 2**30
 
 
 def opened(config: EngineConfig, show_memory: bool | None = None) -> Engine:
@@ -42,8 +42,10 @@ def opened(config: EngineConfig, show_memory: bool | None = None) -> Engine:
 def _print_memory(plan: MemoryPlan) -> None:
     """The plan's table, and what it had to shrink, on stderr."""
     console = console_on()
-    rows = [(row.label, f"{row.num_bytes / _GIB:.2f} GiB", row.detail) for row in plan.rows]
+    rows = [(row.label, size_text(row.num_bytes), row.detail) for row in plan.rows]
     print_table(console, "memory", ("part", "size", "of"), rows)
+    if logging.getLogger("quickstep").isEnabledFor(logging.INFO):
+        return  # the engine has logged its notes
     for note in plan.notes:
         console.print(note, markup=False)
 

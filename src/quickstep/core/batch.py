@@ -58,7 +58,6 @@ class Batch:
             blocks=[*hits, *fresh],
             prefill_end=num_tokens,
             planned=len(hits) * self._pool.block_size,
-            keys=[key for key in map(self._pool.key_of, hits) if key is not None],
         )
         sequence.admit(residency, now)
         insort(self._running, sequence, key=_rank)

@@ -93,10 +93,6 @@ class KVBlockPool:
             parent = key
         return tuple(hits)
 
-    def key_of(self, block_id: int) -> BlockKey | None:
-        """The content that `block_id` is registered for."""
-        return self._keys[block_id]
-
     def take(self, block_ids: Sequence[int]) -> None:
         """Share blocks that a lookup found: cached ones become used again."""
         for block_id in block_ids:

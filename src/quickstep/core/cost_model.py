@@ -6,7 +6,6 @@ its rows, and drives the simulator. Deterministic: the same observations give th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +15,7 @@ __all__ = ["Coefficients", "CostModel", "LinearCostModel", "StepLoad"]
 
 _SWEEPS = 4  # of coordinate descent per observation; it starts at the previous solution
 _MIN_SECONDS = 1e-9
+_MAX_SECONDS = 1e5
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,15 @@ class LinearCostModel:
 
     Each observation is divided by its measured seconds, so that decode steps count as much as long
     prefills and a hiccup weighs little. The normal equations decay by `forgetting` per step and
-    are kept solvable by a prior: one virtual observation per coefficient, at its start value.
-    `forgetting=1` never forgets; a model that is never observed keeps its coefficients.
+    are kept solvable by a weak prior at the start values. The first observation scales them all:
+    they say what costs how much more than what, the machine says how fast it is.
     """
 
     def __init__(self, start: Coefficients | None = None, forgetting: float = 0.99) -> None:
         begin = start or Coefficients()
         self._weights = [begin.step_s, begin.token_s, begin.row_s, begin.kv_token_s]
-        self._prior = tuple(max(weight, _MIN_SECONDS) for weight in self._weights)
+        self._prior = list(self._weights)
+        self._is_scaled = False
         self._forgetting = forgetting
         self._gram = [[0.0] * 4 for _ in range(4)]
         self._moment = [0.0] * 4
@@ -95,8 +96,10 @@ class LinearCostModel:
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a measured step; times that no step can take are left out."""
-        if not math.isfinite(seconds) or seconds < _MIN_SECONDS:
+        if not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
             return
+        if not self._is_scaled:
+            self._scale(seconds / max(self.seconds(load), _MIN_SECONDS))
         scaled = [value / seconds for value in _features(load)]
         for row, left in enumerate(scaled):
             self._moment[row] = self._forgetting * self._moment[row] + left
@@ -106,19 +109,26 @@ class LinearCostModel:
         for _ in range(_SWEEPS):
             self._sweep()
 
+    def _scale(self, factor: float) -> None:
+        self._is_scaled = True
+        self._weights = [factor * weight for weight in self._weights]
+        self._prior = [factor * weight for weight in self._prior]
+
     def _sweep(self) -> None:
         """One pass of coordinate descent: each weight to its optimum, at least 0, others fixed."""
         for row, gram in enumerate(self._gram):
             # The prior pulls `weight / prior` to 1 with the strength of a thousandth of a step:
             # features that were never seen apart stay where they started.
-            stiffness = 1e-3 / self._prior[row] ** 2
+            prior = self._prior[row]
+            stiffness = 1e-3 / prior**2 if prior > 0.0 else 0.0
             others = sum(
                 gram[column] * weight
                 for column, weight in enumerate(self._weights)
                 if column != row
             )
-            pull = self._moment[row] - others + stiffness * self._prior[row]
-            self._weights[row] = max(0.0, pull / (gram[row] + stiffness))
+            pull = self._moment[row] - others + stiffness * prior
+            if gram[row] + stiffness > 0.0:
+                self._weights[row] = max(0.0, pull / (gram[row] + stiffness))
 
 
 def _features(load: StepLoad) -> tuple[float, float, float, float]:

@@ -159,7 +159,7 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, draft: StepDraft, budget: int, now: float) -> None:
-        while budget > 0 and not draft.starved:
+        while budget > 0:
             sequence = self._waiting.head
             # A preempted one waits for its tokens in flight: admission needs all of them.
             if sequence is None or sequence.num_pending:
@@ -214,7 +214,6 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, draft: StepDraft, now: float) -> bool:
         """Preempt who ranks behind `sequence` until it can grow; False if it must wait instead."""
         while not self._batch.has_room_to_grow(sequence):
-            draft.starved = True
             victim = self._victim(sequence, draft)
             if victim is None:
                 return False

@@ -58,7 +58,7 @@ class Residency:
         prefill_end: Tokens known at admission: rows below it are prefill.
         planned: Positions whose KV is computed or in flight.
         pending: Tokens that rows in flight will emit.
-        keys: Keys of the leading full blocks that are registered.
+        keys: Keys of the leading full blocks, hits included, as far as they are registered.
         spoiled: It read KV of a step that failed: what its rows in flight give is discarded.
     """
 
@@ -66,7 +66,7 @@ class Residency:
     blocks: list[int]
     prefill_end: int
     planned: int
-    keys: list[BlockKey]
+    keys: list[BlockKey] = field(default_factory=list)
     pending: int = 0
     spoiled: bool = False
 

@@ -45,12 +45,7 @@ class InFlightStep:
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step under construction.
-
-    Attributes:
-        room: Tokens that it may still take.
-        starved: Blocks ran out while it was drafted, so it admits nobody.
-    """
+    """A step under construction; `room` is how many tokens it may still take."""
 
     room: int
     decode: list[FlightRow] = field(default_factory=list)
@@ -59,7 +54,6 @@ class StepDraft:
     decode_load: StepLoad = field(default_factory=StepLoad)
     prefill_load: StepLoad = field(default_factory=StepLoad)
     num_preemptions: int = 0
-    starved: bool = False
     _holders: set[str] = field(default_factory=set)
 
     def add(self, entry: FlightRow) -> None:
@@ -118,7 +112,6 @@ def spoiled_by(
     blocks: set[int] = set()
     for entry in failed:
         entry.residency.spoiled = True
-        entry.residency.pending = 0
         blocks.update(entry.residency.blocks[entry.row.start // block_size :])
     sound = [entry.residency for entry in in_flight if not entry.residency.spoiled]
     num_known = -1

@@ -9,6 +9,7 @@ that does not fit is refused at once. torch is imported here, when an engine is 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -124,7 +125,8 @@ def _load(config: EngineConfig, progress: LoadProgress | None) -> _Loaded:
     )
     for note in plan.notes:
         _LOGGER.info("%s", note)
-    ops = resolve_ops(device)
+    isa = os.environ.get("QUICKSTEP_CPU_ISA")
+    ops = resolve_ops(device, "auto", config.load.num_threads, isa)
     model = load_model(checkpoint, spec, ops, config.load, progress, plan.max_model_len)
     return _Loaded(checkpoint, model, plan)
 

@@ -89,6 +89,7 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._numbers = itertools.count()
         self._last_step_s: float | None = None
+        self._busy_since_s: float | None = None
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -144,6 +145,7 @@ class Engine:
             failure=self._failure,
             now_s=self._clock(),
             last_step_s=self._last_step_s,
+            busy_since_s=self._busy_since_s if self._live else None,
             num_steps_in_flight=len(self._in_flight),
             num_requests=len(self._live),
             scheduler=self._scheduler.stats(),
@@ -226,7 +228,7 @@ class Engine:
         prompt_token_ids = self._prompt_token_ids(prompt)
         check_sampling(sampling, self._model.vocab_size)
         request = Request(
-            request_id=request_id or f"request-{next(self._numbers)}",
+            request_id=request_id or self._free_request_id(),
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             seed=self._seeds.getrandbits(_SEED_BITS) if sampling.seed is None else sampling.seed,
@@ -237,6 +239,8 @@ class Engine:
             deadline_s=None if deadline_s is None else now + deadline_s,
         )
         self._scheduler.add(request, now)
+        if not self._live:
+            self._busy_since_s = now
         self._news.set()
         return self._live.accept(request, self.abort)
 
@@ -248,6 +252,11 @@ class Engine:
         if self._state is not EngineState.RUNNING:
             why = f": {self._failure}" if self._failure else ""
             raise EngineError(f"the engine is {self._state.value} and takes no requests{why}")
+
+    def _free_request_id(self) -> str:
+        return next(
+            name for number in self._numbers if (name := f"request-{number}") not in self._live
+        )
 
     def _prompt_token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

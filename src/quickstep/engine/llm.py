@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar, Unpack, cast
+from typing import Any, NamedTuple, Self, TypeVar, Unpack, cast
 
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.chat_template import Message
@@ -36,6 +36,13 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 _T = TypeVar("_T")
 
 
+class _Tokenised(NamedTuple):
+    """A prompt ready to submit, and its text if that was given."""
+
+    text: str | None
+    token_ids: Sequence[int]
+
+
 class LLM:
     """A loaded model. The constructor loads (as vLLM's does); close it, or use it in a `with`.
 
@@ -45,7 +52,7 @@ class LLM:
 
     def __init__(self, model: str = "demo", **options: Unpack[LLMOptions]) -> None:
         config = engine_config(model, options)
-        with _progress_bar("loading", "bytes", is_wanted=True) as show:
+        with _progress_bar("Loading weights", is_wanted=True) as show:
             self._engine = open_engine(config, show)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -75,8 +82,14 @@ class LLM:
         Raises:
             RequestError: One of the prompts or parameters is invalid; then none is served.
         """
-        texts_or_ids = [_plain_prompt(prompt) for prompt in _as_prompts(prompts)]
-        return self._serve(texts_or_ids, sampling_params, use_tqdm)
+        plain = [_plain_prompt(prompt) for prompt in _as_prompts(prompts)]
+        # tokenised here, in the caller's thread, so that others' streams go on meanwhile
+        encode = self._engine.tokenizer.encode
+        tokenised = [
+            _Tokenised(one, encode(one)) if isinstance(one, str) else _Tokenised(None, one)
+            for one in plain
+        ]
+        return self._serve(tokenised, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -93,11 +106,12 @@ class LLM:
         Raises:
             RequestError: As `generate`, or the model has no chat template.
         """
-        prompts = [
-            self._engine.chat_prompt(one, tools, add_generation_prompt, chat_template_kwargs)
+        render = self._engine.chat_prompt
+        tokenised = [
+            _Tokenised(None, render(one, tools, add_generation_prompt, chat_template_kwargs))
             for one in _as_conversations(messages)
         ]
-        return self._serve(prompts, sampling_params, use_tqdm)
+        return self._serve(tokenised, sampling_params, use_tqdm)
 
     def close(self) -> None:
         """End what runs and free everything. Idempotent."""
@@ -111,17 +125,17 @@ class LLM:
 
     def _serve(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[_Tokenised],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         sampling = _as_many(sampling_params, len(prompts))
-        with _progress_bar("requests", "requests", is_wanted=use_tqdm) as show:
+        with _progress_bar("Generating", is_wanted=use_tqdm) as show:
             return self._wait_for(self._serve_all(prompts, sampling, show))
 
     async def _serve_all(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[_Tokenised],
         sampling: Sequence[SamplingParams],
         show: Callable[[int, int], None] | None,
     ) -> list[RequestOutput]:
@@ -130,8 +144,7 @@ class LLM:
 
         async def answer(stream: Stream, number: int) -> RequestOutput:
             nonlocal num_done
-            prompt = prompts[number]
-            text = prompt if isinstance(prompt, str) else None
+            text = prompts[number].text
             output = await collect(stream, text, sampling[number], self._engine.tokenizer)
             num_done += 1
             if show is not None:
@@ -140,7 +153,7 @@ class LLM:
 
         try:
             for prompt, params in zip(prompts, sampling, strict=True):
-                streams.append(self._engine.submit(prompt, params))
+                streams.append(self._engine.submit(prompt.token_ids, params))
             answers: list[Awaitable[RequestOutput]] = [
                 answer(stream, number) for number, stream in enumerate(streams)
             ]
@@ -166,6 +179,9 @@ def _shut_down(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threadin
     async def leave() -> None:
         try:
             await engine.stop()
+            # whoever waits for an answer gets what there is
+            waiting = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.gather(*waiting, return_exceptions=True)
         finally:
             loop.stop()
 
@@ -211,19 +227,25 @@ def _as_many(
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * num_prompts
+    if not isinstance(sampling_params, Sequence):
+        kind = type(sampling_params).__name__
+        raise RequestError(
+            f"sampling_params is a {kind}, it must be SamplingParams or a list of them",
+            param="sampling_params",
+        )
     if len(sampling_params) != num_prompts:
         raise RequestError(
             f"{len(sampling_params)} sampling_params for {num_prompts} prompts; pass one for all "
             "or one for each",
             param="sampling_params",
         )
+    if not all(isinstance(params, SamplingParams) for params in sampling_params):
+        raise RequestError("sampling_params must be SamplingParams", param="sampling_params")
     return sampling_params
 
 
 @contextmanager
-def _progress_bar(
-    what: str, unit: str, is_wanted: bool
-) -> Iterator[Callable[[int, int], None] | None]:
+def _progress_bar(what: str, is_wanted: bool) -> Iterator[Callable[[int, int], None] | None]:
     """A bar on standard error, (done, total) at a time; None where nobody looks."""
     if not is_wanted or not sys.stderr.isatty():
         yield None
@@ -232,5 +254,5 @@ def _progress_bar(
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"{what} ({unit})", total=None)
+        task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_type_hints
 
 from quickstep.config import (
     CacheConfig,
@@ -82,6 +82,7 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
             raise ConfigError(_unknown(name))
         if value is None:
             continue
+        _check_type(name, value)
         section, field = _PLACES[name]
         fields = sections[section] if section else own
         if field in fields:
@@ -93,6 +94,19 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         scheduler=SchedulerConfig(**sections["scheduler"]),
         **own,
     )
+
+
+def _check_type(name: str, value: Any) -> None:
+    """Integers pass for floats, truth values for neither."""
+    wanted = get_type_hints(LLMOptions)[name]
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    fits = isinstance(value, wanted) if wanted is not float else is_number or type(value) is float
+    if not fits or (isinstance(value, bool) and wanted is not bool):
+        raise ConfigError(f"{name} is {value!r}, it must be of type {_type_name(wanted)}")
+
+
+def _type_name(wanted: Any) -> str:
+    return wanted.__name__ if isinstance(wanted, type) else str(wanted)
 
 
 def _policy(value: str | PolicyName) -> PolicyName:

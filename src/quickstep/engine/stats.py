@@ -26,7 +26,9 @@ class EngineStats:
 
     Attributes:
         failure: Why the engine failed, "" if it did not.
-        now_s: The engine's clock; `last_step_s` is when the last step was committed on it.
+        now_s: The engine's clock.
+        last_step_s: When the last step was committed, on that clock; None before the first.
+        busy_since_s: When the first request came to the idle engine; None while it is idle.
         num_steps_in_flight: Steps submitted and not committed.
         num_requests: Requests whose streams have not ended.
         scheduler: Waiting, running, blocks (`core.accounting.SchedulerStats`).
@@ -36,6 +38,7 @@ class EngineStats:
     failure: str
     now_s: float
     last_step_s: float | None
+    busy_since_s: float | None
     num_steps_in_flight: int
     num_requests: int
     scheduler: SchedulerStats
@@ -46,6 +49,12 @@ class EngineStats:
         return self.num_requests > 0
 
     @property
-    def since_step_s(self) -> float | None:
-        """Seconds since a step finished; with work to do, a large value means trouble."""
-        return None if self.last_step_s is None else self.now_s - self.last_step_s
+    def stalled_s(self) -> float:
+        """Seconds that work has waited since a step last finished; 0 while there is none.
+
+        Much more than a step takes means that the executor hangs.
+        """
+        if self.busy_since_s is None:
+            return 0.0
+        last_s = self.busy_since_s if self.last_step_s is None else self.last_step_s
+        return self.now_s - max(self.busy_since_s, last_s)

@@ -111,8 +111,17 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence; incomplete UTF-8 becomes U+FFFD."""
-        text: str = self._library.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """The text of a whole sequence; incomplete UTF-8 becomes U+FFFD.
+
+        Raises:
+            RequestError: An id is negative or no 32-bit number.
+        """
+        try:
+            text: str = self._library.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise RequestError(
+                f"token ids are integers from 0 to {self.vocab_size - 1}", param="tokens"
+            ) from error
         return text
 
     def token_id(self, text: str) -> int | None:

@@ -105,7 +105,12 @@ _MISTRAL = Architecture(
 )
 
 _QWEN2 = Architecture(
-    defaults=_defaults(max_position_embeddings=32_768, sliding_window=4096, max_window_layers=28),
+    defaults=_defaults(
+        num_key_value_heads=32,
+        max_position_embeddings=32_768,
+        sliding_window=4096,
+        max_window_layers=28,
+    ),
     qkv_bias=True,
     output_bias=False,
     windows=patterns.qwen_windows,
@@ -113,7 +118,11 @@ _QWEN2 = Architecture(
 
 _QWEN3 = Architecture(
     defaults=_defaults(
-        max_position_embeddings=32_768, sliding_window=4096, max_window_layers=28, head_dim=128
+        num_key_value_heads=32,
+        head_dim=128,
+        max_position_embeddings=32_768,
+        sliding_window=4096,
+        max_window_layers=28,
     ),
     bias_key="attention_bias",
     qk_norm=QKNorm.HEAD,

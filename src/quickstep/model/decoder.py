@@ -15,6 +15,7 @@ from quickstep.model.experts import dense_feed_forward, sparse_feed_forward
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable
 from quickstep.model.weights import AttentionWeights, DecoderWeights, LayerWeights, SparseWeights
+from quickstep.ops.reference.elementary import tanh
 from quickstep.ops.table import AttentionParams, KVCache, OpTable, PagedLayout
 
 __all__ = ["Decoder"]
@@ -50,6 +51,11 @@ class Decoder:
     def spec(self) -> ModelSpec:
         """What the model computes."""
         return self._spec
+
+    @property
+    def weights(self) -> DecoderWeights:
+        """The packed weights."""
+        return self._weights
 
     @property
     def exact(self) -> bool:
@@ -109,8 +115,11 @@ class Decoder:
         if self._spec.logit_divisor != 1.0:
             logits = logits / self._spec.logit_divisor
         cap = self._spec.logit_softcap
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
+        if cap is None:
+            return logits
+        # row by row: the fp64 scratch is a few times V, and not E times that
+        for row in logits:
+            row.copy_(tanh(row.double() / cap) * cap)
         return logits
 
     def _enter(

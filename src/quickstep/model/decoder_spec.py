@@ -120,6 +120,7 @@ class ModelSpec:
         logit_divisor: Divides the logits.
         tied: The output projection is the embedding.
         parameter_count: Known count of parameters; None derives it from the tensor schema.
+        notes: What the reader of the config left out and the user should know, a sentence each.
     """
 
     architecture: str
@@ -153,3 +154,4 @@ class ModelSpec:
     moe: MoESpec | None = None
     naming: TensorNaming = STANDARD_NAMING
     parameter_count: int | None = None
+    notes: tuple[str, ...] = ()

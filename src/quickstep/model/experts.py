@@ -11,9 +11,13 @@ from torch import Tensor
 
 from quickstep.model.decoder_spec import MoESpec
 from quickstep.model.weights import DenseWeights, SparseWeights
+from quickstep.ops.reference.elementary import exp_nonpositive
+from quickstep.ops.reference.fixed_point import round_rows
 from quickstep.ops.table import OpTable
 
 __all__ = ["dense_feed_forward", "route", "sparse_feed_forward"]
+
+_SUM_BITS = 40  # exact sums of up to 2**13 experts in fp64
 
 
 def dense_feed_forward(ops: OpTable, weights: DenseWeights, x: Tensor, activation: str) -> Tensor:
@@ -24,7 +28,7 @@ def dense_feed_forward(ops: OpTable, weights: DenseWeights, x: Tensor, activatio
 
 def route(ops: OpTable, weights: SparseWeights, x: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor]:
     """Experts of each token and their weights, each [T, experts_per_token], the best first."""
-    scores = torch.softmax(ops.linear(x, weights.router).float(), dim=-1)
+    scores = _softmax(ops.linear(x, weights.router))
     # a stable sort, as top-k may break ties differently for another number of rows
     ranked, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     chosen = order[:, : moe.experts_per_token].contiguous()
@@ -37,12 +41,21 @@ def route(ops: OpTable, weights: SparseWeights, x: Tensor, moe: MoESpec) -> tupl
     return chosen, shares
 
 
+def _softmax(logits: Tensor) -> Tensor:
+    """Softmax of each row in fp64, of steps that round the same in every place."""
+    wide = logits.double()
+    exponentials = exp_nonpositive(wide - wide.amax(-1, keepdim=True))
+    # rounded so that the sum is exact, and with it the same in any order
+    total = round_rows(exponentials, _SUM_BITS).sum(-1, keepdim=True)
+    return exponentials / total
+
+
 def sparse_feed_forward(
     ops: OpTable, weights: SparseWeights, x: Tensor, moe: MoESpec, activation: str
 ) -> Tensor:
     """[T, C] -> [T, C]: each token's experts, weighted."""
     chosen, shares = route(ops, weights, x, moe)
-    shares = shares.to(x.dtype).float().flatten()
+    shares = shares.float().to(x.dtype).float().flatten()  # rounded as the models were trained
     experts = chosen.flatten()
     by_expert = torch.argsort(experts, stable=True)
     tokens = torch.div(by_expert, moe.experts_per_token, rounding_mode="floor")

@@ -62,6 +62,10 @@ class Model(Protocol):
     def fingerprint(self) -> str:
         """Stable name of weights, dtype and kernel set (hex digest)."""
 
+    @property
+    def exact(self) -> bool:
+        """Whether a row's bits never depend on its batch; a fallback model may have to say no."""
+
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Write the step's KV, return the final normed hidden states [T, hidden]."""
 

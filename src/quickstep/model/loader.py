@@ -61,6 +61,11 @@ def load_model(
     )
     settings = (str(dtype), ops.name, "long factors" if longer else "")
     fingerprint = weights_fingerprint(read_config(checkpoint.path), files, settings)
+    if not spec.native:
+        # Imported here: transformers is optional, and takes seconds to import.
+        from quickstep.model.fallback import load_fallback
+
+        return load_fallback(checkpoint, spec, ops, (device, dtype), max_model_len, fingerprint)
     prefix, head = _names(spec, files)
     expected = _expected(spec, prefix, head)
     _check(spec, files, expected, prefix)

@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 
 from quickstep.errors import ConfigError
@@ -56,12 +57,7 @@ class TensorFiles:
         try:
             with tensor.file.open("rb", buffering=0) as stream:
                 stream.seek(tensor.offset + start)
-                filled = 0
-                while filled < len(destination):
-                    count = stream.readinto(destination[filled:])
-                    if not count:
-                        break
-                    filled += count
+                filled = _fill(stream, destination)
         except OSError as error:
             raise ConfigError(f"{tensor.file} cannot be read: {error}") from None
         if filled < len(destination):
@@ -87,6 +83,17 @@ def open_tensor_files(path: str | Path) -> TensorFiles:
             raise ConfigError(f"tensor {twice!r} stands in {tensors[twice].file} and in {file}")
         tensors.update(found)
     return TensorFiles(tensors, tuple(headers))
+
+
+def _fill(stream: RawIOBase, destination: memoryview) -> int:
+    """Read until `destination` is full or the file ends; gives the bytes read."""
+    filled = 0
+    while filled < len(destination):
+        count = stream.readinto(destination[filled:])
+        if not count:
+            break
+        filled += count
+    return filled
 
 
 def _shards(path: Path) -> list[Path]:

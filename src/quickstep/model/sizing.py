@@ -4,8 +4,8 @@ Pure functions over a spec and the configuration; called by the engine's assembl
 planner. What does not fit is shrunk with a note, in this order: tokens of a step, KV blocks, then
 context and resident sequences; when even the least does not fit, one sentence says so.
 
-Activations are an upper estimate: twice the tensors that live at the widest point of a layer
-(ops need scratch of their own), plus three copies of the sampled logits in float32.
+Activations are an upper estimate: the tensors of a layer, scratch of the ops for each element at
+its widest point, and three copies of the sampled logits in float32.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from quickstep.model.tensor_schema import num_parameters
 __all__ = [
     "DEFAULT_KV_BYTES",
     "GIB",
+    "REFERENCE_SCRATCH_BYTES",
     "MemoryPlan",
     "MemoryRow",
     "activation_bytes",
@@ -30,6 +31,10 @@ __all__ = [
 
 GIB = 2**30
 DEFAULT_KV_BYTES = 4 * GIB  # on a CPU, where memory belongs to other programs as well
+# The reference ops compute in fp64 and keep up to seven copies at the widest point of a layer
+# (measured, hidden 512, width 1536, bf16: 2048 tokens 292 MiB, 1024 tokens 177 MiB at the peak;
+# this gives 368 and 184).
+REFERENCE_SCRATCH_BYTES = 56
 _MIN_CONTEXT = 256
 _MIN_STEP_TOKENS = 64
 
@@ -45,7 +50,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What fits. `notes` say, one sentence each, what was shrunk and why.
+    """What fits. `notes` are the spec's, then one sentence for each thing that was shrunk.
 
     Attributes:
         num_blocks: KV blocks to allocate.
@@ -82,18 +87,26 @@ def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> int:
 
 
 def activation_bytes(
-    spec: ModelSpec, dtype_bytes: int, max_num_batched_tokens: int, max_num_seqs: int
+    spec: ModelSpec,
+    dtype_bytes: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    scratch_bytes: int = REFERENCE_SCRATCH_BYTES,
 ) -> int:
-    """Upper estimate of a step's peak beside weights and KV."""
-    queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-    attention = 3 * queries + 4 * keys
-    feed_forward = 3 * spec.intermediate_size
+    """Upper estimate of a step's peak beside weights and KV.
+
+    `scratch_bytes` are what the op table needs for each element at the widest point of a layer.
+    """
+    attention = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_size
+    widest = max(attention, 2 * spec.intermediate_size)
     if spec.moe is not None:
-        routed = 3 * spec.moe.intermediate_size * spec.moe.experts_per_token
-        feed_forward = max(feed_forward, routed + 2 * spec.hidden_size)
-    per_token = (3 * spec.hidden_size + max(attention, feed_forward)) * dtype_bytes
+        # at worst every token is sent to the same experts, one after another
+        widest = max(attention, 2 * spec.moe.intermediate_size, 2 * spec.hidden_size)
+        if not all(layer.sparse for layer in spec.layers):
+            widest = max(widest, 2 * spec.intermediate_size)
+    per_token = (3 * spec.hidden_size + 2 * widest) * dtype_bytes + widest * scratch_bytes
     emitting = min(max_num_seqs, max_num_batched_tokens)
-    return 2 * max_num_batched_tokens * per_token + 3 * emitting * spec.vocab_size * 4
+    return max_num_batched_tokens * per_token + 3 * emitting * spec.vocab_size * 4
 
 
 def plan_memory(
@@ -103,17 +116,19 @@ def plan_memory(
     scheduler: SchedulerConfig,
     memory_bytes: int,
     default_kv_bytes: int | None = DEFAULT_KV_BYTES,
+    scratch_bytes: int = REFERENCE_SCRATCH_BYTES,
 ) -> MemoryPlan:
     """Share `memory_bytes` between weights, activations and KV.
 
     Without `num_blocks` or `kv_cache_bytes` the KV cache gets what `max_num_seqs` sequences of
     `max_model_len` need, at most half of what weights and activations leave, and at most
     `default_kv_bytes` (None: no such limit, for a GPU) unless one sequence needs more.
+    `scratch_bytes` is the op table's (`activation_bytes`).
 
     Raises:
         ConfigError: Weights, or weights and the least KV cache, do not fit.
     """
-    notes: list[str] = []
+    notes = list(spec.notes)
     context = min(scheduler.max_model_len, spec.max_model_len)
     if context < scheduler.max_model_len:
         notes.append(
@@ -121,7 +136,10 @@ def plan_memory(
         )
     weights = weight_bytes(spec, dtype_bytes)
     seqs = scheduler.max_num_seqs
-    left, tokens = _fit_step(spec, dtype_bytes, scheduler, memory_bytes - weights)
+    tokens, activations = _fit_step(
+        spec, (dtype_bytes, scratch_bytes), scheduler, memory_bytes - weights
+    )
+    left = memory_bytes - weights - activations
     if tokens < scheduler.max_num_batched_tokens:
         notes.append(
             f"max_num_batched_tokens {scheduler.max_num_batched_tokens} became {tokens}, as "
@@ -154,14 +172,18 @@ def plan_memory(
 
 
 def _fit_step(
-    spec: ModelSpec, dtype_bytes: int, scheduler: SchedulerConfig, available: int
+    spec: ModelSpec, element_bytes: tuple[int, int], scheduler: SchedulerConfig, available: int
 ) -> tuple[int, int]:
-    """Bytes left beside the activations, and the step's tokens, halved until half is left."""
-    tokens = scheduler.max_num_batched_tokens
+    """A step's tokens, halved until half of the memory is left, and its activations.
+
+    `element_bytes` are those of the dtype and of the ops' scratch.
+    """
+    dtype_bytes, scratch_bytes = element_bytes
+    tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     while True:
-        used = activation_bytes(spec, dtype_bytes, tokens, scheduler.max_num_seqs)
+        used = activation_bytes(spec, dtype_bytes, tokens, seqs, scratch_bytes)
         if used <= available // 2 or tokens // 2 < _MIN_STEP_TOKENS:
-            return available - used, tokens
+            return tokens, used
         tokens //= 2
 
 

@@ -16,6 +16,8 @@ from quickstep.errors import ConfigError
 __all__ = ["Checkpoint", "find_checkpoint"]
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
+# a second copy of the weights, and everything in folders (other formats, training state)
+_NOT_NEEDED = ["consolidated*", "*/*"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 
@@ -35,7 +37,11 @@ def find_checkpoint(load: LoadConfig) -> Checkpoint:
         ConfigError: No such directory, not in the cache while offline, or no such repository.
     """
     name = load.model
-    if name == "demo" and not Path(name).is_dir():
+    if not name:
+        raise ConfigError(
+            "no model is named; pass a directory, a hub id (`organisation/model`) or demo"
+        )
+    if name == "demo":
         return _bundled(name)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -62,6 +68,7 @@ def _download(load: LoadConfig) -> Path:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
     )
@@ -73,6 +80,7 @@ def _download(load: LoadConfig) -> Path:
             name,
             revision=load.revision,
             allow_patterns=_PATTERNS,
+            ignore_patterns=_NOT_NEEDED,
             local_files_only=offline,
         )
     except GatedRepoError:
@@ -86,7 +94,7 @@ def _download(load: LoadConfig) -> Path:
         ) from None
     except LocalEntryNotFoundError:
         raise ConfigError(_not_cached(name, offline)) from None
-    except (HfHubHTTPError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigError(f"{name} could not be downloaded: {error}") from None
     return Path(found)
 

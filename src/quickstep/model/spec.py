@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from quickstep.errors import ConfigError
@@ -53,7 +54,10 @@ def read_spec(path: str | Path) -> ModelSpec:
             f"architecture {name!r} needs Python code from the checkpoint (`auto_map`), which "
             f"Quickstep never runs; natively supported are {supported}"
         )
-    raise ConfigError(f"architecture {name!r} is not supported; supported are {supported}")
+    # Imported here: it needs transformers, which is optional and takes seconds to import.
+    from quickstep.model.fallback_spec import read_fallback_spec
+
+    return read_fallback_spec(Path(path), name, supported)
 
 
 def read_config(path: str | Path) -> dict[str, object]:
@@ -89,7 +93,16 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
     fields = ConfigFields(values, architecture.defaults, "config.json")
     spec = _read_decoder(fields, architecture, name)
     fields.refuse_unread(architecture.neutral)
-    return spec
+    return replace(spec, notes=_notes(config, name))
+
+
+def _notes(config: Mapping[str, object], name: str) -> tuple[str, ...]:
+    notes = []
+    if config.get("auto_map"):
+        notes.append(f"the checkpoint's Python code (auto_map) is not used: {name} is native")
+    if config.get("vision_config"):
+        notes.append("the checkpoint's vision part is left out: only text is served")
+    return tuple(notes)
 
 
 def _architecture_name(config: Mapping[str, object]) -> str:

@@ -54,7 +54,8 @@ class TensorReader:
         shapes = [self._files.tensors[name].shape for name in names]
         rows = sum(shape[0] for shape in shapes)
         stored = torch.empty((rows, *shapes[0][1:]), dtype=dtypes[0])
-        raw = memoryview(stored.flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]  # shared
+        shared = stored.flatten().view(torch.uint8).numpy()
+        raw = memoryview(shared)  # type: ignore[arg-type]
         start = 0
         for name in names:
             stop = start + self._files.tensors[name].nbytes

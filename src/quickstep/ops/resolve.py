@@ -6,47 +6,39 @@ everywhere. Nothing is decided again while the model lives.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from typing import Protocol, cast
-
 import torch
 
 from quickstep.errors import ConfigError
+from quickstep.ops.native import load_native
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
 
 __all__ = ["KERNELS", "resolve_ops"]
 
 KERNELS = ("auto", "reference", "native")
-_NATIVE_MODULE = "quickstep.ops.native"
 
 
-class _NativeModule(Protocol):
-    """What `quickstep.ops.native` exposes."""
-
-    def load_native(self) -> OpTable | None:
-        """The native table, or None where the library is absent."""
-
-
-def resolve_ops(device: torch.device, kernels: str = "auto") -> OpTable:
+def resolve_ops(
+    device: torch.device,
+    kernels: str = "auto",
+    num_threads: int | None = None,
+    isa: str | None = None,
+) -> OpTable:
     """The op table for `device`; `kernels` is one of KERNELS.
+
+    `num_threads` and `isa` are the native kernels' own: None for the machine's cores and its best
+    instruction set.
 
     Raises:
         ConfigError: `kernels` is not known, or is `native` where native kernels cannot run.
     """
     if kernels not in KERNELS:
         raise ConfigError(f"kernels is {kernels!r}, it must be one of {', '.join(KERNELS)}")
-    native = _native_ops() if kernels != "reference" and device.type == "cpu" else None
+    wants_native = kernels != "reference" and device.type == "cpu"
+    native = load_native(num_threads, isa) if wants_native else None
     if kernels == "native" and native is None:
         raise ConfigError(
             f"kernels is 'native', but no native kernels are built for {device.type}; "
             "install with a C++ compiler present, or choose 'auto'"
         )
     return native or reference_ops()
-
-
-def _native_ops() -> OpTable | None:
-    if importlib.util.find_spec(_NATIVE_MODULE) is None:
-        return None
-    return cast(_NativeModule, importlib.import_module(_NATIVE_MODULE)).load_native()

@@ -18,7 +18,14 @@ from starlette.responses import Response
 
 from quickstep.errors import EngineError, RequestError
 
-__all__ = ["RouteNotFound", "error_body", "error_of", "error_response", "json_response"]
+__all__ = [
+    "GenerationFailed",
+    "RouteNotFound",
+    "error_body",
+    "error_of",
+    "error_response",
+    "json_response",
+]
 
 _LOG = logging.getLogger("quickstep.server")
 
@@ -32,6 +39,10 @@ _TYPES: Mapping[int, tuple[str, str | None]] = {
     500: ("server_error", "internal_error"),
     503: ("server_error", "engine_unavailable"),
 }
+
+
+class GenerationFailed(EngineError):
+    """The model failed on one request; the server goes on."""
 
 
 class RouteNotFound(RequestError):
@@ -55,8 +66,11 @@ def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
         if isinstance(error, RouteNotFound):
             body["error"]["code"] = error.code
         return error.status, body
+    if isinstance(error, GenerationFailed):
+        _LOG.warning("a request failed: %s", error)
+        return 500, error_body(str(error), 500)
     if isinstance(error, EngineError):
-        _LOG.error("the engine failed a request: %s", error)
+        _LOG.error("the engine refused a request: %s", error)
         return 503, error_body(str(error), 503)
     _LOG.error("a request failed unexpectedly", exc_info=error)
     return 500, error_body("the server failed to answer; its log says why", 500)

@@ -17,13 +17,12 @@ from quickstep.server.completions import Completions
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
-from quickstep.server.probes import Probes, Progress
+from quickstep.server.probes import Probes
 from quickstep.server.routes import GeneratingRoute
 from quickstep.server.surface import Served
+from quickstep.server.traffic_log import watch
 
 __all__ = ["create_app"]
-
-_OBSERVE_EVERY_S = 1.0
 
 
 def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> Starlette:
@@ -32,15 +31,14 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
     names = options.served_model_names or (engine.model_name,)
     served = Served(engine, names, options.limits)
     metrics = Metrics(engine, names[0])
-    progress = Progress(engine, options.stall_s)
-    probes = Probes(served, metrics, progress)
+    probes = Probes(served, metrics, options.stall_s)
     chat = GeneratingRoute(Chat(), served, metrics)
     completions = GeneratingRoute(Completions(), served, metrics)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await engine.start()
-        watching = asyncio.create_task(_watch(progress))
+        watching = asyncio.create_task(watch(engine))
         try:
             yield
         finally:
@@ -69,10 +67,3 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
         },
         lifespan=lifespan,
     )
-
-
-async def _watch(progress: Progress) -> None:
-    """Keep the time of the last progress true when nobody asks for `/health`."""
-    while True:
-        progress.observe()
-        await asyncio.sleep(_OBSERVE_EVERY_S)

@@ -13,7 +13,7 @@ from quickstep.server.engine_face import Vocabulary
 from quickstep.server.generation import ChatPrompt, Choice, GenerationRequest
 from quickstep.server.options import RequestLimits
 from quickstep.server.refused import CHAT_REFUSED, refuse
-from quickstep.server.sampling import bounded, sampling_params
+from quickstep.server.sampling import bounded, label, sampling_params
 from quickstep.server.schemas import (
     AssistantMessage,
     ChatRequest,
@@ -74,8 +74,8 @@ class Chat:
             prompts=(prompt,),
             sampling=sampling,
             priority=fields.priority or 0,
-            tenant=fields.user or fields.safety_identifier or "",
-            cache_salt=fields.cache_salt or "",
+            tenant=_tenant(fields, served.limits),
+            cache_salt=label("cache_salt", fields.cache_salt, served.limits),
             echoed=_echoed(fields, served.limits),
             **stream_flags(fields),
         )
@@ -103,6 +103,15 @@ def _num_logprobs(fields: ChatRequest, limits: RequestLimits) -> int | None:
         return None
     bounded("top_logprobs", fields.top_logprobs or 0, limits.logprobs)
     return fields.top_logprobs or 0
+
+
+def _tenant(fields: ChatRequest, limits: RequestLimits) -> str:
+    """`safety_identifier` is OpenAI's new name of `user`; the prompt cache's key is a hint that
+    one engine has no use for, since every prefix is in its reach.
+    """
+    label("prompt_cache_key", fields.prompt_cache_key, limits)
+    identifier = label("safety_identifier", fields.safety_identifier, limits)
+    return label("user", fields.user, limits) or identifier
 
 
 def _echoed(fields: ChatRequest, limits: RequestLimits) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from quickstep.server.generation import (
     TokenPrompt,
 )
 from quickstep.server.refused import COMPLETION_REFUSED, refuse
-from quickstep.server.sampling import bounded, sampling_params, token_ids_of
+from quickstep.server.sampling import bounded, label, sampling_params, token_ids_of
 from quickstep.server.schemas import CompletionRequest, decode
 from quickstep.server.surface import Served, stream_flags
 from quickstep.types import TokenLogprobs
@@ -51,8 +51,8 @@ class Completions:
             prompts=_prompts(fields, served),
             sampling=sampling,
             priority=fields.priority or 0,
-            tenant=fields.user or "",
-            cache_salt=fields.cache_salt or "",
+            tenant=label("user", fields.user, served.limits),
+            cache_salt=label("cache_salt", fields.cache_salt, served.limits),
             **stream_flags(fields),
         )
 

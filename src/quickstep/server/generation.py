@@ -18,6 +18,7 @@ from typing import Any
 from quickstep.core.sequence import sequence_seed
 from quickstep.engine.stream import Delta
 from quickstep.errors import EngineError, RequestError
+from quickstep.server.api_errors import GenerationFailed
 from quickstep.server.engine_face import ServedEngine, TokenStream
 from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 
@@ -111,14 +112,14 @@ class Choice:
     timings: SequenceTimings | None = None
 
     def add(self, delta: Delta) -> None:
-        """Append a delta. Raises EngineError if it says that the sequence failed."""
+        """Append a delta. Raises EngineError if it says that the sequence could not end."""
         self.text.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs or ())
         self.timings = delta.timings or self.timings
         self.finish_reason = delta.finish_reason
         if delta.finish_reason is FinishReason.ERROR:
-            raise EngineError(delta.error or "the model failed on this request")
+            raise GenerationFailed(delta.error or "the model failed on this request")
         if delta.finish_reason is FinishReason.SHUTDOWN:
             raise EngineError("the server is shutting down; send the request again")
 

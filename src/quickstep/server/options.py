@@ -24,6 +24,7 @@ class RequestLimits:
         stop_token_ids: Stop token ids, and allowed token ids, per request.
         logit_bias: Entries of `logit_bias`.
         logprobs: Alternatives per token.
+        label_chars: Characters of `user`, `cache_salt` and the other labels, which logs keep.
         metadata: Entries of `metadata`; keys have at most 64 and values at most 512 characters.
     """
 
@@ -35,6 +36,7 @@ class RequestLimits:
     stop_token_ids: int = 1024
     logit_bias: int = 1024
     logprobs: int = 20
+    label_chars: int = 512
     metadata: int = 16
 
 

@@ -7,7 +7,6 @@ finished for `stall_s`. `/ready` says whether new requests are welcome.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -16,39 +15,31 @@ from starlette.responses import Response
 from quickstep import __version__
 from quickstep.engine.stats import EngineState
 from quickstep.server.api_errors import json_response
-from quickstep.server.engine_face import ServedEngine
 from quickstep.server.metrics import CONTENT_TYPE, Metrics
 from quickstep.server.surface import Served
 
-__all__ = ["Probes", "Progress"]
+__all__ = ["Probes"]
 
 
-class Progress:
-    """Notices that steps have stopped finishing. `observe` is called now and then."""
+class Probes:
+    """The endpoints, by name."""
 
-    def __init__(
-        self, engine: ServedEngine, stall_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._engine = engine
+    def __init__(self, served: Served, metrics: Metrics, stall_s: float) -> None:
+        self._served = served
+        self._metrics = metrics
         self._stall_s = stall_s
-        self._clock = clock
-        self._num_steps = 0
-        self._moved_at = clock()
+        self._created = int(time.time())
 
-    def observe(self) -> dict[str, Any]:
-        """The state as `/health` tells it; `status` is `ok`, `stalled` or `failed`."""
-        stats = self._engine.stats()
+    async def health(self, _: Request) -> Response:
+        """200 while steps finish or nothing is pending, else 503."""
+        stats = self._served.engine.stats()
         load = stats.scheduler
-        now = self._clock()
-        if not stats.has_work or load.totals.num_steps != self._num_steps:
-            self._num_steps = load.totals.num_steps
-            self._moved_at = now
-        still_s = now - self._moved_at
-        status = "stalled" if still_s > self._stall_s else "ok"
-        return {
-            "status": "failed" if stats.failure else status,
+        status = "stalled" if stats.stalled_s > self._stall_s else "ok"
+        status = "failed" if stats.failure else status
+        state = {
+            "status": status,
             "engine": stats.state.value,
-            "failure": stats.failure,
+            "failure": stats.failure or None,
             "num_requests": stats.num_requests,
             "num_running": load.num_running,
             "num_waiting": load.num_waiting + load.num_preempted,
@@ -56,23 +47,9 @@ class Progress:
             "num_cached_blocks": load.blocks.num_cached,
             "num_free_blocks": load.blocks.num_free,
             "num_steps": load.totals.num_steps,
-            "seconds_without_progress": round(still_s, 3),
+            "seconds_without_progress": round(stats.stalled_s, 3),
         }
-
-
-class Probes:
-    """The endpoints, by name."""
-
-    def __init__(self, served: Served, metrics: Metrics, progress: Progress) -> None:
-        self._served = served
-        self._metrics = metrics
-        self._progress = progress
-        self._created = int(time.time())
-
-    async def health(self, _: Request) -> Response:
-        """200 while steps finish or nothing is pending, else 503."""
-        state = self._progress.observe()
-        return json_response(state, 200 if state["status"] == "ok" else 503)
+        return json_response(state, 200 if status == "ok" else 503)
 
     async def ready(self, _: Request) -> Response:
         """200 while new requests are welcome, else 503."""

@@ -65,10 +65,21 @@ class DrainingServer(uvicorn.Server):
     and that the process goes on to its own end.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: ServedEngine, drain_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, engine: ServedEngine, options: ServerOptions
+    ) -> None:
         super().__init__(config)
         self._engine = engine
-        self._drain_s = drain_s
+        self._drain_s = options.drain_s
+        self._names = ", ".join(options.served_model_names or (engine.model_name,))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then say so."""
+        await super().startup(sockets)
+        for sock in sockets or []:
+            host, port = sock.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            _LOG.info("serving %s at http://%s:%d/v1", self._names, shown, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, let running ones go on, then end them with an error event."""
@@ -124,7 +135,7 @@ def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
         # the engine ends the streams in time; this is for clients that do not read their end
         timeout_graceful_shutdown=round(options.drain_s) + _FLUSH_S,
     )
-    return DrainingServer(config, engine, options.drain_s)
+    return DrainingServer(config, engine, options)
 
 
 def serve(
@@ -137,9 +148,5 @@ def serve(
     """Serve until a signal. Raises ConfigError if the port cannot be had."""
     options = options or ServerOptions()
     sock = sock or bind(host, port)
-    bound_host, bound_port = sock.getsockname()[:2]
-    shown_host = f"[{bound_host}]" if ":" in bound_host else bound_host
-    names = ", ".join(options.served_model_names or (engine.model_name,))
-    _LOG.info("serving %s at http://%s:%d/v1", names, shown_host, bound_port)
     server_for(engine, options).run(sockets=[sock])
     _LOG.info("stopped")

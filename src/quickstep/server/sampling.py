@@ -15,7 +15,7 @@ from quickstep.server.schemas import SamplingFields
 from quickstep.server.surface import Served
 from quickstep.types import SamplingParams
 
-__all__ = ["bounded", "sampling_params", "token_ids_of"]
+__all__ = ["bounded", "label", "sampling_params", "token_ids_of"]
 
 _SAME_NAME = (
     "n",
@@ -43,8 +43,8 @@ def sampling_params(
 ) -> SamplingParams:
     """The request's sampling parameters. Raises RequestError that names the client's field.
 
-    What it leaves open comes from the checkpoint, then from `SamplingParams`. `own` holds what the
-    surface resolved by itself (`max_tokens`, `logprobs`) and goes first; `renamed` says under which name the
+    What it leaves open comes from the checkpoint, then `SamplingParams`. `own` goes first: what
+    the surface resolved by itself (`max_tokens`, `logprobs`); `renamed` says under which name the
     client gave it.
     """
     limits, vocab_size = served.limits, served.engine.tokenizer.vocab_size
@@ -71,6 +71,12 @@ def bounded(name: str, value: int, limit: int, unit: str = "") -> None:
     if value > limit:
         has = f"has {value} {unit}" if unit else f"is {value}"
         raise RequestError(f"{name} {has}, the limit is {limit}", param=name)
+
+
+def label(name: str, value: str | None, limits: RequestLimits) -> str:
+    """A short text of the client's, "" if not given. Raises RequestError if it is long."""
+    bounded(name, len(value or ""), limits.label_chars, "characters")
+    return value or ""
 
 
 def token_ids_of(name: str, ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:

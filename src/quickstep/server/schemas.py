@@ -8,6 +8,7 @@ OpenAI's are vLLM's. The adapters (`completions`, `chat`) read these types and n
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Any, TypeVar
 
@@ -239,14 +240,14 @@ def decode(body: bytes, schema: type[_Schema]) -> _Schema:
         # decoding the text first refuses invalid UTF-8 in skipped values as well
         return msgspec.json.decode(body.decode(), type=schema)
     except msgspec.ValidationError as error:
-        raise _named(str(error)) from None
+        raise _named(str(error), schema) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise RequestError("the body's JSON is nested too deeply") from None
 
 
-def _named(text: str) -> RequestError:
+def _named(text: str, schema: type[msgspec.Struct]) -> RequestError:
     """Msgspec's sentence as ours: unknown, missing or of a wrong type, and where."""
     at = _PATH.search(text)
     path = at.group("path") if at else ""
@@ -254,7 +255,10 @@ def _named(text: str) -> RequestError:
     field = _NAMED_FIELD.search(reason)
     if field:
         path = f"{path}.{field.group('field')}" if path else field.group("field")
-        kind = "unknown" if "unknown" in reason else "missing"
-        return RequestError(f"{path} is {kind}", param=path)
+        if "unknown" not in reason:
+            return RequestError(f"{path} is missing", param=path)
+        near = difflib.get_close_matches(path, schema.__struct_fields__, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return RequestError(f"{path} is unknown{hint}", param=path)
     where = f"{path}: " if path else "the body: "
     return RequestError(f"{where}{reason[:1].lower()}{reason[1:]}", param=path or None)

@@ -25,6 +25,7 @@ from quickstep.types import (
     FinishReason,
     Phase,
     Request,
+    SamplingParams,
     SequenceOutput,
     SequenceTimings,
     StepPlan,
@@ -291,7 +292,7 @@ class World:
         return int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "little")
 
 
-_ALONE: dict[str, list[Received]] = {}
+_ALONE: dict[str, Received] = {}
 
 
 def run_alone(request: Request, setup: Setup) -> list[Received]:
@@ -304,16 +305,37 @@ def run_alone(request: Request, setup: Setup) -> list[Received]:
         max_model_len=setup.max_model_len,
         prefix_caching=False,
     )
-    results = []
-    for index in range(request.sampling.n):
-        key = f"{plain!r} {quiet!r} {index}"
-        if key not in _ALONE:
-            world = World(quiet)
-            world.add(plain)
-            for other in range(request.sampling.n):
-                if other != index:
-                    world.abort("alone", other)
-            world.drain()
-            _ALONE[key] = [world.received[f"alone#{index}"]]
-        results.extend(_ALONE[key])
-    return results
+    return [_alone_at(plain, quiet, index) for index in range(request.sampling.n)]
+
+
+def _alone_at(request: Request, setup: Setup, index: int) -> Received:
+    key = f"{request!r} {setup!r} {index}"
+    if key not in _ALONE:
+        world = World(setup)
+        world.add(request)
+        for other in set(range(request.sampling.n)) - {index}:
+            world.abort("alone", other)
+        world.drain()
+        _ALONE[key] = world.received[f"alone#{index}"]
+    return _ALONE[key]
+
+
+PROMPT = (0, 1, 1, 0, 1, 0, 0, 1)
+
+
+def ask(
+    request_id: str = "a",
+    prompt: tuple[int, ...] = PROMPT,
+    max_tokens: int | None = 4,
+    n: int = 1,
+    priority: int = 0,
+    deadline_s: float | None = None,
+) -> Request:
+    """A request that only `max_tokens` or the context limit ends."""
+    sampling = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True)
+    return Request(request_id, prompt, sampling, seed=5, priority=priority, deadline_s=deadline_s)
+
+
+def finish(world: World) -> None:
+    world.drain()
+    world.verify()

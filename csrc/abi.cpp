@@ -1,0 +1,240 @@
+// The exported functions: argument checks, object lifetimes, and the copies that need no SIMD.
+
+#include <atomic>
+#include <cstring>
+#include <new>
+
+#include "cpu.h"
+#include "kernels/kernels.h"
+#include "memory.h"
+#include "pool.h"
+#include "quickstep.h"
+
+struct qs_context {
+  const qs::Kernels* kernels;
+  qs::Pool* pool;
+};
+
+struct qs_linear {
+  qs::PackedLinear packed;
+  size_t weight_bytes;
+  size_t bias_bytes;
+};
+
+namespace {
+
+constexpr int64_t kItemBytes = 1 << 16;  // of copying: below it waking a thread costs more
+
+int64_t element_bytes(int dtype) { return dtype == QS_F32 ? 4 : 2; }
+
+bool valid_dtype(int dtype) { return dtype >= QS_F32 && dtype <= QS_F16; }
+
+float to_float(int dtype, const void* data, int64_t index) {
+  if (dtype == QS_F32) return static_cast<const float*>(data)[index];
+  const uint32_t half = static_cast<const uint16_t*>(data)[index];
+  uint32_t bits = half << 16;
+  if (dtype == QS_F16) {
+    const uint32_t magnitude = half & 0x7fff;
+    const uint32_t shifted = magnitude << 13;
+    float value;
+    memcpy(&value, &shifted, sizeof(value));
+    value *= 0x1p112f;
+    memcpy(&bits, &value, sizeof(bits));
+    if (magnitude >= 0x7c00) bits |= 0x7f800000;
+    bits |= (half & 0x8000) << 16;
+  }
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// Calls fn(first, last) over [0, rows) in parts of about kItemBytes.
+template <typename Fn>
+void for_row_parts(qs::Pool* pool, int64_t rows, int64_t row_bytes, const Fn& fn) {
+  const int64_t total = rows * row_bytes;
+  int64_t parts = total / kItemBytes;
+  if (parts > rows) parts = rows;
+  if (parts < 1) parts = 1;
+  qs::parallel_for(pool, parts,
+                   [&](int64_t i) { fn(rows * i / parts, rows * (i + 1) / parts); });
+}
+
+bool pack_bias(qs_linear* linear, int dtype, const void* bias) {
+  const qs::PackedLinear& packed = linear->packed;
+  linear->bias_bytes = packed.num_panels * qs::kPanel * sizeof(float);
+  float* values = static_cast<float*>(qs::weight_alloc(linear->bias_bytes));
+  if (values == nullptr) return false;
+  for (int64_t i = 0; i < packed.n; ++i) values[i] = to_float(dtype, bias, i);
+  linear->packed.bias = values;
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+int qs_abi_version(void) { return QS_ABI_VERSION; }
+
+const char* qs_isa_levels(void) { return qs::supported_levels(); }
+
+int qs_context_create(const char* isa, int num_threads, qs_context** out) {
+  if (isa == nullptr || out == nullptr || num_threads < 1) return QS_INVALID;
+  const qs::Kernels* kernels = qs::find_kernels(isa);
+  if (kernels == nullptr) return QS_UNSUPPORTED_ISA;
+  qs::Pool* pool = qs::pool_create(num_threads);
+  qs_context* context = pool == nullptr ? nullptr : new (std::nothrow) qs_context{kernels, pool};
+  if (context == nullptr) {
+    qs::pool_destroy(pool);
+    return QS_OUT_OF_MEMORY;
+  }
+  *out = context;
+  return QS_OK;
+}
+
+void qs_context_destroy(qs_context* context) {
+  if (context == nullptr) return;
+  qs::pool_destroy(context->pool);
+  delete context;
+}
+
+const char* qs_context_isa(const qs_context* context) { return context->kernels->name; }
+
+int qs_linear_create(qs_context* context, int dtype, const void* weight, int64_t n, int64_t k,
+                     int64_t row_stride, const void* bias, qs_linear** out) {
+  if (!valid_dtype(dtype) || n < 1 || k < 1 || row_stride < k) return QS_INVALID;
+  qs_linear* linear = new (std::nothrow) qs_linear{};
+  if (linear == nullptr) return QS_OUT_OF_MEMORY;
+  qs::PackedLinear& packed = linear->packed;
+  const int64_t pair = dtype == QS_BF16 ? 2 : 1;
+  packed.dtype = dtype;
+  packed.n = n;
+  packed.k = k;
+  packed.num_panels = (n + qs::kPanel - 1) / qs::kPanel;
+  packed.panel_size = (k + pair - 1) / pair * pair * qs::kPanel;
+  linear->weight_bytes = packed.num_panels * packed.panel_size * element_bytes(dtype);
+  packed.weights = qs::weight_alloc(linear->weight_bytes);
+  if (packed.weights == nullptr || (bias != nullptr && !pack_bias(linear, dtype, bias))) {
+    qs_linear_destroy(linear);
+    return QS_OUT_OF_MEMORY;
+  }
+  context->kernels->pack_linear(context->pool, {weight, row_stride, &packed});
+  *out = linear;
+  return QS_OK;
+}
+
+void qs_linear_destroy(qs_linear* linear) {
+  if (linear == nullptr) return;
+  qs::weight_free(linear->packed.weights, linear->weight_bytes);
+  qs::weight_free(linear->packed.bias, linear->bias_bytes);
+  delete linear;
+}
+
+int64_t qs_linear_bytes(const qs_linear* linear) {
+  return static_cast<int64_t>(linear->weight_bytes + linear->bias_bytes);
+}
+
+int qs_linear_run(qs_context* context, const qs_linear* linear, const void* x, int64_t x_stride,
+                  int64_t num_tokens, void* out) {
+  if (num_tokens < 0) return QS_INVALID;
+  if (num_tokens == 0) return QS_OK;
+  context->kernels->linear(context->pool, {&linear->packed, x, x_stride, num_tokens, out});
+  return QS_OK;
+}
+
+int qs_embedding(qs_context* context, const int64_t* ids, int64_t num_tokens, const void* weight,
+                 int64_t num_rows, int64_t row_bytes, void* out) {
+  for (int64_t i = 0; i < num_tokens; ++i) {
+    if (ids[i] < 0 || ids[i] >= num_rows) return QS_OUT_OF_RANGE;
+  }
+  const char* from = static_cast<const char*>(weight);
+  char* to = static_cast<char*>(out);
+  for_row_parts(context->pool, num_tokens, row_bytes, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      memcpy(to + i * row_bytes, from + ids[i] * row_bytes, row_bytes);
+    }
+  });
+  return QS_OK;
+}
+
+int qs_rms_norm(qs_context* context, int dtype, const void* x, int64_t outer, int64_t inner,
+                int64_t size, int64_t outer_stride, int64_t inner_stride, const void* weight,
+                float eps, float offset, void* out) {
+  if (!valid_dtype(dtype) || outer < 0 || inner < 1 || size < 1) return QS_INVALID;
+  if (outer == 0) return QS_OK;
+  context->kernels->rms_norm(
+      context->pool, {dtype, x, nullptr, outer, inner, size, outer_stride, inner_stride, weight,
+                      eps, offset, out, nullptr});
+  return QS_OK;
+}
+
+int qs_add_rms_norm(qs_context* context, int dtype, const void* x, const void* residual,
+                    int64_t rows, int64_t size, const void* weight, float eps, float offset,
+                    void* out, void* sum) {
+  if (!valid_dtype(dtype) || rows < 0 || size < 1) return QS_INVALID;
+  if (rows == 0) return QS_OK;  // empty tensors have no address
+  if (residual == nullptr) return QS_INVALID;
+  context->kernels->rms_norm(context->pool, {dtype, x, residual, rows, 1, size, size, size, weight,
+                                             eps, offset, out, sum});
+  return QS_OK;
+}
+
+int qs_rotary(qs_context* context, int dtype, const void* x, int64_t num_tokens, int64_t num_heads,
+              int64_t head_size, int64_t token_stride, const float* cos, const float* sin,
+              int64_t half, int interleaved, void* out) {
+  if (!valid_dtype(dtype) || num_tokens < 0 || half < 0 || 2 * half > head_size) return QS_INVALID;
+  if (num_tokens == 0) return QS_OK;
+  context->kernels->rotary(context->pool, {dtype, x, num_tokens, num_heads, head_size, token_stride,
+                                           cos, sin, half, interleaved != 0, out});
+  return QS_OK;
+}
+
+int qs_gated_activation(qs_context* context, int dtype, int activation, const void* gate_up,
+                        int64_t num_tokens, int64_t n, void* out) {
+  if (!valid_dtype(dtype) || activation < QS_SILU || activation > QS_GELU_TANH) return QS_INVALID;
+  if (num_tokens <= 0 || n < 1) return num_tokens == 0 ? QS_OK : QS_INVALID;
+  context->kernels->gated_activation(context->pool,
+                                     {dtype, activation, gate_up, num_tokens, n, out});
+  return QS_OK;
+}
+
+int qs_write_kv(qs_context* context, const void* k, const void* v, int64_t k_stride_bytes,
+                int64_t v_stride_bytes, int64_t row_bytes, const int64_t* slots,
+                int64_t num_tokens, void* k_cache, void* v_cache, int64_t num_slots) {
+  for (int64_t i = 0; i < num_tokens; ++i) {
+    if (slots[i] < 0 || slots[i] >= num_slots) return QS_OUT_OF_RANGE;
+  }
+  for_row_parts(context->pool, num_tokens, 2 * row_bytes, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      memcpy(static_cast<char*>(k_cache) + slots[i] * row_bytes,
+             static_cast<const char*>(k) + i * k_stride_bytes, row_bytes);
+      memcpy(static_cast<char*>(v_cache) + slots[i] * row_bytes,
+             static_cast<const char*>(v) + i * v_stride_bytes, row_bytes);
+    }
+  });
+  return QS_OK;
+}
+
+int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_attention* call) {
+  return context->kernels->attention_scratch_bytes(qs::pool_size(context->pool), *call);
+}
+
+int qs_paged_attention(qs_context* context, const qs_attention* call) {
+  const bool heads = call->num_kv_heads >= 1 && call->num_heads % call->num_kv_heads == 0;
+  if (!valid_dtype(call->dtype) || !heads || call->block_size < 1 || call->num_rows < 0) {
+    return QS_INVALID;
+  }
+  for (int64_t row = 0; row < call->num_rows; ++row) {
+    const int64_t tokens = call->row_offsets[row + 1] - call->row_offsets[row];
+    const int64_t context_len = call->context_lens[row];
+    const int64_t blocks = (context_len + call->block_size - 1) / call->block_size;
+    if (tokens < 0 || context_len < tokens || blocks > call->max_blocks) return QS_INVALID;
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int32_t block = call->block_tables[row * call->max_blocks + i];
+      if (block < 0 || block >= call->num_blocks) return QS_OUT_OF_RANGE;
+    }
+  }
+  context->kernels->paged_attention(context->pool, *call);
+  return QS_OK;
+}
+
+}  // extern "C"

@@ -1,0 +1,16 @@
+// The functions that make a level's table; each is defined in the source of its name.
+#pragma once
+
+#include "kernels/kernels.h"
+
+namespace qs::QS_LEVEL {
+
+void pack_linear(Pool* pool, const PackArgs& args);
+void linear(Pool* pool, const LinearArgs& args);
+void rms_norm(Pool* pool, const NormArgs& args);
+void rotary(Pool* pool, const RotaryArgs& args);
+void gated_activation(Pool* pool, const GatedArgs& args);
+int64_t attention_scratch_bytes(int num_threads, const qs_attention& call);
+void paged_attention(Pool* pool, const qs_attention& call);
+
+}  // namespace qs::QS_LEVEL

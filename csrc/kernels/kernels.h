@@ -1,0 +1,85 @@
+// What every ISA level implements: one table of functions, compiled from the same sources in a
+// namespace of its own (QS_LEVEL). Arguments were checked by abi.cpp; nothing here allocates.
+//
+// Kernel sources include no C++ library header: a library inline compiled for AVX-512 could be the
+// copy that the linker keeps for every level.
+#pragma once
+
+#include <stdint.h>
+
+#include "pool.h"
+#include "quickstep.h"
+
+namespace qs {
+
+// Outputs per panel: 16 floats are one AVX-512, two AVX2 or four NEON registers.
+constexpr int64_t kPanel = 16;
+
+// Weights packed [panel][k / kpair][16][kpair], kpair 2 for bf16 (what vdpbf16ps reads) and 1
+// otherwise; outputs are padded to whole panels and k to whole pairs, with zeros.
+struct PackedLinear {
+  int dtype;
+  int64_t n, k;
+  int64_t num_panels;
+  int64_t panel_size;  // elements of a panel
+  void* weights;
+  float* bias;  // [num_panels * 16], null for none
+};
+
+struct PackArgs {
+  const void* weight;
+  int64_t row_stride;
+  const PackedLinear* packed;
+};
+
+struct LinearArgs {
+  const PackedLinear* packed;
+  const void* x;
+  int64_t x_stride;
+  int64_t num_tokens;
+  void* out;
+};
+
+struct NormArgs {
+  int dtype;
+  const void* x;
+  const void* residual;  // null: plain norm
+  int64_t outer, inner, size;
+  int64_t outer_stride, inner_stride;
+  const void* weight;
+  float eps, offset;
+  void* out;
+  void* sum;
+};
+
+struct RotaryArgs {
+  int dtype;
+  const void* x;
+  int64_t num_tokens, num_heads, head_size, token_stride;
+  const float* cos;
+  const float* sin;
+  int64_t half;
+  bool interleaved;
+  void* out;
+};
+
+struct GatedArgs {
+  int dtype;
+  int activation;
+  const void* gate_up;
+  int64_t num_tokens, n;
+  void* out;
+};
+
+struct Kernels {
+  const char* name;
+  void (*pack_linear)(Pool* pool, const PackArgs& args);
+  void (*linear)(Pool* pool, const LinearArgs& args);
+  void (*rms_norm)(Pool* pool, const NormArgs& args);
+  void (*rotary)(Pool* pool, const RotaryArgs& args);
+  void (*gated_activation)(Pool* pool, const GatedArgs& args);
+  int64_t (*attention_scratch_bytes)(int num_threads, const qs_attention& call);
+  void (*paged_attention)(Pool* pool, const qs_attention& call);
+};
+
+}  // namespace qs

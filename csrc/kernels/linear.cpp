@@ -1,0 +1,162 @@
+// y = x W^T + b. Every output is one accumulator chain over k in ascending order, vectorised over
+// outputs, restarted every kBlockK inputs; block sums are added in order. Nothing in that depends
+// on the number of rows, on the tile shape or on the thread, so a row's bits are its own.
+//
+// Tile: R rows x P panels of 16 outputs, R * P * (16 / W) accumulators (24 of 32 registers, 12 of
+// 16). One row runs 8 panels at once: 8 weight streams per thread, which is what it takes to reach
+// the memory's bandwidth. Many rows run 6 x 4: 24 products for 10 loads.
+//
+//   item = (chunk of <= 96 rows) x (<= 8 panels)
+//     for each k block                 weights of the item: <= 256 KiB, stay in L2 over the tiles
+//       for each row tile              fp32 copy of x where the level has no product for its type
+//         for each panel group         accumulators in registers, sums in `c` (24 KiB, L1)
+
+#include "kernels/entries.h"
+#include "kernels/linear_tile.h"
+
+namespace qs::QS_LEVEL {
+namespace {
+
+constexpr int64_t kChunkRows = 96;
+constexpr int64_t kItemPanels = 4;        // with more rows than one tile takes
+constexpr int64_t kItemPanelsDecode = 8;  // one tile of rows
+constexpr int64_t kSums = kChunkRows * kItemPanels * kPanel;
+static_assert(kMaxRows * kItemPanelsDecode * kPanel <= kSums);
+
+template <typename T>
+struct Problem {
+  const PackedLinear* packed;
+  const T* x;
+  int64_t x_stride;
+  int64_t num_tokens;
+  T* out;
+  int64_t num_chunks;
+  int64_t num_ranges;
+};
+
+struct Range {
+  int64_t begin, end;
+  int64_t size() const { return end - begin; }
+};
+
+// Part i of n nearly equal parts of [0, total).
+QS_INLINE Range part(int64_t total, int64_t i, int64_t n) {
+  return {total * i / n, total * (i + 1) / n};
+}
+
+template <typename T>
+void emit(const Problem<T>& problem, Range rows, Range panels, const float* c) {
+  const PackedLinear& packed = *problem.packed;
+  const int64_t first_output = panels.begin * kPanel;
+  const int64_t num_outputs = min_of(packed.n, panels.end * kPanel) - first_output;
+  const int64_t stride = panels.size() * kPanel;
+  for (int64_t row = rows.begin; row < rows.end; ++row, c += stride) {
+    T* out = problem.out + row * packed.n + first_output;
+    for (int64_t i = 0; i < num_outputs; i += W) {
+      vf sum = load(c + i);
+      if (packed.bias != nullptr) sum += load(packed.bias + first_output + i);
+      store_up_to(out + i, sum, num_outputs - i);
+    }
+  }
+}
+
+// One row tile against all panels of the item, for one k block.
+template <typename T>
+void run_tile(const Problem<T>& problem, Range rows, Range panels, int64_t k_begin, float* c) {
+  const PackedLinear& packed = *problem.packed;
+  const int num_rows = static_cast<int>(rows.size());
+  const T* x = problem.x + rows.begin * problem.x_stride + k_begin;
+  TileArgs<T> args;
+  args.k = min_of(kBlockK, packed.k - k_begin);
+  args.panel_size = packed.panel_size;
+  args.c_stride = panels.size() * kPanel;
+  args.first = k_begin == 0;
+  alignas(64) typename Product<T>::X copy[Product<T>::kCopies ? kMaxRows * kBlockK : 1];
+  if constexpr (Product<T>::kCopies) {
+    copy_rows(x, problem.x_stride, num_rows, args.k, copy);
+    args.x = copy;
+    args.x_stride = kBlockK;
+  } else {
+    args.x = x;
+    args.x_stride = problem.x_stride;
+  }
+  const int64_t num_groups = div_up(panels.size(), max_panels(num_rows));
+  for (int64_t i = 0; i < num_groups; ++i) {
+    const Range group = part(panels.size(), i, num_groups);
+    args.w = static_cast<const T*>(packed.weights) +
+             (panels.begin + group.begin) * packed.panel_size + k_begin * kPanel;
+    args.c = c + group.begin * kPanel;
+    tile_function<T>(num_rows, static_cast<int>(group.size()))(args);
+  }
+}
+
+template <typename T>
+void run_item(const Problem<T>& problem, int64_t item) {
+  const PackedLinear& packed = *problem.packed;
+  const Range panels = part(packed.num_panels, item / problem.num_chunks, problem.num_ranges);
+  const Range chunk = part(problem.num_tokens, item % problem.num_chunks, problem.num_chunks);
+  const int64_t num_tiles = div_up(chunk.size(), kMaxRows);
+  alignas(64) float c[kSums];
+  for (int64_t k_begin = 0; k_begin < packed.k; k_begin += kBlockK) {
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      const Range local = part(chunk.size(), tile, num_tiles);
+      const Range rows = {chunk.begin + local.begin, chunk.begin + local.end};
+      float* tile_sums = c + local.begin * panels.size() * kPanel;
+      run_tile(problem, rows, panels, k_begin, tile_sums);
+      if (k_begin + kBlockK >= packed.k) emit(problem, rows, panels, tile_sums);
+    }
+  }
+}
+
+template <typename T>
+void linear_typed(Pool* pool, const LinearArgs& args) {
+  Problem<T> problem;
+  problem.packed = args.packed;
+  problem.x = static_cast<const T*>(args.x);
+  problem.x_stride = args.x_stride;
+  problem.num_tokens = args.num_tokens;
+  problem.out = static_cast<T*>(args.out);
+  const bool one_tile = args.num_tokens <= kMaxRows;
+  const int64_t item_panels = one_tile ? kItemPanelsDecode : kItemPanels;
+  problem.num_chunks = div_up(args.num_tokens, kChunkRows);
+  // A multiple of the thread count, so that equal threads end together.
+  const int64_t threads = pool_size(pool);
+  const int64_t ranges = div_up(args.packed->num_panels, item_panels);
+  problem.num_ranges = min_of(args.packed->num_panels, div_up(ranges, threads) * threads);
+  parallel_for(pool, problem.num_chunks * problem.num_ranges,
+               [&](int64_t item) { run_item(problem, item); });
+}
+
+template <typename T>
+void pack_panel(const PackArgs& args, int64_t panel) {
+  constexpr int64_t kPair = Product<T>::kPair;
+  const PackedLinear& packed = *args.packed;
+  T* out = static_cast<T*>(packed.weights) + panel * packed.panel_size;
+  for (int64_t lane = 0; lane < kPanel; ++lane) {
+    const int64_t row = panel * kPanel + lane;
+    if (row >= packed.n) break;  // the memory is zeroed
+    const T* weight = static_cast<const T*>(args.weight) + row * args.row_stride;
+    T* column = out + lane * kPair;
+    const int64_t whole = packed.k / kPair;
+    for (int64_t i = 0; i < whole; ++i) {
+      memcpy(column + i * kPanel * kPair, weight + i * kPair, sizeof(T) * kPair);
+    }
+    for (int64_t k = whole * kPair; k < packed.k; ++k) column[whole * kPanel * kPair] = weight[k];
+  }
+}
+
+}  // namespace
+
+void pack_linear(Pool* pool, const PackArgs& args) {
+  with_dtype(args.packed->dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel_for(pool, args.packed->num_panels,
+                 [&](int64_t panel) { pack_panel<T>(args, panel); });
+  });
+}
+
+void linear(Pool* pool, const LinearArgs& args) {
+  with_dtype(args.packed->dtype, [&](auto type) { linear_typed<decltype(type)>(pool, args); });
+}
+
+}  // namespace qs::QS_LEVEL

@@ -1,0 +1,271 @@
+// Attention of prefill and decode rows alike over a paged KV cache.
+//
+// A pass takes up to 32 (token, head) queries that share a kv head and walks the KV in tiles of 64
+// absolute positions. Every 512 absolute positions (a split) start a fresh softmax state, and the
+// states of the splits are merged in order. So one query's arithmetic depends on its position
+// alone: not on the chunk it came in, its neighbours in the pass, or whether the splits of a long
+// context ran on one thread or on several.
+
+#include "kernels/attention_tile.h"
+#include "kernels/entries.h"
+
+namespace qs::QS_LEVEL {
+namespace {
+
+constexpr int64_t kSplit = 8 * kTile;
+
+int64_t padded_size(const qs_attention& call) { return div_up(call.head_size, W) * W; }
+
+int64_t heads_per_kv(const qs_attention& call) { return call.num_heads / call.num_kv_heads; }
+
+int64_t passes_of_row(const qs_attention& call, int64_t row) {
+  const int64_t tokens = call.row_offsets[row + 1] - call.row_offsets[row];
+  return div_up(tokens * heads_per_kv(call), kMaxQueries);
+}
+
+int64_t splits_of_row(const qs_attention& call, int64_t row) {
+  return div_up(call.context_lens[row], kSplit);
+}
+
+// A set of queries of one row and kv head. Query i is pair `first + i` of (token, head in group).
+struct Pass {
+  const qs_attention* call;
+  int64_t row, kv_head;
+  int64_t first;
+  int num_queries;
+
+  int64_t group() const { return heads_per_kv(*call); }
+  int64_t token(int i) const { return call->row_offsets[row] + (first + i) / group(); }
+  int64_t head(int i) const { return kv_head * group() + (first + i) % group(); }
+  int64_t position(int i) const {
+    const int64_t tokens = call->row_offsets[row + 1] - call->row_offsets[row];
+    return call->context_lens[row] - tokens + (first + i) / group();
+  }
+  // What query i may see.
+  Span visible(int i) const {
+    const int64_t end = position(i) + 1;
+    const bool windowed = call->window > 0 && end > call->window;
+    return {windowed ? end - call->window : 0, end};
+  }
+  Span visible_by_any() const { return {visible(0).begin, visible(num_queries - 1).end}; }
+};
+
+Pass make_pass(const qs_attention& call, int64_t row, int64_t index, int64_t kv_head) {
+  const int64_t tokens = call.row_offsets[row + 1] - call.row_offsets[row];
+  const int64_t first = index * kMaxQueries;
+  const int64_t count = min_of(kMaxQueries, tokens * heads_per_kv(call) - first);
+  return {&call, row, kv_head, first, static_cast<int>(count)};
+}
+
+template <typename T>
+void load_queries(const Pass& pass, float* queries) {
+  const qs_attention& call = *pass.call;
+  for (int i = 0; i < pass.num_queries; ++i) {
+    const T* q = static_cast<const T*>(call.q) + pass.token(i) * call.q_stride +
+                 pass.head(i) * call.head_size;
+    for (int64_t d = 0; d < call.head_size; d += W) {
+      store(queries + i * kMaxHeadSize + d, load_up_to(q + d, call.head_size - d));
+    }
+  }
+}
+
+// The tile's products with the values, row group by row group.
+void add_values(const Pass& pass, const Span* visible, const TileBuffers& buffers, float* out) {
+  const int64_t width = padded_size(*pass.call);
+  for (int i = 0; i < pass.num_queries;) {
+    // Rows that see the same positions share a register tile.
+    int rows = 1;
+    while (rows < kSumRows && i + rows < pass.num_queries &&
+           visible[i + rows].begin == visible[i].begin && visible[i + rows].end == visible[i].end) {
+      ++rows;
+    }
+    if (!visible[i].empty()) {
+      sum_products_rows(rows, buffers.weights + i * kTile, kTile, buffers.values, kMaxHeadSize,
+                        visible[i], out + i * kMaxHeadSize, kMaxHeadSize, width, false);
+    }
+    i += rows;
+  }
+}
+
+void run_tile(const Pass& pass, int64_t tile_begin, TileBuffers& buffers, SoftmaxState& state) {
+  const qs_attention& call = *pass.call;
+  for (int i = 0; i < pass.num_queries; i += kSumRows) {
+    const int rows = static_cast<int>(min_of(kSumRows, pass.num_queries - i));
+    sum_products_rows(rows, buffers.queries + i * kMaxHeadSize, kMaxHeadSize, buffers.keys, kTile,
+                      {0, call.head_size}, buffers.weights + i * kTile, kTile, kTile, true);
+  }
+  Span visible[kMaxQueries];
+  for (int i = 0; i < pass.num_queries; ++i) {
+    const Span span = intersect(pass.visible(i), {tile_begin, tile_begin + kTile});
+    visible[i] = {span.begin - tile_begin, span.end - tile_begin};
+    if (visible[i].empty()) continue;
+    softmax_row(call, visible[i], buffers.weights + i * kTile, state.max[i], state.sum[i],
+                state.out + i * kMaxHeadSize);
+  }
+  add_values(pass, visible, buffers, state.out);
+}
+
+template <typename T>
+void run_split(const Pass& pass, int64_t split, TileBuffers& buffers, SoftmaxState& state) {
+  const qs_attention& call = *pass.call;
+  for (int i = 0; i < pass.num_queries; ++i) {
+    state.max[i] = -__builtin_inff();
+    state.sum[i] = 0.0f;
+    memset(state.out + i * kMaxHeadSize, 0, padded_size(call) * sizeof(float));
+  }
+  const Span span = intersect(pass.visible_by_any(), {split * kSplit, (split + 1) * kSplit});
+  TileLoader<T> loader(call, pass.row, pass.kv_head);
+  for (int64_t begin = span.begin / kTile * kTile; begin < span.end; begin += kTile) {
+    loader.load_tile(begin, intersect(span, {begin, begin + kTile}), buffers);
+    run_tile(pass, begin, buffers, state);
+  }
+}
+
+// Adds the state of a later split to `total`. Queries that see nothing of the split are untouched.
+void merge(const Pass& pass, int64_t split, const SoftmaxState& state, SoftmaxState& total) {
+  const int64_t width = padded_size(*pass.call);
+  for (int i = 0; i < pass.num_queries; ++i) {
+    const Span visible = pass.visible(i);
+    if (intersect(visible, {split * kSplit, (split + 1) * kSplit}).empty()) continue;
+    float* out = total.out + i * kMaxHeadSize;
+    const float* add = state.out + i * kMaxHeadSize;
+    if (visible.begin / kSplit == split) {  // the first one that it sees
+      total.max[i] = state.max[i];
+      total.sum[i] = state.sum[i];
+      memcpy(out, add, width * sizeof(float));
+      continue;
+    }
+    const float max = state.max[i] > total.max[i] ? state.max[i] : total.max[i];
+    const float old_factor = vexp(set1(total.max[i] - max))[0];
+    const float new_factor = vexp(set1(state.max[i] - max))[0];
+    total.max[i] = max;
+    total.sum[i] = total.sum[i] * old_factor + state.sum[i] * new_factor;
+    for (int64_t d = 0; d < width; d += W) {
+      store(out + d, fma(load(add + d), set1(new_factor), load(out + d) * old_factor));
+    }
+  }
+}
+
+template <typename T>
+void write_out(const Pass& pass, const SoftmaxState& total) {
+  const qs_attention& call = *pass.call;
+  for (int i = 0; i < pass.num_queries; ++i) {
+    T* out = static_cast<T*>(call.out) +
+             (pass.token(i) * call.num_heads + pass.head(i)) * call.head_size;
+    for (int64_t d = 0; d < call.head_size; d += W) {
+      const vf value = load(total.out + i * kMaxHeadSize + d) / total.sum[i];
+      store_up_to(out + d, value, call.head_size - d);
+    }
+  }
+}
+
+template <typename T>
+void run_pass(const Pass& pass) {
+  TileBuffers buffers;
+  SoftmaxState state, total;
+  load_queries<T>(pass, buffers.queries);
+  const Span span = pass.visible_by_any();
+  for (int64_t split = span.begin / kSplit; split * kSplit < span.end; ++split) {
+    run_split<T>(pass, split, buffers, state);
+    merge(pass, split, state, total);
+  }
+  write_out<T>(pass, total);
+}
+
+// The row of flat item `index`, where row r has count(r) of them; `index` becomes that within it.
+template <typename Count>
+QS_INLINE int64_t find_row(const qs_attention& call, int64_t& index, const Count& count) {
+  int64_t row = 0;
+  for (; row < call.num_rows - 1; ++row) {
+    const int64_t size = count(row);
+    if (index < size) break;
+    index -= size;
+  }
+  return row;
+}
+
+struct Work {
+  int64_t passes = 0;        // over all rows and kv heads
+  int64_t split_passes = 0;  // one for each split of each
+};
+
+Work count_work(const qs_attention& call) {
+  Work work;
+  for (int64_t row = 0; row < call.num_rows; ++row) {
+    const int64_t passes = passes_of_row(call, row) * call.num_kv_heads;
+    work.passes += passes;
+    work.split_passes += passes * splits_of_row(call, row);
+  }
+  return work;
+}
+
+// Few passes over long contexts: one item per split, states in scratch, merged afterwards.
+template <typename T>
+void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
+  SoftmaxState* states = static_cast<SoftmaxState*>(call.scratch);
+  const auto splits_in_row = [&](int64_t row) {
+    return passes_of_row(call, row) * call.num_kv_heads * splits_of_row(call, row);
+  };
+  const auto passes_in_row = [&](int64_t row) {
+    return passes_of_row(call, row) * call.num_kv_heads;
+  };
+  parallel_for(pool, work.split_passes, [&](int64_t item) {
+    int64_t index = item;
+    const int64_t row = find_row(call, index, splits_in_row);
+    const int64_t splits = splits_of_row(call, row);
+    const int64_t pass_index = index / splits, split = index % splits;
+    const Pass pass = make_pass(call, row, pass_index / call.num_kv_heads,
+                                pass_index % call.num_kv_heads);
+    TileBuffers buffers;
+    load_queries<T>(pass, buffers.queries);
+    run_split<T>(pass, split, buffers, states[item]);
+  });
+  parallel_for(pool, work.passes, [&](int64_t item) {
+    int64_t index = item;
+    const int64_t row = find_row(call, index, passes_in_row);
+    int64_t first_state = 0;
+    for (int64_t r = 0; r < row; ++r) first_state += splits_in_row(r);
+    const int64_t splits = splits_of_row(call, row);
+    const Pass pass = make_pass(call, row, index / call.num_kv_heads, index % call.num_kv_heads);
+    SoftmaxState total;
+    const Span span = pass.visible_by_any();
+    for (int64_t split = span.begin / kSplit; split * kSplit < span.end; ++split) {
+      merge(pass, split, states[first_state + index * splits + split], total);
+    }
+    write_out<T>(pass, total);
+  });
+}
+
+template <typename T>
+void run_passes(Pool* pool, const qs_attention& call, const Work& work) {
+  parallel_for(pool, work.passes, [&](int64_t item) {
+    int64_t index = work.passes - 1 - item;  // the longest contexts of a prefill come first
+    const int64_t row = find_row(call, index, [&](int64_t r) {
+      return passes_of_row(call, r) * call.num_kv_heads;
+    });
+    run_pass<T>(make_pass(call, row, index / call.num_kv_heads, index % call.num_kv_heads));
+  });
+}
+
+}  // namespace
+
+int64_t attention_scratch_bytes(int num_threads, const qs_attention& call) {
+  const Work work = count_work(call);
+  const bool worthwhile = num_threads > 1 && work.passes < 2 * num_threads &&
+                          work.split_passes > work.passes;
+  return worthwhile ? work.split_passes * static_cast<int64_t>(sizeof(SoftmaxState)) : 0;
+}
+
+void paged_attention(Pool* pool, const qs_attention& call) {
+  const Work work = count_work(call);
+  with_dtype(call.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (call.scratch != nullptr) {
+      run_split_passes<T>(pool, call, work);
+    } else {
+      run_passes<T>(pool, call, work);
+    }
+  });
+}
+
+}  // namespace qs::QS_LEVEL

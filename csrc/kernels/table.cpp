@@ -1,0 +1,22 @@
+// The level's table, found by csrc/cpu.cpp.
+
+#include "kernels/entries.h"
+
+namespace qs::QS_LEVEL {
+
+#define QS_STRINGIFY(name) #name
+#define QS_NAME(name) QS_STRINGIFY(name)
+
+extern const Kernels kernels;
+const Kernels kernels = {
+    .name = QS_NAME(QS_LEVEL),
+    .pack_linear = pack_linear,
+    .linear = linear,
+    .rms_norm = rms_norm,
+    .rotary = rotary,
+    .gated_activation = gated_activation,
+    .attention_scratch_bytes = attention_scratch_bytes,
+    .paged_attention = paged_attention,
+};
+
+}  // namespace qs::QS_LEVEL

@@ -1,0 +1,42 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+
+#include <cstdint>
+
+namespace qs {
+namespace {
+
+constexpr size_t kPage = 4096;
+constexpr size_t kHugePage = size_t{2} << 20;
+
+size_t round_up(size_t value, size_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+}  // namespace
+
+void* weight_alloc(size_t bytes) {
+  const size_t size = round_up(bytes, kPage);
+  const size_t slack = size >= kHugePage ? kHugePage : 0;
+  void* mapped =
+      mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  if (slack == 0) return mapped;
+  const uintptr_t start = reinterpret_cast<uintptr_t>(mapped);
+  const uintptr_t aligned = round_up(start, kHugePage);
+  // Give the slack back. The tail that does not fill a huge page stays on small ones.
+  if (aligned > start) munmap(mapped, aligned - start);
+  const uintptr_t end = aligned + size;
+  if (start + size + slack > end) munmap(reinterpret_cast<void*>(end), start + size + slack - end);
+#if defined(MADV_HUGEPAGE)
+  madvise(reinterpret_cast<void*>(aligned), size, MADV_HUGEPAGE);
+#endif
+  return reinterpret_cast<void*>(aligned);
+}
+
+void weight_free(void* memory, size_t bytes) {
+  if (memory != nullptr) munmap(memory, round_up(bytes, kPage));
+}
+
+}  // namespace qs

@@ -1,0 +1,207 @@
+// State of a loop: one 64-bit word holds (loop number << 33 | open << 32 | active workers), so a
+// worker joins with one compare-and-swap that fails if the loop has closed meanwhile, and the
+// caller closes it with one atomic operation and then waits for the workers that joined.
+
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <atomic>
+#include <new>
+
+namespace qs {
+namespace {
+
+constexpr uint64_t kOpen = uint64_t{1} << 32;
+constexpr uint64_t kActiveMask = kOpen - 1;
+constexpr int kMaxThreads = 1024;
+constexpr size_t kStackBytes = size_t{2} << 20;  // attention keeps 300 KiB there
+// A pause is 20-140 cycles: workers spin 20-100 us, which covers the gaps inside a step.
+constexpr int kSpinsBeforePark = 2000;
+constexpr int kSpinsBeforeYield = 200;
+
+std::atomic<uint32_t> fork_generation{0};
+
+void count_fork() { fork_generation.fetch_add(1, std::memory_order_relaxed); }
+
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+class Pool {
+ public:
+  explicit Pool(int num_threads) : num_threads_(num_threads) {}
+
+  bool start() {
+    static const int registered = pthread_atfork(nullptr, nullptr, count_fork);
+    (void)registered;
+    generation_ = fork_generation.load(std::memory_order_relaxed);
+    for (; num_started_ < num_threads_ - 1; ++num_started_) {
+      if (!start_thread(&threads_[num_started_])) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  void stop() {
+    if (forked()) return;
+    stopping_.store(true, std::memory_order_seq_cst);
+    signal_.fetch_add(1, std::memory_order_seq_cst);
+    signal_.notify_all();
+    for (int i = 0; i < num_started_; ++i) pthread_join(threads_[i], nullptr);
+  }
+
+  int size() const { return num_threads_; }
+
+  void run(int64_t num_items, ItemFn fn, const void* job) {
+    if (num_items <= 1 || num_threads_ == 1 || forked()) {
+      for (int64_t i = 0; i < num_items; ++i) fn(job, i);
+      return;
+    }
+    lock();
+    fn_ = fn;
+    job_ = job;
+    num_items_ = num_items;
+    next_.store(0, std::memory_order_relaxed);
+    loop_ += uint64_t{1} << 33;
+    state_.store(loop_ | kOpen, std::memory_order_release);
+    signal_.fetch_add(1, std::memory_order_seq_cst);
+    if (num_parked_.load(std::memory_order_seq_cst) != 0) signal_.notify_all();
+    take_items();
+    state_.fetch_and(~kOpen, std::memory_order_acq_rel);
+    for (int spins = 0; (state_.load(std::memory_order_acquire) & kActiveMask) != 0; ++spins) {
+      if (spins < kSpinsBeforePark) {
+        pause_cpu();
+      } else {
+        sched_yield();
+      }
+    }
+    unlock();
+  }
+
+ private:
+  bool forked() const {
+    return generation_ != fork_generation.load(std::memory_order_relaxed);
+  }
+
+  void lock() {
+    while (busy_.exchange(true, std::memory_order_acquire)) {
+      while (busy_.load(std::memory_order_relaxed)) sched_yield();
+    }
+  }
+  void unlock() { busy_.store(false, std::memory_order_release); }
+
+  void take_items() {
+    const ItemFn fn = fn_;
+    const void* const job = job_;
+    const int64_t num_items = num_items_;
+    for (;;) {
+      const int64_t item = next_.fetch_add(1, std::memory_order_relaxed);
+      if (item >= num_items) return;
+      fn(job, item);
+    }
+  }
+
+  // Joins the open loop unless it is the one that this worker has already seen.
+  bool try_join(uint64_t& seen) {
+    uint64_t state = state_.load(std::memory_order_acquire);
+    while ((state & kOpen) != 0 && (state >> 33) != seen) {
+      if (state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) {
+        seen = state >> 33;
+        return true;
+      }
+    }
+    return false;
+  }
+
+  void work() {
+    uint64_t seen = 0;
+    uint32_t signal = signal_.load(std::memory_order_seq_cst);
+    while (!stopping_.load(std::memory_order_seq_cst)) {
+      if (try_join(seen)) {
+        take_items();
+        state_.fetch_sub(1, std::memory_order_acq_rel);
+      }
+      signal = wait_for_signal(signal);
+    }
+  }
+
+  // Returns once the signal differs from `last`: spins first, then parks.
+  uint32_t wait_for_signal(uint32_t last) {
+    for (int spins = 0; spins < kSpinsBeforePark; ++spins) {
+      const uint32_t now = signal_.load(std::memory_order_acquire);
+      if (now != last) return now;
+      if (spins % kSpinsBeforeYield == kSpinsBeforeYield - 1) {
+        sched_yield();
+      } else {
+        pause_cpu();
+      }
+    }
+    num_parked_.fetch_add(1, std::memory_order_seq_cst);
+    signal_.wait(last, std::memory_order_seq_cst);
+    num_parked_.fetch_sub(1, std::memory_order_seq_cst);
+    return signal_.load(std::memory_order_acquire);
+  }
+
+  bool start_thread(pthread_t* thread) {
+    pthread_attr_t attributes;
+    if (pthread_attr_init(&attributes) != 0) return false;
+    const bool sized = pthread_attr_setstacksize(&attributes, kStackBytes) == 0;
+    const bool started =
+        sized && pthread_create(thread, &attributes, &Pool::worker_main, this) == 0;
+    pthread_attr_destroy(&attributes);
+    return started;
+  }
+
+  static void* worker_main(void* pool) {
+    static_cast<Pool*>(pool)->work();
+    return nullptr;
+  }
+
+  const int num_threads_;
+  int num_started_ = 0;
+  uint32_t generation_ = 0;
+  pthread_t threads_[kMaxThreads];
+  ItemFn fn_ = nullptr;
+  const void* job_ = nullptr;
+  int64_t num_items_ = 0;
+  uint64_t loop_ = 0;
+  alignas(64) std::atomic<uint64_t> state_{0};
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint32_t> signal_{0};
+  alignas(64) std::atomic<int> num_parked_{0};
+  alignas(64) std::atomic<bool> busy_{false};
+  std::atomic<bool> stopping_{false};
+};
+
+Pool* pool_create(int num_threads) {
+  if (num_threads < 1 || num_threads > kMaxThreads) return nullptr;
+  Pool* pool = new (std::nothrow) Pool(num_threads);
+  if (pool != nullptr && !pool->start()) {
+    pool_destroy(pool);
+    return nullptr;
+  }
+  return pool;
+}
+
+void pool_destroy(Pool* pool) {
+  if (pool == nullptr) return;
+  pool->stop();
+  delete pool;
+}
+
+int pool_size(const Pool* pool) { return pool->size(); }
+
+void pool_run(Pool* pool, int64_t num_items, ItemFn fn, const void* job) {
+  pool->run(num_items, fn, job);
+}
+
+}  // namespace qs

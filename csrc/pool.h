@@ -1,0 +1,36 @@
+// The thread pool: one parallel loop at a time over items that any thread may take.
+//
+// Which thread computes an item never shows in the result, because an item's outputs are its own.
+// Workers spin for a moment after a loop and then park, so an idle pool costs no CPU. A worker
+// that wakes up too late simply misses the loop: the caller never waits for a thread that has not
+// begun. In a forked child, where workers do not exist, loops run on the calling thread.
+#pragma once
+
+#include <cstdint>
+
+namespace qs {
+
+class Pool;
+
+using ItemFn = void (*)(const void* job, int64_t item);
+
+// Null when memory or threads are lacking.
+Pool* pool_create(int num_threads);
+void pool_destroy(Pool* pool);
+int pool_size(const Pool* pool);
+
+// Calls fn(job, i) once for every i in [0, num_items) and returns when all are done.
+void pool_run(Pool* pool, int64_t num_items, ItemFn fn, const void* job);
+
+template <typename Job>
+inline void parallel_for(Pool* pool, int64_t num_items, const Job& job) {
+  if (num_items == 1) {
+    job(0);
+    return;
+  }
+  pool_run(
+      pool, num_items,
+      [](const void* opaque, int64_t item) { (*static_cast<const Job*>(opaque))(item); }, &job);
+}
+
+}  // namespace qs

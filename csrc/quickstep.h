@@ -1,0 +1,108 @@
+// The C ABI of libquickstep, called by quickstep/ops/native*.py through ctypes.
+//
+// Every function returns a qs_status; none throws, none keeps a pointer that it was passed except
+// into the objects it creates. Strides and sizes count elements. Activations are row-major with
+// contiguous innermost dimension; `dtype` is one of qs_dtype and names all floating tensors of a
+// call unless said otherwise. T tokens, H heads, K kv heads, D head size, B blocks, S block size.
+#pragma once
+
+#include <stdint.h>
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+#define QS_ABI_VERSION 1
+#define QS_API __attribute__((visibility("default")))
+
+enum qs_status {
+  QS_OK = 0,
+  QS_INVALID = 1,           // an argument breaks the contract: a bug of the caller
+  QS_OUT_OF_MEMORY = 2,
+  QS_UNSUPPORTED_ISA = 3,   // unknown level, or the machine lacks it
+  QS_OUT_OF_RANGE = 4,      // a token id or slot outside its table
+};
+
+enum qs_dtype { QS_F32 = 0, QS_BF16 = 1, QS_F16 = 2 };
+enum qs_activation { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2 };
+
+typedef struct qs_context qs_context;  // a kernel table and a thread pool
+typedef struct qs_linear qs_linear;    // packed weights of one linear layer
+
+QS_API int qs_abi_version(void);
+
+// Level names, best first, that this machine can run, separated by spaces.
+QS_API const char* qs_isa_levels(void);
+
+// `isa` "" takes the best level. `num_threads` counts the calling thread. After fork() a context
+// of the parent stays usable in the child, on the calling thread alone.
+QS_API int qs_context_create(const char* isa, int num_threads, qs_context** out);
+QS_API void qs_context_destroy(qs_context* context);
+QS_API const char* qs_context_isa(const qs_context* context);
+
+// Packs weight [n, k] (row stride given) into memory of its own; bias may be null.
+QS_API int qs_linear_create(qs_context* context, int dtype, const void* weight, int64_t n,
+                            int64_t k, int64_t row_stride, const void* bias, qs_linear** out);
+QS_API void qs_linear_destroy(qs_linear* linear);
+QS_API int64_t qs_linear_bytes(const qs_linear* linear);
+// out [T, n] = x [T, k] * weight^T + bias, in the dtype of the weight.
+QS_API int qs_linear_run(qs_context* context, const qs_linear* linear, const void* x,
+                         int64_t x_stride, int64_t num_tokens, void* out);
+
+// out [T, C] = weight[ids]; any dtype of `row_bytes` bytes per row.
+QS_API int qs_embedding(qs_context* context, const int64_t* ids, int64_t num_tokens,
+                        const void* weight, int64_t num_rows, int64_t row_bytes, void* out);
+
+// x [outer, inner, size] with strides (outer_stride, inner_stride, 1); out contiguous.
+QS_API int qs_rms_norm(qs_context* context, int dtype, const void* x, int64_t outer, int64_t inner,
+                       int64_t size, int64_t outer_stride, int64_t inner_stride,
+                       const void* weight, float eps, float offset, void* out);
+// sum = x + residual (rounded), out = rms_norm(sum); all [rows, size], contiguous.
+QS_API int qs_add_rms_norm(qs_context* context, int dtype, const void* x, const void* residual,
+                           int64_t rows, int64_t size, const void* weight, float eps, float offset,
+                           void* out, void* sum);
+
+// x [T, H, D] with strides (token_stride, D, 1); cos and sin [T, half] float32; out contiguous.
+QS_API int qs_rotary(qs_context* context, int dtype, const void* x, int64_t num_tokens,
+                     int64_t num_heads, int64_t head_size, int64_t token_stride, const float* cos,
+                     const float* sin, int64_t half, int interleaved, void* out);
+
+// gate_up [T, 2 n] -> out [T, n].
+QS_API int qs_gated_activation(qs_context* context, int dtype, int activation, const void* gate_up,
+                               int64_t num_tokens, int64_t n, void* out);
+
+// Copies k and v [T, row] (token strides given, in bytes) to cache rows `slots` [T].
+QS_API int qs_write_kv(qs_context* context, const void* k, const void* v, int64_t k_stride_bytes,
+                       int64_t v_stride_bytes, int64_t row_bytes, const int64_t* slots,
+                       int64_t num_tokens, void* k_cache, void* v_cache, int64_t num_slots);
+
+typedef struct qs_attention {
+  int32_t dtype;
+  int32_t num_heads;
+  int32_t num_kv_heads;
+  int32_t head_size;
+  int64_t q_stride;         // between tokens
+  int64_t num_rows;         // R
+  int64_t block_size;
+  int64_t max_blocks;       // columns of block_tables
+  int64_t num_blocks;       // B
+  int64_t window;           // 0: none
+  float scale;
+  float softcap;            // 0: none
+  const void* q;
+  const void* k_cache;
+  const void* v_cache;
+  const int64_t* row_offsets;   // [R + 1]
+  const int64_t* context_lens;  // [R]
+  const int32_t* block_tables;  // [R, max_blocks]
+  void* out;                    // [T, H, D]
+  void* scratch;                // qs_attention_scratch_bytes(...) bytes, or null when that is 0
+} qs_attention;
+
+// Scratch for layouts in which a few long rows are shared over threads; 0 otherwise.
+QS_API int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_attention* call);
+QS_API int qs_paged_attention(qs_context* context, const qs_attention* call);
+
+#if defined(__cplusplus)
+}
+#endif

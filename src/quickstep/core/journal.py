@@ -1,0 +1,170 @@
+"""Record what a scheduler was told, and tell it again: the same calls give the same plans.
+
+The entries that `RecordingScheduler` writes hold inputs (requests, results, times) and the plans
+that came out. A driver that is given one instead of a `Scheduler` needs no other change. `replay`
+feeds them to a fresh scheduler with the same sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from quickstep.config import SchedulerConfig
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.cost_model import CostModel
+from quickstep.core.policies import Policy
+from quickstep.core.scheduler import Scheduler
+from quickstep.errors import RequestError
+from quickstep.types import (
+    FinishReason,
+    Request,
+    SequenceOutput,
+    StepOutcome,
+    StepPlan,
+    StepResult,
+)
+
+__all__ = [
+    "Aborted",
+    "Added",
+    "Committed",
+    "Entry",
+    "Expired",
+    "Failed",
+    "Planned",
+    "RecordingScheduler",
+    "replay",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """`add`, also if it was refused."""
+
+    request: Request
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """`abort`."""
+
+    request_id: str
+    now: float
+    reason: FinishReason
+    index: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """`expire`."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """`plan`, and what it gave."""
+
+    now: float
+    plan: StepPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """`commit`."""
+
+    plan: StepPlan
+    result: StepResult
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """`fail`."""
+
+    plan: StepPlan
+    reason: str
+    now: float
+
+
+Entry = Added | Aborted | Expired | Planned | Committed | Failed
+
+
+class RecordingScheduler(Scheduler):
+    """A scheduler that hands each call to `write` first (`plan`: with what it gave).
+
+    A subclass because it has to stand wherever a driver asks for a `Scheduler`.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: KVBlockPool,
+        policy: Policy,
+        cost_model: CostModel,
+        write: Callable[[Entry], None],
+    ) -> None:
+        super().__init__(config, pool, policy, cost_model)
+        self._write = write
+
+    def add(self, request: Request, now: float) -> None:
+        """See `Scheduler.add`."""
+        self._write(Added(request, now))
+        super().add(request, now)
+
+    def abort(
+        self,
+        request_id: str,
+        now: float,
+        reason: FinishReason = FinishReason.ABORTED,
+        index: int | None = None,
+    ) -> tuple[SequenceOutput, ...]:
+        """See `Scheduler.abort`."""
+        self._write(Aborted(request_id, now, reason, index))
+        return super().abort(request_id, now, reason, index)
+
+    def expire(self, now: float) -> tuple[SequenceOutput, ...]:
+        """See `Scheduler.expire`."""
+        self._write(Expired(now))
+        return super().expire(now)
+
+    def plan(self, now: float) -> StepPlan | None:
+        """See `Scheduler.plan`."""
+        plan = super().plan(now)
+        self._write(Planned(now, plan))
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepOutcome:
+        """See `Scheduler.commit`."""
+        self._write(Committed(plan, result, now))
+        return super().commit(plan, result, now)
+
+    def fail(self, plan: StepPlan, reason: str, now: float) -> tuple[SequenceOutput, ...]:
+        """See `Scheduler.fail`."""
+        self._write(Failed(plan, reason, now))
+        return super().fail(plan, reason, now)
+
+
+def replay(entries: Iterable[Entry], scheduler: Scheduler) -> list[StepPlan | None]:
+    """Tell a fresh scheduler what another was told; returns its plans, in order."""
+    plans: list[StepPlan | None] = []
+    for entry in entries:
+        match entry:
+            case Added(request, now):
+                try:
+                    scheduler.add(request, now)
+                except RequestError:
+                    continue  # refused then as well
+            case Aborted(request_id, now, reason, index):
+                scheduler.abort(request_id, now, reason, index)
+            case Expired(now):
+                scheduler.expire(now)
+            case Planned(now, _):
+                plans.append(scheduler.plan(now))
+            case Committed(plan, result, now):
+                scheduler.commit(plan, result, now)
+            case Failed(plan, reason_text, now):
+                scheduler.fail(plan, reason_text, now)
+    return plans

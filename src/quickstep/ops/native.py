@@ -1,0 +1,96 @@
+"""The native CPU kernels as an op table, or the reason why there are none.
+
+`ops.resolve` calls `load_native` once at load; `quickstep doctor` prints `native_status`. A machine
+without the library, or a build without a C++ compiler, runs on the reference ops instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+
+import torch
+
+from quickstep.errors import ConfigError
+from quickstep.ops.native_library import library_path, open_library, raise_for_status
+from quickstep.ops.native_ops import NativeOps
+from quickstep.ops.reference import reference_ops
+from quickstep.ops.table import OpTable
+
+__all__ = ["NativeStatus", "default_num_threads", "load_native", "native_status"]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStatus:
+    """What this machine has.
+
+    Attributes:
+        available: Whether `load_native` gives a table.
+        isa: The best level that the machine runs, "" without the library.
+        levels: All levels it runs, best first; `isa` of `load_native` takes any of them.
+        reason: Why not, in one sentence; "" when available.
+        path: Where the library is looked for.
+    """
+
+    available: bool
+    isa: str
+    levels: tuple[str, ...]
+    reason: str
+    path: str
+
+
+def native_status() -> NativeStatus:
+    """Whether the library is there and loads, and which ISA levels it offers here."""
+    path = library_path()
+    if not path.exists():
+        reason = f"{path} is not there: quickstep was built without a C++ compiler"
+        return NativeStatus(False, "", (), reason, str(path))
+    try:
+        library = open_library(path)
+    except OSError as error:
+        return NativeStatus(False, "", (), f"{error}", str(path))
+    levels = tuple(library.qs_isa_levels().decode().split())
+    return NativeStatus(True, levels[0], levels, "", str(path))
+
+
+def default_num_threads() -> int:
+    """Threads for the kernels: the cores this process may use, at most torch's own number.
+
+    torch reads OMP_NUM_THREADS at import, so that variable and `torch.set_num_threads` count here.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(affinity or 1, torch.get_num_threads()))
+
+
+def load_native(
+    num_threads: int | None = None, isa: str | None = None, reference: OpTable | None = None
+) -> OpTable | None:
+    """The native op table on a thread pool of its own, or None when `native_status` says why not.
+
+    The pool lives as long as the table. After a fork it runs in the child on the calling thread
+    alone, with the same bits; a child that wants threads loads a table of its own.
+
+    Args:
+        num_threads: None for `default_num_threads()`.
+        isa: A level of `native_status().levels`; None or "" for the best.
+        reference: Takes the element types that have no native kernel; None for the PyTorch ops.
+
+    Raises:
+        ConfigError: The machine does not run `isa`.
+    """
+    status = native_status()
+    if not status.available:
+        return None
+    if isa and isa not in status.levels:
+        known = ", ".join(status.levels)
+        raise ConfigError(f"QUICKSTEP_CPU_ISA is {isa!r}, this machine runs {known}")
+    library = open_library(library_path())
+    context = ctypes.c_void_p()
+    threads = default_num_threads() if num_threads is None else num_threads
+    code = library.qs_context_create((isa or "").encode(), threads, ctypes.byref(context))
+    raise_for_status(code, f"starting {threads} threads for the native kernels")
+    assert context.value is not None
+    level = library.qs_context_isa(context.value).decode()
+    ops = NativeOps(library, context.value, reference or reference_ops())
+    return ops.table(f"native-{level}")

@@ -1,0 +1,77 @@
+"""Our template sandbox renders what transformers renders, feature by feature."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from quickstep.engine.chat_template import ChatTemplate
+
+MESSAGES = [
+    {"role": "system", "content": "  Be <brief> & 'kind'. "},
+    {"role": "user", "content": "Grüße\n\n日本"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "And now?"},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Today's weather <b>here</b>",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+TEMPLATES = {
+    "blocks are trimmed": (
+        "{% for m in messages %}\n"
+        "    {% if m['role'] == 'system' %}\n"
+        "  [{{ m['content'] | trim }}]\n"
+        "    {% else %}\n"
+        "{{ m.role }}: {{ m.content }}\n"
+        "    {%- endif %}\n"
+        "{% endfor %}\n"
+        "{% if add_generation_prompt %}assistant:{% endif %}\n"
+    ),
+    "tools as JSON": (
+        "{{ tools | tojson }}\n{% for t in tools or [] %}{{ t | tojson(indent=4) }}{% endfor %}"
+    ),
+    "namespace, macro, slices": (
+        "{% set ns = namespace(count=0) %}"
+        "{% macro show(m) %}<{{ m.role | upper }}>{{ m.content }}{% endmacro %}"
+        "{% for m in messages[1:] %}{% set ns.count = ns.count + 1 %}{{ show(m) }}{% endfor %}"
+        "{{ ns.count }}{{ messages[::-1][0].content }}{{ messages | length }}"
+    ),
+    "loop controls and generation": (
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+        "{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
+        "{% if loop.index > 3 %}{% break %}{% endif %}{{ loop.index0 }}{% endfor %}"
+    ),
+    "tests and string methods": (
+        "{% if tools is defined and tools is not none %}T{% endif %}"
+        "{% if documents is defined and documents %}D{% endif %}"
+        "{{ messages[0].content.strip().split(' ') | join('|') }}{{ bos_token }}{{ missing }}"
+        "{% if messages[0].content is string %}S{% endif %}{{ messages[0].get('name', 'none') }}"
+    ),
+    "extra variables": "{{ 'on' if enable_thinking is defined and enable_thinking else 'off' }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+def test_templates_render_as_in_transformers(name, tools):
+    extra = {"enable_thinking": True}
+    expected, _ = render_jinja_template(
+        conversations=[MESSAGES],
+        tools=tools,
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=True,
+        bos_token="<s>",
+        **extra,
+    )
+    ours = ChatTemplate({"default": TEMPLATES[name]}, {"bos_token": "<s>"}, now=datetime.now)
+    assert ours.render(MESSAGES, tools, add_generation_prompt=True, extra=extra) == expected[0]

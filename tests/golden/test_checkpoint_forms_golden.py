@@ -1,0 +1,92 @@
+"""One model in several forms: sharded, other dtypes, old config keys, inside a multimodal one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from golden_cases import CASES, VOCAB, Case, randomise
+from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
+
+from quickstep.model.spec import parse_spec, read_spec
+from quickstep.model.tensor_schema import num_parameters
+
+LLAMA = next(case for case in CASES if case.name == "llama")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_parameter_count_equals_transformers(case: Case, tmp_path: Path) -> None:
+    config = case.config()
+    config.architectures = [f"{case.family.removesuffix('Text')}ForCausalLM"]
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    config.save_pretrained(tmp_path)
+    assert num_parameters(read_spec(tmp_path)) == model.num_parameters()
+
+
+def test_sharded_checkpoint_equals_transformers(tmp_path: Path) -> None:
+    reference = LLAMA.save(tmp_path / "whole")
+    reference.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    prompts = random_prompts(PROMPT_LENS, VOCAB)
+    assert_same_as_transformers(load(tmp_path / "sharded"), reference, prompts)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_checkpoint_read_as_float32_equals_transformers(
+    dtype: str, tmp_path: Path
+) -> None:
+    model = LLAMA.save(tmp_path / "whole").to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "half")
+    assert load(tmp_path / "half").kv_shape.dtype is getattr(torch, dtype)
+    # read again: `.to(dtype)` has rounded the rotary frequencies of the model in memory as well
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "half", dtype=torch.float32
+    )
+    prompts = random_prompts(PROMPT_LENS, VOCAB)
+    assert_same_as_transformers(load(tmp_path / "half", dtype="float32"), reference, prompts)
+
+
+def old_form(config: dict[str, object]) -> dict[str, object]:
+    """`config.json` as transformers 4 wrote it."""
+    parameters = dict(config.pop("rope_parameters"))  # type: ignore[call-overload]
+    config["rope_theta"] = parameters.pop("rope_theta")
+    config["torch_dtype"] = config.pop("dtype")
+    if "partial_rotary_factor" in parameters:
+        config["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
+    config["rope_scaling"] = parameters if parameters["rope_type"] != "default" else None
+    return config
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name != "gemma3"], ids=lambda case: case.name
+)
+def test_old_config_form_reads_the_same(case: Case, tmp_path: Path) -> None:
+    config = case.config()
+    config.architectures = [f"{case.family}ForCausalLM"]
+    config.dtype = torch.float32
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert parse_spec(old_form(dict(written))) == parse_spec(written)
+
+
+def test_gemma3_inside_a_multimodal_checkpoint_equals_transformers(tmp_path: Path) -> None:
+    text = next(case for case in CASES if case.name == "gemma3").config()
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "model_type": "siglip_vision_model",
+    }
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    reference = randomise(transformers.Gemma3ForConditionalGeneration(config), seed=3)
+    reference.save_pretrained(tmp_path)
+    prompts = random_prompts(PROMPT_LENS, VOCAB)
+    assert_same_as_transformers(load(tmp_path), reference, prompts)

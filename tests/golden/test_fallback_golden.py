@@ -1,0 +1,85 @@
+"""Architectures outside of the native table, through transformers with our paged attention."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from golden_cases import VOCAB, Case, rope
+from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
+from naive_ops import NAIVE_OPS
+from paged_driver import PagedDriver
+
+from quickstep.errors import ConfigError
+from quickstep.model.spec import read_spec
+
+FALLBACK_CASES = (
+    Case("gpt-neox", "GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": None}),
+    Case("starcoder2", "Starcoder2", {"sliding_window": 9}),
+    Case("cohere", "Cohere", {"logit_scale": 0.5}),
+    Case("glm", "Glm", {"head_dim": 16}),
+    Case("gpt2", "GPT2", {"num_key_value_heads": None}),
+    Case("olmoe", "Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+)
+
+
+@pytest.mark.parametrize("case", FALLBACK_CASES, ids=lambda case: case.name)
+def test_fallback_equals_transformers(case: Case, tmp_path: Path) -> None:
+    reference = case.save(tmp_path)
+    model = load(tmp_path)
+    assert model.exact is (case.name != "olmoe")
+    assert_same_as_transformers(model, reference, random_prompts(PROMPT_LENS, VOCAB))
+
+
+def test_a_batch_that_changes_bits_is_not_called_exact(tmp_path: Path) -> None:
+    FALLBACK_CASES[0].save(tmp_path)
+    assert not load(tmp_path, ops=NAIVE_OPS).exact
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", FALLBACK_CASES[:3], ids=lambda case: case.name)
+def test_exact_fallbacks_give_a_row_the_same_bits_in_a_crowd(
+    case: Case, dtype: str, tmp_path: Path
+) -> None:
+    case.save(tmp_path)
+    model = load(tmp_path, dtype=dtype)
+    prompt, other = random_prompts((21, 30), VOCAB)
+    driver = PagedDriver(model)
+    alone, beside, crowd = driver.open(prompt), driver.open(prompt), driver.open(other)
+    expected = driver.step([(alone, 21)])[0]
+    driver.step([(crowd, 11), (beside, 5)])
+    driver.step([(beside, 16), (crowd, 19)])
+    assert torch.equal(torch.cat(beside.logits), expected)
+
+
+def test_frequencies_that_depend_on_the_batch_are_refused(tmp_path: Path) -> None:
+    case = Case("stretched", "Glm", {"head_dim": 16} | rope("dynamic", factor=2.0))
+    case.save(tmp_path)
+    with pytest.raises(ConfigError, match="'dynamic'"):
+        load(tmp_path)
+
+
+def test_an_architecture_without_replaceable_attention_is_refused(tmp_path: Path) -> None:
+    Case("stablelm", "StableLm").save(tmp_path)
+    with pytest.raises(ConfigError, match="does not let its attention be replaced"):
+        load(tmp_path)
+
+
+def test_an_architecture_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    config = {"architectures": ["XyzForCausalLM"], "model_type": "xyz"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"'XyzForCausalLM'.*LlamaForCausalLM"):
+        load(tmp_path)
+
+
+def test_without_transformers_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"GPTNeoXForCausalLM.*quickstep\[transformers\]"):
+        read_spec(tmp_path)

@@ -1,0 +1,68 @@
+"""Every native op under every ISA level that the machine has: near float64, and exact.
+
+The cases and both checks are those of the reference (`ops.cases`, `ops.agreement`,
+`ops.invariance`); what is added here is levels and thread counts.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quickstep.ops.agreement import agreement
+from quickstep.ops.cases import OPS, AttentionCase, Case, bind, cases
+from quickstep.ops.invariance import mismatches, same_bits
+from quickstep.ops.native import load_native, native_status
+from quickstep.ops.table import OpTable
+
+LEVELS = native_status().levels
+# Half-precision floats share every loop with bf16's fp32 path, so slower levels check one of them.
+ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def table(level: str, num_threads: int) -> OpTable:
+    ops = load_native(num_threads, level)
+    assert ops is not None, native_status().reason
+    return ops
+
+
+def run(ops: OpTable, case: Case | AttentionCase) -> tuple[torch.Tensor, ...]:
+    if isinstance(case, AttentionCase):
+        args = (case.q, case.k_cache, case.v_cache, case.layout, case.params)
+        return (ops.paged_attention(*args),)
+    return bind(ops, case)(*case.tokens)
+
+
+def test_the_library_is_built_and_has_a_level() -> None:
+    status = native_status()
+    assert status.available, status.reason
+    assert status.isa == LEVELS[0]
+    assert LEVELS[-1] == "portable"
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_results_are_as_near_float64_as_the_reference(level: str, op: str) -> None:
+    dtypes = ALL_DTYPES if level == LEVELS[0] else (torch.float32, torch.bfloat16)
+    ops = table(level, 2)
+    far = [found for case in cases([op], dtypes) if not (found := agreement(ops, case)).ok]
+    assert far == []
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_token_has_the_same_bits_in_every_batch(level: str, op: str) -> None:
+    ops = table(level, 2)
+    found = {case.name: bad for case in cases([op]) if (bad := mismatches(ops, case))}
+    assert found == {}
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_two_and_three_threads_give_the_same_bits(level: str, op: str) -> None:
+    one, two, three = (table(level, num_threads) for num_threads in (1, 2, 3))
+    for case in cases([op]):
+        expected = run(one, case)
+        for ops in (two, three):
+            for got, want in zip(run(ops, case), expected, strict=True):
+                assert same_bits(got, want), (case.name, level)

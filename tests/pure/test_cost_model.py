@@ -1,0 +1,124 @@
+"""The step-time model: it learns, it stays non-negative, and nothing upsets it."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
+
+TRUE = Coefficients(step_s=8e-3, token_s=2e-5, row_s=1.5e-4, kv_token_s=3e-8)
+LOADS = st.builds(StepLoad, st.integers(0, 4096), st.integers(0, 256), st.integers(0, 2_000_000))
+SECONDS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(1e-9, 10.0)
+
+
+def true_seconds(load: StepLoad, coefficients: Coefficients = TRUE) -> float:
+    return LinearCostModel(coefficients).seconds(load)
+
+
+def random_load(rng: Random) -> StepLoad:
+    """Decode steps of many sizes, and now and then a prefill beside."""
+    rows = rng.randint(1, 64)
+    chunk = rng.choice((0, 0, 100, 512, 2000))
+    return StepLoad(rows + chunk, rows + bool(chunk), rows * rng.randint(10, 3000) + chunk)
+
+
+def worst_error(model: LinearCostModel, coefficients: Coefficients = TRUE) -> float:
+    rng = Random(99)
+    loads = [random_load(rng) for _ in range(200)]
+    expected = [true_seconds(load, coefficients) for load in loads]
+    pairs = zip(loads, expected, strict=True)
+    return max(abs(model.seconds(load) / seconds - 1) for load, seconds in pairs)
+
+
+def test_predictions_are_sane_before_any_step() -> None:
+    model = LinearCostModel()
+    one, many = model.seconds(StepLoad(1, 1, 10)), model.seconds(StepLoad(2048, 64, 100_000))
+    assert 1e-4 < one < many < 10.0
+
+
+def test_it_learns_a_linear_machine() -> None:
+    rng, model = Random(1), LinearCostModel()
+    before = worst_error(model)
+    for _ in range(1500):
+        load = random_load(rng)
+        model.observe(load, true_seconds(load) * rng.uniform(0.97, 1.03))
+    assert before > 0.5
+    assert worst_error(model) < 0.05
+
+
+def test_it_learns_what_it_was_told_costs_nothing() -> None:
+    rng, model = Random(6), LinearCostModel(Coefficients(8e-3, 2e-5, 0.0, 0.0))
+    for _ in range(1500):
+        load = random_load(rng)
+        model.observe(load, true_seconds(load))
+    assert worst_error(model) < 0.05
+
+
+def test_it_follows_a_machine_that_changes() -> None:
+    rng, model = Random(2), LinearCostModel()
+    slower = Coefficients(*(3 * value for value in (8e-3, 2e-5, 1.5e-4, 3e-8)))
+    for number in range(2000):
+        load = random_load(rng)
+        model.observe(load, true_seconds(load, TRUE if number < 1000 else slower))
+    assert worst_error(model, slower) < 0.05
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+def test_a_machine_of_another_speed_is_known_from_its_first_step(factor: float) -> None:
+    model = LinearCostModel(TRUE)
+    machine = Coefficients(*(factor * value for value in (8e-3, 2e-5, 1.5e-4, 3e-8)))
+    load = StepLoad(100, 4, 1000)
+    model.observe(load, true_seconds(load, machine))
+    assert worst_error(model, machine) < 0.01
+
+
+def test_a_hundredfold_slow_first_step_is_forgiven() -> None:
+    rng, model = Random(5), LinearCostModel()
+    for number in range(1000):
+        load = random_load(rng)
+        model.observe(load, true_seconds(load) * (100 if number == 0 else 1))
+    assert worst_error(model) < 0.05
+
+
+def test_a_hiccup_weighs_little() -> None:
+    rng, model = Random(3), LinearCostModel()
+    for number in range(1500):
+        load = random_load(rng)
+        model.observe(load, true_seconds(load) * (200 if number % 50 == 0 else 1))
+    assert worst_error(model) < 0.1
+
+
+def test_a_workload_of_one_shape_is_predicted() -> None:
+    model, load = LinearCostModel(), StepLoad(8, 8, 800)
+    for _ in range(300):
+        model.observe(load, 0.02)
+    assert model.seconds(load) == pytest.approx(0.02, rel=0.02)
+
+
+def test_the_same_observations_give_the_same_predictions() -> None:
+    models = [LinearCostModel(), LinearCostModel()]
+    for model in models:
+        rng = Random(4)
+        for _ in range(50):
+            model.observe(random_load(rng), rng.random())
+    assert models[0].coefficients == models[1].coefficients
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.tuples(LOADS, SECONDS), max_size=30), LOADS)
+def test_predictions_stay_finite_and_non_negative(
+    observations: list[tuple[StepLoad, float]], asked: StepLoad
+) -> None:
+    model = LinearCostModel()
+    for load, seconds in observations:
+        model.observe(load, seconds)
+    values = model.coefficients
+    for value in (values.step_s, values.token_s, values.row_s, values.kv_token_s):
+        assert math.isfinite(value)
+        assert value >= 0.0
+    assert model.seconds(asked) >= 0.0

@@ -1,0 +1,54 @@
+"""The server's line every ten seconds."""
+
+from quickstep.core.accounting import SchedulerStats, Totals
+from quickstep.core.block_pool import PoolStats
+from quickstep.engine.stats import EngineState, EngineStats
+from quickstep.server.traffic_log import TrafficLog
+
+
+def stats(now_s: float, totals: Totals, num_requests: int = 0) -> EngineStats:
+    return EngineStats(
+        state=EngineState.RUNNING,
+        failure="",
+        now_s=now_s,
+        last_step_s=None,
+        busy_since_s=None,
+        num_steps_in_flight=0,
+        num_requests=num_requests,
+        scheduler=SchedulerStats(
+            num_waiting=1,
+            num_running=2,
+            num_preempted=1,
+            num_in_flight=0,
+            blocks=PoolStats(num_free=60, num_cached=15, num_used=25, num_hits=0, num_evictions=0),
+            totals=totals,
+        ),
+    )
+
+
+def test_an_idle_engine_says_nothing() -> None:
+    log = TrafficLog(stats(0.0, Totals(num_steps=5)))
+    assert log.line(stats(10.0, Totals(num_steps=5))) is None
+
+
+def test_rates_are_since_the_last_line() -> None:
+    log = TrafficLog(stats(0.0, Totals(num_steps=5, num_output_tokens=100)))
+    totals = Totals(
+        num_steps=9,
+        num_prompt_tokens=400,
+        num_output_tokens=300,
+        prefix_query_tokens=400,
+        prefix_hit_tokens=100,
+    )
+    assert log.line(stats(10.0, totals)) == (
+        "prompt 40.0 tokens/s, generation 20.0 tokens/s, running 2, waiting 2, "
+        "KV blocks in use 25.0%, prefix cache hits 25.0%"
+    )
+    assert log.line(stats(20.0, totals)) is None
+
+
+def test_work_without_a_step_is_told() -> None:
+    log = TrafficLog(stats(0.0, Totals()))
+    line = log.line(stats(10.0, Totals(), num_requests=1))
+    assert line is not None
+    assert line.startswith("prompt 0.0 tokens/s, generation 0.0 tokens/s")

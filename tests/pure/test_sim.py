@@ -1,0 +1,106 @@
+"""The simulator drives the engine's own scheduler on a virtual clock."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from quickstep.config import PolicyName, SchedulerConfig
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.cost_model import Coefficients, LinearCostModel
+from quickstep.core.policies import make_policy
+from quickstep.core.scheduler import Scheduler
+from quickstep.sim.clock import ClockExecutor, VirtualClock
+from quickstep.sim.simulate import Arrival, Simulation, simulate
+from quickstep.types import FinishReason, Phase, Request, SamplingParams, StepPlan, StepRow
+
+# 10 ms a step and 1 ms a token: easy to add up by hand.
+COSTS = Coefficients(step_s=0.010, token_s=0.001, row_s=0.0, kv_token_s=0.0)
+
+
+def ask(name: str, prompt_len: int, max_tokens: int, deadline_s: float | None = None) -> Request:
+    prompt = tuple(range(prompt_len))
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens), deadline_s=deadline_s)
+
+
+def run(
+    arrivals: list[Arrival], depth: int = 1, policy: PolicyName = PolicyName.MIXED
+) -> Simulation:
+    config = SchedulerConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        max_model_len=512,
+        pipeline_depth=depth,
+        policy=policy,
+    )
+    pool = KVBlockPool(64, 16)
+    scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel(COSTS))
+    outcome = simulate(arrivals, scheduler, LinearCostModel(COSTS))
+    scheduler.check()
+    return outcome
+
+
+def test_one_request_takes_what_its_steps_take() -> None:
+    outcome = run([Arrival(1.0, ask("a", 100, 3))])
+    (ending,) = outcome.endings
+    timings = ending.timings
+    assert ending.reason is FinishReason.MAX_TOKENS
+    assert timings.queue_s == 0.0
+    assert timings.first_token_s == pytest.approx(1.110)
+    assert timings.finished_s == pytest.approx(1.110 + 2 * 0.011)
+    assert timings.device_s == pytest.approx(0.110 + 2 * 0.011)
+
+
+def test_requests_share_steps() -> None:
+    arrivals = [Arrival(0.0, ask(name, 10, 5)) for name in "abcd"]
+    outcome = run(arrivals)
+    assert len(outcome.records) == 5
+    assert outcome.records[1].num_decode_rows == 4
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("policy", list(PolicyName))
+def test_all_seconds_are_booked(depth: int, policy: PolicyName) -> None:
+    arrivals = [
+        Arrival(0.02 * number, ask(f"r{number}", 20 + 30 * (number % 5), 1 + number % 7))
+        for number in range(60)
+    ]
+    outcome = run(arrivals, depth, policy)
+    assert len(outcome.endings) == 60
+    booked = math.fsum(ending.timings.device_s for ending in outcome.endings)
+    busy = math.fsum(record.seconds for record in outcome.records)
+    assert booked == pytest.approx(busy, rel=1e-12)
+
+
+def test_a_simulation_repeats_itself() -> None:
+    arrivals = [Arrival(0.03 * number, ask(f"r{number}", 40, 6)) for number in range(30)]
+    first, second = run(arrivals, depth=2), run(list(reversed(arrivals)), depth=2)
+    assert first == second
+
+
+def test_a_deadline_comes_true_on_the_virtual_clock() -> None:
+    outcome = run([Arrival(0.0, ask("a", 10, 400, deadline_s=0.5))])
+    (ending,) = outcome.endings
+    assert ending.reason is FinishReason.DEADLINE
+    assert ending.timings.finished_s == 0.5
+
+
+def test_refused_requests_are_listed_with_the_reason() -> None:
+    outcome = run([Arrival(0.0, ask("long", 600, 1)), Arrival(0.0, ask("fine", 6, 1))])
+    assert [ending.request_id for ending in outcome.endings] == ["fine"]
+    assert outcome.refused[0][0] == "long"
+    assert "600 tokens" in outcome.refused[0][1]
+
+
+def test_the_clock_executor_runs_steps_one_after_the_other() -> None:
+    clock = VirtualClock()
+    executor = ClockExecutor(clock, LinearCostModel(COSTS))
+    row = StepRow(0, 0, 10, (1,) * 10, (0,), Phase.PREFILL, True, 0)
+    first, second = (executor.submit(StepPlan(step_id, (row,))) for step_id in (0, 1))
+    assert (first.ready_at_s, second.ready_at_s) == pytest.approx((0.020, 0.040))
+    assert not first.done()
+    assert second.result().outputs[0].token_ids == (0,)
+    assert clock.now == pytest.approx(0.040)
+    assert first.done()
+    executor.close()
