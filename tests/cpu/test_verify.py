@@ -116,7 +116,7 @@ def test_penalties_lost_in_preemption_are_caught(monkeypatch):
             self._output_counts[:] = 0
 
     monkeypatch.setattr(slots, "SamplingState", Forgetful)
-    report = verified(PagedHashModel(), VerifyOptions(num_requests=160, threads=(1,), rounds=2))
+    report = verified(PagedHashModel(), VerifyOptions(num_requests=100, threads=(1,), rounds=2))
     assert report.mismatches > 0
     preempting = {"preempted", "all together"}
     assert all(
