@@ -16,7 +16,7 @@ __all__ = ["check_sampling", "check_token_ids"]
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> tuple[int, ...]:
     """A prompt's token ids, checked: integers in the vocabulary, some, and not too many."""
-    if not isinstance(ids, Sequence) or any(type(token_id) is not int for token_id in ids):
+    if not isinstance(ids, Sequence):
         raise RequestError("a prompt is text or a list of integer token ids", param="prompt")
     if not ids:
         raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
@@ -26,6 +26,8 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> 
             "output; raise `--max-model-len` or shorten the prompt",
             param="prompt",
         )
+    if any(type(token_id) is not int for token_id in ids):
+        raise RequestError("a prompt is text or a list of integer token ids", param="prompt")
     _check_ids("prompt", ids, vocab_size)
     return tuple(ids)
 
