@@ -32,8 +32,10 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> 
     return tuple(ids)
 
 
-def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    """Token ids in sampling parameters are in the vocabulary, and no more logprobs than tokens."""
+def check_sampling(
+    sampling: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int]
+) -> None:
+    """Token ids are in the vocabulary, logprobs no more than tokens, and some token can follow."""
     _check_ids("logit_bias", sampling.logit_bias, vocab_size)
     _check_ids("allowed_token_ids", sampling.allowed_token_ids, vocab_size)
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
@@ -41,6 +43,17 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise RequestError(
             f"logprobs is {sampling.logprobs}, the vocabulary has {vocab_size} tokens",
             param="logprobs",
+        )
+    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
+    if (
+        sampling.min_tokens
+        and sampling.allowed_token_ids
+        and ends.issuperset(sampling.allowed_token_ids)
+    ):
+        raise RequestError(
+            f"min_tokens is {sampling.min_tokens}, but allowed_token_ids has only tokens that end "
+            "the output; allow another token",
+            param="allowed_token_ids",
         )
 
 
