@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 help:
 	@echo "make demo | test | check | format | verify | native | bench | gpu | clean"
 
-$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*)
+$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/kernels/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
