@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,6 +22,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model, resolve_device, resolve_dtype
+from quickstep.model.safetensors_files import open_tensor_files
 from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
 from quickstep.model.tensor_schema import layer_tensors, outer_tensors
@@ -57,7 +62,7 @@ def ops(name: str = "packing-only") -> OpTable:
     def pack(weight: Tensor, bias: Tensor | None) -> LinearWeight:
         return LinearWeight(weight, bias, weight.shape[0], weight.shape[1], weight.nbytes)
 
-    return OpTable(name, pack, no_op, no_op, no_op, no_op, no_op, no_op, no_op, no_op)
+    return OpTable(name, pack, *[no_op] * 8, scratch_bytes=0)
 
 
 def load(path: Path, dtype: str = "auto", table: OpTable | None = None, **options: object) -> Model:
@@ -276,3 +281,21 @@ def test_loading_never_holds_two_copies_of_the_model(tmp_path: Path) -> None:
     load(tmp_path, table=replace(ops(), pack_linear=pack))
     assert len(alive) == 6 * 4 + 1
     assert max(alive) == 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 1_000_000), st.integers(0, 255), st.booleans())
+def test_a_damaged_byte_is_refused_or_changes_nothing_else(
+    where: int, value: int, cut: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        save_file({"a": torch.ones(3, 2), "b": torch.ones(4)}, path / "model.safetensors")
+        content = bytearray((path / "model.safetensors").read_bytes())
+        where %= len(content)
+        content[where] = value
+        (path / "model.safetensors").write_bytes(content[: where + 1] if cut else content)
+        with contextlib.suppress(ConfigError):
+            files = open_tensor_files(path)
+            for name, tensor in files.tensors.items():
+                files.read_into(name, memoryview(bytearray(tensor.nbytes)))

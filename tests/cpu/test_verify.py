@@ -38,7 +38,7 @@ def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
     assert runs["chunked"].chunked_rows > 50
     assert runs["prefix hits"].prefix_hit_tokens > 100
     assert runs["preempted"].preemptions > 0
-    assert runs["aborted neighbours"].aborts > 0
+    assert runs["aborts"].aborts > 0
     assert runs["overlapped"].overlapped_steps > 50
     everything = runs["all together"]
     assert min(everything.chunked_rows, everything.preemptions, everything.aborts) > 0
@@ -116,7 +116,7 @@ def test_penalties_lost_in_preemption_are_caught(monkeypatch):
             self._output_counts[:] = 0
 
     monkeypatch.setattr(slots, "SamplingState", Forgetful)
-    report = verified(PagedHashModel(), VerifyOptions(num_requests=160, threads=(1,), rounds=2))
+    report = verified(PagedHashModel(), VerifyOptions(num_requests=100, threads=(1,), rounds=2))
     assert report.mismatches > 0
     preempting = {"preempted", "all together"}
     assert all(

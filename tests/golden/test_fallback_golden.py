@@ -12,6 +12,7 @@ from golden_cases import VOCAB, Case, rope
 from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
 from naive_ops import NAIVE_OPS
 from paged_driver import PagedDriver
+from safetensors.torch import load_file, save_file
 
 from quickstep.errors import ConfigError
 from quickstep.model.spec import read_spec
@@ -83,3 +84,20 @@ def test_without_transformers_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"GPTNeoXForCausalLM.*quickstep\[transformers\]"):
         read_spec(tmp_path)
+
+
+def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
+    config = {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*paged attention"):
+        load(tmp_path)
+
+
+def test_a_fallback_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    FALLBACK_CASES[0].save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["gpt_neox.layers.1.attention.dense.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"layers\.1\.attention\.dense\.weight' is missing"):
+        load(tmp_path)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from quickstep.cli import generate, serve
-from quickstep.cli.engine_flags import engine_config
+from quickstep.cli.engine_flags import engine_config, model_of
 from quickstep.cli.main import main
 from quickstep.cli.parsing import Parser, bytes_size, token_count
 from quickstep.cli.sampling_flags import sampling_params
@@ -60,9 +60,18 @@ def test_every_engine_flag_reaches_the_configuration() -> None:
     assert config.memory_bytes == 4 * 10**9
     assert config.seed == 3
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (7, 512)
-    assert (scheduler.max_model_len, scheduler.max_waiting) == (8000, 5)
+    assert (config.max_model_len, scheduler.max_waiting) == (8000, 5)
     assert (scheduler.policy, scheduler.pipeline_depth) == (PolicyName.PREFILL_FIRST, 2)
     assert scheduler.inter_token_target_s == 0.5
+
+
+@pytest.mark.parametrize("argv", [["m"], ["--model", "m"], ["m", "--model", "m"]])
+def test_the_model_has_a_place_and_a_flag(argv: list[str]) -> None:
+    assert model_of(parsed("serve", *argv)) == "m"
+
+
+def test_the_model_is_the_demo_unless_named() -> None:
+    assert model_of(parsed("serve")) == "demo"
 
 
 def test_bad_engine_values_are_configuration_errors() -> None:
@@ -163,6 +172,8 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_2() -> None:
         (["serve", "a", "--model", "b"], "MODEL is a and --model is b"),
         (["serve", "--drain-timeout-s", "-1"], "--drain-timeout-s is -1"),
         (["generate", "hi", "--stream", "--json"], "--stream prints one text"),
+        (["generate", "hi", "--temperature", "-1"], "temperature is -1.0"),
+        (["chat", "--top-p", "2"], "top_p is 2.0"),
     ],
 )
 def test_unusable_values_are_exit_code_2(

@@ -107,6 +107,15 @@ def test_max_tokens_is_never_planned_past(depth: int) -> None:
     assert sum(row.emits for plan in world.plans for row in plan.rows) == 3
 
 
+def test_timings_count_the_blocks_that_a_sequence_grew_to() -> None:
+    world = World(Setup(block_size=4))
+    world.add(ask(max_tokens=6))  # 8 prompt tokens; the last of 14 is never computed
+    finish(world)
+    timings = world.received["a#0"].timings
+    assert timings is not None
+    assert timings.num_blocks == 4
+
+
 def test_the_context_ends_a_sequence_without_max_tokens() -> None:
     world = World(Setup(max_model_len=20))
     world.add(ask(max_tokens=None))

@@ -25,7 +25,10 @@ def ask(name: str, prompt_len: int, max_tokens: int, deadline_s: float | None = 
 
 
 def run(
-    arrivals: list[Arrival], depth: int = 1, policy: PolicyName = PolicyName.MIXED
+    arrivals: list[Arrival],
+    depth: int = 1,
+    policy: PolicyName = PolicyName.MIXED,
+    believed: Coefficients = COSTS,
 ) -> Simulation:
     config = SchedulerConfig(
         max_num_seqs=8,
@@ -35,7 +38,7 @@ def run(
         policy=policy,
     )
     pool = KVBlockPool(64, 16)
-    scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel(COSTS))
+    scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel(believed))
     outcome = simulate(arrivals, scheduler, LinearCostModel(COSTS))
     scheduler.check()
     return outcome
@@ -71,6 +74,13 @@ def test_all_seconds_are_booked(depth: int, policy: PolicyName) -> None:
     booked = math.fsum(ending.timings.device_s for ending in outcome.endings)
     busy = math.fsum(record.seconds for record in outcome.records)
     assert booked == pytest.approx(busy, rel=1e-12)
+
+
+def test_rows_that_seem_free_share_by_tokens() -> None:
+    free = Coefficients(0.0, 0.0, 0.0, 0.0)
+    outcome = run([Arrival(0.0, ask("a", 30, 1)), Arrival(0.0, ask("b", 10, 1))], believed=free)
+    shares = {ending.request_id: ending.timings.device_s for ending in outcome.endings}
+    assert shares == pytest.approx({"a": 0.050 * 3 / 4, "b": 0.050 / 4})
 
 
 def test_a_simulation_repeats_itself() -> None:

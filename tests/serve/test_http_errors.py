@@ -154,6 +154,7 @@ def test_an_engine_that_does_not_run_is_503_and_not_ready() -> None:
     ready, refused, not_ready, unhealthy = asyncio.run(run())
     assert ready.json() == {"ready": True}
     assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
     assert error_of(refused)["code"] == "engine_unavailable"
     assert not_ready.status_code == 503
     assert unhealthy.status_code == 503

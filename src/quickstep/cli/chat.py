@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from quickstep.cli.engine_flags import add_engine_flags, engine_config
+from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
 from quickstep.cli.parsing import Parser, command
 from quickstep.cli.sampling_flags import add_sampling_flags, sampling_params
 from quickstep.errors import RequestError
@@ -27,9 +27,7 @@ _COMMANDS = ("/reset", "/quit")
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
     parser = command(subparsers, "chat", "Talk with a model.", run)
-    parser.add_argument(
-        "--model", default="demo", help="a directory, a hub id or demo (default: %(default)s)"
-    )
+    add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="instructions before the conversation")
     parser.add_argument("--message", metavar="TEXT", help="send this one message and leave")
     add_sampling_flags(parser, max_tokens=512)
@@ -40,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     """Talk until the end of input."""
     from quickstep.cli.session import with_engine
 
+    sampling_params(args, {})  # a wrong value is told before the model is loaded
+
     async def work(engine: Engine) -> None:
         conversation = Conversation(
             engine, sampling_params(args, engine.default_sampling), args.system
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             await _converse(conversation)
 
-    with_engine(engine_config(args, args.model), work)
+    with_engine(engine_config(args, model_of(args)), work)
     return 0
 
 

@@ -12,8 +12,9 @@ from quickstep.config import (
     PolicyName,
     SchedulerConfig,
 )
+from quickstep.errors import ConfigError
 
-__all__ = ["add_engine_flags", "engine_config"]
+__all__ = ["add_engine_flags", "add_model", "engine_config", "model_of"]
 
 _DTYPES = {
     "auto": "auto",
@@ -23,6 +24,21 @@ _DTYPES = {
     "float32": "float32",
     "float": "float32",
 }
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """`MODEL` or `--model`, as vLLM takes either."""
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a directory, a hub id or demo (default)"
+    )
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as MODEL")
+
+
+def model_of(args: argparse.Namespace) -> str:
+    """The model that was named, once. Raises ConfigError for two names."""
+    if args.model and args.model_flag and args.model != args.model_flag:
+        raise ConfigError(f"MODEL is {args.model} and --model is {args.model_flag}; give one")
+    return args.model or args.model_flag or LoadConfig().model
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +75,7 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         type=token_count,
         metavar="TOKENS",
         help="longest sequence, prompt and output, such as 8192 or 8k "
-        f"(default: {SchedulerConfig().max_model_len}, if the model and memory take it)",
+        "(default: the model's longest, as far as the KV cache holds it)",
     )
 
 
@@ -144,7 +160,6 @@ def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
 
 def engine_config(args: argparse.Namespace, model: str, seed: int | None = None) -> EngineConfig:
     """The flags as configuration. Raises ConfigError."""
-    defaults = SchedulerConfig()
     return EngineConfig(
         load=LoadConfig(
             model=model,
@@ -163,12 +178,12 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
         scheduler=SchedulerConfig(
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
-            max_model_len=args.max_model_len or defaults.max_model_len,
             max_waiting=args.max_waiting,
             pipeline_depth=args.pipeline_depth,
             policy=PolicyName(args.scheduling_policy),
             inter_token_target_s=args.inter_token_target_s,
         ),
+        max_model_len=args.max_model_len,
         seed=seed,
         memory_bytes=args.memory_bytes,
     )

@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from quickstep.cli.answers import collect
     from quickstep.cli.session import with_engine
 
+    sampling_params(args, {}, args.n)  # a wrong value is told before the model is loaded
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     live = sys.stdout.isatty() if args.stream is None else args.stream
     live = live and not args.json and args.n == 1

@@ -6,7 +6,7 @@ import argparse
 import logging
 import sys
 
-from quickstep.cli.engine_flags import add_engine_flags, engine_config
+from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
 from quickstep.cli.parsing import Parser, bytes_size, command
 from quickstep.errors import ConfigError
 
@@ -18,10 +18,7 @@ _LOG = logging.getLogger("quickstep.cli")
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
     parser = command(subparsers, "serve", "Serve a model over HTTP, as OpenAI does.", run)
-    parser.add_argument(
-        "served_model", nargs="?", metavar="MODEL", help="a directory, a hub id or demo (default)"
-    )
-    parser.add_argument("--model", help="the same as MODEL")
+    add_model(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
     group.add_argument(
@@ -56,11 +53,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Bind, load, serve until a signal."""
-    if args.model and args.served_model and args.model != args.served_model:
-        raise ConfigError(f"MODEL is {args.served_model} and --model is {args.model}; give one")
     if args.drain_timeout_s < 0:
         raise ConfigError(f"--drain-timeout-s is {args.drain_timeout_s:g}, it must be at least 0")
-    config = engine_config(args, args.model or args.served_model or "demo", args.seed)
+    config = engine_config(args, model_of(args), args.seed)
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,

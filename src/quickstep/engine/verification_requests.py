@@ -79,6 +79,7 @@ def _sampling(draws: random.Random, vocab_size: int, is_long: bool) -> SamplingP
         return value if draws.random() < share else otherwise
 
     max_tokens = draws.randint(LONG_OUTPUTS, MAX_OUTPUTS) if is_long else draws.randint(3, 7)
+    penalised = 0.5 if is_long else 0.15
     is_biased = draws.random() < 0.1
     has_stops = draws.random() < 0.1
     return SamplingParams(
@@ -87,9 +88,9 @@ def _sampling(draws: random.Random, vocab_size: int, is_long: bool) -> SamplingP
         top_p=sometimes(0.3, 0.9, 1.0),
         top_k=20 if draws.random() < 0.2 else 0,
         min_p=sometimes(0.1, 0.05, 0.0),
-        presence_penalty=sometimes(0.2, 0.7, 0.0),
-        frequency_penalty=sometimes(0.2, 0.4, 0.0),
-        repetition_penalty=sometimes(0.2, 1.2, 1.0),
+        presence_penalty=sometimes(penalised, 1.5, 0.0),
+        frequency_penalty=sometimes(penalised, 1.0, 0.0),
+        repetition_penalty=sometimes(penalised, 1.2, 1.0),
         logit_bias={draws.randrange(vocab_size): 3.0 for _ in range(3)} if is_biased else {},
         max_tokens=max_tokens,
         min_tokens=draws.randint(1, 3) if draws.random() < 0.2 else 0,

@@ -46,6 +46,16 @@ def read_fallback_spec(path: Path, name: str, supported: str) -> ModelSpec:
         ) from None
     values: Mapping[str, Any] = config.to_dict()
     _refuse(name, values)
+    try:
+        return _sizes(path, name, config, values)
+    except AttributeError as error:
+        raise ConfigError(
+            f"architecture {name!r} cannot be served with paged attention: {error}"
+        ) from None
+
+
+def _sizes(path: Path, name: str, config: Any, values: Mapping[str, Any]) -> ModelSpec:
+    """The spec from the attributes that configs of attention decoders share."""
     hidden_size, num_heads = int(config.hidden_size), int(config.num_attention_heads)
     tensors = open_tensor_files(path).tensors.values()
     num_layers = int(config.num_hidden_layers)

@@ -20,7 +20,6 @@ from quickstep.model.tensor_schema import num_parameters
 __all__ = [
     "DEFAULT_KV_BYTES",
     "GIB",
-    "REFERENCE_SCRATCH_BYTES",
     "MemoryPlan",
     "MemoryRow",
     "activation_bytes",
@@ -31,10 +30,6 @@ __all__ = [
 
 GIB = 2**30
 DEFAULT_KV_BYTES = 4 * GIB  # on a CPU, where memory belongs to other programs as well
-# The reference ops compute in fp64 and keep up to seven copies at the widest point of a layer
-# (measured, hidden 512, width 1536, bf16: 2048 tokens 292 MiB, 1024 tokens 177 MiB at the peak;
-# this gives 368 and 184).
-REFERENCE_SCRATCH_BYTES = 56
 _MIN_CONTEXT = 256
 _MIN_STEP_TOKENS = 64
 
@@ -81,6 +76,12 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
     return num_parameters(spec) * dtype_bytes
 
 
+def _packed_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
+    """Weights as they stand in memory: a tied head is packed beside the embedding it equals."""
+    head = spec.vocab_size * spec.hidden_size * dtype_bytes if spec.tied else 0
+    return weight_bytes(spec, dtype_bytes) + head
+
+
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> int:
     """2 x layers x kv heads x head size x bytes. Layers with a window take as much as others."""
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * dtype_bytes
@@ -91,7 +92,7 @@ def activation_bytes(
     dtype_bytes: int,
     max_num_batched_tokens: int,
     max_num_seqs: int,
-    scratch_bytes: int = REFERENCE_SCRATCH_BYTES,
+    scratch_bytes: int,
 ) -> int:
     """Upper estimate of a step's peak beside weights and KV.
 
@@ -115,8 +116,8 @@ def plan_memory(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     memory_bytes: int,
+    scratch_bytes: int,
     default_kv_bytes: int | None = DEFAULT_KV_BYTES,
-    scratch_bytes: int = REFERENCE_SCRATCH_BYTES,
 ) -> MemoryPlan:
     """Share `memory_bytes` between weights, activations and KV.
 
@@ -134,7 +135,7 @@ def plan_memory(
         notes.append(
             f"max_model_len {scheduler.max_model_len} became {context}, the model's longest"
         )
-    weights = weight_bytes(spec, dtype_bytes)
+    weights = _packed_bytes(spec, dtype_bytes)
     seqs = scheduler.max_num_seqs
     tokens, activations = _fit_step(
         spec, (dtype_bytes, scratch_bytes), scheduler, memory_bytes - weights
@@ -222,12 +223,14 @@ def _rows(
 ) -> tuple[MemoryRow, ...]:
     """`sizes` are blocks, block size, tokens of a step; `left` is what KV and spare share."""
     num_blocks, block_size, tokens = sizes
-    weights = weight_bytes(spec, dtype_bytes)
+    weights = _packed_bytes(spec, dtype_bytes)
     per_token = kv_bytes_per_token(spec, dtype_bytes)
     kv_bytes = num_blocks * block_size * per_token
-    billions = num_parameters(spec) / 1e9
+    detail = f"{num_parameters(spec) / 1e9:.3f} B parameters x {dtype_bytes} bytes"
+    if spec.tied:
+        detail += ", and the tied head packed"
     return (
-        MemoryRow("weights", weights, f"{billions:.3f} B parameters x {dtype_bytes} bytes"),
+        MemoryRow("weights", weights, detail),
         MemoryRow(
             "KV cache",
             kv_bytes,

@@ -39,6 +39,7 @@ _TYPES: Mapping[int, tuple[str, str | None]] = {
     500: ("server_error", "internal_error"),
     503: ("server_error", "engine_unavailable"),
 }
+_RETRY = {"retry-after": "1"}
 
 
 class GenerationFailed(EngineError):
@@ -87,7 +88,7 @@ async def error_response(request: Request, error: Exception) -> Response:
     """Starlette's exception hook for everything."""
     if not isinstance(error, HTTPException):
         status, body = error_of(error)
-        return json_response(body, status)
+        return json_response(body, status, _RETRY if status in (429, 503) else None)
     place = f"{request.method} {request.url.path}"
     message = error.detail
     if error.status_code == 404:
