@@ -87,6 +87,8 @@ class SamplingParams:
         max_tokens: None generates up to the context limit.
         min_tokens: No EOS, stop token or stop string ends the sequence before this many tokens.
         logprobs: None for none; k >= 0 gives the chosen token's and the k most likely tokens'.
+        shown_special_token_ids: Special tokens that `skip_special_tokens` leaves in the text: the
+            markup that a parser of the text has to see.
 
     Raises:
         RequestError: A value is outside its range; `param` names the field.
@@ -111,11 +113,12 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    shown_special_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "shown_special_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name) or ()))
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
         for name, (low, high) in _RANGES.items():

@@ -122,6 +122,15 @@ def test_a_message_without_a_role_is_refused():
         template(CHATML).render([{"content": "hello"}])
 
 
+def test_the_formats_are_those_of_the_template_that_renders_tools():
+    formats = template("{{ '</think>' }}", tool_use="{{ tools }}[TOOL_CALLS]").formats
+    assert formats.tool_calls is not None
+    assert formats.reasoning is not None
+    assert (formats.tool_calls.name, formats.reasoning.name) == ("mistral", "think")
+    assert formats.renders_tools
+    assert not template(CHATML).formats.renders_tools
+
+
 def test_a_conversation_with_tools_uses_the_tool_template():
     chat = template("plain", tool_use="tools")
     assert chat.render(HELLO) == "plain"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quickstep.engine.tokenizer import read_json
+from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import ConfigError, RequestError
 
 __all__ = ["ChatTemplate", "Message", "find_templates"]
@@ -55,6 +57,7 @@ class ChatTemplate:
         now: Callable[[], datetime],
     ) -> None:
         environment = _environment(now)
+        self._formats = _formats(templates)
         self._special_tokens = dict(special_tokens)
         try:
             self._templates = {
@@ -70,6 +73,11 @@ class ChatTemplate:
         """The templates of the checkpoint directory `path`; None if it has none."""
         templates = find_templates(path)
         return cls(templates, special_tokens, now) if templates else None
+
+    @property
+    def formats(self) -> OutputFormats:
+        """How a model with this template writes calls and reasoning."""
+        return self._formats
 
     def render(
         self,
@@ -117,6 +125,13 @@ class ChatTemplate:
             "render the conversation yourself and send it as a completion",
             param="messages",
         )
+
+
+def _formats(templates: Mapping[str, str]) -> OutputFormats:
+    """Of the templates that `render` takes with and without tools."""
+    plain = templates.get("default", "")
+    with_tools = formats_of(templates.get("tool_use", plain))
+    return replace(with_tools, reasoning=with_tools.reasoning or formats_of(plain).reasoning)
 
 
 def find_templates(path: Path) -> dict[str, str]:
