@@ -39,8 +39,6 @@ __all__ = [
     "TokenLogprobs",
 ]
 
-_EMPTY_BIAS: Mapping[int, float] = MappingProxyType({})
-
 
 class Phase(enum.Enum):
     """What a row does: compute the prompt, or extend a computed one."""
@@ -87,8 +85,7 @@ class SamplingParams:
         max_tokens: None generates up to the context limit.
         min_tokens: No EOS, stop token or stop string ends the sequence before this many tokens.
         logprobs: None for none; k >= 0 gives the chosen token's and the k most likely tokens'.
-        shown_special_token_ids: Special tokens that `skip_special_tokens` leaves in the text: the
-            markup that a parser of the text has to see.
+        shown_special_token_ids: What `skip_special_tokens` leaves in: markup for a parser.
 
     Raises:
         RequestError: A value is outside its range; `param` names the field.
@@ -102,7 +99,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: _EMPTY_BIAS)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     max_tokens: int | None = 16

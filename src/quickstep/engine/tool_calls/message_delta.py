@@ -37,6 +37,19 @@ class MessageDelta:
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
 
+    def followed_by(self, later: MessageDelta) -> MessageDelta:
+        """Both in one."""
+        return MessageDelta(
+            self.content + later.content,
+            self.reasoning + later.reasoning,
+            self.calls + later.calls,
+        )
+
+    def with_first_call_only(self) -> MessageDelta:
+        """Without the calls that follow a message's first."""
+        calls = tuple(call for call in self.calls if call.index == 0)
+        return MessageDelta(self.content, self.reasoning, calls)
+
 
 class Section:
     """One kind of text, growing. White space is held until what follows it is known."""
