@@ -8,7 +8,9 @@ nearly exact, and fp32 accumulation in any order is what an implementation is as
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -87,8 +89,7 @@ def oracle(case: Case | AttentionCase) -> list[tuple[Tensor, Tensor]]:
         return [_attention(case)]
     wide = [x.double() if x.is_floating_point() else x for x in case.tokens]
     fixed = [x.double() if isinstance(x, Tensor) else x for x in case.fixed]
-    result: list[tuple[Tensor, Tensor]] = _ORACLES[case.op](*wide, *fixed)
-    return result
+    return _ORACLES[case.op](*wide, *fixed)
 
 
 def _exactly(*values: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -168,12 +169,14 @@ def _embedding(token_ids: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]
     return _exactly(weight[token_ids])
 
 
-_ORACLES = {
-    "linear": _linear,
-    "embedding": _embedding,
-    "rms_norm": _rms_norm,
-    "add_rms_norm": _add_rms_norm,
-    "rotary": _rotary,
-    "write_kv": _write_kv,
-    "gated_activation": _gated_activation,
-}
+_ORACLES: Mapping[str, Callable[..., list[tuple[Tensor, Tensor]]]] = MappingProxyType(
+    {
+        "linear": _linear,
+        "embedding": _embedding,
+        "rms_norm": _rms_norm,
+        "add_rms_norm": _add_rms_norm,
+        "rotary": _rotary,
+        "write_kv": _write_kv,
+        "gated_activation": _gated_activation,
+    }
+)

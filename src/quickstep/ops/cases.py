@@ -110,7 +110,7 @@ def _write_and_read(
     written = []
     before = [cache for cache in caches if isinstance(cache, Tensor)]
     after = [cache.clone() for cache in before]
-    ops.write_kv(*kv, *after, slots)
+    ops.write_kv(kv[0], kv[1], after[0], after[1], slots)
     for old, new in zip(before, after, strict=True):
         written.append(new.flatten(0, 1)[slots])
         restored = new.clone()
@@ -283,7 +283,7 @@ def _attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
         num_blocks = sum(lengths) + 2
         order = (source.permutation(num_blocks - 1) + 1).to(torch.int32)
         tables = torch.zeros(len(rows), max(lengths), dtype=torch.int32)
-        for row, blocks in enumerate(order[: sum(lengths)].split(lengths)):
+        for row, blocks in enumerate(torch.split(order[: sum(lengths)], lengths)):
             tables[row, : len(blocks)] = blocks
         num_heads, num_kv_heads, size = heads
         shape = (num_blocks, block_size, num_kv_heads, size)
@@ -298,13 +298,15 @@ def _attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
         )
 
 
-OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = MappingProxyType({
-    "linear": _linear_cases,
-    "embedding": _embedding_cases,
-    "rms_norm": _rms_norm_cases,
-    "add_rms_norm": _add_rms_norm_cases,
-    "rotary": _rotary_cases,
-    "write_kv": _write_kv_cases,
-    "gated_activation": _gated_activation_cases,
-    "paged_attention": _attention_cases,
-})
+OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = MappingProxyType(
+    {
+        "linear": _linear_cases,
+        "embedding": _embedding_cases,
+        "rms_norm": _rms_norm_cases,
+        "add_rms_norm": _add_rms_norm_cases,
+        "rotary": _rotary_cases,
+        "write_kv": _write_kv_cases,
+        "gated_activation": _gated_activation_cases,
+        "paged_attention": _attention_cases,
+    }
+)

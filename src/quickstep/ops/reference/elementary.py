@@ -68,7 +68,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def tanh(x: Tensor) -> Tensor:
-    """tanh(x) (fp64)."""
+    """The hyperbolic tangent (fp64)."""
     tail = exp_nonpositive(x.abs() * -2.0)
     return torch.copysign((1.0 - tail) / (tail + 1.0), x)
 

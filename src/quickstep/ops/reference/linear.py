@@ -25,7 +25,7 @@ def _chunk(dtype: torch.dtype) -> int:
 
 
 def _round_chunks(x: Tensor, chunk: int) -> list[Tensor]:
-    return [round_rows(part.double(), sum_bits(chunk)) for part in x.split(chunk, dim=-1)]
+    return [round_rows(part.double(), sum_bits(chunk)) for part in torch.split(x, chunk, dim=-1)]
 
 
 def _row_blocks(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
@@ -34,7 +34,7 @@ def _row_blocks(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> LinearWeight:
-    """weight [N, C], bias [N] or None. The weight itself is kept where no rounding was needed."""
+    """Weight [N, C], bias [N] or None. The weight itself is kept where no rounding was needed."""
     num_outputs, num_inputs = weight.shape
     rounded = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for start, stop in _row_blocks(num_outputs, num_inputs):
@@ -46,7 +46,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> LinearWeight:
 
 
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
-    """x [T, C] -> [T, N] in x's dtype; T may be 0."""
+    """X [T, C] -> [T, N] in x's dtype; T may be 0."""
     data = weight.data
     assert isinstance(data, Tensor)
     out = x.new_empty(x.shape[0], weight.num_outputs)
@@ -56,7 +56,7 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     inputs = _round_chunks(x, chunk)
     bias = None if weight.bias is None else weight.bias.double()
     for start, stop in _row_blocks(weight.num_outputs, weight.num_inputs):
-        wide = data[start:stop].double().split(chunk, dim=-1)
+        wide = torch.split(data[start:stop].double(), chunk, dim=-1)
         total = inputs[0] @ wide[0].t()
         for part, block in zip(inputs[1:], wide[1:], strict=True):
             total += part @ block.t()

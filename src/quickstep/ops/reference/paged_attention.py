@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,8 +33,8 @@ __all__ = ["paged_attention"]
 
 _TILE = 256
 _PROBABILITY_QUANTUM = 2.0**-40
-_SCORE_ELEMENTS = 1 << 22  # fp64 scores held at a time: 32 MiB
-_TILE_ELEMENTS = 1 << 19  # fp64 keys of a tile at a time: 4 MiB
+_SCORE_ELEMENTS = 1 << 20  # fp64 scores held at a time: 8 MiB
+_TILE_ELEMENTS = 1 << 17  # fp64 keys of a tile at a time: 1 MiB, stays in cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class _Group:
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: PagedLayout, params: AttentionParams
 ) -> Tensor:
-    """q [T, H, D], caches [B, S, K, D] -> [T, H, D]."""
+    """Q [T, H, D], caches [B, S, K, D] -> [T, H, D]."""
     out = torch.empty_like(q)
     for group in _groups(q, k_cache, layout, params.window):
         attended = _attend(q[group.tokens], group, (k_cache, v_cache), layout, params)
@@ -65,7 +66,7 @@ def _groups(
     """Rows of one token together, by context length; longer rows alone, in runs of queries."""
     num_heads, (num_kv_heads, head_size) = q.shape[1], k_cache.shape[2:]
     starts = layout.row_offsets
-    lengths = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    lengths = [stop - start for start, stop in pairwise(starts)]
     single = sorted(
         (row for row, length in enumerate(lengths) if length == 1),
         key=lambda row: layout.context_lens[row],
@@ -122,7 +123,7 @@ def _attend(
     layout: PagedLayout,
     params: AttentionParams,
 ) -> Tensor:
-    """q [G, Q, H, D] -> [G, Q, H, D] in fp64. Heads stand as [K, H / K], the latter beside Q."""
+    """Q [G, Q, H, D] -> [G, Q, H, D] in fp64. Heads stand as [K, H / K], the latter beside Q."""
     num_rows, num_queries, num_heads, head_size = q.shape
     num_kv_heads = caches[0].shape[2]
     per_kv_head = num_heads // num_kv_heads
@@ -174,7 +175,7 @@ def _gather(cache: Tensor, slots: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, keys: Tensor, params: AttentionParams) -> Tensor:
-    """q [G, K, H / K * Q, D], keys [G, K, L, D] -> [G, K, H / K * Q, L]."""
+    """Q [G, K, H / K * Q, D], keys [G, K, L, D] -> [G, K, H / K * Q, L]."""
     rounded = round_rows(keys, sum_bits(keys.shape[-1]))
     scores = (q @ rounded.transpose(-1, -2)) * params.scale
     if params.softcap is None:
@@ -183,12 +184,13 @@ def _scores(q: Tensor, keys: Tensor, params: AttentionParams) -> Tensor:
 
 
 def _weighted_values(p: Tensor, mask: Tensor, values: Tensor) -> Tensor:
-    """p [G, K, H / K * Q, L] times values [G, K, L, D], summed over the tile without rounding.
+    """P [G, K, H / K * Q, L] times values [G, K, L, D], summed over the tile without rounding.
 
     A value's power of two moves to its p, so that rounding looks at visible keys only. A value
     that is not finite becomes 0 and makes its p infinite, hence the query NaN, where it is seen.
     """
+    bits = sum_bits(_TILE)
     scale = power_of_two(values.abs().amax(-1, keepdim=True))
-    digits = round_rows(values, sum_bits(_TILE)).div_(scale).nan_to_num_(0.0, 0.0, 0.0)
+    digits = round_to_multiple(values / scale, 2.0 ** (1 - bits)).nan_to_num_(0.0, 0.0, 0.0)
     weights = (p * scale.transpose(-1, -2)).masked_fill_(mask, 0.0)
-    return round_rows(weights, sum_bits(_TILE)) @ digits
+    return round_rows(weights, bits) @ digits

@@ -17,7 +17,7 @@ _SQUARE_BITS = 36  # exact sums up to C = 2**17
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """x [..., C], weight [C] -> [..., C]: x / sqrt(mean(x^2) + eps) * (weight + offset)."""
+    """X [..., C], weight [C] -> [..., C]: x / sqrt(mean(x^2) + eps) * (weight + offset)."""
     wide = x.double()
     mean_square = round_rows(wide * wide, _SQUARE_BITS).sum(-1, keepdim=True) / x.shape[-1]
     scaled = wide * reciprocal_sqrt(mean_square + eps) * (weight.double() + offset)

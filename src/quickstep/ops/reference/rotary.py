@@ -12,7 +12,7 @@ __all__ = ["rotary"]
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x [T, H, D], cos and sin [T, D_rot / 2] -> [T, H, D]; channels from D_rot on are kept.
+    """X [T, H, D], cos and sin [T, D_rot / 2] -> [T, H, D]; channels from D_rot on are kept.
 
     Pairs are (i, i + D_rot / 2), or (2 i, 2 i + 1) when interleaved.
     """
