@@ -79,6 +79,11 @@ def test_a_template_that_reads_tools_is_recognised(template, renders):
     assert formats_of(template).renders_tools is renders
 
 
+def test_a_template_that_writes_earlier_calls_is_recognised():
+    assert formats_of("{% if message.tool_calls %}").renders_calls
+    assert not formats_of("{{ message.content }}").renders_calls
+
+
 def test_formats_go_by_vllms_names_too():
     assert tool_call_format("hermes") is tool_call_format("qwen25") is not None
     assert tool_call_format("openai") is tool_call_format("harmony") is not None

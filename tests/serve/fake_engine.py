@@ -49,7 +49,7 @@ class FakeTokenizer:
 @dataclass(slots=True)
 class FakeTemplate:
     formats: OutputFormats = field(
-        default_factory=lambda: formats_of("{% for tool in tools %}<tool_call>{% endfor %}")
+        default_factory=lambda: formats_of("{{ tools }}<tool_call>{{ message.tool_calls }}")
     )
 
     def render(

@@ -284,6 +284,14 @@ def test_a_model_that_knows_no_tools_says_so(template: str, parser: str | None, 
     assert post({"tools": []}, engine_saying("x", template), options).status_code == 200
 
 
+def test_earlier_calls_that_a_template_does_not_show_are_refused() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    response = post({"messages": messages}, engine_saying("x", "{{ messages }}"))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages[1].tool_calls"
+
+
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_a_choice_without_tools_asks_for_nothing(choice: str) -> None:
     body = {"tool_choice": choice, "parallel_tool_calls": False}

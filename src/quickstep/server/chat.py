@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -57,6 +57,7 @@ class Chat:
         if not fields.messages:
             raise RequestError("messages is an empty list", param="messages")
         messages = tuple(_message(place, item) for place, item in enumerate(fields.messages))
+        _check_history(messages, served)
         tools = offered_tools(fields, served)
         output = _output(fields, served, bool(tools))
         max_tokens, max_tokens_name = _max_tokens(fields)
@@ -178,6 +179,18 @@ def _message(place: int, message: Message) -> Mapping[str, Any]:
             )
 
 
+def _check_history(messages: Sequence[Mapping[str, Any]], served: Served) -> None:
+    """Earlier calls must not vanish: the template has to write them."""
+    for place, message in enumerate(messages):
+        if "tool_calls" in message and not served.formats.renders_calls:
+            path = f"messages[{place}].tool_calls"
+            name = served.engine.model_name
+            raise RequestError(
+                f"{path} is not supported: the chat template of {name} does not show calls",
+                param=path,
+            )
+
+
 def _plain(role: str, content: Content, name: str | None, path: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role, "content": _text(content, f"{path}.content")}
     if name is not None:
@@ -199,6 +212,8 @@ def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
         ]
     if message.reasoning_content is not None:
         plain["reasoning_content"] = message.reasoning_content
+        if not plain["content"]:  # gpt-oss's name of it, beside calls only
+            plain["thinking"] = message.reasoning_content
     return plain
 
 

@@ -7,7 +7,7 @@ A `Rendering` belongs to one request, since some fields (`text_offset`) count al
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from quickstep.engine.stream import Delta
@@ -100,10 +100,10 @@ def check_names(options: ServerOptions) -> None:
 
 def _chosen(told: OutputFormats, options: ServerOptions) -> OutputFormats:
     calls, reasoning = options.tool_call_parser, options.reasoning_parser
-    return OutputFormats(
-        told.tool_calls if calls is None else tool_call_format(calls),
-        told.reasoning if reasoning is None else reasoning_format(reasoning),
-        told.renders_tools,
+    return replace(
+        told,
+        tool_calls=told.tool_calls if calls is None else tool_call_format(calls),
+        reasoning=told.reasoning if reasoning is None else reasoning_format(reasoning),
     )
 
 

@@ -106,12 +106,14 @@ _OTHER_NAMES = {
 class OutputFormats:
     """What to look for in a model's output; None for nothing.
 
-    `renders_tools` says that the template shows tools to the model.
+    `renders_tools` says that the template shows tools to the model, `renders_calls` that it shows
+    the calls of earlier messages.
     """
 
     tool_calls: ToolCallFormat | None = None
     reasoning: ReasoningFormat | None = None
     renders_tools: bool = False
+    renders_calls: bool = False
 
 
 # in this order: the first whose text stands in the template
@@ -146,6 +148,7 @@ def formats_of(template: str) -> OutputFormats:
         TOOL_CALL_FORMATS[tool_calls] if tool_calls else None,
         REASONING_FORMATS[reasoning] if reasoning else None,
         renders_tools=_READS_TOOLS.search(template) is not None,
+        renders_calls="tool_calls" in template,
     )
 
 
