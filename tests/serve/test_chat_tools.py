@@ -114,8 +114,7 @@ def test_a_conversation_with_a_tools_answer_goes_on(
     assert (answer.message.content, answer.finish_reason) == ("20 degrees.", "stop")
     prompt = bytes(engine.submitted[-1].prompt).decode()
     assert "tool: 20 degrees" in prompt
-    # the template reads the arguments as an object
-    assert f"'arguments': {json.loads(ARGUMENTS)}" in prompt
+    assert f"'arguments': {ARGUMENTS!r}" in prompt
 
 
 def test_calls_in_a_stream_have_openais_shape() -> None:

@@ -205,6 +205,8 @@ def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
     if message.content is None and not message.tool_calls:
         raise RequestError(f"{path}.content is missing", param=f"{path}.content")
     plain = _plain("assistant", message.content or "", message.name, path)
+    if message.content is None:
+        plain["content"] = None
     if message.tool_calls:
         plain["tool_calls"] = [
             _tool_call(call, f"{path}.tool_calls[{index}]")
@@ -218,13 +220,13 @@ def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
 
 
 def _tool_call(call: ToolCall, path: str) -> dict[str, Any]:
-    """A call with its arguments as an object, which is what templates expect."""
+    """A call; its arguments stay the text that the model wrote, once it is known to be JSON."""
     try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+        msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
         place = f"{path}.function.arguments"
         raise RequestError(f"{place} is not the JSON text of an object", param=place) from None
-    function = {"name": call.function.name, "arguments": arguments}
+    function = {"name": call.function.name, "arguments": call.function.arguments}
     return {"id": call.id, "type": call.type, "function": function}
 
 
