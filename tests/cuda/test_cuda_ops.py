@@ -1,4 +1,4 @@
-"""The ops on a GPU: as near to float64 as the reference on the CPU, and the same bits in a batch."""
+"""The ops on a GPU: near to float64, and the same bits in every batch."""
 
 from __future__ import annotations
 
