@@ -41,10 +41,18 @@ def load(path, ops, dtype="float32"):
     return load_model(found, read_spec(found.path), ops, config)
 
 
+@pytest.mark.parametrize("kernels", ["native", "reference"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_decoder_gives_the_same_bits_in_any_batch_and_thread_count(checkpoint, dtype):
+def test_a_decoder_gives_the_same_bits_in_any_batch_and_thread_count(checkpoint, dtype, kernels):
     options = VerifyOptions(num_requests=24, seed=2, threads=(1, 2))
-    report = verify(load(checkpoint, resolve_ops(CPU), dtype), options)
+    loaded = []
+
+    def on(threads):
+        loaded.append(threads)
+        return load(checkpoint, resolve_ops(CPU, kernels, threads), dtype)
+
+    report = verify(on, options)
+    assert loaded == [1, 2]
     assert report.first_mismatch is None
     assert report.mismatches == 0
     assert report.comparisons > 48
@@ -52,7 +60,7 @@ def test_a_decoder_gives_the_same_bits_in_any_batch_and_thread_count(checkpoint,
 
 def test_a_product_whose_bits_depend_on_the_number_of_rows_is_caught(checkpoint):
     model = load(checkpoint, plain_linear(resolve_ops(CPU)))
-    report = verify(model, VerifyOptions(num_requests=20, seed=2, threads=(1,)))
+    report = verify(lambda _: model, VerifyOptions(num_requests=20, seed=2, threads=(1,)))
     assert report.mismatches > 0
     assert report.first_mismatch.expected_logprobs != report.first_mismatch.got_logprobs
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,37 +90,48 @@ def run(args: argparse.Namespace) -> int:
         rounds=args.rounds,
         block_size=CacheConfig(block_size=args.block_size).block_size,
     )
-    model, name, eos_token_ids = _load(args)
+    subject = _Subject(args)
     with _progress_bar() as progress:
-        report = verify(model, options, eos_token_ids, progress)
+        report = verify(subject.load, options, subject.eos_token_ids, progress)
     if args.json:
-        json.dump({"model": name, "fingerprint": model.fingerprint, **report.to_json()}, sys.stdout)
+        facts = {"model": subject.checkpoint.name, "fingerprint": subject.fingerprint}
+        json.dump({**facts, **report.to_json()}, sys.stdout)
         print()
     else:
-        _print_report(report, name)
+        _print_report(report, subject.checkpoint.name)
     return 1 if report.mismatches else 0
 
 
-def _load(args: argparse.Namespace) -> tuple[Model, str, frozenset[int]]:
-    """The model, its name, and its end tokens."""
-    from quickstep.config import LoadConfig
-    from quickstep.engine.tokenizer import Tokenizer
-    from quickstep.model.loader import load_model, resolve_device
-    from quickstep.model.source import find_checkpoint
-    from quickstep.model.spec import read_spec
-    from quickstep.ops.resolve import resolve_ops
+class _Subject:
+    """The checkpoint to verify, which loads on any number of threads."""
 
-    load = LoadConfig(
-        model=args.model,
-        revision=args.revision,
-        dtype=args.dtype,
-        device=args.device,
-        offline=args.offline,
-    )
-    checkpoint = find_checkpoint(load)
-    spec = read_spec(checkpoint.path)
-    model = load_model(checkpoint, spec, resolve_ops(resolve_device(load.device)), load, None)
-    return model, checkpoint.name, Tokenizer.open(checkpoint.path).eos_token_ids
+    def __init__(self, args: argparse.Namespace) -> None:
+        from quickstep.config import LoadConfig
+        from quickstep.engine.tokenizer import Tokenizer
+        from quickstep.model.source import find_checkpoint
+
+        self._config = LoadConfig(
+            model=args.model,
+            revision=args.revision,
+            dtype=args.dtype,
+            device=args.device,
+            offline=args.offline,
+        )
+        self._isa = os.environ.get("QUICKSTEP_CPU_ISA")
+        self.checkpoint = find_checkpoint(self._config)
+        self.eos_token_ids = Tokenizer.open(self.checkpoint.path).eos_token_ids
+        self.fingerprint = ""
+
+    def load(self, threads: int) -> Model:
+        from quickstep.model.loader import load_model, resolve_device
+        from quickstep.model.spec import read_spec
+        from quickstep.ops.resolve import resolve_ops
+
+        ops = resolve_ops(resolve_device(self._config.device), "auto", threads, self._isa)
+        spec = read_spec(self.checkpoint.path)
+        model = load_model(self.checkpoint, spec, ops, self._config, None)
+        self.fingerprint = model.fingerprint
+        return model
 
 
 @contextmanager

@@ -129,6 +129,11 @@ def _load(config: EngineConfig, progress: LoadProgress | None) -> _Loaded:
     for note in plan.notes:
         _LOGGER.info("%s", note)
     model = load_model(checkpoint, spec, ops, config.load, progress, plan.max_model_len)
+    if not model.exact:
+        _LOGGER.warning(
+            "%s runs through transformers and is not exact: its bits may depend on the batch",
+            checkpoint.name,
+        )
     return _Loaded(checkpoint, model, plan)
 
 

@@ -34,13 +34,24 @@ from quickstep.model.interface import Model
 from quickstep.runtime.kv import allocate_kv
 from quickstep.types import FinishReason, Request
 
-__all__ = ["SCENARIOS", "Progress", "Scenario", "VerifyOptions", "VerifyReport", "verify"]
+__all__ = [
+    "SCENARIOS",
+    "LoadForThreads",
+    "Progress",
+    "Scenario",
+    "VerifyOptions",
+    "VerifyReport",
+    "verify",
+]
 
 _MAX_NUM_SEQS = 24
 # Some prompts end so near to it that the context limit ends the sequence.
 _MAX_MODEL_LEN = MAX_PROMPT_LEN + MAX_OUTPUTS - 24
 
 Progress = Callable[[str, int, int], None]
+
+# The model to verify, computing on that many CPU threads.
+LoadForThreads = Callable[[int], Model]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +88,22 @@ _ALONE = Scenario("alone again")
 
 
 def verify(
-    model: Model,
+    load: LoadForThreads,
     options: VerifyOptions,
     eos_token_ids: frozenset[int] = frozenset(),
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Draw, run and compare. Sets torch's thread count, and puts it back.
 
+    `load` is called once per thread count, since native kernels keep theirs for life; the model of
+    one count is dropped before the next is loaded.
+
     Raises:
         EngineError: A request fails even alone, a block leaked, or the scheduler is stuck.
     """
     threads_before = torch.get_num_threads()
     try:
-        return _Verifier(model, options, eos_token_ids, progress or _no_progress).run()
+        return _Verifier(load, options, eos_token_ids, progress or _no_progress).run()
     finally:
         torch.set_num_threads(threads_before)
 
@@ -101,12 +115,15 @@ def _no_progress(what: str, done: int, total: int) -> None:
 class _Verifier:
     def __init__(
         self,
-        model: Model,
+        load: LoadForThreads,
         options: VerifyOptions,
         eos_token_ids: frozenset[int],
         progress: Progress,
     ) -> None:
-        self._model = model
+        self._load = load
+        self._threads = options.threads[0]
+        torch.set_num_threads(self._threads)
+        self._model = model = load(self._threads)
         self._options = options
         self._progress = progress
         self._max_model_len = min(_MAX_MODEL_LEN, model.max_model_len)
@@ -125,14 +142,13 @@ class _Verifier:
 
     def run(self) -> VerifyReport:
         total = len(self._requests) * (1 + len(self._options.threads) * self._options.rounds)
-        torch.set_num_threads(self._options.threads[0])
         for done, request in enumerate(self._requests):
             self._progress("alone", done, total)
             self._alone.update(self._run_alone(request))
         done = len(self._requests)
         for threads in self._options.threads:
-            torch.set_num_threads(threads)
-            if threads != self._options.threads[0]:
+            if threads != self._threads:
+                self._use(threads)
                 self._compare_alone(threads)
             for scenario, group in self._groups(threads):
                 self._progress(f"{scenario.name}, threads {threads}", done, total)
@@ -140,6 +156,13 @@ class _Verifier:
                 done += 0 if scenario.is_starved else len(group)
         self._progress("done", total, total)
         return self._report
+
+    def _use(self, threads: int) -> None:
+        """Go on with the model on another thread count."""
+        torch.set_num_threads(threads)
+        del self._model
+        self._model = self._load(threads)
+        self._threads = threads
 
     def _run_alone(self, request: Request) -> dict[tuple[str, int], Trace]:
         """Each sequence by itself: one slot, the whole prompt at once, nothing cached."""

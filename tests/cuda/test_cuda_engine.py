@@ -1,0 +1,46 @@
+"""The whole engine on a GPU, with the bundled model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quickstep import LLM, SamplingParams
+from quickstep.config import LoadConfig
+from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.verification import VerifyOptions, verify
+from quickstep.model.interface import Model
+from quickstep.model.loader import load_model
+from quickstep.model.source import find_checkpoint
+from quickstep.model.spec import read_spec
+from quickstep.ops.resolve import resolve_ops
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+PROMPTS = ["def add(a, b):\n", "import os\n", "class Stack:\n"]
+
+
+@pytest.mark.parametrize("pipeline_depth", [1, 2])
+def test_a_batch_on_a_gpu_equals_each_request_alone(pipeline_depth: int) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=24, logprobs=2)
+    with LLM("demo", device="cuda", pipeline_depth=pipeline_depth) as llm:
+        together = llm.generate(PROMPTS, params)
+        alone = [llm.generate(prompt, params)[0] for prompt in PROMPTS]
+    for one, other in zip(together, alone, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
+
+
+def test_no_mismatch_on_a_gpu() -> None:
+    config = LoadConfig("demo", device="cuda")
+    checkpoint = find_checkpoint(config)
+    spec = read_spec(checkpoint.path)
+    ops = resolve_ops(torch.device("cuda"))
+
+    def load(_: int) -> Model:
+        return load_model(checkpoint, spec, ops, config)
+
+    eos = Tokenizer.open(checkpoint.path).eos_token_ids
+    report = verify(load, VerifyOptions(num_requests=60, threads=(1,)), eos)
+    assert report.mismatches == 0
+    assert report.comparisons >= 60

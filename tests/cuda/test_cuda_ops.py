@@ -1,0 +1,44 @@
+"""The ops on a GPU: near to float64, and the same bits in every batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import pytest
+import torch
+
+from quickstep.ops.agreement import agreement
+from quickstep.ops.cases import OPS, AttentionCase, Case, cases
+from quickstep.ops.invariance import mismatches
+from quickstep.ops.resolve import resolve_ops
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+AnyCase = TypeVar("AnyCase", Case, AttentionCase)
+
+
+def on_gpu(case: AnyCase) -> AnyCase:
+    """The case with every tensor on the GPU."""
+
+    def moved(value: object) -> object:
+        if isinstance(value, tuple):
+            return tuple(moved(one) for one in value)
+        return value.cuda() if isinstance(value, torch.Tensor) else value
+
+    fields = {one.name: moved(getattr(case, one.name)) for one in dataclasses.fields(case)}
+    return dataclasses.replace(case, **fields)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_results_on_a_gpu_are_near_float64(op: str) -> None:
+    ops = resolve_ops(torch.device("cuda"))
+    wrong = [agreement(ops, on_gpu(case)) for case in cases([op])]
+    assert [one for one in wrong if not one.ok] == []
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_token_on_a_gpu_has_the_same_bits_in_every_batch(op: str) -> None:
+    ops = resolve_ops(torch.device("cuda"))
+    found = {case.name: mismatches(ops, on_gpu(case)) for case in cases([op])}
+    assert {name: one for name, one in found.items() if one} == {}
