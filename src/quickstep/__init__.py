@@ -1,6 +1,7 @@
 """Quickstep: LLM inference and serving.
 
-`LLM` and `SamplingParams` are loaded on first use: importing the package alone takes no torch.
+`LLM`, `SamplingParams` and `Grammar` are loaded on first use: importing the package alone takes no
+torch.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quickstep.engine.llm import LLM
-    from quickstep.types import SamplingParams
+    from quickstep.types import Grammar, SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Grammar", "SamplingParams", "__version__"]
 
 __version__ = "0.1.0"
 
@@ -21,8 +22,8 @@ def __getattr__(name: str) -> Any:
     """The public classes, by PEP 562."""
     if name == "LLM":
         return import_module("quickstep.engine.llm").LLM
-    if name == "SamplingParams":
-        return import_module("quickstep.types").SamplingParams
+    if name in ("Grammar", "SamplingParams"):
+        return getattr(import_module("quickstep.types"), name)
     raise AttributeError(f"module 'quickstep' has no attribute {name!r}")
 
 

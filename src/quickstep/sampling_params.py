@@ -6,13 +6,75 @@ Frozen plain data over the standard library. The sampler, the scheduler and the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 from quickstep.errors import RequestError
 
-__all__ = ["SamplingParams"]
+__all__ = ["Grammar", "GrammarKind", "SamplingParams"]
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the whole output must match: plain text, which the engine checks and compiles.
+
+    Attributes:
+        text: By kind: the schema as JSON, nothing, the regular expression (Rust's syntax, the
+            whole output), the choices as a JSON list, the grammar in llguidance's Lark.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            kinds = ", ".join(get_args(GrammarKind))
+            raise RequestError(f"grammar is a {self.kind!r}, known are {kinds}", param="grammar")
+        if not isinstance(self.text, str):
+            kind = type(self.text).__name__
+            raise RequestError(
+                f"grammar has a {kind} as its text; build it with Grammar.of_json_schema and the "
+                "like",
+                param="grammar",
+            )
+
+    @classmethod
+    def of_json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
+        """JSON that fits a schema, given as an object or as its JSON text."""
+        return cls("json_schema", schema if isinstance(schema, str) else _json(schema))
+
+    @classmethod
+    def of_json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls("json_object")
+
+    @classmethod
+    def of_regex(cls, pattern: str) -> Grammar:
+        """Text that a regular expression matches from its start to its end."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def of_choice(cls, choices: Sequence[str]) -> Grammar:
+        """One of these texts."""
+        return cls("choice", _json(list(choices)))
+
+    @classmethod
+    def of_lark(cls, text: str) -> Grammar:
+        """Text that a Lark grammar derives from its rule `start`."""
+        return cls("lark", text)
+
+
+def _json(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"grammar is not JSON: {error}", param="grammar") from None
+
 
 _EMPTY_BIAS: Mapping[int, float] = MappingProxyType({})
 
@@ -21,9 +83,9 @@ _EMPTY_BIAS: Mapping[int, float] = MappingProxyType({})
 class SamplingParams:
     """How output tokens are chosen and when a sequence ends. Names are vLLM's.
 
-    Order of effects: penalties and bias -> allowed mask -> temperature -> top-k -> top-p -> min-p
-    -> draw. Temperature 0 is argmax. Repetition penalty covers prompt and output; presence and
-    frequency cover generated tokens only (OpenAI). Logprobs are of the raw logits.
+    Order of effects: penalties and bias -> allowed mask (ids, grammar) -> temperature -> top-k
+    -> top-p -> min-p -> draw. Temperature 0 is argmax. Repetition penalty covers prompt and output;
+    presence and frequency cover generated tokens only (OpenAI). Logprobs are of the raw logits.
 
     Attributes:
         n: Sequences per request, at least 1.
@@ -33,6 +95,8 @@ class SamplingParams:
         min_tokens: No EOS, stop token or stop string ends the sequence before this many tokens.
         logprobs: None for none; k >= 0 gives the chosen token's and the k most likely tokens'.
         shown_special_token_ids: What `skip_special_tokens` leaves in: markup for a parser.
+        grammar: What the output must match, None for anything. It ends the output: where it is
+            complete only an end token may follow, even before `min_tokens` if nothing else may.
 
     Raises:
         RequestError: A value is outside its range; `param` names the field.
@@ -58,6 +122,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     shown_special_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -75,8 +140,26 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}",
                 param="min_tokens",
             )
+        if self.grammar is not None:
+            self._check_grammar(self.grammar)
         if any(not text for text in self.stop):
             raise RequestError("stop holds an empty string, which would end at once", param="stop")
+
+    def _check_grammar(self, grammar: object) -> None:
+        if not isinstance(grammar, Grammar):
+            raise RequestError(
+                f"grammar is a {type(grammar).__name__}, it must be a Grammar", param="grammar"
+            )
+        if self.ignore_eos:
+            raise RequestError(
+                "ignore_eos cannot go with a grammar, whose end is an end token",
+                param="ignore_eos",
+            )
+        if self.allowed_token_ids:
+            raise RequestError(
+                "allowed_token_ids cannot go with a grammar, which allows tokens by itself",
+                param="allowed_token_ids",
+            )
 
 
 # Closed intervals; None where there is no bound. OpenAI's limits where OpenAI states one.

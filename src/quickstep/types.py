@@ -16,12 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quickstep.sampling_params import SamplingParams
+from quickstep.sampling_params import Grammar, SamplingParams
 
 __all__ = [
     "Admission",
     "Executor",
     "FinishReason",
+    "Grammar",
     "Phase",
     "Request",
     "RowFailure",

@@ -188,11 +188,13 @@ class Sequence:
     def _end_reason(self, max_outputs: int) -> FinishReason | None:
         sampling = self.request.sampling
         token_id = self.token_ids[-1]
-        if self.num_outputs >= sampling.min_tokens:
-            if token_id in self.request.eos_token_ids and not sampling.ignore_eos:
-                return FinishReason.EOS
-            if token_id in sampling.stop_token_ids:
-                return FinishReason.STOP_TOKEN
+        is_long_enough = self.num_outputs >= sampling.min_tokens
+        # A grammar lets an end token come too early only where nothing else may follow.
+        may_end = (is_long_enough or sampling.grammar is not None) and not sampling.ignore_eos
+        if may_end and token_id in self.request.eos_token_ids:
+            return FinishReason.EOS
+        if is_long_enough and token_id in sampling.stop_token_ids:
+            return FinishReason.STOP_TOKEN
         if sampling.max_tokens is not None and self.num_outputs >= sampling.max_tokens:
             return FinishReason.MAX_TOKENS
         return FinishReason.CONTEXT_LIMIT if self.num_outputs >= max_outputs else None

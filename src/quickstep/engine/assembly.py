@@ -26,6 +26,7 @@ from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.chat_template import ChatTemplate
 from quickstep.engine.engine import Engine
+from quickstep.engine.grammars import GrammarCompiler
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, usable_cores
 from quickstep.engine.step_log import StepLog
@@ -89,11 +90,14 @@ def open_engine(
     loaded = _load(config, progress)
     model, plan, block_size = loaded.model, loaded.plan, config.cache.block_size
     kv = allocate_kv(model.kv_shape, plan.num_blocks, block_size, model.device)
-    runner = ModelRunner(model, kv, block_size, plan.max_num_seqs, time.perf_counter)
+    tokenizer = Tokenizer.open(loaded.checkpoint.path)
+    grammars = GrammarCompiler(tokenizer, model.vocab_size)
+    clock, new_matcher = time.perf_counter, grammars.new_matcher
+    runner = ModelRunner(model, kv, block_size, plan.max_num_seqs, clock, new_matcher)
     settings = _fitted(config.scheduler, plan)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
     return Engine(
-        _describe(loaded, time.monotonic() - started_s),
+        _describe(loaded, tokenizer, grammars, time.monotonic() - started_s),
         Scheduler(settings, pool, make_policy(settings), LinearCostModel()),
         LocalExecutor(runner),
         step_log=StepLog(path=step_log_path),
@@ -162,9 +166,10 @@ def _fitted(scheduler: SchedulerConfig, plan: MemoryPlan) -> SchedulerConfig:
     )
 
 
-def _describe(loaded: _Loaded, load_s: float) -> LoadedModel:
+def _describe(
+    loaded: _Loaded, tokenizer: Tokenizer, grammars: GrammarCompiler, load_s: float
+) -> LoadedModel:
     path = loaded.checkpoint.path
-    tokenizer = Tokenizer.open(path)
     return LoadedModel(
         name=loaded.checkpoint.name,
         fingerprint=loaded.model.fingerprint,
@@ -175,6 +180,7 @@ def _describe(loaded: _Loaded, load_s: float) -> LoadedModel:
         default_sampling=_default_sampling(path),
         load_s=load_s,
         memory_plan=loaded.plan,
+        grammars=grammars,
     )
 
 

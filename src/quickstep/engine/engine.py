@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.chat_template import ChatTemplate, Message
+from quickstep.engine.grammars import check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.request_check import check_sampling, check_token_ids
@@ -200,6 +201,10 @@ class Engine:
         text = self.chat_template.render(messages, tools, add_generation_prompt, extra)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    async def prepare(self, sampling: SamplingParams) -> None:
+        """Compile what `submit` will need of it, in a thread. Raises RequestError as `submit`."""
+        await prepare_grammar(sampling.grammar, self._model.grammars)
+
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -227,6 +232,7 @@ class Engine:
             )
         prompt_token_ids = self._prompt_token_ids(prompt)
         check_sampling(sampling, self._model.vocab_size, self.tokenizer.eos_token_ids)
+        check_grammar(sampling.grammar, self._model.grammars)
         request = Request(
             request_id=request_id or self._free_request_id(),
             prompt_token_ids=prompt_token_ids,

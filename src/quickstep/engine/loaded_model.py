@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from quickstep.engine.chat_template import ChatTemplate
+from quickstep.engine.grammars import GrammarCompiler
 from quickstep.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class LoadedModel:
         default_sampling: The checkpoint's own sampling values, by SamplingParams' names.
         load_s: Seconds from opening to ready.
         memory_plan: What the memory is used for; None if nothing was planned.
+        grammars: Compiles the grammars of requests; None refuses them.
     """
 
     name: str
@@ -42,3 +44,4 @@ class LoadedModel:
     default_sampling: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     load_s: float = 0.0
     memory_plan: MemoryPlan | None = None
+    grammars: GrammarCompiler | None = None

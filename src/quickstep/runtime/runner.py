@@ -16,6 +16,7 @@ from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache
 from quickstep.runtime.batch import build_batch
+from quickstep.runtime.grammar_constraint import NewMatcher
 from quickstep.runtime.sampler import Sample, SampleFailure, sample
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
@@ -24,7 +25,10 @@ __all__ = ["ModelRunner"]
 
 
 class ModelRunner:
-    """One model on one device. `clock` gives seconds and is read at a step's start and end."""
+    """One model on one device. `clock` gives seconds and is read at a step's start and end.
+
+    `new_matcher` compiles the grammars of requests; None where no request has one.
+    """
 
     def __init__(
         self,
@@ -33,12 +37,13 @@ class ModelRunner:
         block_size: int,
         num_slots: int,
         clock: Callable[[], float],
+        new_matcher: NewMatcher | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
         self._block_size = block_size
         self._num_blocks = kv.keys[0].shape[0]
-        self._slots = SlotTable(num_slots, model.vocab_size)
+        self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
         self._clock = clock
 
     def run(self, plan: StepPlan) -> StepResult:

@@ -1,10 +1,10 @@
 """From logits to tokens, row by row.
 
-The order is fixed: penalties and bias -> allowed mask and ban of early ends -> temperature ->
-top-k -> top-p -> min-p -> draw. The draw is an argmax over scaled logits plus counter-based noise
-(`runtime.noise`), so no generator state exists. Each row is one contiguous NumPy vector in float64
-on one thread: the rows beside it and the thread count change no bit. A row whose logits have no
-finite maximum fails alone.
+The order is fixed: penalties and bias -> allowed mask (ids, grammar) and ban of early ends ->
+temperature -> top-k -> top-p -> min-p -> draw. The draw is an argmax over scaled logits plus
+counter-based noise (`runtime.noise`), so no generator state exists. Each row is one contiguous
+NumPy vector in float64 on one thread: the rows beside it and the thread count change no bit. A row
+whose logits have no finite maximum, or whose grammar cannot be followed, fails alone.
 
 Called by `runtime.runner`. Logits on an accelerator come over to the host, unless every row is a
 plain argmax.
@@ -62,6 +62,8 @@ def sample_row(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | S
     if state.adjusts_logits:
         logits = row.astype(np.float64)
         state.adjust_(logits)
+        if state.failure:
+            return SampleFailure(state.failure)
         if not np.isfinite(logits.max()):
             return _NOTHING_ALLOWED
         token_id = _choose(logits, state)
@@ -74,7 +76,9 @@ def sample_row(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | S
 
 
 _NO_MAXIMUM = SampleFailure("the logits hold NaN or infinity")
-_NOTHING_ALLOWED = SampleFailure("no token is left after logit_bias, allowed ids and min_tokens")
+_NOTHING_ALLOWED = SampleFailure(
+    "no token is left after logit_bias, allowed ids, grammar and min_tokens"
+)
 
 
 def _argmax(logits: Tensor) -> list[Sample | SampleFailure]:

@@ -1,7 +1,8 @@
 """What the sampler knows of one resident sequence: its parameters and the tokens it has seen.
 
 Owned by the sequence's slot. It is a function of the admission and of the tokens recorded since,
-so a sequence that was preempted and admitted again continues exactly as if it had stayed.
+so a sequence that was preempted and admitted again continues exactly as if it had stayed. A grammar
+is followed in the same way: its state is rebuilt from the output tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import RequestError
+from quickstep.runtime.grammar_constraint import GrammarConstraint, NewMatcher, constraint_of
 from quickstep.types import Admission, SamplingParams
 
 __all__ = ["SamplingState"]
@@ -20,8 +22,14 @@ __all__ = ["SamplingState"]
 class SamplingState:
     """Adjusts a row's logits before temperature, and counts what was emitted."""
 
-    def __init__(self, admission: Admission, vocab_size: int) -> None:
-        """Rebuild from an admission. Raises RequestError when a token id is not in the model."""
+    def __init__(
+        self, admission: Admission, vocab_size: int, new_matcher: NewMatcher | None = None
+    ) -> None:
+        """Rebuild from an admission.
+
+        Raises:
+            RequestError: A token id is not in the model, or the grammar cannot be followed.
+        """
         sampling = admission.sampling
         self.sampling: SamplingParams = sampling
         self.seed = admission.seed
@@ -32,6 +40,7 @@ class SamplingState:
         self._biases = np.array(list(sampling.logit_bias.values()), dtype=np.float64)
         self._allowed_ids = _ids_in(vocab_size, sampling.allowed_token_ids, "allowed_token_ids")
         self._end_ids = _end_ids(admission, vocab_size)
+        self._grammar: GrammarConstraint | None = constraint_of(admission, vocab_size, new_matcher)
         self._is_seen = np.zeros(vocab_size if self._repetition else 0, dtype=np.bool_)
         self._output_counts = np.zeros(vocab_size if self._additive else 0, dtype=np.int64)
         if self._repetition:
@@ -48,8 +57,14 @@ class SamplingState:
             or self._additive
             or self._bias_ids.size
             or self._allowed_ids.size
+            or self._grammar is not None
             or self._bans_ends
         )
+
+    @property
+    def failure(self) -> str:
+        """Why the grammar cannot be followed any further, "" as long as it can."""
+        return "" if self._grammar is None else self._grammar.failure
 
     @property
     def is_plain_argmax(self) -> bool:
@@ -62,7 +77,10 @@ class SamplingState:
         return self.num_outputs < self.sampling.min_tokens and self._end_ids.size > 0
 
     def adjust_(self, logits: npt.NDArray[np.float64]) -> None:
-        """Penalties and bias, then the allowed mask and the ban of ends before `min_tokens`."""
+        """Penalties and bias, then the allowed mask and the ban of ends before `min_tokens`.
+
+        The ban gives way where a grammar allows nothing but ends.
+        """
         sampling = self.sampling
         if self._repetition:
             seen = np.flatnonzero(self._is_seen)
@@ -80,12 +98,19 @@ class SamplingState:
             allowed = logits[self._allowed_ids]
             logits.fill(-np.inf)
             logits[self._allowed_ids] = allowed
+        if self._grammar is not None:
+            logits[self._grammar.forbidden()] = -np.inf
         if self._bans_ends:
+            ends = logits[self._end_ids]
             logits[self._end_ids] = -np.inf
+            if self._grammar is not None and not np.isfinite(logits.max()):
+                logits[self._end_ids] = ends
 
     def record(self, token_id: int) -> None:
         """Count an emitted token."""
         self.num_outputs += 1
+        if self._grammar is not None:
+            self._grammar.consume(token_id)
         if self._repetition:
             self._is_seen[token_id] = True
         if self._additive:

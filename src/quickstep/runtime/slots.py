@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import EngineError, RequestError
+from quickstep.runtime.grammar_constraint import NewMatcher
 from quickstep.runtime.sampling_state import SamplingState
 from quickstep.types import Admission, StepRow
 
@@ -25,7 +26,9 @@ class Slot:
     sequence cannot go on; its rows then fail, and the sequences beside it do not notice.
     """
 
-    def __init__(self, admission: Admission, vocab_size: int) -> None:
+    def __init__(
+        self, admission: Admission, vocab_size: int, new_matcher: NewMatcher | None = None
+    ) -> None:
         self.sequence_id = admission.sequence_id
         self.last_token: int | None = None
         self.failure = ""
@@ -35,7 +38,7 @@ class Slot:
             self.failure = f"the prompt has token ids outside the model's {vocab_size}"
         else:
             try:
-                self.state = SamplingState(admission, vocab_size)
+                self.state = SamplingState(admission, vocab_size, new_matcher)
             except RequestError as error:
                 self.failure = str(error)
         self._block_ids = np.zeros(8, dtype=np.int32)
@@ -64,10 +67,16 @@ class Slot:
 
 
 class SlotTable:
-    """All slots by index. Raises EngineError when a plan does not fit what is resident."""
+    """All slots by index. Raises EngineError when a plan does not fit what is resident.
 
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
+    `new_matcher` compiles the grammars of requests; None where no request has one.
+    """
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, new_matcher: NewMatcher | None = None
+    ) -> None:
         self._vocab_size = vocab_size
+        self._new_matcher = new_matcher
         self._slots: list[Slot | None] = [None] * num_slots
 
     def __getitem__(self, index: int) -> Slot:
@@ -92,7 +101,7 @@ class SlotTable:
         for index in released:
             self._slots[index] = None
         for admission in admitted:
-            self._slots[admission.slot] = Slot(admission, self._vocab_size)
+            self._slots[admission.slot] = Slot(admission, self._vocab_size, self._new_matcher)
 
     def fail(self, rows: Iterable[StepRow], reason: str) -> None:
         """These rows did not run: their sequences cannot go on."""

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
+from quickstep.engine.tool_calls.call_grammar import CallSpelling
 from quickstep.engine.tool_calls.deepseek import DEEPSEEK_MARKERS, deepseek
 from quickstep.engine.tool_calls.granite import GRANITE_MARKERS, granite
 from quickstep.engine.tool_calls.harmony import HARMONY_MARKERS, harmony
-from quickstep.engine.tool_calls.hermes import HERMES_MARKERS, hermes
-from quickstep.engine.tool_calls.llama import LLAMA_MARKERS, llama3_json
+from quickstep.engine.tool_calls.hermes import HERMES_MARKERS, HERMES_SPELLING, hermes
+from quickstep.engine.tool_calls.llama import LLAMA_MARKERS, LLAMA_SPELLING, llama3_json
 from quickstep.engine.tool_calls.mistral import MISTRAL_MARKERS, mistral
 from quickstep.engine.tool_calls.pythonic import PYTHONIC_MARKERS, pythonic
 from quickstep.engine.tool_calls.reader import Grammar, Markers, Parsing, Reader
@@ -43,12 +44,14 @@ class ToolCallFormat:
 
     Attributes:
         markers: Texts of it that may be special tokens, which the output then has to keep.
+        spelling: How calls are spelled, for a grammar that forces them; None where none can.
         short_ids: Templates of this family take call ids of nine letters and digits only.
     """
 
     name: str
     grammar: Grammar
     markers: tuple[str, ...]
+    spelling: CallSpelling | None = None
     short_ids: bool = False
 
 
@@ -72,8 +75,8 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = MappingProxyType(
     {
         known.name: known
         for known in (
-            ToolCallFormat("hermes", hermes, HERMES_MARKERS),
-            ToolCallFormat("llama3_json", llama3_json, LLAMA_MARKERS),
+            ToolCallFormat("hermes", hermes, HERMES_MARKERS, HERMES_SPELLING),
+            ToolCallFormat("llama3_json", llama3_json, LLAMA_MARKERS, LLAMA_SPELLING),
             ToolCallFormat("pythonic", pythonic, PYTHONIC_MARKERS),
             ToolCallFormat("mistral", mistral, MISTRAL_MARKERS, short_ids=True),
             ToolCallFormat("deepseek_v3", deepseek, DEEPSEEK_MARKERS),

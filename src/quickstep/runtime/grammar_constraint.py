@@ -1,0 +1,99 @@
+"""Which tokens a sequence's grammar allows next.
+
+Owned by the sequence's `SamplingState`, and a function of the grammar and the output tokens alone:
+the sequences beside it, chunking, preemption (the tokens are replayed) and overlap (tokens come in
+their order) change nothing. The matcher is llguidance's; whoever builds the runner says how one is
+made, so nothing here compiles, and llguidance is loaded by the first grammar only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from quickstep.errors import RequestError
+from quickstep.types import Admission, Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+__all__ = ["GrammarConstraint", "NewMatcher", "constraint_of"]
+
+# A matcher of its own for one sequence, at the grammar's start. Raises RequestError.
+NewMatcher = Callable[[Grammar], "LLMatcher"]
+
+# Ends that are the grammar's own; any other one is a limit that was hit.
+_COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
+
+
+class GrammarConstraint:
+    """A grammar's state after the output so far. `end_ids` are what may follow its end."""
+
+    def __init__(self, matcher: LLMatcher, end_ids: npt.NDArray[np.int64], vocab_size: int) -> None:
+        self._matcher = matcher
+        self._end_ids = end_ids
+        self._vocab_size = vocab_size
+        self.failure = ""
+
+    def forbidden(self) -> npt.NDArray[np.bool_]:
+        """[V] True for each token that may not come next. Sets `failure` at a matcher's limit."""
+        forbidden = np.ones(self._vocab_size, dtype=np.bool_)
+        if not self._is_complete:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
+            forbidden[: allowed.shape[0]] = allowed == 0
+            self._note_failure()
+        if self._is_complete:
+            forbidden[:] = True
+            forbidden[self._end_ids] = False
+        return forbidden
+
+    def consume(self, token_id: int) -> None:
+        """Take an output token that was allowed. After the end nothing changes any more.
+
+        A row that was planned before the end was known runs after it; its token is dropped.
+        """
+        if self._is_complete or self.failure:
+            return
+        if not self._matcher.consume_token(token_id):
+            self._note_failure()
+            self.failure = self.failure or f"the grammar does not take token {token_id}"
+
+    @property
+    def _is_complete(self) -> bool:
+        matcher = self._matcher
+        return matcher.is_stopped() and matcher.stop_reason() in _COMPLETE and not self.failure
+
+    def _note_failure(self) -> None:
+        matcher = self._matcher
+        if matcher.is_error():
+            self.failure = f"the grammar cannot be followed: {_first_line(matcher.get_error())}"
+        elif matcher.is_stopped() and matcher.stop_reason() not in _COMPLETE:
+            self.failure = f"the grammar cannot be followed: {matcher.stop_reason()}"
+
+
+def constraint_of(
+    admission: Admission, vocab_size: int, new_matcher: NewMatcher | None
+) -> GrammarConstraint | None:
+    """The constraint of a sequence that becomes resident, its outputs replayed.
+
+    Raises:
+        RequestError: The grammar is not one, or nothing here can compile it.
+    """
+    grammar = admission.sampling.grammar
+    if grammar is None:
+        return None
+    if new_matcher is None:
+        raise RequestError("grammar is not supported by this engine", param="grammar")
+    ends = sorted(i for i in admission.eos_token_ids if 0 <= i < vocab_size)
+    constraint = GrammarConstraint(new_matcher(grammar), np.array(ends, dtype=np.int64), vocab_size)
+    for token_id in admission.token_ids[admission.prompt_len :]:
+        constraint.consume(token_id)
+    return constraint
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:200]
