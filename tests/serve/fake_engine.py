@@ -37,6 +37,9 @@ class FakeTokenizer:
     def token_id(self, text: str) -> int | None:
         return SPECIAL_IDS.get(text)
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id in SPECIAL_IDS.values()
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return "".join(self.token_bytes(token_id).decode(errors="replace") for token_id in ids)
 
@@ -222,6 +225,9 @@ class FakeEngine:
                 totals=Totals(num_steps=self.num_steps),
             ),
         )
+
+    async def prepare(self, sampling: SamplingParams) -> None:
+        """Every grammar is fine: the script follows none."""
 
     def submit(
         self,

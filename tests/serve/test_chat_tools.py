@@ -231,6 +231,10 @@ def test_the_operator_may_name_the_formats() -> None:
     assert message["message"]["content"] == "<think>"
 
 
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 def function(**fields: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "f", **fields}}]
 
@@ -238,7 +242,11 @@ def function(**fields: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": named("other")}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {**named("get_weather"), "x": 1}}, "tool_choice"),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": 1}, "tool_choice"),

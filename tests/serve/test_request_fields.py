@@ -19,8 +19,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 from quickstep.server.app import create_app
 from quickstep.server.refused import CHAT_REFUSED, COMPLETION_REFUSED
 from quickstep.server.schemas import ChatRequest, CompletionRequest
+from quickstep.types import Grammar
 
 Seen = tuple[Submitted, dict[str, Any]]
+JSON_FORMAT = {"response_format": {"type": "json_object"}}
 ROUTES = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": "a"}}
 
 
@@ -49,6 +51,11 @@ SHARED: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
     "include_stop_str_in_output": (True, sampled("include_stop_str_in_output", True)),
     "ignore_eos": (True, sampled("ignore_eos", True)),
     "skip_special_tokens": (False, sampled("skip_special_tokens", False)),
+    "response_format": (
+        {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "array"}}},
+        sampled("grammar", Grammar.of_json_schema({"type": "array"})),
+    ),
+    "structured_outputs": ({"regex": "a+"}, sampled("grammar", Grammar.of_regex("a+"))),
     "user": ("ann", lambda seen: seen[0].tenant == "ann"),
     "priority": (-3, lambda seen: seen[0].priority == -3),
     "cache_salt": ("x", lambda seen: seen[0].cache_salt == "x"),
@@ -95,7 +102,6 @@ REFUSED: dict[str, Any] = {
     "prompt_cache_options": {"mode": "explicit"},
     "prompt_cache_retention": "24h",
     "reasoning_effort": "high",
-    "response_format": {"type": "json_object"},
     "service_tier": "flex",
     "store": True,
     "suffix": "x",
@@ -220,6 +226,18 @@ WRONG: list[tuple[str, Any, str]] = [
     ("stop", [1], "stop[0]"),
     ("stream", "yes", "stream"),
     ("stream_options", {"include_usage": True}, "stream_options"),
+    ("response_format", {"type": "xml"}, "response_format.type"),
+    ("response_format", {"type": "json_schema"}, "response_format.json_schema"),
+    (
+        "response_format",
+        {"type": "json_schema", "json_schema": {"name": "s"}},
+        "response_format.json_schema.schema",
+    ),
+    ("response_format", {"type": "json_object", "x": 1}, "response_format.x"),
+    ("structured_outputs", {}, "structured_outputs"),
+    ("structured_outputs", {"json_object": False}, "structured_outputs"),
+    ("structured_outputs", {"regex": "a", "choice": ["a"]}, "structured_outputs"),
+    ("structured_outputs", {"structural_tag": "a"}, "structured_outputs.structural_tag"),
     ("user", 5, "user"),
     ("user", "x" * 513, "user"),
     ("cache_salt", "x" * 513, "cache_salt"),
@@ -250,6 +268,9 @@ def test_a_wrong_value_is_400_with_its_path(route: str, name: str, value: Any, p
         (CHAT, {"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         (CHAT, {"metadata": {"a": "b" * 513}}, "metadata"),
         (CHAT, {"metadata": {"a": 1}}, "metadata[...]"),
+        (CHAT, {**JSON_FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        (CHAT, {**JSON_FORMAT, "ignore_eos": True}, "ignore_eos"),
+        (CHAT, {**JSON_FORMAT, "allowed_token_ids": [1]}, "allowed_token_ids"),
         (CHAT, {"safety_identifier": "x" * 513}, "safety_identifier"),
         (CHAT, {"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
         (COMPLETIONS, {"logprobs": 21}, "logprobs"),

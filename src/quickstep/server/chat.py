@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
 from quickstep.server.chat_message import ChatRendering
 from quickstep.server.generation import (
@@ -33,8 +34,9 @@ from quickstep.server.schemas import (
     UserMessage,
     decode,
 )
+from quickstep.server.structured import AskedGrammar, asked_grammar
 from quickstep.server.surface import Served, stream_flags
-from quickstep.server.tools import offered_tools
+from quickstep.server.tools import OfferedTools, offered_tools
 
 __all__ = ["Chat"]
 
@@ -58,12 +60,14 @@ class Chat:
             raise RequestError("messages is an empty list", param="messages")
         messages = tuple(_message(place, item) for place, item in enumerate(fields.messages))
         _check_history(messages, served)
-        tools = offered_tools(fields, served)
-        output = _output(fields, served, bool(tools))
+        offered = offered_tools(fields, served)
+        asked = _asked(fields, offered, served)
+        output = _output(fields, served, bool(offered.tools))
         max_tokens, max_tokens_name = _max_tokens(fields)
         own: dict[str, Any] = {
             "logprobs": _num_logprobs(fields, served.limits),
             "shown_special_token_ids": _markers(output, served),
+            "grammar": None if asked is None else asked.grammar,
         }
         if max_tokens is not None or "max_tokens" not in served.engine.default_sampling:
             own["max_tokens"] = max_tokens
@@ -77,7 +81,7 @@ class Chat:
             messages,
             num_chars=len(body),
             add_generation_prompt=fields.add_generation_prompt is not False,
-            tools=tools,
+            tools=offered.tools,
             extra=fields.chat_template_kwargs or {},
         )
         return GenerationRequest(
@@ -88,6 +92,7 @@ class Chat:
             tenant=_tenant(fields, served.limits),
             cache_salt=label("cache_salt", fields.cache_salt, served.limits),
             output=output,
+            grammar_field="" if asked is None else asked.field,
             echoed=_echoed(fields, served.limits),
             **stream_flags(fields),
         )
@@ -95,6 +100,24 @@ class Chat:
     def rendering(self, generation: Generation, served: Served) -> ChatRendering:
         """The renderer of one request."""
         return ChatRendering(generation, served.engine.tokenizer)
+
+
+def _asked(fields: ChatRequest, offered: OfferedTools, served: Served) -> AskedGrammar | None:
+    """The grammar of the message: of the calls that are forced, or of its content."""
+    asked = asked_grammar(fields)
+    if asked is not None and offered.tools:
+        raise RequestError(
+            f"{asked.field} cannot go with tools that may be called; send tool_choice none",
+            param=asked.field,
+        )
+    grammar = asked or offered.forced
+    if grammar is not None and served.formats.reasoning is REASONING_FORMATS["harmony"]:
+        raise RequestError(
+            f"{grammar.field} is not supported: {served.engine.model_name} writes its messages "
+            "into channels",
+            param=grammar.field,
+        )
+    return grammar
 
 
 def _output(fields: ChatRequest, served: Served, with_tools: bool) -> OutputReading | None:

@@ -11,16 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quickstep.engine.stream import Delta
-from quickstep.engine.tool_calls.formats import ReasoningFormat, message_grammar
+from quickstep.engine.tool_calls.formats import message_grammar
 from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
 from quickstep.engine.tool_calls.parser import MessageParser
 from quickstep.server.engine_face import Vocabulary
-from quickstep.server.generation import Choice, Generation, OutputReading
+from quickstep.server.generation import Choice, Generation, OutputReading, opens_reasoning
 from quickstep.types import TokenLogprobs
 
 __all__ = ["ChatRendering"]
-
-_PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of the reasoning
 
 
 class _Message:
@@ -123,20 +121,10 @@ def _message(
 ) -> _Message:
     if output is None:
         return _Message(None, one_call=False)
-    inside = _opens_reasoning(output.reasoning, tokenizer, prompt)
+    inside = opens_reasoning(output, tokenizer, prompt)
     grammar = message_grammar(output.tool_calls, output.reasoning, inside)
     short = output.tool_calls is not None and output.tool_calls.short_ids
     return _Message(MessageParser(grammar, _call_ids(short)), output.one_call)
-
-
-def _opens_reasoning(
-    reasoning: ReasoningFormat | None, tokenizer: Vocabulary, prompt: Sequence[int]
-) -> bool:
-    """Whether the prompt ends in the tag that opens the reasoning, as some templates write it."""
-    if reasoning is None or not reasoning.opening:
-        return False
-    end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
-    return end.rstrip().endswith(reasoning.opening)
 
 
 def _call_ids(short: bool) -> Callable[[], str]:

@@ -18,6 +18,7 @@ from quickstep.server.generation import (
 from quickstep.server.refused import COMPLETION_REFUSED, refuse
 from quickstep.server.sampling import bounded, label, sampling_params, token_ids_of
 from quickstep.server.schemas import CompletionRequest, decode
+from quickstep.server.structured import asked_grammar
 from quickstep.server.surface import Served, stream_flags
 from quickstep.types import TokenLogprobs
 
@@ -45,7 +46,10 @@ class Completions:
             )
         bounded("logprobs", fields.logprobs or 0, served.limits.logprobs)
         max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-        own = {"max_tokens": max_tokens, "logprobs": fields.logprobs}
+        asked = asked_grammar(fields)
+        own: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": fields.logprobs}
+        if asked is not None:
+            own["grammar"] = asked.grammar
         sampling = sampling_params(fields, served, own, {})
         return GenerationRequest(
             model=model,
@@ -54,6 +58,7 @@ class Completions:
             priority=fields.priority or 0,
             tenant=label("user", fields.user, served.limits),
             cache_salt=label("cache_salt", fields.cache_salt, served.limits),
+            grammar_field="" if asked is None else asked.field,
             **stream_flags(fields),
         )
 

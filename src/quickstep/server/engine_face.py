@@ -49,6 +49,9 @@ class Vocabulary(Protocol):
     def token_id(self, text: str) -> int | None:
         """The token that is exactly `text`."""
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves the token out."""
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
 
@@ -111,6 +114,9 @@ class ServedEngine(Protocol):
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Let running requests go on for `drain_s`, then end them, then free everything."""
+
+    async def prepare(self, sampling: SamplingParams) -> None:
+        """Compile what `submit` needs of it, off the event loop. Raises RequestError."""
 
     def submit(
         self,

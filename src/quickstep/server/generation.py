@@ -20,7 +20,7 @@ from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import ReasoningFormat, ToolCallFormat
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_errors import GenerationFailed
-from quickstep.server.engine_face import ServedEngine, TokenStream
+from quickstep.server.engine_face import ServedEngine, TokenStream, Vocabulary
 from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 
 __all__ = [
@@ -34,11 +34,13 @@ __all__ = [
     "TokenPrompt",
     "Usage",
     "open_generation",
+    "opens_reasoning",
 ]
 
 # Shorter prompts are rendered and tokenised on the event loop: a thread hop costs more.
 _INLINE_CHARS = 2048
 _QUEUED_DELTAS = 256
+_PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of the reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class GenerationRequest:
     Attributes:
         model: The name to answer with.
         output: What to read out of the text beside content; None for nothing.
+        grammar_field: The client's name of what became `sampling.grammar`.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
         tenant: Whom the work is accounted to.
         include_usage: One usage chunk ends the stream.
@@ -102,6 +105,7 @@ class GenerationRequest:
     tenant: str = ""
     cache_salt: str = ""
     output: OutputReading | None = None
+    grammar_field: str = ""
     echoed: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -250,7 +254,10 @@ class Generation:
 
 async def open_generation(engine: ServedEngine, request: GenerationRequest) -> Generation:
     """Tokenise and submit every prompt. Raises RequestError; then nothing stays submitted."""
+    if request.sampling.grammar is not None:
+        await _prepare_grammar(engine, request)
     prompts = [await _token_ids(engine, prompt) for prompt in request.prompts]
+    _check_reasoning(engine, request, prompts)
     streams: list[TokenStream] = []
     try:
         for token_ids in prompts:
@@ -268,6 +275,40 @@ async def open_generation(engine: ServedEngine, request: GenerationRequest) -> G
             await stream.aclose()
         raise
     return Generation(request, streams)
+
+
+async def _prepare_grammar(engine: ServedEngine, request: GenerationRequest) -> None:
+    """Compile it off the event loop. Raises RequestError in the client's words."""
+    try:
+        await engine.prepare(request.sampling)
+    except RequestError as error:
+        field = request.grammar_field
+        message = str(error).replace("grammar", field, 1)
+        raise RequestError(message, param=field, status=error.status) from None
+
+
+def _check_reasoning(
+    engine: ServedEngine, request: GenerationRequest, prompts: Sequence[Sequence[int]]
+) -> None:
+    """A grammar begins with the output, so the prompt must not have opened the reasoning."""
+    if request.sampling.grammar is None or request.output is None:
+        return
+    if any(opens_reasoning(request.output, engine.tokenizer, prompt) for prompt in prompts):
+        field = request.grammar_field
+        raise RequestError(
+            f"{field} is not supported where the chat template opens the reasoning; turn that off "
+            "with chat_template_kwargs",
+            param=field,
+        )
+
+
+def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequence[int]) -> bool:
+    """Whether the prompt ends in the tag that opens the reasoning, as some templates write it."""
+    reasoning = output.reasoning
+    if reasoning is None or not reasoning.opening:
+        return False
+    end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
+    return end.rstrip().endswith(reasoning.opening)
 
 
 async def _token_ids(engine: ServedEngine, prompt: Prompt) -> Sequence[int]:

@@ -50,7 +50,6 @@ CHAT_REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "prompt_cache_options": Refusal((), "prefixes are cached without a lifetime"),
         "prompt_cache_retention": Refusal(("in_memory",), "prefixes are cached in memory only"),
         "reasoning_effort": Refusal(("none",), "the model has no reasoning mode"),
-        "response_format": Refusal(({"type": "text"},), "structured output is not supported"),
         "service_tier": Refusal(("auto", "default"), "there is one service tier"),
         "store": Refusal((False,), "completions are not stored"),
         "verbosity": Refusal(("medium",), "the model has no verbosity setting"),

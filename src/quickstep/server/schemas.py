@@ -24,12 +24,16 @@ __all__ = [
     "DeveloperMessage",
     "FunctionMessage",
     "FunctionTool",
+    "JsonObjectFormat",
+    "JsonSchemaFormat",
     "MediaPart",
     "Message",
     "RefusalPart",
     "SamplingFields",
     "StreamOptions",
+    "StructuredOutputs",
     "SystemMessage",
+    "TextFormat",
     "TextPart",
     "ToolMessage",
     "UserMessage",
@@ -43,6 +47,42 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="text"):
+    """Output without a form."""
+
+
+class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_object"):
+    """Output that is a JSON object."""
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A named schema. It is enforced whatever `strict` says; name and description are notes."""
+
+    name: str
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
+    """Output that fits a JSON schema."""
+
+    json_schema: JsonSchema
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """vLLM's `structured_outputs`: one of these; `grammar` is in llguidance's Lark."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -67,6 +107,8 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -246,7 +288,6 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, froz
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     reasoning_effort: Any = None
-    response_format: Any = None
     service_tier: Any = None
     store: Any = None
     verbosity: Any = None
