@@ -274,6 +274,54 @@ def test_what_cannot_be_honoured_is_400_with_its_path(fields: dict[str, Any], pa
 
 
 @pytest.mark.parametrize(
+    ("choice", "one_call"), [("required", False), (named("get_weather"), True)]
+)
+def test_a_forced_call_is_a_grammar_around_the_functions_schema(
+    choice: Any, one_call: bool
+) -> None:
+    engine = engine_saying(CALL)
+    body = {"tools": [TOOL, *function(name="f", strict=True)], "tool_choice": choice}
+    assert post(body, engine).json()["choices"][0]["finish_reason"] == "tool_calls"
+    grammar = engine.submitted[0].sampling.grammar
+    assert grammar is not None
+    start, call, functions, *rules = grammar.text.splitlines()
+    assert start == ("start: call" if one_call else 'start: call ("\\n" call)*')
+    # the marker is a special token here, which is no text to the grammar
+    assert call == 'call: <tool_call> "\\n" function "\\n" "</tool_call>"'
+    assert len(rules) == len(functions.split("|")) == (1 if one_call else 2)
+    assert '"city"' in rules[0]
+    one = post({**body, "tool_choice": "required", "parallel_tool_calls": False}, engine)
+    assert one.status_code == 200
+    assert engine.submitted[1].sampling.grammar.text.startswith("start: call\n")
+
+
+@pytest.mark.parametrize("sign", ["[TOOL_CALLS]", "[func_name1(", "<|channel|>commentary"])
+def test_a_format_that_no_grammar_spells_cannot_be_forced(sign: str) -> None:
+    engine = engine_saying("x", "{{ tools }}" + sign)
+    response = post({"tools": [TOOL], "tool_choice": "required"}, engine)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tool_choice"
+    assert post({"tools": [TOOL]}, engine).status_code == 200
+
+
+def test_a_grammar_is_refused_where_the_prompt_opens_the_reasoning() -> None:
+    asked = {"role": "assistant", "content": "<think>\n"}
+    body = {"messages": [*MESSAGES, asked], "response_format": {"type": "json_object"}}
+    engine = engine_saying("x", THINKING)
+    response = post({**body, "add_generation_prompt": False}, engine)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "response_format"
+    assert not engine.submitted
+    assert post(body, engine).status_code == 200
+
+
+def test_a_grammar_is_refused_for_messages_in_channels() -> None:
+    engine = engine_saying("x", "{{ tools }}<|channel|>analysis")
+    response = post({"response_format": {"type": "json_object"}}, engine)
+    assert response.json()["error"]["param"] == "response_format"
+
+
+@pytest.mark.parametrize(
     ("template", "parser", "words"),
     [
         ("{{ messages }}<tool_call>", None, "does not show tools"),

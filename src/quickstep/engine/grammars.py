@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GrammarCompiler", "GrammarLimits", "check_grammar", "prepare_grammar"]
 
+_SCHEMA_IN_LARK = re.compile(r"%json\s*")
+
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
@@ -39,8 +42,10 @@ class GrammarLimits:
         text_bytes: UTF-8 of a schema, a Lark grammar, or all choices.
         regex_bytes: UTF-8 of a regular expression.
         depth: Nested objects and lists of a schema.
-        references: `$ref`s, which may chain: llguidance follows a chain on its stack.
-        lines: Lines of a Lark grammar, for the same reason.
+        reference_levels: Sum of the depths of all `$ref`s: llguidance follows chains of them on
+            its stack, which 8 MB of it do up to about 3,000.
+        lines: Lines of a Lark grammar, hence rules, which may chain in the same way.
+        groups: Opening brackets of a Lark grammar, its schemas left out.
         choices: Texts to choose from.
         compile_fuel: llguidance's measure of work to compile; 300,000 stay below 0.5 s.
         step_fuel: The same per token; 50,000 stay below 50 ms.
@@ -52,8 +57,9 @@ class GrammarLimits:
     text_bytes: int = 64 * 1024
     regex_bytes: int = 2 * 1024
     depth: int = 32
-    references: int = 256
+    reference_levels: int = 1024
     lines: int = 512
+    groups: int = 512
     choices: int = 1024
     compile_fuel: int = 300_000
     step_fuel: int = 50_000
@@ -75,6 +81,11 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         # its thread starts with the first grammar; one, so that no client can keep all cores busy
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quickstep-grammar")
+
+    @property
+    def num_kept(self) -> int:
+        """Compiled grammars that the next request finds."""
+        return len(self._compiled)
 
     async def prepare(self, grammar: Grammar) -> None:
         """Compile in a thread. Raises RequestError."""
@@ -176,8 +187,7 @@ def _source(grammar: Grammar, limits: GrammarLimits) -> str:
         case "choice":
             return LLMatcher.grammar_from_lark(_choice(text, limits))
         case "lark":
-            _bound(text.count("\n") + 1, limits.lines, "lines")
-            _bound(text.count("$ref") + text.count("\\u"), limits.references, "references")
+            _check_lark(text, limits)
             return LLMatcher.grammar_from_lark(text)
 
 
@@ -186,15 +196,37 @@ def _schema(text: str, limits: GrammarLimits) -> str:
     schema = _parsed(text)
     if not isinstance(schema, dict):
         raise RequestError("grammar is no JSON schema: it must be an object", param="grammar")
-    num_references = 0
+    if "x-guidance" in schema:
+        raise RequestError("grammar has the unknown key x-guidance", param="grammar")
+    _bound(_reference_levels(schema, limits), limits.reference_levels, "levels of $ref")
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def _reference_levels(schema: object, limits: GrammarLimits) -> int:
+    """The sum of the depths of all `$ref`s. Raises RequestError for a schema that is too deep."""
+    levels = 0
     for value, depth in _values(schema):
         _bound(depth, limits.depth, "levels")
-        if isinstance(value, dict):
-            if "x-guidance" in value:
-                raise RequestError("grammar has the unknown key x-guidance", param="grammar")
-            num_references += "$ref" in value
-    _bound(num_references, limits.references, "references")
-    return json.dumps(schema, ensure_ascii=False)
+        levels += depth if isinstance(value, dict) and "$ref" in value else 0
+    return levels
+
+
+def _check_lark(text: str, limits: GrammarLimits) -> None:
+    """Lines, brackets and schemas within the limits. Raises RequestError."""
+    _bound(text.count("\n") + 1, limits.lines, "lines")
+    levels = num_groups = end = 0
+    for found in _SCHEMA_IN_LARK.finditer(text):
+        if found.start() < end:
+            continue
+        num_groups += sum(map(text[end : found.start()].count, "([{"))
+        try:
+            schema, end = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError):
+            raise RequestError("grammar has a %json without a schema", param="grammar") from None
+        levels += _reference_levels(schema, limits)
+    num_groups += sum(map(text[end:].count, "([{"))
+    _bound(num_groups, limits.groups, "brackets")
+    _bound(levels, limits.reference_levels, "levels of $ref")
 
 
 def _choice(text: str, limits: GrammarLimits) -> str:

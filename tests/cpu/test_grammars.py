@@ -1,0 +1,309 @@
+"""Grammars: what is drawn under one always fits it, and a sequence's state is its tokens alone."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from grammar_draws import drawn_text, drawn_tokens, state_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_checkpoint import write_checkpoint
+
+from quickstep.engine.grammars import GrammarCompiler, GrammarLimits
+from quickstep.engine.tokenizer import Tokenizer
+from quickstep.errors import RequestError
+from quickstep.runtime.sampler import SampleFailure, sample_row
+from quickstep.types import Grammar, SamplingParams
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.open(write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return GrammarCompiler(tokenizer, 264)
+
+
+def objects(inner):
+    names = st.lists(st.text("ab", min_size=1, max_size=3), max_size=3, unique=True)
+    return names.flatmap(
+        lambda keys: st.tuples(*[inner] * len(keys)).map(
+            lambda values: {
+                "type": "object",
+                "properties": dict(zip(keys, values, strict=True)),
+                "required": keys[:1],
+                "additionalProperties": False,
+            }
+        )
+    )
+
+
+LEAVES = st.one_of(
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"enum": ["x", 'q"\\', 3, None]}]),
+    st.integers(0, 6).map(lambda length: {"type": "string", "maxLength": length}),
+    st.tuples(st.integers(-50, 0), st.integers(0, 50)).map(
+        lambda ends: {"type": "integer", "minimum": ends[0], "maximum": ends[1]}
+    ),
+)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        objects(inner),
+        inner.map(lambda item: {"type": "array", "items": item, "maxItems": 3}),
+        st.tuples(inner, inner).map(lambda both: {"anyOf": list(both)}),
+    ),
+    max_leaves=6,
+)
+
+
+def fits(value, schema):
+    """The keywords that `SCHEMAS` uses, by their definition."""
+    if "anyOf" in schema:
+        return any(fits(value, other) for other in schema["anyOf"])
+    if "enum" in schema:
+        return value in schema["enum"]
+    match schema["type"]:
+        case "boolean":
+            return isinstance(value, bool)
+        case "null":
+            return value is None
+        case "string":
+            return isinstance(value, str) and len(value) <= schema["maxLength"]
+        case "integer":
+            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+        case "array":
+            if not isinstance(value, list) or len(value) > schema["maxItems"]:
+                return False
+            return all(fits(item, schema["items"]) for item in value)
+    known = schema["properties"]
+    if not isinstance(value, dict):
+        return False
+    return set(schema["required"]) <= set(value) <= set(known) and all(
+        fits(item, known[name]) for name, item in value.items()
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(schema=SCHEMAS, seed=st.integers(0, 2**32), temperature=st.sampled_from([0.0, 1.0, 50.0]))
+def test_whatever_is_drawn_under_a_schema_parses_and_fits(
+    compiler, tokenizer, schema, seed, temperature
+):
+    grammar = Grammar.of_json_schema(schema)
+    text = drawn_text(compiler, tokenizer, grammar, seed, temperature=temperature)
+    value = json.loads(text)
+    assert fits(value, schema)
+    assert text == json.dumps(value, separators=(",", ":"), ensure_ascii=False) or "\\" in text
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_json_object_parses(compiler, tokenizer, seed):
+    text = drawn_text(compiler, tokenizer, Grammar.of_json_object(), seed, temperature=0.8)
+    assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[0-9]{3}-[a-f]{2}", r"(yes|no)!?", r"a/b|c\.d", r"[äöü]{2,4}"]
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_regex_matches_the_whole_text(compiler, tokenizer, pattern, seed):
+    assert re.fullmatch(pattern, drawn_text(compiler, tokenizer, Grammar.of_regex(pattern), seed))
+
+
+def test_a_choice_gives_each_of_its_texts_and_nothing_else(compiler, tokenizer):
+    choices = ["red", "re", 'a "quoted" \\ one', "line\nbreak", "größe", "<|end|>"]
+    grammar = Grammar.of_choice(choices)
+    drawn = {drawn_text(compiler, tokenizer, grammar, seed) for seed in range(60)}
+    assert drawn == set(choices)
+
+
+def test_a_lark_grammar_derives_the_text(compiler, tokenizer):
+    grammar = Grammar.of_lark('start: "[" item ("," item)* "]"\nitem: /[a-c]{1,2}/')
+    for seed in range(5):
+        text = drawn_text(compiler, tokenizer, grammar, seed)
+        assert re.fullmatch(r"\[[a-c]{1,2}(,[a-c]{1,2})*\]", text)
+
+
+def test_min_tokens_keeps_a_grammar_going_where_more_may_follow(compiler, tokenizer):
+    sampling = SamplingParams(grammar=Grammar.of_regex("[ab]+"), min_tokens=40, max_tokens=None)
+    assert all(len(drawn_tokens(compiler, tokenizer, sampling, seed)) > 40 for seed in range(5))
+
+
+def test_min_tokens_does_not_hold_a_grammar_that_is_complete(compiler, tokenizer):
+    text = drawn_text(compiler, tokenizer, Grammar.of_choice(["ab"]), min_tokens=10, max_tokens=99)
+    assert text == "ab"
+
+
+def test_penalties_and_bias_change_the_draw_but_not_the_form(compiler, tokenizer):
+    sampling = {
+        "logit_bias": {0: 100.0, 5: 100.0},
+        "repetition_penalty": 1.9,
+        "frequency_penalty": 2.0,
+        "top_k": 3,
+        "min_p": 0.5,
+    }
+    for seed in range(5):
+        text = drawn_text(compiler, tokenizer, Grammar.of_json_schema(SCHEMA), seed, **sampling)
+        assert set(json.loads(text)) <= set(SCHEMA["properties"])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_state_rebuilt_from_any_prefix_goes_on_as_if_it_had_stayed(compiler, tokenizer, seed):
+    sampling = SamplingParams(grammar=Grammar.of_json_schema(SCHEMA), temperature=1.5, top_p=0.95)
+    whole = drawn_tokens(compiler, tokenizer, sampling, seed)
+    for cut in range(len(whole)):
+        again = drawn_tokens(compiler, tokenizer, sampling, seed, outputs=whole[:cut])
+        assert again == whole
+
+
+def test_sequences_of_one_grammar_share_no_state(compiler, tokenizer):
+    sampling = SamplingParams(grammar=Grammar.of_regex("ab|cd"), temperature=0.0)
+    first, second = (state_for(compiler, tokenizer, sampling) for _ in range(2))
+    [a] = tokenizer.encode("a")
+    [c] = tokenizer.encode("c")
+    first.record(a)
+    second.record(c)
+    row = np.zeros(264, dtype=np.float32)
+    drawn = [sample_row(row, state).token_id for state in (first, second)]
+    assert drawn == [*tokenizer.encode("b"), *tokenizer.encode("d")]
+
+
+def test_rows_past_the_end_stay_at_the_end(compiler, tokenizer):
+    [end] = tokenizer.eos_token_ids
+    state = state_for(compiler, tokenizer, SamplingParams(grammar=Grammar.of_choice(["a"])))
+    for token_id in [*tokenizer.encode("a"), end, end]:
+        state.record(token_id)
+    assert sample_row(np.zeros(264, dtype=np.float32), state).token_id == end
+
+
+def test_a_grammar_that_exhausts_its_limits_fails_its_row_alone(tokenizer):
+    tight = GrammarCompiler(tokenizer, 264, GrammarLimits(lexer_states=60))
+    sampling = SamplingParams(grammar=Grammar.of_regex("([ab]*a[ab]{9}){3}"), temperature=1.0)
+    state = state_for(tight, tokenizer, sampling)
+    results = []
+    for position in range(100):
+        row = np.random.default_rng(position).normal(size=264).astype(np.float32)
+        results.append(sample_row(row, state))
+        if isinstance(results[-1], SampleFailure):
+            break
+        state.record(results[-1].token_id)
+    assert isinstance(results[-1], SampleFailure)
+    assert "the grammar cannot be followed" in results[-1].reason
+
+
+def chain(length, inner):
+    definitions = {f"d{i}": inner({"$ref": f"#/$defs/d{i + 1}"}) for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "null"}}}
+
+
+def nested(depth):
+    return {"items": nested(depth - 1)} if depth else {}
+
+
+REFUSED = [
+    (Grammar.of_json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+    (Grammar.of_json_schema({"properties": {"a": {"not": {}}}, "required": ["a"]}), "not"),
+    (Grammar.of_json_schema({"if": {}, "then": {}}), "if"),
+    (Grammar.of_json_schema({"contains": {}}), "contains"),
+    (Grammar.of_json_schema({"dependentRequired": {}}), "dependentRequired"),
+    (Grammar.of_json_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "oneOf"),
+    (Grammar.of_json_schema({"type": "string", "format": "rhyme"}), "rhyme"),
+    (Grammar.of_json_schema({"type": "thing"}), "thing"),
+    (Grammar.of_json_schema({"type": "integer", "minimum": 3, "maximum": 1}), "minimum"),
+    (Grammar.of_json_schema({"$ref": "file:///etc/passwd"}), "not present"),
+    (Grammar.of_json_schema({"$ref": "http://127.0.0.1:1/x"}), "not present"),
+    (Grammar.of_json_schema({"x-guidance": {"lenient": True}, "not": {}}), "x-guidance"),
+    (Grammar.of_json_schema("[1"), "not valid JSON"),
+    (Grammar.of_json_schema("[]"), "must be an object"),
+    (Grammar.of_json_schema("\ud800"), "half a surrogate"),
+    (Grammar.of_json_schema(nested(40)), "levels, the limit is 32"),
+    (Grammar.of_json_schema("[" * 60_000), "not valid JSON"),
+    (Grammar.of_json_schema({"description": "x" * 70_000}), "the limit is 65536"),
+    (Grammar.of_json_schema(chain(1200, lambda ref: {"items": ref})), "levels of $ref"),
+    (Grammar.of_regex("(a"), "unclosed group"),
+    (Grammar.of_regex("a(?=b)"), "look-around"),
+    (Grammar.of_regex(""), "empty"),
+    (Grammar.of_regex("a" * 2049), "the limit is 2048"),
+    (Grammar.of_choice([]), "empty choice"),
+    (Grammar.of_choice(["a", ""]), "empty choice"),
+    (Grammar.of_choice(["a"] * 1025), "the limit is 1024"),
+    (Grammar.of_lark("start: missing"), "missing"),
+    (Grammar.of_lark("start: %json"), "%json"),
+    (Grammar.of_lark("start: " + "(" * 600 + '"a"' + ")" * 600), "brackets"),
+    (Grammar.of_lark("start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(5000))), "lines"),
+    (
+        Grammar.of_lark(f"start: %json {json.dumps(chain(1200, lambda ref: {'items': ref}))}"),
+        "levels of $ref",
+    ),
+]
+
+
+@pytest.mark.parametrize(("grammar", "words"), REFUSED)
+def test_what_cannot_be_enforced_is_refused_in_words(compiler, grammar, words):
+    with pytest.raises(RequestError) as caught:
+        compiler.compile(grammar)
+    assert words in str(caught.value)
+    assert str(caught.value).startswith("grammar ")
+    assert "\n" not in str(caught.value)
+    assert caught.value.param == "grammar"
+
+
+def test_chains_within_the_limits_compile(compiler):
+    compiler.compile(Grammar.of_json_schema(chain(200, lambda ref: {"items": ref})))
+    compiler.compile(Grammar.of_json_schema(chain(17, lambda ref: nested_around(ref, 12))))
+    rules = "\n".join(f"a{i}: (a{i + 1})" for i in range(500))
+    compiler.compile(Grammar.of_lark(f'start: a0\n{rules}\na500: "x"'))
+
+
+def nested_around(inner, depth):
+    for _ in range(depth):
+        inner = {"properties": {"a": inner}}
+    return inner
+
+
+def test_a_grammar_that_was_dropped_from_the_cache_is_compiled_again(tokenizer):
+    small = GrammarCompiler(tokenizer, 264, GrammarLimits(kept=2))
+    grammars = [Grammar.of_choice([word]) for word in ("one", "two", "six", "ten")]
+    for grammar in grammars:
+        small.compile(grammar)
+    assert small.num_kept == 2
+    assert [drawn_text(small, tokenizer, grammar) for grammar in grammars] == [
+        "one",
+        "two",
+        "six",
+        "ten",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"allowed_token_ids": (1,)}, "allowed_token_ids"),
+        ({"grammar": "start"}, "grammar"),
+    ],
+)
+def test_parameters_that_a_grammar_contradicts_are_refused(fields, param):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{"grammar": Grammar.of_json_object(), **fields})
+    assert caught.value.param == param
+
+
+def test_an_unknown_kind_of_grammar_is_refused():
+    with pytest.raises(RequestError, match="known are json_schema"):
+        Grammar("ebnf", "a")
