@@ -12,12 +12,11 @@ a *row* is one sequence's share of one step; *position* counts tokens of a seque
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Protocol
 
-from quickstep.errors import RequestError
+from quickstep.sampling_params import SamplingParams
 
 __all__ = [
     "Admission",
@@ -38,8 +37,6 @@ __all__ = [
     "Ticket",
     "TokenLogprobs",
 ]
-
-_EMPTY_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 class Phase(enum.Enum):
@@ -70,96 +67,6 @@ class FinishReason(enum.Enum):
         if self in (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_LIMIT, FinishReason.DEADLINE):
             return "length"
         return "error" if self is FinishReason.ERROR else "abort"
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How output tokens are chosen and when a sequence ends. Names are vLLM's.
-
-    Order of effects: penalties and bias -> allowed mask -> temperature -> top-k -> top-p -> min-p
-    -> draw. Temperature 0 is argmax. Repetition penalty covers prompt and output; presence and
-    frequency cover generated tokens only (OpenAI). Logprobs are of the raw logits.
-
-    Attributes:
-        n: Sequences per request, at least 1.
-        seed: Noise seed; None lets the engine draw one (the response names it).
-        top_k: 0 or -1 keeps all tokens.
-        max_tokens: None generates up to the context limit.
-        min_tokens: No EOS, stop token or stop string ends the sequence before this many tokens.
-        logprobs: None for none; k >= 0 gives the chosen token's and the k most likely tokens'.
-
-    Raises:
-        RequestError: A value is outside its range; `param` names the field.
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: _EMPTY_BIAS)
-    allowed_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "allowed_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
-        for name, (low, high) in _RANGES.items():
-            _check_range(name, getattr(self, name), low, high)
-        if self.min_p > 1.0 or not 0.0 < self.top_p <= 1.0:
-            name = "min_p" if self.min_p > 1.0 else "top_p"
-            raise RequestError(f"{name} is {getattr(self, name)}, it must be in (0, 1]", param=name)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}",
-                param="min_tokens",
-            )
-        if any(not text for text in self.stop):
-            raise RequestError("stop holds an empty string, which would end at once", param="stop")
-
-
-# Closed intervals; None where there is no bound. OpenAI's limits where OpenAI states one.
-_RANGES: Mapping[str, tuple[float, float | None]] = MappingProxyType(
-    {
-        "n": (1, None),
-        "temperature": (0.0, None),
-        "top_p": (0.0, 1.0),
-        "top_k": (-1, None),
-        "min_p": (0.0, 1.0),
-        "presence_penalty": (-2.0, 2.0),
-        "frequency_penalty": (-2.0, 2.0),
-        "repetition_penalty": (1e-6, None),
-        "seed": (-(2**63), 2**64 - 1),
-        "max_tokens": (1, None),
-        "min_tokens": (0, None),
-        "logprobs": (0, None),
-    }
-)
-
-
-def _check_range(name: str, value: float | None, low: float, high: float | None) -> None:
-    if value is None:
-        return
-    wrong_type = isinstance(value, bool) or not isinstance(value, (int, float))
-    if wrong_type or value != value or value in (float("inf"), float("-inf")):
-        raise RequestError(f"{name} is {value!r}, it must be a finite number", param=name)
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
-        raise RequestError(f"{name} is {value}, it must be {limit}", param=name)
 
 
 @dataclass(frozen=True, slots=True)

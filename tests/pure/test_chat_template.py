@@ -117,9 +117,54 @@ def test_arguments_of_tool_calls_reach_the_template_as_objects():
         chat.render([{"role": "assistant", "tool_calls": [call]}])
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("{{ a | tojson }}", '{"b": 1, "c": "é"}'),
+        ("{{ 'x' + a + 'y' }}", 'x{"b":1, "c":"é"}y'),
+        ("{{ a }}{{ a ~ '!' }}", '{"b":1, "c":"é"}{"b":1, "c":"é"}!'),
+        ("{% for k, v in a.items() %}{{ k }}={{ v }};{% endfor %}", "b=1;c=é;"),
+        ("{{ a is mapping }}{{ a is string }}{{ a.c }}", "TrueFalseé"),
+    ],
+)
+def test_arguments_are_an_object_that_prints_as_the_models_own_text(text, shown):
+    chat = template("{% set a = messages[0].tool_calls[0].function.arguments %}" + text)
+    call = {"function": {"name": "f", "arguments": '{"b":1, "c":"é"}'}}
+    assert chat.render([{"role": "assistant", "tool_calls": [call]}]) == shown
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "{", "1", '"x"'])
+def test_arguments_that_are_no_object_are_refused(arguments):
+    call = {"function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(RequestError, match="arguments of a tool call"):
+        template("x").render([{"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("{{ messages[0].content is string }}", "True"),
+        ("{{ messages[0]['content'] is not none }}", "False"),
+        ("{{ messages[0].content is none }}", "True"),
+    ],
+)
+def test_content_missing_beside_calls_is_none_for_templates_that_test_it(text, shown):
+    message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert template(text).render([message]) == shown
+
+
 def test_a_message_without_a_role_is_refused():
     with pytest.raises(RequestError, match="role"):
         template(CHATML).render([{"content": "hello"}])
+
+
+def test_the_formats_are_those_of_the_template_that_renders_tools():
+    formats = template("{{ '</think>' }}", tool_use="{{ tools }}[TOOL_CALLS]").formats
+    assert formats.tool_calls is not None
+    assert formats.reasoning is not None
+    assert (formats.tool_calls.name, formats.reasoning.name) == ("mistral", "think")
+    assert formats.renders_tools
+    assert not template(CHATML).formats.renders_tools
 
 
 def test_a_conversation_with_tools_uses_the_tool_template():

@@ -171,6 +171,8 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_2() -> None:
         (["serve", "--host", "no.such.host.invalid"], "is not an address"),
         (["serve", "a", "--model", "b"], "MODEL is a and --model is b"),
         (["serve", "--drain-timeout-s", "-1"], "--drain-timeout-s is -1"),
+        (["serve", "--tool-call-parser", "xml"], "--tool-call-parser is 'xml'; known are hermes"),
+        (["serve", "--reasoning-parser", "x"], "--reasoning-parser is 'x'; known are think"),
         (["generate", "hi", "--stream", "--json"], "--stream prints one text"),
         (["generate", "hi", "--temperature", "-1"], "temperature is -1.0"),
         (["chat", "--top-p", "2"], "top_p is 2.0"),

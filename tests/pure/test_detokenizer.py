@@ -193,6 +193,15 @@ def test_special_tokens_show_only_when_asked():
     assert "".join(streamed(tokenizer, ids, [1], skip=False)) == f"a{SPECIAL}b"
 
 
+@pytest.mark.parametrize("library", [byte_level(), byte_fallback(), metaspace()])
+def test_markup_that_a_parser_reads_stays_while_other_special_tokens_go(library):
+    library.add_special_tokens([AddedToken("[CALL]", special=True)])
+    tokenizer = Tokenizer(library)
+    ids = [tokenizer.token_id(token) for token in ("s", SPECIAL, "[CALL]", "s")]
+    shown = Detokenizer(tokenizer, skip_special_tokens=True, shown_special=ids[2:3])
+    assert (shown.feed(ids) + shown.finish()).replace(" ", "") == "s[CALL]s"
+
+
 def test_a_special_token_between_the_bytes_of_a_code_point_does_not_break_it():
     for name in ("byte level", "byte fallback"):
         tokenizer = TOKENIZERS[name]

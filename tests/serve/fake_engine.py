@@ -7,6 +7,7 @@ real engine, and counts the blocks that open streams hold. No model, no torch.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,11 +17,13 @@ from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.block_pool import PoolStats
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Delta
+from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 
 WORDS = ("Hello", " world", ",", " this", " is", " a", " test", ".")
 END_ID = 255
+SPECIAL_IDS = {"<tool_call>": 201, "[TOOL_CALLS]": 202}
 
 
 class FakeTokenizer:
@@ -31,6 +34,9 @@ class FakeTokenizer:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [1] * add_special_tokens + list(text.encode())
 
+    def token_id(self, text: str) -> int | None:
+        return SPECIAL_IDS.get(text)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return "".join(self.token_bytes(token_id).decode(errors="replace") for token_id in ids)
 
@@ -40,7 +46,12 @@ class FakeTokenizer:
         return b"<end>" if token_id == END_ID else bytes([token_id])
 
 
+@dataclass(slots=True)
 class FakeTemplate:
+    formats: OutputFormats = field(
+        default_factory=lambda: formats_of("{{ tools }}<tool_call>{{ message.tool_calls }}")
+    )
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -49,19 +60,27 @@ class FakeTemplate:
         extra: Mapping[str, Any] | None = None,
     ) -> str:
         lines = [f"{message['role']}: {message['content']}" for message in messages]
+        lines += [
+            f"calls={message['tool_calls']}" for message in messages if "tool_calls" in message
+        ]
+        lines += [f"tool={json.dumps(tool)}" for tool in tools or ()]
         lines += [f"{name}={value}" for name, value in (extra or {}).items()]
         return "\n".join(lines + ["assistant:"] * add_generation_prompt)
 
 
 @dataclass(slots=True)
 class Script:
-    """What the engine does with a request: words, then this end; `gate` holds every delta back."""
+    """What the engine does with a request: words, then this end; `gate` holds every delta back.
+
+    Words of one's own carry a token each that says nothing of them.
+    """
 
     reason: FinishReason = FinishReason.EOS
     error: str = ""
     raises: Exception | None = None
     endless: bool = False
     gate: asyncio.Event | None = None
+    words: tuple[str, ...] = WORDS
 
 
 @dataclass(slots=True)
@@ -103,16 +122,18 @@ class FakeStream:
         script = self._engine.script
         limit = self._sampling.max_tokens or 1000
         emitted = 0
-        while script.endless or emitted < min(limit, len(WORDS)):
+        words = script.words
+        while script.endless or emitted < min(limit, len(words)):
             if script.gate:
                 await script.gate.wait()
             await asyncio.sleep(0)
             token_id = emitted % len(WORDS)
             self._engine.num_steps += 1
-            yield Delta(index, WORDS[token_id], (token_id,), self._logprobs(token_id))
+            word = words[emitted % len(words)]
+            yield Delta(index, word, (token_id,), self._logprobs(token_id))
             emitted += 1
         reason = script.reason
-        if reason is FinishReason.EOS and limit <= len(WORDS):
+        if reason is FinishReason.EOS and limit <= len(words):
             reason = FinishReason.MAX_TOKENS
         end = (END_ID,) * (reason is FinishReason.EOS)
         logprobs = self._logprobs(END_ID) if end else ()

@@ -60,6 +60,19 @@ MESSAGES = st.lists(
     ),
     max_size=3,
 )
+TOOLS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(["function", "custom", "robot"])},
+        optional={
+            "function": st.fixed_dictionaries(
+                {"name": st.one_of(st.just("f"), LEAVES)},
+                optional={"description": LEAVES, "parameters": JSON, "strict": LEAVES},
+            )
+        },
+    ),
+    max_size=2,
+)
+CHOICES = st.one_of(st.sampled_from(["auto", "none", "required"]), JSON)
 PROMPTS = st.one_of(
     st.text(max_size=5),
     st.lists(st.integers(-1, 300), max_size=4),
@@ -76,7 +89,13 @@ def requests(path: str) -> st.SearchStrategy[dict[str, Any]]:
     }[path]
     names = [name for name in schema.__struct_fields__ if name not in (main, "model")]
     others = st.dictionaries(st.sampled_from(names), JSON, max_size=2)
-    return st.builds(lambda prompt, fields: {**fields, main: prompt}, prompts, others)
+    tools = st.fixed_dictionaries({}, optional={"tools": TOOLS, "tool_choice": CHOICES})
+    return st.builds(
+        lambda prompt, fields, tools: {**fields, **tools, main: prompt},
+        prompts,
+        others,
+        tools if path == CHAT else st.just({}),
+    )
 
 
 def check(path: str, body: dict[str, Any]) -> None:

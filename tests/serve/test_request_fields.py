@@ -69,6 +69,10 @@ OF_CHAT: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
     "add_generation_prompt": (False, lambda seen: bytes(seen[0].prompt) == b"user: hi"),
     "chat_template_kwargs": ({"k": "v"}, lambda seen: b"k=v" in bytes(seen[0].prompt)),
     "metadata": ({"a": "b"}, lambda seen: seen[1]["metadata"] == {"a": "b"}),
+    "tools": (
+        [{"type": "function", "function": {"name": "find_it"}}],
+        lambda seen: b'"name": "find_it"' in bytes(seen[0].prompt),
+    ),
     "safety_identifier": ("ann", lambda seen: seen[0].tenant == "ann"),
     # a hint that one engine has no use for: it is not to separate what the cache may share
     "prompt_cache_key": ("k", lambda seen: seen[0].cache_salt == ""),
@@ -77,7 +81,8 @@ HONOURED = [(CHAT, *row) for row in (SHARED | OF_CHAT).items()] + [
     (COMPLETIONS, *row) for row in (SHARED | OF_COMPLETIONS).items()
 ]
 # what needs a second field, or a stream, has tests of its own
-ELSEWHERE = {"stream", "stream_options", "top_logprobs"}
+# (`tool_choice` and `parallel_tool_calls`: test_chat_tools.py)
+ELSEWHERE = {"stream", "stream_options", "top_logprobs", "tool_choice", "parallel_tool_calls"}
 
 REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy", "format": "wav"},
@@ -86,7 +91,6 @@ REFUSED: dict[str, Any] = {
     "functions": [{"name": "f"}],
     "modalities": ["text", "audio"],
     "moderation": {"model": "m"},
-    "parallel_tool_calls": False,
     "prediction": {"type": "content", "content": "x"},
     "prompt_cache_options": {"mode": "explicit"},
     "prompt_cache_retention": "24h",
@@ -95,8 +99,6 @@ REFUSED: dict[str, Any] = {
     "service_tier": "flex",
     "store": True,
     "suffix": "x",
-    "tool_choice": "required",
-    "tools": [{"type": "function", "function": {"name": "f"}}],
     "verbosity": "low",
     "web_search_options": {},
 }

@@ -188,3 +188,35 @@ def test_a_long_prompt_is_tokenised_while_health_is_answered(server: LiveServer)
     statuses = asyncio.run(run())
     assert len(statuses) > 1
     assert set(statuses) == {200}
+
+
+def test_a_chat_with_tools_is_answered_and_its_stream_says_the_same(client: openai.OpenAI) -> None:
+    """What the small model makes of the tools is its own business."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    call = {"name": "get_weather", "arguments": '{"city": "Bern"}'}
+    fields: dict[str, Any] = {
+        "model": "demo",
+        "messages": [
+            *QUESTION,
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "call_1", "type": "function", "function": call}],
+            },
+            {"role": "tool", "tool_call_id": "call_1", "content": "20 degrees"},
+        ],
+        "tools": [
+            {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+        ],
+        "max_completion_tokens": 40,
+        "temperature": 0,
+    }
+    whole = client.chat.completions.create(**fields).choices[0]
+    with client.chat.completions.stream(**fields) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert (streamed.message.content or "") == (whole.message.content or "")
+    assert streamed.finish_reason == whole.finish_reason
+    calls = [choice.message.tool_calls or [] for choice in (whole, streamed)]
+    names = [[(one.function.name, one.function.arguments) for one in mine] for mine in calls]
+    assert names[0] == names[1]
+    assert whole.message.content or names[0]

@@ -48,6 +48,18 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     group.add_argument(
         "--seed", type=int, help="seeds the draw of seeds for unseeded requests (default: entropy)"
     )
+    group.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="format of tool calls: hermes, llama3_json, pythonic, mistral, deepseek_v3, granite, "
+        "harmony, or none (default: what the chat template tells)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="format of reasoning: think, mistral, harmony, or none (default: what the chat "
+        "template tells)",
+    )
     add_engine_flags(parser)
 
 
@@ -65,12 +77,16 @@ def run(args: argparse.Namespace) -> int:
     from quickstep.cli.session import opened
     from quickstep.server.options import RequestLimits, ServerOptions
     from quickstep.server.run import bind, serve
+    from quickstep.server.surface import check_names
 
     options = ServerOptions(
         served_model_names=tuple(args.served_model_name),
         limits=RequestLimits(body_bytes=args.max_body_bytes),
         drain_s=args.drain_timeout_s,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
     )
+    check_names(options)
     with bind(args.host, args.port) as sock:
         _LOG.info("loading %s", config.load.model)
         engine = opened(config, show_memory=True)

@@ -9,7 +9,9 @@ that Hugging Face's templates rely on (`tojson` without HTML escapes, `raise_exc
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quickstep.engine.tokenizer import read_json
+from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import ConfigError, RequestError
 
 __all__ = ["ChatTemplate", "Message", "find_templates"]
@@ -28,6 +31,28 @@ __all__ = ["ChatTemplate", "Message", "find_templates"]
 Message = Mapping[str, Any]
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+
+
+_TESTS_NONE = re.compile(r"\bcontent['\"]?\]?\s+is\s+(?:not\s+)?none\b")
+
+
+class _Arguments(dict[str, Any]):
+    """A call's arguments as templates want them: most read an object, DeepSeek's add the JSON text
+    to a string, others print it. The text is the model's own, so that its tokens come back.
+    """
+
+    def __init__(self, members: Mapping[str, Any], text: str) -> None:
+        super().__init__(members)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -55,6 +80,8 @@ class ChatTemplate:
         now: Callable[[], datetime],
     ) -> None:
         environment = _environment(now)
+        self._formats = _formats(templates)
+        self._empty_content = None if any(map(_TESTS_NONE.search, templates.values())) else ""
         self._special_tokens = dict(special_tokens)
         try:
             self._templates = {
@@ -70,6 +97,11 @@ class ChatTemplate:
         """The templates of the checkpoint directory `path`; None if it has none."""
         templates = find_templates(path)
         return cls(templates, special_tokens, now) if templates else None
+
+    @property
+    def formats(self) -> OutputFormats:
+        """How a model with this template writes calls and reasoning."""
+        return self._formats
 
     def render(
         self,
@@ -95,7 +127,7 @@ class ChatTemplate:
             **self._special_tokens,
             "documents": None,
             **(extra or {}),
-            "messages": [_plain_message(message) for message in messages],
+            "messages": [_plain_message(message, self._empty_content) for message in messages],
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -117,6 +149,13 @@ class ChatTemplate:
             "render the conversation yourself and send it as a completion",
             param="messages",
         )
+
+
+def _formats(templates: Mapping[str, str]) -> OutputFormats:
+    """Of the templates that `render` takes with and without tools."""
+    plain = templates.get("default", "")
+    with_tools = formats_of(templates.get("tool_use", plain))
+    return replace(with_tools, reasoning=with_tools.reasoning or formats_of(plain).reasoning)
 
 
 def find_templates(path: Path) -> dict[str, str]:
@@ -180,8 +219,12 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _plain_message(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: text content, tool arguments as an object."""
+def _plain_message(message: Message, empty_content: str | None) -> dict[str, Any]:
+    """A message as templates expect it: text content, tool arguments as an object.
+
+    `empty_content` stands beside calls without content: templates that test it want None, others
+    take it as text.
+    """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError("every message needs a role, such as `user`", param="messages")
     plain = dict(message)
@@ -189,6 +232,7 @@ def _plain_message(message: Message) -> dict[str, Any]:
     if isinstance(content, (list, tuple)):
         plain["content"] = "\n".join(_part_text(part) for part in content)
     if plain.get("tool_calls"):
+        plain["content"] = plain.get("content") or empty_content
         plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
     return plain
 
@@ -210,10 +254,21 @@ def _plain_tool_call(call: Any) -> Any:
         return call
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
-            raise RequestError(
-                f"the arguments of a tool call are not JSON: {error}", param="messages"
-            ) from error
+        text = function["arguments"].strip() or "{}"
+        function["arguments"] = _Arguments(_json_object(text), text)
     return {**call, "function": function}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f"the arguments of a tool call are not JSON: {error}", param="messages"
+        ) from error
+    if not isinstance(value, dict):
+        raise RequestError(
+            f"the arguments of a tool call are a JSON {type(value).__name__}, not an object",
+            param="messages",
+        )
+    return value

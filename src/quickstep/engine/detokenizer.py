@@ -9,7 +9,7 @@ library's `DecodeStream(ids=prompt)` can). One per sequence, owned by the engine
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from quickstep.engine.tokenizer import DecoderKind, Tokenizer
 
@@ -21,13 +21,19 @@ class Detokenizer:
 
     `at_text_start` says that no text stands before the first token: some vocabularies
     (SentencePiece) drop the space of a text's first word, which a continuation must keep.
+    `shown_special` are special tokens that are not skipped.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, at_text_start: bool = False
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        at_text_start: bool = False,
+        shown_special: Iterable[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._shown_special = frozenset(shown_special)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._in_bytes = tokenizer.kind is DecoderKind.BYTES
         self._at_start = at_text_start
@@ -37,7 +43,7 @@ class Detokenizer:
         """The text that became certain with these tokens; may be empty."""
         shown = token_ids
         if self._skip_special_tokens:
-            shown = [i for i in token_ids if not self._tokenizer.is_special(i)]
+            shown = [i for i in token_ids if self._is_shown(i)]
         if self._in_bytes:
             return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, shown)))
         return "".join(map(self._feed_piece, shown))
@@ -47,6 +53,9 @@ class Detokenizer:
         if self._in_bytes:
             return self._utf8.decode(b"", final=True)
         return self._end_byte_run()
+
+    def _is_shown(self, token_id: int) -> bool:
+        return token_id in self._shown_special or not self._tokenizer.is_special(token_id)
 
     def _feed_piece(self, token_id: int) -> str:
         """A run of fallback bytes is decoded as a whole: one bad byte spoils all of it there."""

@@ -22,7 +22,12 @@ class OutputText:
     """The growing text of one sequence, owned by the engine."""
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, at_text_start: bool) -> None:
-        self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens, at_text_start)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            sampling.skip_special_tokens,
+            at_text_start,
+            sampling.shown_special_token_ids,
+        )
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._watching = bool(sampling.stop)
         self._show_stop_token = sampling.include_stop_str_in_output

@@ -19,7 +19,7 @@ from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.probes import Probes
 from quickstep.server.routes import GeneratingRoute
-from quickstep.server.surface import Served
+from quickstep.server.surface import Served, output_formats
 from quickstep.server.traffic_log import watch
 
 __all__ = ["create_app"]
@@ -29,7 +29,7 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
     """The app. Its lifespan starts the engine and, at the end, stops it."""
     options = options or ServerOptions()
     names = options.served_model_names or (engine.model_name,)
-    served = Served(engine, names, options.limits)
+    served = Served(engine, names, options.limits, output_formats(engine, options))
     metrics = Metrics(engine, names[0])
     probes = Probes(served, metrics, options.stall_s)
     chat = GeneratingRoute(Chat(), served, metrics)

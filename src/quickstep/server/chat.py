@@ -7,10 +7,14 @@ from typing import Any
 
 import msgspec
 
-from quickstep.engine.stream import Delta
 from quickstep.errors import RequestError
-from quickstep.server.engine_face import Vocabulary
-from quickstep.server.generation import ChatPrompt, Choice, GenerationRequest
+from quickstep.server.chat_message import ChatRendering
+from quickstep.server.generation import (
+    ChatPrompt,
+    Generation,
+    GenerationRequest,
+    OutputReading,
+)
 from quickstep.server.options import RequestLimits
 from quickstep.server.refused import CHAT_REFUSED, refuse
 from quickstep.server.sampling import bounded, label, sampling_params
@@ -30,7 +34,7 @@ from quickstep.server.schemas import (
     decode,
 )
 from quickstep.server.surface import Served, stream_flags
-from quickstep.types import TokenLogprobs
+from quickstep.server.tools import offered_tools
 
 __all__ = ["Chat"]
 
@@ -53,8 +57,14 @@ class Chat:
         if not fields.messages:
             raise RequestError("messages is an empty list", param="messages")
         messages = tuple(_message(place, item) for place, item in enumerate(fields.messages))
+        _check_history(messages, served)
+        tools = offered_tools(fields, served)
+        output = _output(fields, served, bool(tools))
         max_tokens, max_tokens_name = _max_tokens(fields)
-        own: dict[str, Any] = {"logprobs": _num_logprobs(fields, served.limits)}
+        own: dict[str, Any] = {
+            "logprobs": _num_logprobs(fields, served.limits),
+            "shown_special_token_ids": _markers(output, served),
+        }
         if max_tokens is not None or "max_tokens" not in served.engine.default_sampling:
             own["max_tokens"] = max_tokens
         sampling = sampling_params(
@@ -65,8 +75,9 @@ class Chat:
         )
         prompt = ChatPrompt(
             messages,
-            num_chars=sum(len(str(message.get("content"))) for message in messages),
+            num_chars=len(body),
             add_generation_prompt=fields.add_generation_prompt is not False,
+            tools=tools,
             extra=fields.chat_template_kwargs or {},
         )
         return GenerationRequest(
@@ -76,13 +87,33 @@ class Chat:
             priority=fields.priority or 0,
             tenant=_tenant(fields, served.limits),
             cache_salt=label("cache_salt", fields.cache_salt, served.limits),
+            output=output,
             echoed=_echoed(fields, served.limits),
             **stream_flags(fields),
         )
 
-    def rendering(self, request: GenerationRequest, served: Served) -> ChatRendering:
+    def rendering(self, generation: Generation, served: Served) -> ChatRendering:
         """The renderer of one request."""
-        return ChatRendering(served.engine.tokenizer, request.sampling.logprobs is not None)
+        return ChatRendering(generation, served.engine.tokenizer)
+
+
+def _output(fields: ChatRequest, served: Served, with_tools: bool) -> OutputReading | None:
+    """What to read out of the text; a call is one only if tools were offered."""
+    tool_calls = served.formats.tool_calls if with_tools else None
+    reasoning = served.formats.reasoning
+    if tool_calls is None and reasoning is None:
+        return None
+    return OutputReading(tool_calls, reasoning, one_call=fields.parallel_tool_calls is False)
+
+
+def _markers(output: OutputReading | None, served: Served) -> tuple[int, ...]:
+    """The formats' markers that are tokens, so that none of them is skipped as special."""
+    if output is None:
+        return ()
+    formats = (output.tool_calls, output.reasoning)
+    texts = [marker for known in formats if known is not None for marker in known.markers]
+    ids = map(served.engine.tokenizer.token_id, texts)
+    return tuple(token_id for token_id in ids if token_id is not None)
 
 
 def _max_tokens(fields: ChatRequest) -> tuple[int | None, str]:
@@ -148,6 +179,18 @@ def _message(place: int, message: Message) -> Mapping[str, Any]:
             )
 
 
+def _check_history(messages: Sequence[Mapping[str, Any]], served: Served) -> None:
+    """Earlier calls must not vanish: the template has to write them."""
+    for place, message in enumerate(messages):
+        if "tool_calls" in message and not served.formats.renders_calls:
+            path = f"messages[{place}].tool_calls"
+            name = served.engine.model_name
+            raise RequestError(
+                f"{path} is not supported: the chat template of {name} does not show calls",
+                param=path,
+            )
+
+
 def _plain(role: str, content: Content, name: str | None, path: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role, "content": _text(content, f"{path}.content")}
     if name is not None:
@@ -162,6 +205,8 @@ def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
     if message.content is None and not message.tool_calls:
         raise RequestError(f"{path}.content is missing", param=f"{path}.content")
     plain = _plain("assistant", message.content or "", message.name, path)
+    if message.content is None:
+        plain["content"] = None
     if message.tool_calls:
         plain["tool_calls"] = [
             _tool_call(call, f"{path}.tool_calls[{index}]")
@@ -169,17 +214,19 @@ def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
         ]
     if message.reasoning_content is not None:
         plain["reasoning_content"] = message.reasoning_content
+        if not plain["content"]:  # gpt-oss's name of it, beside calls only
+            plain["thinking"] = message.reasoning_content
     return plain
 
 
 def _tool_call(call: ToolCall, path: str) -> dict[str, Any]:
-    """A call with its arguments as an object, which is what templates expect."""
+    """A call; its arguments stay the text that the model wrote, once it is known to be JSON."""
     try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+        msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
         place = f"{path}.function.arguments"
         raise RequestError(f"{place} is not the JSON text of an object", param=place) from None
-    function = {"name": call.function.name, "arguments": arguments}
+    function = {"name": call.function.name, "arguments": call.function.arguments}
     return {"id": call.id, "type": call.type, "function": function}
 
 
@@ -197,49 +244,3 @@ def _text(content: Content, path: str) -> str:
             place = f"{path}[{index}]"
             raise RequestError(f"{place} is of type {kind}, the model reads text only", param=place)
     return "\n".join(texts)
-
-
-class ChatRendering:
-    """Choices as `{"message", "logprobs"}`, in a stream as `{"delta", "logprobs"}`."""
-
-    def __init__(self, tokenizer: Vocabulary, with_logprobs: bool) -> None:
-        self._tokenizer = tokenizer
-        self._with_logprobs = with_logprobs
-
-    def opening(self) -> Mapping[str, Any]:
-        """The role, before any content."""
-        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
-
-    def news(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
-        """New content, with the new tokens' logprobs."""
-        if not delta.text and not (self._with_logprobs and delta.token_ids):
-            return None
-        return {"delta": {"content": delta.text}, "logprobs": self._listed(delta.logprobs)}
-
-    def ending(self) -> dict[str, Any]:
-        """No content."""
-        return {"delta": {}, "logprobs": None}
-
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        """The whole message."""
-        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
-        return {"message": message, "logprobs": self._listed(choice.logprobs)}
-
-    def _listed(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        if not self._with_logprobs:
-            return None
-        content = [
-            {
-                **self._entry(item.token_id, item.logprob),
-                "top_logprobs": [self._entry(token_id, value) for token_id, value in item.top],
-            }
-            for item in logprobs
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._tokenizer.decode([token_id], skip_special_tokens=False),
-            "logprob": logprob,
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-        }

@@ -10,6 +10,7 @@ from quickstep.errors import RequestError
 from quickstep.server.engine_face import Vocabulary
 from quickstep.server.generation import (
     Choice,
+    Generation,
     GenerationRequest,
     TextPrompt,
     TokenPrompt,
@@ -56,9 +57,10 @@ class Completions:
             **stream_flags(fields),
         )
 
-    def rendering(self, request: GenerationRequest, served: Served) -> CompletionRendering:
+    def rendering(self, generation: Generation, served: Served) -> CompletionRendering:
         """The renderer of one request."""
-        return CompletionRendering(served.engine.tokenizer, request.sampling.logprobs is not None)
+        with_logprobs = generation.request.sampling.logprobs is not None
+        return CompletionRendering(served.engine.tokenizer, with_logprobs)
 
 
 def _prompts(fields: CompletionRequest, served: Served) -> tuple[TextPrompt | TokenPrompt, ...]:
@@ -113,6 +115,10 @@ class CompletionRendering:
     def whole(self, choice: Choice) -> dict[str, Any]:
         """The whole text."""
         return self._choice(choice.index, "".join(choice.text), choice.logprobs)
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        """In OpenAI's words."""
+        return choice.finish_reason.openai if choice.finish_reason else None
 
     def _choice(self, index: int, text: str, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         listed = self._listed(index, logprobs) if self._with_logprobs else None

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.stream import Delta
+from quickstep.engine.tool_calls.formats import OutputFormats
 from quickstep.types import SamplingParams
 
 __all__ = ["ServedEngine", "Template", "TokenStream", "Vocabulary"]
@@ -45,6 +46,9 @@ class Vocabulary(Protocol):
     def vocab_size(self) -> int:
         """Token ids are below this."""
 
+    def token_id(self, text: str) -> int | None:
+        """The token that is exactly `text`."""
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
 
@@ -57,6 +61,10 @@ class Vocabulary(Protocol):
 
 class Template(Protocol):
     """A chat template."""
+
+    @property
+    def formats(self) -> OutputFormats:
+        """How a model with this template writes calls and reasoning."""
 
     def render(
         self,

@@ -17,6 +17,7 @@ from typing import Any
 
 from quickstep.core.sequence import sequence_seed
 from quickstep.engine.stream import Delta
+from quickstep.engine.tool_calls.formats import ReasoningFormat, ToolCallFormat
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_errors import GenerationFailed
 from quickstep.server.engine_face import ServedEngine, TokenStream
@@ -28,6 +29,7 @@ __all__ = [
     "ChoiceDelta",
     "Generation",
     "GenerationRequest",
+    "OutputReading",
     "TextPrompt",
     "TokenPrompt",
     "Usage",
@@ -61,10 +63,20 @@ class ChatPrompt:
     messages: tuple[Mapping[str, Any], ...]
     num_chars: int
     add_generation_prompt: bool = True
+    tools: tuple[Mapping[str, Any], ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class OutputReading:
+    """The formats to look for in a message. `one_call`: further calls are dropped."""
+
+    tool_calls: ToolCallFormat | None
+    reasoning: ReasoningFormat | None
+    one_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +85,7 @@ class GenerationRequest:
 
     Attributes:
         model: The name to answer with.
+        output: What to read out of the text beside content; None for nothing.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
         tenant: Whom the work is accounted to.
         include_usage: One usage chunk ends the stream.
@@ -88,6 +101,7 @@ class GenerationRequest:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    output: OutputReading | None = None
     echoed: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -165,6 +179,10 @@ class Generation:
     def num_prompt_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(len(stream.prompt_token_ids) for stream in self._streams)
+
+    def prompt_token_ids(self, choice: Choice) -> Sequence[int]:
+        """The prompt that a choice continues."""
+        return self._streams[choice.index // self._n].prompt_token_ids
 
     @property
     def usage(self) -> Usage:
@@ -271,7 +289,7 @@ def _encode(engine: ServedEngine, prompt: TextPrompt | ChatPrompt) -> Sequence[i
         )
     text = template.render(
         prompt.messages,
-        tools=None,
+        tools=prompt.tools,
         add_generation_prompt=prompt.add_generation_prompt,
         extra=prompt.extra,
     )

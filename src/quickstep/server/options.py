@@ -25,6 +25,7 @@ class RequestLimits:
         logit_bias: Entries of `logit_bias`.
         logprobs: Alternatives per token.
         label_chars: Characters of `user`, `cache_salt` and the other labels, which logs keep.
+        tools: Functions that a request may offer to the model.
         metadata: Entries of `metadata`; keys have at most 64 and values at most 512 characters.
     """
 
@@ -37,6 +38,7 @@ class RequestLimits:
     logit_bias: int = 1024
     logprobs: int = 20
     label_chars: int = 512
+    tools: int = 128
     metadata: int = 16
 
 
@@ -50,9 +52,14 @@ class ServerOptions:
         limits: Bounds on one request.
         stall_s: `/health` fails when work is pending and no step has finished for this long.
         drain_s: How long SIGTERM lets running requests go on before they are ended.
+        tool_call_parser: Name of the format of tool calls, `none` for no tools; None takes what
+            the chat template tells.
+        reasoning_parser: The same for reasoning.
     """
 
     served_model_names: tuple[str, ...] = ()
     limits: RequestLimits = field(default_factory=RequestLimits)
     stall_s: float = 60.0
     drain_s: float = 30.0
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None

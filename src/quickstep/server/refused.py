@@ -1,7 +1,7 @@
 """Fields that OpenAI knows and this server does not do: what passes as "no effect", and why.
 
-A refused field passes only with a value that asks for nothing (`tools: []`, `store: false`);
-anything else is a 400 that names it. The reference page of the API is printed from these tables.
+A refused field passes only with a value that asks for nothing (`store: false`); anything else is a
+400 that names it. The reference page of the API is printed from these tables.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ COMPLETION_REFUSED: Mapping[str, Refusal] = MappingProxyType(
 CHAT_REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
         "audio": Refusal((), "the model gives text only"),
-        "function_call": Refusal(("none",), "tools are not supported"),
-        "functions": Refusal(([],), "tools are not supported"),
+        "function_call": Refusal(("none",), "it is deprecated; send tool_choice"),
+        "functions": Refusal(([],), "it is deprecated; send tools"),
         "modalities": Refusal((["text"],), "the model gives text only"),
         "moderation": Refusal((), "there is no moderation model"),
-        "parallel_tool_calls": Refusal((True,), "tools are not supported"),
         "prediction": Refusal((), "predicted outputs are not supported"),
         "prompt_cache_options": Refusal((), "prefixes are cached without a lifetime"),
         "prompt_cache_retention": Refusal(("in_memory",), "prefixes are cached in memory only"),
@@ -54,8 +53,6 @@ CHAT_REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "response_format": Refusal(({"type": "text"},), "structured output is not supported"),
         "service_tier": Refusal(("auto", "default"), "there is one service tier"),
         "store": Refusal((False,), "completions are not stored"),
-        "tool_choice": Refusal(("none",), "tools are not supported"),
-        "tools": Refusal(([],), "tools are not supported"),
         "verbosity": Refusal(("medium",), "the model has no verbosity setting"),
         "web_search_options": Refusal((), "the server makes no outbound requests"),
     }

@@ -66,7 +66,7 @@ class _Answer:
             {
                 "index": choice.index,
                 **self.rendering.whole(choice),
-                "finish_reason": choice.finish_reason.openai if choice.finish_reason else None,
+                "finish_reason": self.rendering.finish_reason(choice),
                 "seed": choice.seed,
             }
             for choice in generation.choices
@@ -107,7 +107,7 @@ class GeneratingRoute:
         return _Answer(
             surface=self._surface,
             generation=generation,
-            rendering=self._surface.rendering(request, self._served),
+            rendering=self._surface.rendering(generation, self._served),
             meter=meter,
             response_id=self._surface.id_prefix + uuid.uuid4().hex,
             created=int(time.time()),
@@ -200,9 +200,9 @@ def _words(rendering: Rendering, generation: Generation, item: ChoiceDelta) -> l
     news = rendering.news(choice, item.delta)
     if news is not None:
         words.append({"index": choice.index, **news, "finish_reason": None})
-    reason = item.delta.finish_reason
-    if reason is not None:
-        ending = {**rendering.ending(), "finish_reason": reason.openai, "seed": choice.seed}
+    if item.delta.finish_reason is not None:
+        reason = rendering.finish_reason(choice)
+        ending = {**rendering.ending(), "finish_reason": reason, "seed": choice.seed}
         words.append({"index": choice.index, **ending})
     return words
 

@@ -20,8 +20,10 @@ __all__ = [
     "AssistantMessage",
     "ChatRequest",
     "CompletionRequest",
+    "CustomTool",
     "DeveloperMessage",
     "FunctionMessage",
+    "FunctionTool",
     "MediaPart",
     "Message",
     "RefusalPart",
@@ -198,6 +200,28 @@ Message = (
 )
 
 
+class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A function that the model may call; `parameters` is the JSON schema of an object."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="function"):
+    """A tool of the one kind that there is."""
+
+    function: FunctionSpec
+
+
+class CustomTool(msgspec.Struct, frozen=True, tag="custom"):
+    """A tool with free text as input: known, so that it is refused in words."""
+
+
+Tool = FunctionTool | CustomTool
+
+
 class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/chat/completions`."""
 
@@ -210,12 +234,14 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, froz
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     audio: Any = None
     function_call: Any = None
     functions: Any = None
     modalities: Any = None
     moderation: Any = None
-    parallel_tool_calls: Any = None
     prediction: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
@@ -223,8 +249,6 @@ class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, froz
     response_format: Any = None
     service_tier: Any = None
     store: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 

@@ -7,27 +7,31 @@ A `Rendering` belongs to one request, since some fields (`text_offset`) count al
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from quickstep.engine.stream import Delta
+from quickstep.engine.tool_calls.formats import OutputFormats, reasoning_format, tool_call_format
 from quickstep.errors import RequestError
 from quickstep.server.api_errors import RouteNotFound
 from quickstep.server.engine_face import ServedEngine
-from quickstep.server.generation import Choice, GenerationRequest
-from quickstep.server.options import RequestLimits
+from quickstep.server.generation import Choice, Generation, GenerationRequest
+from quickstep.server.options import RequestLimits, ServerOptions
 from quickstep.server.schemas import SamplingFields
 
-__all__ = ["Rendering", "Served", "Surface", "stream_flags"]
+__all__ = ["Rendering", "Served", "Surface", "check_names", "output_formats", "stream_flags"]
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What an adapter may look at: the engine's facts, the names it goes by, the limits."""
+    """What an adapter may look at: the engine's facts, the names it goes by, the limits, and how
+    the model writes calls and reasoning.
+    """
 
     engine: ServedEngine
     names: tuple[str, ...]
     limits: RequestLimits
+    formats: OutputFormats
 
     def model(self, name: str | None) -> str:
         """The name to answer with. Raises RequestError 404 for a model that is not served."""
@@ -57,6 +61,9 @@ class Rendering(Protocol):
     def whole(self, choice: Choice) -> dict[str, Any]:
         """A finished choice, without `index` and `finish_reason`."""
 
+    def finish_reason(self, choice: Choice) -> str | None:
+        """Why the choice ended, once its end has been rendered."""
+
 
 class Surface(Protocol):
     """One of OpenAI's generating routes."""
@@ -76,8 +83,28 @@ class Surface(Protocol):
     def parse(self, body: bytes, served: Served) -> GenerationRequest:
         """Validate. Raises RequestError."""
 
-    def rendering(self, request: GenerationRequest, served: Served) -> Rendering:
+    def rendering(self, generation: Generation, served: Served) -> Rendering:
         """The renderer of one request."""
+
+
+def output_formats(engine: ServedEngine, options: ServerOptions) -> OutputFormats:
+    """What the operator set, else what the chat template tells. Raises ConfigError."""
+    template = engine.chat_template
+    return _chosen(OutputFormats() if template is None else template.formats, options)
+
+
+def check_names(options: ServerOptions) -> None:
+    """Raise ConfigError for a format that does not exist, before a model is loaded."""
+    _chosen(OutputFormats(), options)
+
+
+def _chosen(told: OutputFormats, options: ServerOptions) -> OutputFormats:
+    calls, reasoning = options.tool_call_parser, options.reasoning_parser
+    return replace(
+        told,
+        tool_calls=told.tool_calls if calls is None else tool_call_format(calls),
+        reasoning=told.reasoning if reasoning is None else reasoning_format(reasoning),
+    )
 
 
 def stream_flags(fields: SamplingFields) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""DeepSeek: calls between markers of their own, `｜` and `▁` being no ASCII.
+
+V3 and R1 fence the arguments; V3.1 does not and leaves the kind out:
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
+    ```json
+    {...}
+    ```<｜tool▁call▁end｜> ... <｜tool▁calls▁end｜>
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜> ...
+"""
+
+from __future__ import annotations
+
+import re
+
+from quickstep.engine.tool_calls.json_text import json_object, known_name
+from quickstep.engine.tool_calls.message_delta import FunctionCall
+from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
+
+__all__ = ["DEEPSEEK_MARKERS", "deepseek"]
+
+_BAR = "\uff5c"  # a bar of full width
+_CALLS, _CALLS_END = f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁calls▁end{_BAR}>"
+_CALL, _CALL_END = f"<{_BAR}tool▁call▁begin{_BAR}>", f"<{_BAR}tool▁call▁end{_BAR}>"
+_SEPARATOR = f"<{_BAR}tool▁sep{_BAR}>"
+DEEPSEEK_MARKERS = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
+_OPENING = Markers(_CALLS, _CALL)
+_NAME_CHARS = re.compile(r"[^<\s`{}]++")
+
+
+def deepseek(reader: Reader) -> Parsing[None]:
+    """The grammar of a message."""
+    while (marker := (yield from reader.content_until(_OPENING))) is not None:
+        more = yield from reader.attempt(_call(reader, opened=marker == _CALL))
+        while more:
+            yield from reader.space()
+            if (yield from reader.literal(_CALLS_END)):
+                reader.accept(())
+                break
+            if not (yield from reader.literal(_CALL)):
+                reader.reject()
+                break
+            more = yield from reader.attempt(_call(reader, opened=True))
+
+
+def _call(reader: Reader, opened: bool) -> Parsing[list[FunctionCall]]:
+    yield from reader.space()
+    if not opened:
+        yield from reader.expect(_CALL)
+    name = yield from reader.span(_NAME_CHARS)
+    yield from reader.expect(_SEPARATOR)
+    yield from reader.space()
+    fenced = (yield from reader.peek()) != "{"
+    if fenced:
+        name = yield from reader.span(_NAME_CHARS)
+        yield from reader.space()
+        fenced = yield from reader.literal("```")
+        yield from reader.literal("json")
+        yield from reader.space()
+    arguments = yield from json_object(reader)
+    yield from reader.space()
+    if fenced:
+        yield from reader.literal("```")
+        yield from reader.space()
+    if not (yield from reader.literal(_CALL_END)) and (yield from reader.peek()):
+        raise Malformed
+    return [FunctionCall(known_name(name), arguments)]

@@ -1,0 +1,195 @@
+"""The formats by name, and which ones a chat template speaks.
+
+`formats_of` reads the template's text: a format's markers stand in it, since the template has to
+write earlier calls the way the model does. `--tool-call-parser` and `--reasoning-parser` override
+the choice with a name (vLLM's names are known as well), or with `none`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeVar
+
+from quickstep.engine.tool_calls.deepseek import DEEPSEEK_MARKERS, deepseek
+from quickstep.engine.tool_calls.granite import GRANITE_MARKERS, granite
+from quickstep.engine.tool_calls.harmony import HARMONY_MARKERS, harmony
+from quickstep.engine.tool_calls.hermes import HERMES_MARKERS, hermes
+from quickstep.engine.tool_calls.llama import LLAMA_MARKERS, llama3_json
+from quickstep.engine.tool_calls.mistral import MISTRAL_MARKERS, mistral
+from quickstep.engine.tool_calls.pythonic import PYTHONIC_MARKERS, pythonic
+from quickstep.engine.tool_calls.reader import Grammar, Markers, Parsing, Reader
+from quickstep.engine.tool_calls.think import think
+from quickstep.errors import ConfigError
+
+__all__ = [
+    "REASONING_FORMATS",
+    "TOOL_CALL_FORMATS",
+    "OutputFormats",
+    "ReasoningFormat",
+    "ToolCallFormat",
+    "formats_of",
+    "message_grammar",
+    "reasoning_format",
+    "tool_call_format",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallFormat:
+    """How a model writes calls.
+
+    Attributes:
+        markers: Texts of it that may be special tokens, which the output then has to keep.
+        short_ids: Templates of this family take call ids of nine letters and digits only.
+    """
+
+    name: str
+    grammar: Grammar
+    markers: tuple[str, ...]
+    short_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a model sets its reasoning apart; harmony has markers of its own instead of a pair."""
+
+    name: str
+    opening: str
+    closing: str
+    markers: tuple[str, ...]
+
+
+def _harmony_with_tools(reader: Reader) -> Parsing[None]:
+    yield from harmony(reader, with_tools=True)
+
+
+_Format = TypeVar("_Format")
+_HARMONY = "harmony"
+TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = MappingProxyType(
+    {
+        known.name: known
+        for known in (
+            ToolCallFormat("hermes", hermes, HERMES_MARKERS),
+            ToolCallFormat("llama3_json", llama3_json, LLAMA_MARKERS),
+            ToolCallFormat("pythonic", pythonic, PYTHONIC_MARKERS),
+            ToolCallFormat("mistral", mistral, MISTRAL_MARKERS, short_ids=True),
+            ToolCallFormat("deepseek_v3", deepseek, DEEPSEEK_MARKERS),
+            ToolCallFormat("granite", granite, GRANITE_MARKERS),
+            ToolCallFormat(_HARMONY, _harmony_with_tools, HARMONY_MARKERS),
+        )
+    }
+)
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
+    {
+        "think": ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>")),
+        "mistral": ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
+        _HARMONY: ReasoningFormat(_HARMONY, "", "", HARMONY_MARKERS),
+    }
+)
+# vLLM's names of the same formats
+_OTHER_NAMES = {
+    "qwen25": "hermes",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "deepseek_v31": "deepseek_v3",
+    "deepseek_r1": "think",
+    "qwen3": "think",
+    "openai": _HARMONY,
+    "openai_gptoss": _HARMONY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormats:
+    """What to look for in a model's output; None for nothing.
+
+    `renders_tools` says that the template shows tools to the model, `renders_calls` that it shows
+    the calls of earlier messages.
+    """
+
+    tool_calls: ToolCallFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    renders_tools: bool = False
+    renders_calls: bool = False
+
+
+# in this order: the first whose text stands in the template
+_TOOL_CALL_SIGNS = (
+    ("<|channel|>commentary", _HARMONY),
+    ("tool▁call▁begin", "deepseek_v3"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_call>", "hermes"),
+    ("[func_name1(", "pythonic"),
+    ('"parameters": dictionary of argument', "llama3_json"),
+    ("<|python_tag|>", "llama3_json"),
+    ("<|python_start|>", "pythonic"),
+)
+# formats with the same tag and other contents (Qwen3-Coder, GLM)
+_NOT_HERMES = ("<function=", "<arg_key>")
+_REASONING_SIGNS = (
+    ("<|channel|>analysis", _HARMONY),
+    ("[THINK]", "mistral"),
+    ("</think>", "think"),
+)
+_READS_TOOLS = re.compile(r"\{[{%](?:(?![%}]\}).)*\btools\b", re.DOTALL)
+
+
+def formats_of(template: str) -> OutputFormats:
+    """The formats that a chat template's text speaks."""
+    tool_calls = _first_sign(template, _TOOL_CALL_SIGNS)
+    if tool_calls == "hermes" and any(sign in template for sign in _NOT_HERMES):
+        tool_calls = None
+    reasoning = _first_sign(template, _REASONING_SIGNS)
+    return OutputFormats(
+        TOOL_CALL_FORMATS[tool_calls] if tool_calls else None,
+        REASONING_FORMATS[reasoning] if reasoning else None,
+        renders_tools=_READS_TOOLS.search(template) is not None,
+        renders_calls="tool_calls" in template,
+    )
+
+
+def tool_call_format(name: str) -> ToolCallFormat | None:
+    """The format of that name, None for `none`. Raises ConfigError."""
+    return None if name == "none" else _named(name, TOOL_CALL_FORMATS, "--tool-call-parser")
+
+
+def reasoning_format(name: str) -> ReasoningFormat | None:
+    """The format of that name, None for `none`. Raises ConfigError."""
+    return None if name == "none" else _named(name, REASONING_FORMATS, "--reasoning-parser")
+
+
+def message_grammar(
+    tool_calls: ToolCallFormat | None, reasoning: ReasoningFormat | None, inside_reasoning: bool
+) -> Grammar:
+    """The grammar of a message: its reasoning, then its calls.
+
+    `inside_reasoning`: the prompt has opened the reasoning. Harmony is one grammar for both.
+    """
+    if _HARMONY in (tool_calls and tool_calls.name, reasoning and reasoning.name):
+        with_tools = tool_calls is not None
+        return lambda reader: harmony(reader, with_tools)
+    if reasoning is None:
+        return tool_calls.grammar if tool_calls else Reader.content_to_end
+    opening, closing = reasoning.opening, Markers(reasoning.closing)
+
+    def grammar(reader: Reader) -> Parsing[None]:
+        yield from think(reader, opening, closing, inside_reasoning)
+        yield from tool_calls.grammar(reader) if tool_calls else reader.content_to_end()
+
+    return grammar
+
+
+def _first_sign(template: str, signs: tuple[tuple[str, str], ...]) -> str | None:
+    return next((name for sign, name in signs if sign in template), None)
+
+
+def _named(name: str, formats: Mapping[str, _Format], flag: str) -> _Format:
+    known = formats.get(_OTHER_NAMES.get(name, name))
+    if known is None:
+        names = ", ".join([*formats, "none"])
+        raise ConfigError(f"{flag} is {name!r}; known are {names}")
+    return known

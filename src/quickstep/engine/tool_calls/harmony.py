@@ -1,0 +1,106 @@
+"""gpt-oss's harmony: a message is a series of parts, each with a header and a body.
+
+    <|channel|>analysis<|message|>REASONING<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}
+    <|start|>assistant<|channel|>final<|message|>CONTENT
+
+The prompt ends in `<|start|>assistant`, so the output starts inside a header; `<|call|>` and
+`<|return|>` are end tokens, hence usually absent. The recipient may stand before the channel.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from quickstep.engine.tool_calls.json_text import json_object, known_name
+from quickstep.engine.tool_calls.message_delta import FunctionCall
+from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
+
+__all__ = ["HARMONY_MARKERS", "harmony"]
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_CONSTRAIN = "<|constrain|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY_MARKERS = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
+_OPENING = Markers(_START, _CHANNEL)
+_CLOSING = Markers(_START, _CHANNEL, *_ENDS)
+_HEADER_CHARS = re.compile(r"[^<\n]++")
+_RECIPIENT = "to="
+_FUNCTIONS = "functions."
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    channel: str
+    recipient: str
+
+
+def harmony(reader: Reader, with_tools: bool) -> Parsing[None]:
+    """The grammar of a message. Without tools a call is content."""
+    reader.reasoning.cut()
+    reader.content.cut()
+    yield from reader.space()
+    marker: str | None = None
+    if (yield from reader.literal(_RECIPIENT)):
+        marker = _RECIPIENT
+    else:
+        reader.reject()
+        marker = yield from reader.content_until(_OPENING)
+    while marker is not None:
+        marker = yield from _part(reader, marker, with_tools)
+
+
+def _part(reader: Reader, marker: str, with_tools: bool) -> Parsing[str | None]:
+    """Read a part from behind `marker`; the marker that the next one begins with, or None."""
+    section = reader.content
+    try:
+        header = yield from _header(reader, marker)
+        if header.recipient:
+            reader.accept([(yield from _call(reader, header.recipient, with_tools))])
+        else:
+            reader.drop()
+            section = reader.reasoning if header.channel == "analysis" else reader.content
+            section.break_line()
+    except Malformed:
+        reader.reject()
+    closing = yield from reader.text_until(section, _CLOSING)
+    if closing in _ENDS:
+        reader.drop()
+        reader.reasoning.cut()
+        reader.content.cut()
+        closing = yield from reader.content_until(_OPENING)
+    return closing
+
+
+def _header(reader: Reader, marker: str) -> Parsing[_Header]:
+    """Words and markers up to `<|message|>`. Raises Malformed."""
+    channel, recipient = "", ""
+    words = yield from reader.span(_HEADER_CHARS)
+    if marker == _RECIPIENT:
+        words = _RECIPIENT + words
+    while True:
+        for word in words.split():
+            if word.startswith(_RECIPIENT):
+                recipient = word.removeprefix(_RECIPIENT)
+            elif marker == _CHANNEL and not channel:
+                channel = word
+        if (yield from reader.literal(_MESSAGE)):
+            return _Header(channel, recipient)
+        if (yield from reader.literal(_CHANNEL)):
+            marker = _CHANNEL
+        else:
+            yield from reader.expect(_CONSTRAIN)
+            marker = _CONSTRAIN
+        words = yield from reader.span(_HEADER_CHARS)
+
+
+def _call(reader: Reader, recipient: str, with_tools: bool) -> Parsing[FunctionCall]:
+    if not with_tools or not recipient.startswith(_FUNCTIONS):
+        raise Malformed
+    yield from reader.space()
+    arguments = yield from json_object(reader)
+    yield from reader.space()
+    if (yield from reader.peek()) not in ("", "<"):
+        raise Malformed
+    return FunctionCall(known_name(recipient.removeprefix(_FUNCTIONS)), arguments)

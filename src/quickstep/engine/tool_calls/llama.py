@@ -1,0 +1,52 @@
+"""Llama 3's JSON: `{"name": ..., "parameters": {...}}`, alone or after `<|python_tag|>`.
+
+Without the tag the message begins with the call. Several calls follow each other, with or
+without `;`. An object with other members than a call's is an answer in JSON, hence content.
+"""
+
+from __future__ import annotations
+
+from quickstep.engine.tool_calls.json_text import call_of, json_members
+from quickstep.engine.tool_calls.message_delta import FunctionCall
+from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
+
+__all__ = ["LLAMA_MARKERS", "llama3_json"]
+
+_TAGS = ("<|python_tag|>", "<|python_start|>")
+LLAMA_MARKERS = (*_TAGS, "<|python_end|>")
+_OPENING = Markers(*_TAGS)
+_MEMBERS = frozenset({"name", "parameters", "arguments", "type", "id"})
+
+
+def llama3_json(reader: Reader) -> Parsing[None]:
+    """The grammar of a message."""
+    yield from reader.space()
+    if (yield from reader.peek()) == "{":
+        yield from _series(reader)
+    else:
+        reader.reject()
+    while (yield from reader.content_until(_OPENING)):
+        yield from _series(reader)
+
+
+def _series(reader: Reader) -> Parsing[None]:
+    more = yield from reader.attempt(_call(reader))
+    while more:
+        more = yield from reader.attempt(_next_call(reader))
+
+
+def _next_call(reader: Reader) -> Parsing[list[FunctionCall]]:
+    yield from reader.space()
+    yield from reader.literal(";")
+    yield from reader.space()
+    yield from reader.literal(_TAGS[0])
+    return (yield from _call(reader))
+
+
+def _call(reader: Reader) -> Parsing[list[FunctionCall]]:
+    yield from reader.space()
+    members = yield from json_members(reader, _MEMBERS)
+    if "parameters" not in members and "arguments" not in members:
+        raise Malformed
+    yield from reader.literal("<|python_end|>")
+    return [call_of(members)]

@@ -1,0 +1,212 @@
+"""Llama's pythonic calls: `[f(a=1), g(b="x", c=[True, None])]`, Python literals only.
+
+The list begins the message or stands after `<|python_start|>`, and counts as a whole. Arguments
+become JSON. Nothing is evaluated: literals are read here, character by character.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from quickstep.engine.tool_calls.message_delta import FunctionCall
+from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
+
+__all__ = ["PYTHONIC_MARKERS", "pythonic"]
+
+PYTHONIC_MARKERS = ("<|python_start|>", "<|python_end|>")
+_OPENING = Markers("<|python_start|>")
+_MAX_DEPTH = 64
+_NAME_CHARS = re.compile(r"[A-Za-z0-9_.-]++")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_KEYWORD_CHARS = re.compile(r"\w++")
+_NUMBER_CHARS = re.compile(r"[-+.0-9eE_]++")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_STRING_CHARS = {
+    '"': re.compile(r'(?:[^"\\\n]|\\.)++', re.DOTALL),
+    "'": re.compile(r"(?:[^'\\\n]|\\.)++", re.DOTALL),
+}
+_WORDS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+    "true": "true",
+    "false": "false",
+    "null": "null",
+}
+_ESCAPE = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(000[0-9a-fA-F]{5}|0010[0-9a-fA-F]{4})"
+    r"|([0-7]{1,3})|(.))",
+    re.DOTALL,
+)
+_PLAIN_ESCAPES = {
+    "\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n",
+    "r": "\r", "t": "\t", "v": "\v",
+}  # fmt: skip
+
+
+def pythonic(reader: Reader) -> Parsing[None]:
+    """The grammar of a message."""
+    yield from reader.space()
+    if (yield from reader.peek()) == "[":
+        yield from reader.attempt(_calls(reader))
+    else:
+        reader.reject()
+    while (yield from reader.content_until(_OPENING)):
+        yield from reader.attempt(_calls(reader))
+
+
+def _calls(reader: Reader) -> Parsing[list[FunctionCall]]:
+    calls: list[FunctionCall] = []
+
+    def call() -> Parsing[None]:
+        calls.append((yield from _call(reader)))
+
+    yield from reader.space()
+    yield from reader.expect("[")
+    yield from _series(reader, "]", call)
+    if not calls:
+        raise Malformed
+    yield from reader.literal("<|python_end|>")
+    return calls
+
+
+def _call(reader: Reader) -> Parsing[FunctionCall]:
+    name = yield from reader.span(_NAME_CHARS)
+    if not _NAME.fullmatch(name):
+        raise Malformed
+    yield from reader.expect("(")
+    arguments: dict[str, str] = {}
+
+    def argument() -> Parsing[None]:
+        keyword = yield from reader.span(_KEYWORD_CHARS)
+        if not keyword.isidentifier() or keyword in arguments:
+            raise Malformed
+        yield from reader.space()
+        yield from reader.expect("=")
+        yield from reader.space()
+        arguments[keyword] = yield from _json_of(reader, 0)
+
+    yield from _series(reader, ")", argument)
+    members = (f"{_json_string(keyword)}: {text}" for keyword, text in arguments.items())
+    return FunctionCall(name, "{" + ", ".join(members) + "}")
+
+
+def _series(reader: Reader, closing: str, item: Callable[[], Parsing[None]]) -> Parsing[None]:
+    """Items with commas between them, and maybe one behind, up to `closing`."""
+    yield from reader.space()
+    while not (yield from reader.literal(closing)):
+        yield from item()
+        yield from reader.space()
+        if not (yield from reader.literal(",")):
+            yield from reader.expect(closing)
+            return
+        yield from reader.space()
+
+
+def _json_of(reader: Reader, depth: int) -> Parsing[str]:
+    """The JSON text of a value."""
+    parts: list[str] = []
+    yield from _value(reader, depth, parts)
+    return "".join(parts)
+
+
+def _value(reader: Reader, depth: int, parts: list[str]) -> Parsing[None]:
+    """Append the JSON text of a value to `parts`."""
+    first = yield from reader.peek()
+    if not first or depth > _MAX_DEPTH:
+        raise Malformed
+    if first in _STRING_CHARS:
+        parts.append(_json_string((yield from _string(reader, first))))
+    elif first == "[":
+        yield from _list(reader, depth, parts)
+    elif first == "{":
+        yield from _dict(reader, depth, parts)
+    elif first in "-+.0123456789":
+        parts.append(_json_number((yield from reader.span(_NUMBER_CHARS))))
+    else:
+        word = _WORDS.get((yield from reader.span(_KEYWORD_CHARS)))
+        if word is None:
+            raise Malformed
+        parts.append(word)
+
+
+def _list(reader: Reader, depth: int, parts: list[str]) -> Parsing[None]:
+    reader.take()
+    comma = "["
+
+    def item() -> Parsing[None]:
+        nonlocal comma
+        parts.append(comma)
+        comma = ", "
+        yield from _value(reader, depth + 1, parts)
+
+    yield from _series(reader, "]", item)
+    parts.append("[]" if comma == "[" else "]")
+
+
+def _dict(reader: Reader, depth: int, parts: list[str]) -> Parsing[None]:
+    reader.take()
+    comma = "{"
+
+    def item() -> Parsing[None]:
+        nonlocal comma
+        quote = yield from reader.peek()
+        if quote not in _STRING_CHARS:
+            raise Malformed
+        key = _json_string((yield from _string(reader, quote)))
+        yield from reader.space()
+        yield from reader.expect(":")
+        yield from reader.space()
+        parts.append(f"{comma}{key}: ")
+        comma = ", "
+        yield from _value(reader, depth + 1, parts)
+
+    yield from _series(reader, "}", item)
+    parts.append("{}" if comma == "{" else "}")
+
+
+def _string(reader: Reader, quote: str) -> Parsing[str]:
+    reader.take()
+    mark = reader.mark()
+    while True:
+        yield from reader.span(_STRING_CHARS[quote])
+        char = yield from reader.peek()
+        if char == quote:
+            text = _ESCAPE.sub(_unescaped, reader.since(mark))
+            reader.take()
+            return text
+        yield from reader.expect("\\")
+        if not (yield from reader.peek()):
+            raise Malformed
+        reader.take()
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    """What Python makes of an escape; one that it does not know stays as it is."""
+    code = match.group(1) or match.group(2) or match.group(3)
+    if code:
+        return chr(int(code, 16))
+    if match.group(4):
+        return chr(int(match.group(4), 8))
+    return _PLAIN_ESCAPES.get(match.group(5), match.group())
+
+
+def _json_string(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Malformed from None
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _json_number(text: str) -> str:
+    if _NUMBER.fullmatch(text):
+        return text
+    for read in (int, float):
+        try:
+            return json.dumps(read(text), allow_nan=False)
+        except (ValueError, OverflowError):
+            continue
+    raise Malformed

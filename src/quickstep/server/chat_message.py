@@ -1,0 +1,150 @@
+"""A chat's answer as JSON: content, reasoning and tool calls, read out of the model's text.
+
+`ChatRendering` belongs to one request and holds one reader per choice; `chat` makes it, `routes`
+calls it. A stream's words add up to the whole message.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quickstep.engine.stream import Delta
+from quickstep.engine.tool_calls.formats import ReasoningFormat, message_grammar
+from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
+from quickstep.engine.tool_calls.parser import MessageParser
+from quickstep.server.engine_face import Vocabulary
+from quickstep.server.generation import Choice, Generation, OutputReading
+from quickstep.types import TokenLogprobs
+
+__all__ = ["ChatRendering"]
+
+_PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of the reasoning
+
+
+class _Message:
+    """One choice's message as it is read. `parser` is None if all of its text is content."""
+
+    def __init__(self, parser: MessageParser | None, one_call: bool) -> None:
+        self._parser = parser
+        self._one_call = one_call
+        self.has_calls = False
+
+    def read(self, text: str, ended: bool) -> MessageDelta:
+        """What becomes certain with `text`, the last of its text if `ended`."""
+        if self._parser is None:
+            return MessageDelta(content=text)
+        delta = self._parser.feed(text)
+        if ended:
+            delta = delta.followed_by(self._parser.finish())
+        if self._one_call:
+            delta = delta.with_first_call_only()
+        self.has_calls |= bool(delta.calls)
+        return delta
+
+
+class ChatRendering:
+    """Choices as `{"message", "logprobs"}`, in a stream as `{"delta", "logprobs"}`."""
+
+    def __init__(self, generation: Generation, tokenizer: Vocabulary) -> None:
+        self._tokenizer = tokenizer
+        self._with_logprobs = generation.request.sampling.logprobs is not None
+        output = generation.request.output
+        self._messages = [
+            _message(output, tokenizer, generation.prompt_token_ids(choice))
+            for choice in generation.choices
+        ]
+
+    def opening(self) -> Mapping[str, Any]:
+        """The role, before any content."""
+        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+
+    def news(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+        """What became certain of the message, with the new tokens' logprobs."""
+        ended = delta.finish_reason is not None
+        said = self._messages[choice.index].read(delta.text, ended)
+        words: dict[str, Any] = {}
+        if said.reasoning:
+            words["reasoning_content"] = said.reasoning
+        if said.content:
+            words["content"] = said.content
+        if said.calls:
+            words["tool_calls"] = [{"index": call.index, **_call(call)} for call in said.calls]
+        if not words and not (self._with_logprobs and delta.token_ids):
+            return None
+        return {"delta": words or {"content": ""}, "logprobs": self._listed(delta.logprobs)}
+
+    def ending(self) -> dict[str, Any]:
+        """No content."""
+        return {"delta": {}, "logprobs": None}
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """The whole message."""
+        said = self._messages[choice.index].read("".join(choice.text), ended=True)
+        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.calls:
+            message["content"] = said.content or None
+            message["tool_calls"] = [_call(call) for call in said.calls]
+        return {"message": message, "logprobs": self._listed(choice.logprobs)}
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        """In OpenAI's words: `tool_calls` where the model stopped after a call."""
+        if choice.finish_reason is None:
+            return None
+        reason = choice.finish_reason.openai
+        called = self._messages[choice.index].has_calls
+        return "tool_calls" if called and reason == "stop" else reason
+
+    def _listed(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        content = [
+            {
+                **self._entry(item.token_id, item.logprob),
+                "top_logprobs": [self._entry(token_id, value) for token_id, value in item.top],
+            }
+            for item in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._tokenizer.decode([token_id], skip_special_tokens=False),
+            "logprob": logprob,
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+
+def _message(
+    output: OutputReading | None, tokenizer: Vocabulary, prompt: Sequence[int]
+) -> _Message:
+    if output is None:
+        return _Message(None, one_call=False)
+    inside = _opens_reasoning(output.reasoning, tokenizer, prompt)
+    grammar = message_grammar(output.tool_calls, output.reasoning, inside)
+    short = output.tool_calls is not None and output.tool_calls.short_ids
+    return _Message(MessageParser(grammar, _call_ids(short)), output.one_call)
+
+
+def _opens_reasoning(
+    reasoning: ReasoningFormat | None, tokenizer: Vocabulary, prompt: Sequence[int]
+) -> bool:
+    """Whether the prompt ends in the tag that opens the reasoning, as some templates write it."""
+    if reasoning is None or not reasoning.opening:
+        return False
+    end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
+    return end.rstrip().endswith(reasoning.opening)
+
+
+def _call_ids(short: bool) -> Callable[[], str]:
+    if short:
+        return lambda: uuid.uuid4().hex[:9]
+    return lambda: f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}

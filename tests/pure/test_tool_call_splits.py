@@ -1,0 +1,201 @@
+"""Any split of a text gives the same message, in linear work, and nothing gets lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parsed_message import new_parser, parse
+
+from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS
+
+BAR = "\uff5c"
+CALL = '{"name": "f", "arguments": {"a": "}é\\"\\n{[😀", "b": [1, {"c": null}]}}'
+LLAMA_CALL = CALL.replace("arguments", "parameters")
+ARGUMENTS = '{"a": {"b": "</x> \\" } \\u00e9"}}'
+# the words that a format's texts are made of: its markers, its calls, and parts of both
+WORDS = {
+    "hermes": ("<tool_call>", "</tool_call>", "<tool_c", CALL, CALL[:30], CALL[30:]),
+    "llama3_json": ("<|python_tag|>", "<|python_end|>", ";", LLAMA_CALL, LLAMA_CALL[:30], '{"x'),
+    "pythonic": (
+        *("[f(a=1, b='\\'x', c=[{'k': None}]), g()]", "[f(", "a=", '"é\\n"', "-1_0.", ")]", ", "),
+        *("<|python_start|>", "<|python_end|>", "[f(a="),
+    ),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", CALL, "]", ",", "f", ARGUMENTS),
+    "deepseek_v3": (
+        *(f"<{BAR}tool▁calls▁begin{BAR}>", f"<{BAR}tool▁call▁begin{BAR}>"),
+        *(f"<{BAR}tool▁calls▁end{BAR}>", f"<{BAR}tool▁call▁end{BAR}>"),
+        *(f"function<{BAR}tool▁sep{BAR}>f\n```json\n", f"f<{BAR}tool▁sep{BAR}>"),
+        *(ARGUMENTS, "\n```", f"<{BAR}tool▁call"),
+    ),
+    "granite": ("<|tool_call|>", "<tool_call>", "[", CALL, "]", ", ", "</tool_call>", "<|tool"),
+    "harmony": (
+        *("<|start|>assistant", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
+        *("<|constrain|>", "commentary", "analysis", "final", " to=functions.f ", ARGUMENTS),
+    ),
+}
+ANYWHERE = (" ", "\n", "x", "<", "[", "{", "}", '"', "é😀", "<think>", "</think>")
+
+
+def words_of(name):
+    words = st.sampled_from((*WORDS[name] * 3, *ANYWHERE))
+    return st.lists(words, max_size=12).map("".join)
+
+
+@st.composite
+def texts_and_cuts(draw, name):
+    text = draw(words_of(name))
+    text = text[: len(text) - draw(st.integers(0, 20))]
+    return text, draw(st.lists(st.integers(0, len(text)), max_size=12))
+
+
+def split(text, cuts):
+    edges = [0, *sorted(cuts), len(text)]
+    return [text[start:end] for start, end in pairwise(edges)]
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_split_gives_what_the_whole_text_gives(name, data):
+    text, cuts = data.draw(texts_and_cuts(name))
+    reasoning = data.draw(st.sampled_from([None, "think"]))
+    inside = data.draw(st.booleans())
+    whole = parse(text, name, reasoning, inside)
+    assert parse(split(text, cuts), name, reasoning, inside) == whole
+    assert parse(list(text), name, reasoning, inside) == whole
+    for _, arguments in whole.calls:
+        assert isinstance(json.loads(arguments), dict)
+
+
+@pytest.mark.parametrize("name", sorted(set(TOOL_CALL_FORMATS) - {"harmony"}))
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_without_a_call_nothing_is_lost(name, data):
+    text, cuts = data.draw(texts_and_cuts(name))
+    parsed = parse(split(text, cuts), name)
+    if not parsed.calls:
+        assert parsed.content == text
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab}é", max_size=3), inner),
+    max_leaves=8,
+)  # fmt: skip
+names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
+calls = st.lists(
+    st.tuples(names, st.dictionaries(names, values, max_size=3)), min_size=1, max_size=3
+)
+
+
+def written(name, calls, indent):
+    """The calls as a model of that format writes them."""
+    key = "parameters" if name == "llama3_json" else "arguments"
+    objects = [json.dumps({"name": f, key: args}, indent=indent) for f, args in calls]
+    pairs = [(f, json.dumps(args, indent=indent, ensure_ascii=False)) for f, args in calls]
+    match name:
+        case "hermes":
+            return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+        case "llama3_json":
+            return "<|python_tag|>" + "; ".join(objects)
+        case "pythonic":
+            texts = (", ".join(f"{k}={v!r}" for k, v in args.items()) for _, args in calls)
+            return f"[{', '.join(f'{c[0]}({t})' for c, t in zip(calls, texts, strict=True))}]"
+        case "mistral":
+            return "".join(f"[TOOL_CALLS]{f}[ARGS]{args}" for f, args in pairs)
+        case "deepseek_v3":
+            bodies = (f"function<|tool_sep|>{f}\n```json\n{args}\n```" for f, args in pairs)
+            parts = (f"<|tool_call_begin|>{body}<|tool_call_end|>" for body in bodies)
+            text = "<|tool_calls_begin|>" + "\n".join(parts) + "<|tool_calls_end|>"
+            for marker in ("calls_begin", "call_begin", "calls_end", "call_end", "sep"):
+                wide = f"<{BAR}tool_{marker}{BAR}>".replace("_", "▁")
+                text = text.replace(f"<|tool_{marker}|>", wide)
+            return text
+        case "granite":
+            return f"<|tool_call|>[{', '.join(objects)}]"
+        case _:
+            return "<|start|>assistant".join(
+                f"<|channel|>commentary to=functions.{f} <|constrain|>json<|message|>{args}<|call|>"
+                for f, args in pairs
+            )
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+@settings(max_examples=60, deadline=None)
+@given(calls, st.sampled_from([None, 1]), st.integers(1, 9))
+def test_written_calls_are_read_back(name, calls, indent, step):
+    calls = [(f, {k: v for k, v in args.items() if k.isidentifier()}) for f, args in calls]
+    text = written(name, calls, indent)
+    parsed = parse([text[at : at + step] for at in range(0, len(text), step)], name)
+    assert [(f, json.loads(args)) for f, args in parsed.calls] == calls
+    assert parsed.content == ""
+
+
+MEGABYTE = 1 << 20
+ADVERSARIAL = {
+    "hermes": ("<tool_call", "<tool_call>", "<tool_call>{", '<tool_call>{"name":', " \n"),
+    "llama3_json": ("{", "<|python_tag|>{", '{"name": "\\n', "<|python_tag|"),
+    "pythonic": ("[f(a=", "[", "<|python_start|>[f(a='", "<|python_start|>[f(), "),
+    "mistral": ("[TOOL_CALLS", "[TOOL_CALLS][", "[TOOL_CALLS]f", '[TOOL_CALLS]f[ARGS]{"'),
+    "deepseek_v3": (f"<{BAR}tool▁calls▁begin{BAR}", f"<{BAR}tool▁call▁begin{BAR}>f"),
+    "granite": ("[", "<|tool_call|>[", '<tool_call>[{"name": "f"}, '),
+    "harmony": ("<|channel|>", "<|channel|>analysis", "<|start|>assistant<|message|", "<|channel"),
+}
+ATTACKS = [(name, word) for name, words in ADVERSARIAL.items() for word in words]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("name", "word"), ATTACKS)
+def test_a_megabyte_of_almost_markers_goes_through_whole(name, word):
+    text = word * (MEGABYTE // len(word.encode()))
+    parsed = parse(text, name)
+    if name != "harmony":
+        assert parsed.content == text
+    assert not parsed.calls
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "head", "body"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "\\n"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [', "1, "),
+        ("pythonic", "[f(a='", "\\'"),
+        ("hermes", "", "\n "),
+    ],
+)
+def test_a_megabyte_held_back_in_small_deltas_comes_out_in_the_end(name, head, body):
+    text = head + body * (MEGABYTE // len(body))
+    deltas = [text[at : at + 64] for at in range(0, len(text), 64)]
+    assert parse(deltas, name).content == text
+
+
+def num_calls(name, text):
+    """Python calls made while `text` is parsed a few characters at a time."""
+    parser = new_parser(name)
+    count = 0
+
+    def count_calls(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(count_calls)
+    try:
+        for at in range(0, len(text), 5):
+            parser.feed(text[at : at + 5])
+        parser.finish()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(("name", "word"), ATTACKS)
+def test_twice_the_text_is_twice_the_work(name, word):
+    once, twice = (num_calls(name, word * (size // len(word))) for size in (4000, 8000))
+    assert twice < 2.2 * once

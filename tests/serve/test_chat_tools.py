@@ -1,0 +1,297 @@
+"""Tools and reasoning in chats: what is accepted, what the model sees, what comes back."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from client import CHAT, MESSAGES, chunks, client_of
+from fake_engine import SPECIAL_IDS, FakeEngine, FakeTemplate, Script
+from live_server import live_server
+
+from quickstep.engine.tool_calls.formats import formats_of
+from quickstep.server.app import create_app
+from quickstep.server.options import ServerOptions
+from quickstep.types import FinishReason
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+ARGUMENTS = '{"city": "São Paulo }", "days": [1, 2]}'
+CALL = f'<tool_call>\n{{"name": "get_weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+THINKING = "{% for tool in tools %}<tool_call>{% endfor %}{{ '<think></think>' }}"
+
+
+def pieces(text: str, size: int = 3) -> tuple[str, ...]:
+    return tuple(text[at : at + size] for at in range(0, len(text), size))
+
+
+def engine_saying(text: str, template: str | None = None, **script: Any) -> FakeEngine:
+    engine = FakeEngine(script=Script(words=pieces(text), **script))
+    if template is not None:
+        engine.chat_template = FakeTemplate(formats_of(template))
+    return engine
+
+
+def post(
+    body: dict[str, Any], engine: FakeEngine | None = None, options: ServerOptions | None = None
+) -> httpx.Response:
+    async def run() -> httpx.Response:
+        async with client_of(create_app(engine or FakeEngine(), options)) as client:
+            return await client.post(CHAT, json={"messages": MESSAGES, **body})
+
+    return asyncio.run(run())
+
+
+def message_of(text: str, template: str | None = None, **body: Any) -> dict[str, Any]:
+    response = post(body, engine_saying(text, template))
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return {**choice["message"], "finish_reason": choice["finish_reason"]}
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def client(engine: FakeEngine) -> Iterator[openai.OpenAI]:
+    with (
+        live_server(engine) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+SAID = [
+    (CALL, None, ["get_weather"]),
+    (f"Let me see.\n{CALL}\n{CALL}", "Let me see.", ["get_weather"] * 2),
+    ("It is < 20 degrees, <tool_call>{no}.", "It is < 20 degrees, <tool_call>{no}.", []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "names"), SAID)
+def test_openais_client_gets_the_calls_streamed_as_whole(
+    client: openai.OpenAI, engine: FakeEngine, text: str, content: str | None, names: list[str]
+) -> None:
+    engine.script = Script(words=pieces(text))
+    fields: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [TOOL]}
+    whole = client.chat.completions.create(**fields).choices[0]
+    with client.chat.completions.stream(**fields) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    for choice in (whole, streamed):
+        calls = choice.message.tool_calls or []
+        assert (choice.message.content or None) == content
+        assert [call.function.name for call in calls] == names
+        assert [call.function.arguments for call in calls] == [ARGUMENTS] * len(names)
+        assert len({call.id for call in calls}) == len(names)
+        assert {call.type for call in calls} <= {"function"}
+        assert choice.finish_reason == ("tool_calls" if names else "stop")
+    assert whole.message.content == content
+
+
+def test_a_conversation_with_a_tools_answer_goes_on(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    engine.script = Script(words=pieces(CALL))
+    messages: list[Any] = [*MESSAGES]
+    fields: dict[str, Any] = {"model": "fake", "tools": [TOOL]}
+    message = client.chat.completions.create(messages=messages, **fields).choices[0].message
+    assert message.tool_calls
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "20 degrees"}
+    engine.script = Script(words=("20", " degrees."))
+    messages += [message.model_dump(exclude_none=True), result]
+    answer = client.chat.completions.create(messages=messages, **fields).choices[0]
+    assert (answer.message.content, answer.finish_reason) == ("20 degrees.", "stop")
+    prompt = bytes(engine.submitted[-1].prompt).decode()
+    assert "tool: 20 degrees" in prompt
+    assert f"'arguments': {ARGUMENTS!r}" in prompt
+
+
+def test_calls_in_a_stream_have_openais_shape() -> None:
+    body = {"tools": [TOOL], "stream": True}
+    parts = chunks(post(body, engine_saying(CALL)).text)
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    (call,) = calls
+    assert call.pop("id").startswith("call_")
+    assert call == {
+        "index": 0,
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": ARGUMENTS},
+    }
+    assert parts[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_tools_are_shown_to_the_model_unless_the_choice_is_none() -> None:
+    prompts = {}
+    for choice in ("auto", "none"):
+        engine = engine_saying(CALL)
+        answer = post({"tools": [TOOL], "tool_choice": choice}, engine).json()
+        prompts[choice] = bytes(engine.submitted[0].prompt).decode()
+        assert ("tool_calls" in answer["choices"][0]["message"]) == (choice == "auto")
+    assert f"tool={json.dumps(TOOL)}" in prompts["auto"]
+    assert "tool=" not in prompts["none"]
+
+
+def test_without_tools_a_call_is_content() -> None:
+    assert message_of(CALL)["content"] == CALL
+
+
+def test_parallel_tool_calls_false_keeps_the_first_call() -> None:
+    for value, number in ((True, 2), (False, 1)):
+        said = message_of(f"a\n{CALL}\n{CALL}\nb", tools=[TOOL], parallel_tool_calls=value)
+        assert len(said["tool_calls"]) == number
+        assert said["content"] == "a\n\n\nb"
+
+
+def test_a_call_that_the_limit_cut_is_content() -> None:
+    cut = CALL[:40]
+    said = message_of(cut, tools=[TOOL], max_tokens=len(pieces(cut)))
+    assert said["finish_reason"] == "length"
+    assert said["content"] == cut
+    assert "tool_calls" not in said
+
+
+def test_complete_calls_do_not_hide_that_the_limit_was_reached() -> None:
+    said = message_of(CALL, tools=[TOOL], max_tokens=len(pieces(CALL)))
+    assert said["finish_reason"] == "length"
+    assert len(said["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_logprobs_of_held_text_come_with_its_tokens(n: int) -> None:
+    body = {"tools": [TOOL], "logprobs": True, "n": n}
+    whole = post(body, engine_saying(CALL)).json()
+    parts = chunks(post({**body, "stream": True}, engine_saying(CALL)).text)
+    for choice in whole["choices"]:
+        mine = [i for p in parts for i in p["choices"] if i["index"] == choice["index"]]
+        listed = [entry for i in mine if i["logprobs"] for entry in i["logprobs"]["content"]]
+        assert listed == choice["logprobs"]["content"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"] == "tool_calls"
+
+
+def test_an_error_in_the_stream_is_still_one() -> None:
+    engine = engine_saying(CALL[:20], reason=FinishReason.ERROR, error="the logits are NaN")
+    text = post({"tools": [TOOL], "stream": True}, engine).text
+    assert "NaN" in text
+
+
+def test_reasoning_is_a_field_of_its_own_streamed_as_whole() -> None:
+    text = f"<think>\nSão Paulo?\n</think>\n\nYes.\n{CALL}"
+    said = message_of(text, THINKING, tools=[TOOL])
+    assert said["reasoning_content"] == "São Paulo?"
+    assert said["content"] == "Yes."
+    parts = chunks(post({"tools": [TOOL], "stream": True}, engine_saying(text, THINKING)).text)
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    for name in ("reasoning_content", "content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == said[name]
+
+
+def test_a_prompt_that_opens_the_reasoning_makes_the_output_start_inside() -> None:
+    asked = {"role": "assistant", "content": "<think>\n"}
+    body = {"messages": [*MESSAGES, asked], "add_generation_prompt": False}
+    said = message_of("hm\n</think>yes", THINKING, **body)
+    assert (said["reasoning_content"], said["content"]) == ("hm", "yes")
+    assert message_of("hm\n</think>yes", THINKING)["content"] == "hm\n</think>yes"
+
+
+def test_markers_that_are_special_tokens_stay_in_the_text() -> None:
+    for template, marker in ((None, "<tool_call>"), ("{{ tools }}[TOOL_CALLS]", "[TOOL_CALLS]")):
+        engine = engine_saying("x", template)
+        post({"tools": [TOOL]}, engine)
+        post({}, engine)
+        shown = [item.sampling.shown_special_token_ids for item in engine.submitted]
+        assert shown == [(SPECIAL_IDS[marker],), ()]
+        assert engine.submitted[0].sampling.skip_special_tokens
+
+
+def test_mistrals_call_ids_are_nine_letters_and_digits() -> None:
+    said = message_of("[TOOL_CALLS]f[ARGS]{}", "{{ tools }}[TOOL_CALLS]", tools=[TOOL])
+    (call,) = said["tool_calls"]
+    assert len(call["id"]) == 9
+    assert call["id"].isalnum()
+
+
+def test_the_operator_may_name_the_formats() -> None:
+    python = "[get_weather(city='x')]"
+    options = ServerOptions(tool_call_parser="pythonic", reasoning_parser="none")
+    text = f"{python}<think>"
+    message = post({"tools": [TOOL]}, engine_saying(text, THINKING), options).json()["choices"][0]
+    assert message["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "x"}'
+    assert message["message"]["content"] == "<think>"
+
+
+def function(**fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", **fields}}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": 1}, "tool_choice"),
+        ({"tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"tools": function(name="")}, "tools[0].function.name"),
+        ({"tools": function(name="a b")}, "tools[0].function.name"),
+        ({"tools": function(name="x" * 65)}, "tools[0].function.name"),
+        ({"tools": function(parameters=[])}, "tools[0].function.parameters"),
+        ({"tools": function(parameters={"type": "array"})}, "tools[0].function.parameters"),
+        ({"tools": function(strict=True)}, "tools[0].function.strict"),
+        ({"tools": function(extra=1)}, "tools[0].function.extra"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "robot"}]}, "tools[0].type"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tools": [TOOL] * 129}, "tools"),
+    ],
+)
+def test_what_cannot_be_honoured_is_400_with_its_path(fields: dict[str, Any], param: str) -> None:
+    engine = FakeEngine()
+    response = post(fields, engine)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert not engine.submitted
+
+
+@pytest.mark.parametrize(
+    ("template", "parser", "words"),
+    [
+        ("{{ messages }}<tool_call>", None, "does not show tools"),
+        ("{{ tools }}", None, "--tool-call-parser"),
+        (THINKING, "none", "--tool-call-parser"),
+    ],
+)
+def test_a_model_that_knows_no_tools_says_so(template: str, parser: str | None, words: str) -> None:
+    options = ServerOptions(tool_call_parser=parser)
+    response = post({"tools": [TOOL]}, engine_saying("x", template), options)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "tools"
+    assert words in error["message"]
+    assert post({"tools": []}, engine_saying("x", template), options).status_code == 200
+
+
+def test_earlier_calls_that_a_template_does_not_show_are_refused() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    response = post({"messages": messages}, engine_saying("x", "{{ messages }}"))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages[1].tool_calls"
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_a_choice_without_tools_asks_for_nothing(choice: str) -> None:
+    body = {"tool_choice": choice, "parallel_tool_calls": False}
+    assert post(body).status_code == 200
