@@ -1,7 +1,8 @@
-"""Serving on a socket: bind first, then serve until a signal, then drain.
+"""Serving on a socket: bind first, open the engine, serve until a signal, then drain.
 
 `bind` comes before the model is loaded, so that a taken port costs no minute. SIGTERM or SIGINT
 stops accepting and lets running requests go on for `drain_s`; a second one ends them at once.
+Opening and serving share one event loop, since an engine in its own process belongs to a loop.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
+import uvloop
 
 from quickstep.errors import ConfigError
 from quickstep.server.app import create_app
@@ -125,7 +127,7 @@ def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
     """The configured server of an engine, not running."""
     config = uvicorn.Config(
         create_app(engine, options),
-        loop="uvloop",
+        loop="none",  # the caller's
         http="httptools",
         ws="none",
         backlog=_BACKLOG,
@@ -139,14 +141,26 @@ def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
 
 
 def serve(
-    engine: ServedEngine,
-    host: str,
-    port: int,
+    open_engine: Callable[[], Awaitable[ServedEngine]],
+    sock: socket.socket,
     options: ServerOptions | None = None,
-    sock: socket.socket | None = None,
 ) -> None:
-    """Serve until a signal. Raises ConfigError if the port cannot be had."""
-    options = options or ServerOptions()
-    sock = sock or bind(host, port)
-    server_for(engine, options).run(sockets=[sock])
+    """Open the engine and serve it on a bound socket until a signal.
+
+    Raises:
+        ConfigError: The engine cannot be opened with this configuration.
+        EngineError: The engine failed while it opened.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_open_and_serve(open_engine, sock, options or ServerOptions()))
     _LOG.info("stopped")
+
+
+async def _open_and_serve(
+    open_engine: Callable[[], Awaitable[ServedEngine]], sock: socket.socket, options: ServerOptions
+) -> None:
+    engine = await open_engine()
+    try:
+        await server_for(engine, options).serve(sockets=[sock])
+    finally:
+        await engine.stop()
