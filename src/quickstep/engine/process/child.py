@@ -65,6 +65,8 @@ class EngineProcess:
         """
         ours, theirs = socket.socketpair()
         with theirs:
+            # before there is a process, so that nothing can come between it and its owner
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=BUFFER_BYTES)
             arguments = (str(theirs.fileno()), str(os.getpid()))
             try:
                 process = subprocess.Popen(
@@ -74,9 +76,8 @@ class EngineProcess:
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 )
             except OSError as error:
-                ours.close()
+                writer.close()
                 raise EngineError(f"the engine process cannot be started: {error}") from error
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=BUFFER_BYTES)
         return cls(process, reader, writer)
 
     @property
@@ -120,18 +121,30 @@ class EngineProcess:
         self._process.kill()
 
     async def end(self) -> str:
-        """Close the connection, wait for the process, kill it if need be; says how it ended."""
+        """Close the connection, wait for the process, kill it if need be; says how it ended.
+
+        There is no process any more when this is over, not even by (repeated) cancellation.
+        """
         self._sending.cancel()
         self._writer.close()
+        reaping = asyncio.ensure_future(asyncio.to_thread(self._reap))
+        cancelled = False
+        while not reaping.done():
+            try:
+                await asyncio.shield(reaping)
+            except asyncio.CancelledError:
+                self._process.kill()
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+        return _how(reaping.result())
+
+    def _reap(self) -> int:
         try:
-            code = await asyncio.to_thread(self._process.wait, _REAP_S)
+            return self._process.wait(_REAP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            code = await asyncio.to_thread(self._process.wait)
-        except asyncio.CancelledError:
-            self._process.kill()
-            raise
-        return _how(code)
+            return self._process.wait()
 
 
 def _how(code: int) -> str:

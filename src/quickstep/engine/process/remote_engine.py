@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-import msgspec
-
 from quickstep.config import EngineConfig
 from quickstep.engine.chat_template import ChatTemplate
 from quickstep.engine.process.child import WORKER_COMMAND, EngineProcess, LoadProgress
@@ -115,8 +113,9 @@ class RemoteEngine:
             ConfigError: The checkpoint is missing or broken, or does not fit.
             EngineError: The process failed.
         """
-        process = await self._launch(progress)
-        self._supervisor = asyncio.create_task(self._supervise(process), name="engine-process")
+        self._process = await self._launch(progress)
+        supervising = self._supervise(self._process)
+        self._supervisor = asyncio.create_task(supervising, name="engine-process")
 
     async def start(self) -> None:
         """Take requests. Raises EngineError if the engine is not open, or was stopped."""
@@ -135,6 +134,8 @@ class RemoteEngine:
             return
         if self._state is not EngineState.FAILED:
             self._state = EngineState.DRAINING
+        if self._process is None:
+            self._supervisor.cancel()  # no restart any more
         try:
             async with asyncio.timeout(drain_s):
                 await self._streams.wait_until_empty()
@@ -290,10 +291,6 @@ class RemoteEngine:
             while living is not None:
                 since_s = self._clock()
                 reason = await self._live(living)
-                if self._state is EngineState.DRAINING:
-                    if self._ending is None:
-                        _LOGGER.error("%s while it drained", reason)
-                    return
                 living = await self._restarted(reason, self._clock() - since_s)
         except Exception as error:  # the task's top: what this object knows is in doubt
             _LOGGER.exception("the engine's supervisor failed")
@@ -305,8 +302,8 @@ class RemoteEngine:
         try:
             async for message in process.messages:
                 self._receive(message)
-        except msgspec.DecodeError as error:
-            _LOGGER.error("the engine process said something that is no message: %s", error)
+        except EngineError as error:
+            _LOGGER.error("%s", error)
             process.kill()
         except asyncio.CancelledError:
             process.kill()
@@ -356,8 +353,12 @@ class RemoteEngine:
         self._streams.end_all(FinishReason.ERROR, "the engine process ended; send it again")
 
     async def _restarted(self, reason: str, lived_s: float) -> EngineProcess | None:
-        """The next process, open; None when it is no use."""
+        """The next process, open; None when none is wanted, or it is no use."""
         since_s = self._clock()
+        if self._state is EngineState.DRAINING:
+            if self._ending is None:
+                _LOGGER.error("%s while it drained", reason)
+            return None
         while True:
             self._state, self._failure = EngineState.RESTARTING, reason
             delay_s = self._restarts.delay_after(lived_s)
@@ -388,6 +389,10 @@ class RemoteEngine:
             await asyncio.wait({supervisor}, timeout=_STOP_S)
         supervisor.cancel()
         await asyncio.gather(supervisor, return_exceptions=True)
+        if self._process is not None:  # the supervisor had not begun
+            self._process.kill()
+            await self._process.end()
+            self._process = None
         self._streams.end_all(FinishReason.SHUTDOWN, "the engine was stopped")
         if self._state is not EngineState.FAILED:
             self._state = EngineState.STOPPED

@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from quickstep.engine.process.messages import Message, encode
+from quickstep.errors import EngineError
 
 __all__ = ["BUFFER_BYTES", "Sender", "read_messages"]
 
@@ -65,12 +66,14 @@ class Sender:
 async def read_messages(
     reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[list[_Received]]
 ) -> AsyncGenerator[_Received, None]:
-    """All messages until the other end is gone. Raises msgspec.DecodeError for what is none."""
+    """All messages until the other end is gone. Raises EngineError for what is none."""
     while True:
         try:
             (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-            frame = await reader.readexactly(length)
+            messages = decoder.decode(await reader.readexactly(length))
+        except msgspec.DecodeError as error:
+            raise EngineError(f"what came from the other process is no message: {error}") from error
         except (asyncio.IncompleteReadError, ConnectionError):
             return
-        for message in decoder.decode(frame):
+        for message in messages:
             yield message
