@@ -16,11 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "pure"))
 
-from scripted_engine import END, ScriptedEngine, byte_tokenizer  # noqa: E402
+from scripted_engine import END, ScriptedEngine, byte_tokenizer
 
-from quickstep.config import EngineConfig, LoadConfig, SchedulerConfig  # noqa: E402
-from quickstep.engine.engine import Engine  # noqa: E402
-from quickstep.errors import ConfigError  # noqa: E402
+from quickstep.config import EngineConfig, LoadConfig, SchedulerConfig
+from quickstep.engine.engine import Engine
+from quickstep.errors import ConfigError
 
 NUM_BLOCKS = 64
 

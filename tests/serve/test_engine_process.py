@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,7 +113,11 @@ def test_every_delta_is_the_one_that_the_engine_gives_in_this_process(tmp_path: 
 
 def test_the_facts_of_the_model_are_known_here(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        assert (engine.model_name, engine.fingerprint, engine.max_model_len) == ("script", "00", 256)
+        assert (engine.model_name, engine.fingerprint, engine.max_model_len) == (
+            "script",
+            "00",
+            256,
+        )
         assert engine.tokenizer.encode("ab") == [97, 98]
         assert engine.chat_template is None
         assert engine.stats().scheduler.blocks.num_free == scripted_worker.NUM_BLOCKS
@@ -258,11 +263,8 @@ def test_an_engine_that_cannot_be_trusted_is_replaced_until_it_is_given_up(
 ) -> None:
     async def test(engine: RemoteEngine) -> None:
         while engine.stats().state is not EngineState.FAILED:
-            if engine.stats().state is EngineState.RUNNING:
-                stream = engine.submit("abc", LONG)
-                with pytest.raises((EngineError, StopAsyncIteration)):
-                    while True:
-                        await anext(stream)
+            with suppress(EngineError):  # while it is restarting
+                await read(engine.submit("abc", LONG))
             await asyncio.sleep(0.005)
         stats = engine.stats()
         assert stats.num_restarts == QUICK.max_quick_deaths

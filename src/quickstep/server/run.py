@@ -30,6 +30,7 @@ __all__ = ["DrainingServer", "bind", "serve", "server_for"]
 _LOG = logging.getLogger("quickstep.server")
 _BACKLOG = 2048
 _FLUSH_S = 5
+_LAST_WORDS_S = 1.0
 _SIGNAL_POLL_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -90,6 +91,14 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
         await asyncio.gather(draining, hurrying, return_exceptions=True)
         await self._engine.stop()  # for a drain that was cut short
+        if self.force_exit:
+            await self._finish_by_force()
+
+    async def _finish_by_force(self) -> None:
+        """What uvicorn leaves out when it is told to hurry: last words, and the app's own end."""
+        if self.server_state.tasks:
+            await asyncio.wait(set(self.server_state.tasks), timeout=_LAST_WORDS_S)
+        await self.lifespan.shutdown()
 
     async def _stop_at_second_signal(self, draining: asyncio.Task[None]) -> None:
         while not draining.done():
@@ -117,10 +126,10 @@ class DrainingServer(uvicorn.Server):
             _LOG.info("%s again: ending the running requests", name)
             self.force_exit = True
             return
+        self.should_exit = True  # first: the next signal may come while this one is logged
         _LOG.info(
             "%s: no new requests, running ones have %g s; again to end them", name, self._drain_s
         )
-        self.should_exit = True
 
 
 def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
