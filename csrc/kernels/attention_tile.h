@@ -125,29 +125,51 @@ class TileLoader {
       offsets[j - tile_begin] = (block * block_size_ + j % block_size_) * stride_;
     }
     const Span local = {span.begin - tile_begin, span.end - tile_begin};
+    if (head_size_ % W == 0) {
+      convert<true>(offsets, local, buffers);
+    } else {
+      convert<false>(offsets, local, buffers);
+    }
+  }
+
+ private:
+  // `Whole`: the head size is a multiple of W.
+  template <bool Whole>
+  QS_INLINE static vf load_head(const T* p, int64_t n) {
+    return Whole ? load(p) : load_up_to(p, n);
+  }
+
+  template <bool Whole>
+  void convert(const int64_t* offsets, Span local, TileBuffers& buffers) const {
     for (int64_t j = 0; j < kTile; j += W) {
-      if (j < local.end && j + W > local.begin) load_keys(offsets, local, j, buffers.keys);
+      if (j >= local.begin && j + W <= local.end) {
+        load_keys<Whole>(offsets + j, 0, W, buffers.keys + j);
+      } else if (j < local.end && j + W > local.begin) {
+        load_keys<Whole>(offsets + j, max_of(0, local.begin - j), min_of(W, local.end - j),
+                         buffers.keys + j);
+      }
     }
     for (int64_t j = local.begin; j < local.end; ++j) {
       const T* from = values_ + offsets[j];
       float* to = buffers.values + j * kMaxHeadSize;
       for (int64_t d = 0; d < head_size_; d += W) {
-        store(to + d, load_up_to(from + d, head_size_ - d));
+        store(to + d, load_head<Whole>(from + d, head_size_ - d));
       }
     }
   }
 
- private:
-  QS_INLINE void load_keys(const int64_t* offsets, Span local, int64_t j, float* keys) const {
+  // W positions, of which [first, last) exist; the others get zeros.
+  template <bool Whole>
+  QS_INLINE void load_keys(const int64_t* offsets, int64_t first, int64_t last,
+                           float* keys) const {
     for (int64_t d = 0; d < head_size_; d += W) {
-      vf rows[W];
-      for (int64_t i = 0; i < W; ++i) {
-        const bool inside = j + i >= local.begin && j + i < local.end;
-        rows[i] = inside ? load_up_to(keys_ + offsets[j + i] + d, head_size_ - d) : vf{};
+      vf rows[W] = {};
+      for (int64_t i = first; i < last; ++i) {
+        rows[i] = load_head<Whole>(keys_ + offsets[i] + d, head_size_ - d);
       }
       transpose(rows);
-      const int64_t num_d = min_of(W, head_size_ - d);
-      for (int64_t i = 0; i < num_d; ++i) store(keys + (d + i) * kTile + j, rows[i]);
+      const int64_t num_d = Whole ? W : min_of(W, head_size_ - d);
+      for (int64_t i = 0; i < num_d; ++i) store(keys + (d + i) * kTile, rows[i]);
     }
   }
 
@@ -166,14 +188,17 @@ QS_INLINE void scale_row(float* row, int64_t size, float factor) {
 QS_INLINE void softmax_row(const qs_attention& call, Span visible, float* scores, float& max,
                            float& sum, float* out) {
   const vf low = set1(-__builtin_inff());
+  const vi lanes = lane_indices();
   vf tile_max = low;
   for (int64_t j = visible.begin / W * W; j < visible.end; j += W) {
     vf s = load(scores + j) * call.scale;
     if (call.softcap > 0.0f) s = call.softcap * vtanh(s / call.softcap);
-    const vi lane = lane_indices() + static_cast<int32_t>(j);
-    const vi inside = (lane >= static_cast<int32_t>(visible.begin)) &
-                      (lane < static_cast<int32_t>(visible.end));
-    s = inside ? s : low;
+    if (j < visible.begin || j + W > visible.end) {
+      const vi lane = lanes + static_cast<int32_t>(j);
+      const vi inside = (lane >= static_cast<int32_t>(visible.begin)) &
+                        (lane < static_cast<int32_t>(visible.end));
+      s = inside ? s : low;
+    }
     store(scores + j, s);
     tile_max = vmax(s, tile_max);
   }

@@ -76,6 +76,9 @@ QS_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 QS_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 
 QS_INLINE float reduce_add(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(v);
+#endif
   // A fixed tree: halves first.
   float lanes[W];
   memcpy(lanes, &v, sizeof(v));
@@ -86,6 +89,9 @@ QS_INLINE float reduce_add(vf v) {
 }
 
 QS_INLINE float reduce_max(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(v);
+#endif
   float lanes[W];
   memcpy(lanes, &v, sizeof(v));
   for (int step = W / 2; step > 0; step /= 2) {

@@ -51,7 +51,8 @@ class SchedulerConfig:
     Attributes:
         max_num_seqs: Resident sequences, which is also the number of slots.
         max_num_batched_tokens: Tokens in a step (T), decode and prefill together.
-        max_model_len: Longest sequence in tokens, prompt and output.
+        max_model_len: Longest sequence in tokens, prompt and output; `EngineConfig.max_model_len`
+            resolved for the model and the memory.
         max_waiting: Queued requests beyond which `add` refuses; None for no limit.
         pipeline_depth: Steps in flight: 1 waits for each, 2 plans the next while one runs.
         policy: How a step's tokens are split between phases.
@@ -103,6 +104,8 @@ class EngineConfig:
     """All sections, as the command line and `LLM(...)` fill them.
 
     Attributes:
+        max_model_len: Longest sequence in tokens; None takes the model's longest, as far as the
+            KV cache holds it.
         seed: Seeds the draws of seeds for unseeded requests; None takes the system's entropy.
         memory_bytes: Cap on the engine's memory in bytes; None uses what the machine has free.
     """
@@ -110,5 +113,10 @@ class EngineConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    max_model_len: int | None = None
     seed: int | None = None
     memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"--max-model-len is {self.max_model_len}, it must be at least 1")

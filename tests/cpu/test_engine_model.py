@@ -26,12 +26,13 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama")
 
 
-def engine_for(checkpoint, num_blocks=256, **scheduler):
+def engine_for(checkpoint, num_blocks=256, max_model_len=None, **scheduler):
     return open_engine(
         EngineConfig(
             load=LoadConfig(model=str(checkpoint), num_threads=1),
             cache=CacheConfig(block_size=4, num_blocks=num_blocks),
             scheduler=SchedulerConfig(**scheduler),
+            max_model_len=max_model_len,
             seed=0,
         )
     )

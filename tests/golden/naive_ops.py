@@ -96,4 +96,5 @@ NAIVE_OPS = OpTable(
     write_kv=write_kv,
     paged_attention=paged_attention,
     gated_activation=gated_activation,
+    scratch_bytes=0,
 )

@@ -60,7 +60,7 @@ def test_every_engine_flag_reaches_the_configuration() -> None:
     assert config.memory_bytes == 4 * 10**9
     assert config.seed == 3
     assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (7, 512)
-    assert (scheduler.max_model_len, scheduler.max_waiting) == (8000, 5)
+    assert (config.max_model_len, scheduler.max_waiting) == (8000, 5)
     assert (scheduler.policy, scheduler.pipeline_depth) == (PolicyName.PREFILL_FIRST, 2)
     assert scheduler.inter_token_target_s == 0.5
 

@@ -35,7 +35,7 @@ def test_options_reach_their_sections():
     assert config.load == LoadConfig(model="some/model", dtype="float32")
     assert config.cache.num_blocks == 9
     assert not config.cache.prefix_caching
-    assert config.scheduler.max_model_len == 128
+    assert config.max_model_len == 128
     assert config.scheduler.policy is PolicyName.PREFILL_FIRST
     assert config.seed == 5
 

@@ -42,6 +42,7 @@ TINY = parse_spec(
         "max_position_embeddings": 2048,
     }
 )
+SCRATCH_BYTES = 56  # the reference ops'
 CACHE = CacheConfig()
 SCHEDULER = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=256, max_model_len=1024)
 
@@ -52,7 +53,7 @@ def plan(
     cache: CacheConfig = CACHE,
     scheduler: SchedulerConfig = SCHEDULER,
 ) -> MemoryPlan:
-    return plan_memory(spec, 2, cache, scheduler, memory_bytes)
+    return plan_memory(spec, 2, cache, scheduler, memory_bytes, SCRATCH_BYTES)
 
 
 def test_70b_has_327680_kv_bytes_a_token_and_4096_tokens_take_a_gib_and_a_quarter() -> None:
@@ -128,7 +129,7 @@ def test_the_step_shrinks_before_the_cache_does() -> None:
     made = plan(memory_bytes=8 * 2**20, scheduler=wide)
     assert made.max_num_batched_tokens < 8192
     assert any("max_num_batched_tokens 8192 became" in note for note in made.notes)
-    assert activation_bytes(TINY, 2, made.max_num_batched_tokens, 4) < 8 * 2**20
+    assert activation_bytes(TINY, 2, made.max_num_batched_tokens, 4, SCRATCH_BYTES) < 8 * 2**20
 
 
 def test_fewer_blocks_than_sequences_shrinks_the_sequences() -> None:
@@ -145,5 +146,5 @@ def test_weights_that_do_not_fit_are_refused_with_numbers() -> None:
 
 def test_a_gpu_has_no_modest_limit() -> None:
     many = replace(SCHEDULER, max_num_seqs=100_000)
-    made = plan_memory(TINY, 2, CACHE, many, 80 * GIB, default_kv_bytes=None)
+    made = plan_memory(TINY, 2, CACHE, many, 80 * GIB, SCRATCH_BYTES, default_kv_bytes=None)
     assert made.num_blocks * kv_bytes_per_token(TINY, 2) * 16 > 40 * GIB

@@ -75,7 +75,7 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         type=token_count,
         metavar="TOKENS",
         help="longest sequence, prompt and output, such as 8192 or 8k "
-        f"(default: {SchedulerConfig().max_model_len}, if the model and memory take it)",
+        "(default: the model's longest, as far as the KV cache holds it)",
     )
 
 
@@ -160,7 +160,6 @@ def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
 
 def engine_config(args: argparse.Namespace, model: str, seed: int | None = None) -> EngineConfig:
     """The flags as configuration. Raises ConfigError."""
-    defaults = SchedulerConfig()
     return EngineConfig(
         load=LoadConfig(
             model=model,
@@ -179,12 +178,12 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
         scheduler=SchedulerConfig(
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
-            max_model_len=args.max_model_len or defaults.max_model_len,
             max_waiting=args.max_waiting,
             pipeline_depth=args.pipeline_depth,
             policy=PolicyName(args.scheduling_policy),
             inter_token_target_s=args.inter_token_target_s,
         ),
+        max_model_len=args.max_model_len,
         seed=seed,
         memory_bytes=args.memory_bytes,
     )

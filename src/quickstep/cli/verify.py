@@ -147,17 +147,16 @@ _HEADER = (
     "compared",
     "differ",
     "steps",
-    "tokens",
     "chunks",
-    "prefix hits",
+    "hits",
     "preempted",
     "aborted",
-    "overlapped",
+    "overlap",
 )
 
 
 def _print_report(report: VerifyReport, name: str) -> None:
-    """The table: what was compared, and what the runs went through (tokens of prefix hits)."""
+    """The table: what was compared, and what the runs went through; hits are cached tokens."""
     console = console_on(sys.stdout)
     rows = []
     for scenario, counts in report.scenarios.items():
@@ -166,7 +165,6 @@ def _print_report(report: VerifyReport, name: str) -> None:
             counts.comparisons,
             counts.mismatches,
             runs.steps,
-            runs.output_tokens,
             runs.chunked_rows,
             runs.prefix_hit_tokens,
             runs.preemptions,

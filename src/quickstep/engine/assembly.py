@@ -115,18 +115,19 @@ def _load(config: EngineConfig, progress: LoadProgress | None) -> _Loaded:
     spec = read_spec(checkpoint.path)
     device = resolve_device(config.load.device)
     dtype = resolve_dtype(config.load.dtype, spec, open_tensor_files(checkpoint.path))
+    isa = os.environ.get("QUICKSTEP_CPU_ISA")
+    ops = resolve_ops(device, "auto", config.load.num_threads, isa)
     plan = plan_memory(
         spec,
         dtype.itemsize,
         config.cache,
-        config.scheduler,
+        replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
         config.memory_bytes or _free_bytes(device),
+        ops.scratch_bytes,
         DEFAULT_KV_BYTES if device.type == "cpu" else None,
     )
     for note in plan.notes:
         _LOGGER.info("%s", note)
-    isa = os.environ.get("QUICKSTEP_CPU_ISA")
-    ops = resolve_ops(device, "auto", config.load.num_threads, isa)
     model = load_model(checkpoint, spec, ops, config.load, progress, plan.max_model_len)
     return _Loaded(checkpoint, model, plan)
 

@@ -224,7 +224,7 @@ class Engine:
         now = self._clock()
         check_deadline(deadline_s)
         prompt_token_ids = self._prompt_token_ids(prompt)
-        check_sampling(sampling, self._model.vocab_size)
+        check_sampling(sampling, self._model.vocab_size, self.tokenizer.eos_token_ids)
         request = Request(
             request_id=request_id or self._free_request_id(),
             prompt_token_ids=prompt_token_ids,

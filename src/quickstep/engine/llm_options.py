@@ -57,7 +57,7 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "num_gpu_blocks_override": ("cache", "num_blocks"),
     "kv_cache_memory_bytes": ("cache", "kv_cache_bytes"),
     "enable_prefix_caching": ("cache", "prefix_caching"),
-    "max_model_len": ("scheduler", "max_model_len"),
+    "max_model_len": ("", "max_model_len"),
     "max_num_seqs": ("scheduler", "max_num_seqs"),
     "max_num_batched_tokens": ("scheduler", "max_num_batched_tokens"),
     "max_waiting": ("scheduler", "max_waiting"),

@@ -6,6 +6,7 @@ Read once when an engine opens. Linux files are read under `root`, so that tests
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = ["free_memory_bytes", "usable_cores"]
@@ -13,14 +14,16 @@ __all__ = ["free_memory_bytes", "usable_cores"]
 _ROOT = Path("/")
 
 
-def usable_cores(root: Path = _ROOT) -> int:
-    """Cores by affinity, at most what the container's processor quota pays for, at least 1."""
+def usable_cores(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) -> int:
+    """Cores by affinity, at most the container's quota and OMP_NUM_THREADS, at least 1."""
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
         cores = os.cpu_count() or 1
     quota = _cpu_quota(root / "sys/fs/cgroup")
-    return max(1, cores if quota is None else min(cores, int(quota)))
+    limit = environ.get("OMP_NUM_THREADS", "")
+    limits = [int(limit)] if limit.isdigit() else []
+    return max(1, min([cores, *limits, *([] if quota is None else [int(quota)])]))
 
 
 def free_memory_bytes(root: Path = _ROOT) -> int:

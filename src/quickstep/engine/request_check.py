@@ -16,7 +16,7 @@ __all__ = ["check_deadline", "check_sampling", "check_token_ids"]
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> tuple[int, ...]:
     """A prompt's token ids, checked: integers in the vocabulary, some, and not too many."""
-    if not isinstance(ids, Sequence) or any(type(token_id) is not int for token_id in ids):
+    if not isinstance(ids, Sequence):
         raise RequestError("a prompt is text or a list of integer token ids", param="prompt")
     if not ids:
         raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
@@ -26,12 +26,16 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> 
             "output; raise `--max-model-len` or shorten the prompt",
             param="prompt",
         )
+    if any(type(token_id) is not int for token_id in ids):
+        raise RequestError("a prompt is text or a list of integer token ids", param="prompt")
     _check_ids("prompt", ids, vocab_size)
     return tuple(ids)
 
 
-def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    """Token ids in sampling parameters are in the vocabulary, and no more logprobs than tokens."""
+def check_sampling(
+    sampling: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int]
+) -> None:
+    """Token ids are in the vocabulary, logprobs no more than tokens, and some token can follow."""
     _check_ids("logit_bias", sampling.logit_bias, vocab_size)
     _check_ids("allowed_token_ids", sampling.allowed_token_ids, vocab_size)
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
@@ -39,6 +43,17 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise RequestError(
             f"logprobs is {sampling.logprobs}, the vocabulary has {vocab_size} tokens",
             param="logprobs",
+        )
+    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
+    if (
+        sampling.min_tokens
+        and sampling.allowed_token_ids
+        and ends.issuperset(sampling.allowed_token_ids)
+    ):
+        raise RequestError(
+            f"min_tokens is {sampling.min_tokens}, but allowed_token_ids has only tokens that end "
+            "the output; allow another token",
+            param="allowed_token_ids",
         )
 
 

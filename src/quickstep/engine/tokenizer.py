@@ -103,11 +103,15 @@ class Tokenizer:
             RequestError: The text is not Unicode (JSON can spell half a surrogate pair).
         """
         try:
-            ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+            # The batch call frees the interpreter while it works: a long prompt stalls no one.
+            [encoding] = self._library.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except TypeError as error:
             raise RequestError(
                 "the text is not valid Unicode: it holds half a surrogate pair", param="prompt"
             ) from error
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -62,7 +62,7 @@ SCENARIOS = (
     Scenario("prefix hits", prefix_caching=True),
     Scenario("prefill first", prefix_caching=True, policy=PolicyName.PREFILL_FIRST),
     Scenario("preempted", is_starved=True),
-    Scenario("aborted neighbours", prefix_caching=True, has_aborts=True),
+    Scenario("aborts", prefix_caching=True, has_aborts=True),
     Scenario("overlapped", prefix_caching=True, pipeline_depth=2),
     Scenario(
         "all together",
@@ -73,7 +73,7 @@ SCENARIOS = (
         pipeline_depth=2,
     ),
 )
-_ALONE = Scenario("alone, other thread count")
+_ALONE = Scenario("alone again")
 
 
 def verify(

@@ -20,7 +20,6 @@ from quickstep.model.tensor_schema import num_parameters
 __all__ = [
     "DEFAULT_KV_BYTES",
     "GIB",
-    "REFERENCE_SCRATCH_BYTES",
     "MemoryPlan",
     "MemoryRow",
     "activation_bytes",
@@ -31,10 +30,6 @@ __all__ = [
 
 GIB = 2**30
 DEFAULT_KV_BYTES = 4 * GIB  # on a CPU, where memory belongs to other programs as well
-# The reference ops compute in fp64 and keep up to seven copies at the widest point of a layer
-# (measured, hidden 512, width 1536, bf16: 2048 tokens 292 MiB, 1024 tokens 177 MiB at the peak;
-# this gives 368 and 184).
-REFERENCE_SCRATCH_BYTES = 56
 _MIN_CONTEXT = 256
 _MIN_STEP_TOKENS = 64
 
@@ -97,7 +92,7 @@ def activation_bytes(
     dtype_bytes: int,
     max_num_batched_tokens: int,
     max_num_seqs: int,
-    scratch_bytes: int = REFERENCE_SCRATCH_BYTES,
+    scratch_bytes: int,
 ) -> int:
     """Upper estimate of a step's peak beside weights and KV.
 
@@ -121,8 +116,8 @@ def plan_memory(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     memory_bytes: int,
+    scratch_bytes: int,
     default_kv_bytes: int | None = DEFAULT_KV_BYTES,
-    scratch_bytes: int = REFERENCE_SCRATCH_BYTES,
 ) -> MemoryPlan:
     """Share `memory_bytes` between weights, activations and KV.
 

@@ -24,6 +24,10 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
+# Results of ops that are alive together at a layer's widest point, per element of it.
+_SCRATCH_BYTES = 8
+
+
 class PackedWeight:
     """Owns one `qs_linear`; its memory goes back to the system with this object."""
 
@@ -87,6 +91,7 @@ class NativeOps:
             write_kv=self.write_kv,
             paged_attention=self.paged_attention,
             gated_activation=self.gated_activation,
+            scratch_bytes=_SCRATCH_BYTES,
         )
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:

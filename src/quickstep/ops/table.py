@@ -97,6 +97,7 @@ class OpTable:
         write_kv: (k [T, K, D], v [T, K, D], k_cache, v_cache, slot_mapping [T]) -> None, in place.
         paged_attention: (q [T, H, D], k_cache [B, S, K, D], v_cache, PagedLayout, AttentionParams)
             -> [T, H, D]; causal, GQA without copies, KV walked in tiles at absolute positions.
+        scratch_bytes: Temporary bytes per element at a layer's widest point: the planner's bound.
         gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half;
             kind is `silu`, `gelu` or `gelu_tanh`.
     """
@@ -111,3 +112,4 @@ class OpTable:
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[[Tensor, Tensor, Tensor, PagedLayout, AttentionParams], Tensor]
     gated_activation: Callable[[Tensor, str], Tensor]
+    scratch_bytes: int

@@ -68,7 +68,8 @@ class SamplingState:
             seen = np.flatnonzero(self._is_seen)
             scores = logits[seen]
             penalty = sampling.repetition_penalty
-            logits[seen] = np.where(scores < 0, scores * penalty, scores / penalty)
+            with np.errstate(over="ignore"):  # a huge penalty sends a score to -inf: it is banned
+                logits[seen] = np.where(scores < 0, scores * penalty, scores / penalty)
         if self._additive:
             used = np.flatnonzero(self._output_counts)
             counts = self._output_counts[used]

@@ -1,0 +1,135 @@
+"""The thread pool seen from Python: forked and spawned children, concurrent callers, freeing."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+import weakref
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quickstep.ops.native import default_num_threads, load_native
+from quickstep.ops.table import LinearWeight, OpTable
+
+CHILD_TIMEOUT_S = 60
+
+
+def native(num_threads: int) -> OpTable:
+    ops = load_native(num_threads)
+    assert ops is not None
+    return ops
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(600, 300, generator=generator).bfloat16()
+    return torch.randn(40, 300, generator=generator).bfloat16(), weight
+
+
+def bits(out: Tensor) -> bytes:
+    return out.view(torch.int16).numpy().tobytes()
+
+
+def send_product(
+    pipe: Connection, x: Tensor, weight: Tensor, parents: tuple[OpTable, LinearWeight] | None
+) -> None:
+    """What a child does: the product on the parent's table, or on one of its own.
+
+    Nothing here may use torch's threads, which hang in a forked child.
+    """
+    ops = parents[0] if parents else native(2)
+    packed = parents[1] if parents else ops.pack_linear(weight, None)
+    pipe.send_bytes(bits(ops.linear(x, packed)))
+
+
+def product_in_child(method: str, parents: tuple[OpTable, LinearWeight] | None) -> bytes:
+    context = multiprocessing.get_context(method)
+    receive, send = context.Pipe(duplex=False)
+    child = context.Process(target=send_product, args=(send, *inputs(), parents))
+    child.start()
+    try:
+        assert receive.poll(CHILD_TIMEOUT_S), "the child hangs"
+        return receive.recv_bytes()
+    finally:
+        child.kill()
+        child.join()
+
+
+def expected() -> bytes:
+    x, weight = inputs()
+    ops = native(1)
+    return bits(ops.linear(x, ops.pack_linear(weight, None)))
+
+
+def test_a_forked_child_goes_on_with_the_parents_table() -> None:
+    ops = native(3)
+    packed = ops.pack_linear(inputs()[1], None)
+    ops.linear(inputs()[0], packed)
+    assert product_in_child("fork", (ops, packed)) == expected()
+
+
+def test_a_forked_child_may_load_threads_of_its_own() -> None:
+    native(2)
+    assert product_in_child("fork", None) == expected()
+
+
+def test_the_parents_pool_works_after_a_fork() -> None:
+    ops = native(3)
+    packed = ops.pack_linear(inputs()[1], None)
+    product_in_child("fork", (ops, packed))
+    assert bits(ops.linear(inputs()[0], packed)) == expected()
+
+
+def test_a_spawned_child_computes_the_same_bits() -> None:
+    assert product_in_child("spawn", None) == expected()
+
+
+def test_calls_from_several_threads_do_not_mix() -> None:
+    ops = native(3)
+    x, weight = inputs()
+    packed = ops.pack_linear(weight, None)
+    want = ops.linear(x, packed)
+    wrong: list[int] = []
+
+    def repeat() -> None:
+        for rows in range(1, 40):
+            if not torch.equal(ops.linear(x[:rows], packed), want[:rows]):
+                wrong.append(rows)
+
+    callers = [threading.Thread(target=repeat) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert wrong == []
+
+
+def test_weights_and_threads_are_freed_with_their_owners() -> None:
+    threads_before = count_threads()
+    ops = native(4)
+    packed = ops.pack_linear(inputs()[1], None)
+    assert count_threads() == threads_before + 3
+    freed = weakref.ref(packed.data)  # type: ignore[type-var]
+    del packed
+    gc.collect()
+    assert freed() is None
+    del ops
+    gc.collect()
+    assert count_threads() == threads_before
+
+
+def count_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_the_default_thread_count_follows_torch() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert default_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
