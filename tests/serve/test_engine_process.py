@@ -319,6 +319,20 @@ def test_stop_lets_requests_end_and_takes_no_more(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
+def test_an_engine_that_dies_while_it_drains_is_not_started_again(tmp_path: Path) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        stream = engine.submit("abc", LONG)
+        await stream.accepted()
+        draining = asyncio.create_task(engine.stop(DEADLINE_S))
+        await asyncio.sleep(0)
+        os.kill(engine.process_id or 0, signal.SIGKILL)
+        await draining
+        assert (await ends(stream))[0][0] is FinishReason.ERROR
+        assert engine.stats().num_restarts == 0
+
+    run(tmp_path, test, mode="hold")
+
+
 def test_a_second_stop_ends_the_drain_even_of_an_engine_that_hangs(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
         stream = engine.submit("abc", LONG)

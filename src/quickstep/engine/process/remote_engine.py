@@ -225,7 +225,7 @@ class RemoteEngine:
         facts = self._model.facts
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_token_ids = check_token_ids(ids, facts.vocab_size, facts.max_model_len)
-        check_sampling(sampling, facts.vocab_size)
+        check_sampling(sampling, facts.vocab_size, self.tokenizer.eos_token_ids)
         name = self._free_request_id() if request_id is None else request_id
         if self._streams.number_of(name) is not None:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
