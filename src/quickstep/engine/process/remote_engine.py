@@ -2,11 +2,11 @@
 
     RemoteEngine (here: no torch) ── socket pair, msgpack ── worker: EngineService ── Engine
 
-A supervisor task reads what the worker says. When the worker is gone, it ends every stream with an
-error at once and starts another one, slower each time it dies young, until it gives up. What a
-client must be told is checked here as far as it can be; the engine's own refusals come through the
-stream's `accepted`. Both processes read the machine's monotonic clock, so that the worker's times
-are ours. Everything runs in the event loop that called `open`.
+The `Supervisor` keeps a worker alive; here is what it works for. When it is gone, every stream
+ends with an error at once. What a client must be told is checked here as far as it can be; the
+engine's own refusals come through the stream's `accepted`. Both processes read the machine's
+monotonic clock, so that the worker's times are ours. Everything runs in the event loop that
+called `open`.
 """
 
 from __future__ import annotations
@@ -32,31 +32,30 @@ from quickstep.engine.process.messages import (
     LogSetup,
     ModelFacts,
     Open,
+    Opened,
     Refused,
     SequenceNote,
     StatsNote,
     StepNote,
-    Stop,
     Submit,
 )
 from quickstep.engine.process.remote_stats import Ledger
 from quickstep.engine.process.remote_streams import RemoteStream, RemoteStreams
-from quickstep.engine.process.restarts import RestartLimits, Restarts
+from quickstep.engine.process.restarts import RestartLimits
+from quickstep.engine.process.supervisor import Supervisor
 from quickstep.engine.request_check import check_deadline, check_sampling, check_token_ids
 from quickstep.engine.seeds import draw_seed, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Stream
 from quickstep.engine.tokenizer import Tokenizer
-from quickstep.errors import EngineError, QuickstepError, RequestError
+from quickstep.errors import EngineError, RequestError
 from quickstep.model.sizing import MemoryPlan
 from quickstep.types import FinishReason, SamplingParams
 
 __all__ = ["RemoteEngine"]
 
 _LOGGER = logging.getLogger(__name__)
-# What an engine that was told to stop may take to finish its step and close.
-_STOP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +89,20 @@ class RemoteEngine:
         command: Sequence[str] = WORKER_COMMAND,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._opening = Open(config, log or LogSetup())
-        self._restarts = Restarts(restart_limits or RestartLimits())
-        self._command = tuple(command)
+        self._supervisor = Supervisor(
+            client=self,
+            opening=Open(config, log or LogSetup()),
+            command=command,
+            limits=restart_limits or RestartLimits(),
+            clock=clock,
+        )
         self._clock = clock
         self._seeds = open_seeds(config.seed)
-        self._state = EngineState.NEW
-        self._failure = ""
         self._ledger = Ledger()
         self._step_log = StepLog()
         self._streams = RemoteStreams(clock)
         self._ids = itertools.count()
         self._served: _Served | None = None
-        self._process: EngineProcess | None = None
-        self._supervisor: asyncio.Task[None] | None = None
-        self._ending: asyncio.Task[None] | None = None
 
     async def open(self, progress: LoadProgress | None = None) -> None:
         """Start the process and have the model loaded.
@@ -113,43 +111,31 @@ class RemoteEngine:
             ConfigError: The checkpoint is missing or broken, or does not fit.
             EngineError: The process failed.
         """
-        self._process = await self._launch(progress)
-        supervising = self._supervise(self._process)
-        self._supervisor = asyncio.create_task(supervising, name="engine-process")
+        await self._supervisor.open(progress)
 
     async def start(self) -> None:
         """Take requests. Raises EngineError if the engine is not open, or was stopped."""
-        if self._supervisor is None or self._state in (EngineState.STOPPED, EngineState.FAILED):
-            raise EngineError(f"the engine is {self._state.value}, it cannot start")
-        if self._state is EngineState.NEW:
-            self._state = EngineState.RUNNING
+        self._supervisor.start()
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Take no more, let requests go on for `drain_s` seconds, end the rest with SHUTDOWN.
 
         A second call, with the first still draining, ends them at once.
         """
-        if self._supervisor is None or self._state is EngineState.STOPPED:
-            self._state = EngineState.STOPPED
-            return
-        if self._state is not EngineState.FAILED:
-            self._state = EngineState.DRAINING
-        if self._process is None:
-            self._supervisor.cancel()  # no restart any more
+        self._supervisor.drain()
         try:
             async with asyncio.timeout(drain_s):
                 await self._streams.wait_until_empty()
         except TimeoutError:
             if drain_s > 0:
                 _LOGGER.warning("%d requests did not end in time", len(self._streams))
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._end(self._supervisor), name="engine-end")
-        await asyncio.shield(self._ending)
+        await self._supervisor.end()
 
     @property
     def process_id(self) -> int | None:
         """The operating system's id of the engine's process; None while there is none."""
-        return None if self._process is None else self._process.process_id
+        process = self._supervisor.process
+        return None if process is None else process.process_id
 
     @property
     def model_name(self) -> str:
@@ -194,11 +180,12 @@ class RemoteEngine:
     def stats(self) -> EngineStats:
         """How the engine is doing; what only the worker knows is up to a tenth of a second old."""
         return self._ledger.stats(
-            state=self._state,
-            failure=self._failure,
+            state=self._supervisor.state,
+            failure=self._supervisor.failure,
             now_s=self._clock(),
             busy_since_s=self._streams.busy_since_s,
             num_requests=len(self._streams),
+            num_restarts=self._supervisor.num_restarts,
         )
 
     def submit(
@@ -253,69 +240,17 @@ class RemoteEngine:
     def abort(self, request_id: str) -> None:
         """End a request; what it has is its answer. An unknown or finished id is fine."""
         number = self._streams.number_of(request_id)
-        if number is not None and self._process is not None:
-            self._process.send(Abort(number))
+        process = self._supervisor.process
+        if number is not None and process is not None:
+            process.send(Abort(number))
 
-    @property
-    def _model(self) -> _Served:
-        if self._served is None:
-            raise EngineError("the engine is not open")
-        return self._served
-
-    def _running_process(self) -> EngineProcess:
-        if self._state is not EngineState.RUNNING or self._process is None:
-            why = f": {self._failure}" if self._failure else ""
-            raise EngineError(f"the engine is {self._state.value} and takes no requests{why}")
-        return self._process
-
-    def _free_request_id(self) -> str:
-        names = (f"request-{number}" for number in self._ids)
-        return next(name for name in names if self._streams.number_of(name) is None)
-
-    async def _launch(self, progress: LoadProgress | None) -> EngineProcess:
-        process = await EngineProcess.spawn(self._command)
-        try:
-            opened = await process.open(self._opening, progress)
-            self._served = await asyncio.to_thread(_Served.open, opened.facts)
-        except BaseException:
-            process.kill()
-            await process.end()
-            raise
+    async def opened(self, opened: Opened) -> None:
+        """A process has the model loaded (the supervisor only)."""
+        self._served = await asyncio.to_thread(_Served.open, opened.facts)
         self._ledger.update(opened.stats)
-        _LOGGER.info("the engine is process %d", process.process_id)
-        return process
 
-    async def _supervise(self, process: EngineProcess) -> None:
-        living: EngineProcess | None = process
-        try:
-            while living is not None:
-                since_s = self._clock()
-                reason = await self._live(living)
-                living = await self._restarted(reason, self._clock() - since_s)
-        except Exception as error:  # the task's top: what this object knows is in doubt
-            _LOGGER.exception("the engine's supervisor failed")
-            self._give_up(f"{type(error).__name__}: {error}")
-
-    async def _live(self, process: EngineProcess) -> str:
-        """Take in what the worker says until it is gone; says why it went."""
-        self._process = process
-        try:
-            async for message in process.messages:
-                self._receive(message)
-        except EngineError as error:
-            _LOGGER.error("%s", error)
-            process.kill()
-        except asyncio.CancelledError:
-            process.kill()
-            raise
-        finally:
-            self._process = None
-            failure = self._ledger.close_life()
-            self._end_streams()
-            how = await process.end()
-        return failure or f"the engine process {how}"
-
-    def _receive(self, message: FromEngine) -> None:
+    def receive(self, message: FromEngine) -> None:
+        """The process said something (the supervisor only)."""
         match message:
             case DeltaNote(number=number, delta=delta):
                 self._streams.deliver(number, delta)
@@ -338,61 +273,34 @@ class RemoteEngine:
             case _:
                 _LOGGER.error("the engine process said %s out of turn", message)
 
+    def died(self) -> str:
+        """The process is gone, and whoever waits is told (the supervisor only)."""
+        if self._supervisor.is_ending:
+            self._streams.end_all(FinishReason.SHUTDOWN, "the engine was stopped")
+        else:
+            self._streams.end_all(FinishReason.ERROR, "the engine process ended; send it again")
+        return self._ledger.close_life()
+
+    @property
+    def _model(self) -> _Served:
+        if self._served is None:
+            raise EngineError("the engine is not open")
+        return self._served
+
+    def _running_process(self) -> EngineProcess:
+        state, failure = self._supervisor.state, self._supervisor.failure
+        process = self._supervisor.process
+        if state is not EngineState.RUNNING or process is None:
+            why = f": {failure}" if failure else ""
+            raise EngineError(f"the engine is {state.value} and takes no requests{why}")
+        return process
+
+    def _free_request_id(self) -> str:
+        names = (f"request-{number}" for number in self._ids)
+        return next(name for name in names if self._streams.number_of(name) is None)
+
     def _note_stats(self, stats: EngineStats) -> None:
         self._ledger.update(stats)
-        if stats.state is EngineState.FAILED and self._process is not None:
-            self._process.kill()  # its loop broke: nothing in there can be trusted
-
-    def _end_streams(self) -> None:
-        """The worker is gone. Whoever waits is told before anything else is done."""
-        if self._ending is not None:
-            self._streams.end_all(FinishReason.SHUTDOWN, "the engine was stopped")
-            return
-        if self._state is not EngineState.DRAINING:
-            self._state = EngineState.RESTARTING
-        self._streams.end_all(FinishReason.ERROR, "the engine process ended; send it again")
-
-    async def _restarted(self, reason: str, lived_s: float) -> EngineProcess | None:
-        """The next process, open; None when none is wanted, or it is no use."""
-        since_s = self._clock()
-        if self._state is EngineState.DRAINING:
-            if self._ending is None:
-                _LOGGER.error("%s while it drained", reason)
-            return None
-        while True:
-            self._state, self._failure = EngineState.RESTARTING, reason
-            delay_s = self._restarts.delay_after(lived_s)
-            if delay_s is None:
-                self._give_up(reason)
-                return None
-            _LOGGER.error("%s; starting it again in %.1f s", reason, delay_s)
-            await asyncio.sleep(delay_s)
-            try:
-                process = await self._launch(None)
-            except QuickstepError as error:
-                reason, lived_s = str(error), 0.0
-                continue
-            self._state, self._failure = EngineState.RUNNING, ""
-            self._ledger.num_restarts += 1
-            _LOGGER.warning("the engine is back after %.1f s", self._clock() - since_s)
-            return process
-
-    def _give_up(self, reason: str) -> None:
-        self._state, self._failure = EngineState.FAILED, reason
-        _LOGGER.critical("the engine is given up: %s", reason)
-        self._streams.end_all(FinishReason.ERROR, reason)
-
-    async def _end(self, supervisor: asyncio.Task[None]) -> None:
-        """Stop the worker, in order if it can; then there is no process and no stream."""
-        if self._process is not None:
-            self._process.send(Stop())
-            await asyncio.wait({supervisor}, timeout=_STOP_S)
-        supervisor.cancel()
-        await asyncio.gather(supervisor, return_exceptions=True)
-        if self._process is not None:  # the supervisor had not begun
-            self._process.kill()
-            await self._process.end()
-            self._process = None
-        self._streams.end_all(FinishReason.SHUTDOWN, "the engine was stopped")
-        if self._state is not EngineState.FAILED:
-            self._state = EngineState.STOPPED
+        process = self._supervisor.process
+        if stats.state is EngineState.FAILED and process is not None:
+            process.kill()  # its loop broke: nothing in there can be trusted

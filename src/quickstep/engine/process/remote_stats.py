@@ -22,7 +22,6 @@ class Ledger:
     def __init__(self) -> None:
         self._last: EngineStats | None = None
         self._past = Totals()
-        self.num_restarts = 0
 
     def update(self, stats: EngineStats) -> None:
         """The worker's newest word."""
@@ -57,6 +56,7 @@ class Ledger:
         now_s: float,
         busy_since_s: float | None,
         num_requests: int,
+        num_restarts: int,
     ) -> EngineStats:
         """This moment: the arguments, and the rest as the worker last said it."""
         last = self._known()
@@ -69,7 +69,7 @@ class Ledger:
             busy_since_s=busy_since_s,
             num_requests=num_requests,
             scheduler=replace(last.scheduler, totals=totals),
-            num_restarts=self.num_restarts,
+            num_restarts=num_restarts,
         )
 
     def _known(self) -> EngineStats:

@@ -1,6 +1,6 @@
 """When to start a dead engine again: at once after a long life, slower each time it dies young.
 
-Pure counting; `RemoteEngine` does the waiting.
+Pure counting; `Supervisor` does the waiting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RestartLimits:
 
 
 class Restarts:
-    """Counts short lives in a row. Owned by the engine's supervisor."""
+    """Counts short lives in a row. Owned by the supervisor."""
 
     def __init__(self, limits: RestartLimits) -> None:
         self._limits = limits
