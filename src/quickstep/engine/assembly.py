@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from quickstep.engine.chat_template import ChatTemplate
 from quickstep.engine.engine import Engine
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, usable_cores
+from quickstep.engine.seeds import open_seeds
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.tokenizer import Tokenizer, read_json
 from quickstep.errors import ConfigError
@@ -125,7 +125,7 @@ def wire_engine(
         LocalExecutor(runner),
         step_log=StepLog(path=step_log_path),
         pipeline_depth=settings.pipeline_depth,
-        seeds=random.SystemRandom() if config.seed is None else random.Random(config.seed),
+        seeds=open_seeds(config.seed),
         clock=time.monotonic,
     )
 
@@ -213,6 +213,7 @@ def describe(loaded: LoadedWeights, load_s: float) -> LoadedModel:
         default_sampling=_default_sampling(path),
         load_s=load_s,
         memory_plan=loaded.plan,
+        path=path,
     )
 
 

@@ -249,7 +249,12 @@ class Generation:
 
 
 async def open_generation(engine: ServedEngine, request: GenerationRequest) -> Generation:
-    """Tokenise and submit every prompt. Raises RequestError; then nothing stays submitted."""
+    """Tokenise and submit every prompt; returns when the engine has taken them all.
+
+    Raises:
+        RequestError: One of them is refused; then nothing stays submitted.
+        EngineError: The engine takes no requests.
+    """
     prompts = [await _token_ids(engine, prompt) for prompt in request.prompts]
     streams: list[TokenStream] = []
     try:
@@ -263,6 +268,8 @@ async def open_generation(engine: ServedEngine, request: GenerationRequest) -> G
                     cache_salt=request.cache_salt,
                 )
             )
+        for stream in streams:
+            await stream.accepted()
     except BaseException:
         for stream in streams:
             await stream.aclose()
