@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
 import torch
 
+from quickstep.bench.limits import NativeLimits, open_limits
+from quickstep.cli.main import main
 from quickstep.errors import ConfigError, EngineError
 from quickstep.ops.native import load_native, load_probe, native_status
 from quickstep.ops.native_probe import NativeProbe
@@ -71,3 +74,37 @@ def test_kernel_seconds_grow_with_kernels_and_only_with_them(num_threads: int) -
     assert 0 < after - before <= elapsed
     torch.ones(600, 300) @ torch.ones(300, 300)
     assert ops.kernel_s() == after
+
+
+class Ticks:
+    """A clock that advances by one second with every reading."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_limits_on_a_cpu_are_the_probes_amounts_over_time() -> None:
+    limits = open_limits(torch.device("cpu"), torch.bfloat16, 1, None, MIB, Ticks())
+    assert isinstance(limits, NativeLimits)
+    assert limits.read_bytes_per_s() == MIB
+    assert limits.flops_per_s() > 1e6
+
+
+def test_limits_are_finite_on_a_real_clock() -> None:
+    limits = open_limits(torch.device("cpu"), torch.float32, 2, None, MIB, time.perf_counter)
+    assert 0 < limits.read_bytes_per_s() < float("inf")
+    assert 0 < limits.flops_per_s() < float("inf")
+
+
+def test_doctor_says_how_the_bandwidth_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    measured = memory["read_bytes_per_s"] is not None
+    assert measured or memory["measured_how"].startswith("not: too little memory")
+    if measured:
+        assert memory["read_bytes_per_s"] > 0
+        assert memory["measured_how"].startswith("streaming read of 512 MiB in huge pages, native")

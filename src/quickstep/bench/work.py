@@ -1,7 +1,7 @@
 """How much a step has to do at least: bytes it reads, operations it computes. Pure functions.
 
 The shares that the benchmarks print are these amounts over the measured time, over the measured
-limits. Weights count once per step, whatever the batch (`docs`: decode reads them once).
+limits. Weights are read once per step, whatever the batch.
 """
 
 from __future__ import annotations
