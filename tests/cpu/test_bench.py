@@ -38,13 +38,15 @@ def report(capsys, *arguments):
 @pytest.mark.parametrize("flags", [[], ["--batch", "3", "--pipeline-depth", "2"]])
 def test_a_step_on_a_shape_has_times_and_shares(capsys, flags):
     found = report(capsys, *STEP, *SMALL, "--shape", "tiny2", *flags)
-    for name in ("decode_ms", "prefill_ms", "overhead_us", "read_gb_per_s", "peak_tflops"):
+    for name in ("decode_ms", "prefill_ms", "read_gb_per_s", "peak_tflops"):
         assert found[name] > 0
+    for name in found["spread"]:
         low, high = found["spread"][name]
         assert low <= found[name] <= high
     # A model in the cache may beat the memory, never by much here: a step is overhead.
     assert 0 < found["decode_bandwidth_share"] < 1.5
     assert 0 < found["prefill_peak_share"] < 1.5
+    # A kernel that runs across a token's arrival counts where it ends, so no lower bound is sure.
     assert found["overhead_us"] < 1e3 * found["decode_ms"]
     assert found["model"] == "tiny2"
     assert found["dtype"] == "bfloat16"
@@ -74,7 +76,7 @@ def test_latency_of_one_token_has_no_gap(capsys):
 
 
 def test_throughput_counts_the_tokens_it_asked_for(capsys):
-    flags = ["--shape", "tiny2", "--repeats", "1", "--num-requests", "6", "--max-len", "24"]
+    flags = ["--shape", "tiny2", "--repeats", "1", "--num-prompts", "6", "--max-len", "24"]
     found = report(capsys, "bench", "throughput", *flags)
     lengths = draw_lengths(ThroughputOptions(num_requests=6, max_len=24))
     assert found["output_tokens"] == sum(one.num_outputs for one in lengths)

@@ -93,12 +93,11 @@ def sized_for_steps(config: EngineConfig, options: StepOptions) -> EngineConfig:
     # Twice the prefill: a fresh prompt takes the blocks of the last one, not the decoding ones.
     num_blocks = options.batch * (decode_blocks + 1) + 2 * prefill_blocks
     tokens = max(config.scheduler.max_num_batched_tokens, options.prefill)
+    num_seqs = max(config.scheduler.max_num_seqs, options.batch)
     return replace(
         config,
         cache=_with_blocks(config.cache, num_blocks),
-        scheduler=replace(
-            config.scheduler, max_num_seqs=options.batch, max_num_batched_tokens=tokens
-        ),
+        scheduler=replace(config.scheduler, max_num_seqs=num_seqs, max_num_batched_tokens=tokens),
         max_model_len=config.max_model_len or longest,
     )
 

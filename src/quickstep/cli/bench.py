@@ -110,7 +110,7 @@ def _add_throughput(kinds: argparse._SubParsersAction[Parser]) -> None:
     parser = command(kinds, "throughput", text, _run_throughput)
     _add_subject(parser, repeats=3)
     parser.add_argument(
-        "--num-requests",
+        "--num-prompts",
         type=positive_int,
         default=64,
         metavar="N",
@@ -204,7 +204,7 @@ def _run_throughput(args: argparse.Namespace) -> int:
     )
     from quickstep.cli.bench_report import print_report
 
-    options = ThroughputOptions(args.num_requests, args.repeats, args.seed, args.max_len)
+    options = ThroughputOptions(args.num_prompts, args.repeats, args.seed, args.max_len)
     lengths = draw_lengths(options)
     longest = max(one.num_inputs + one.num_outputs for one in lengths)
     subject = _opened(args, sized_for(_config(args), longest))
