@@ -136,6 +136,7 @@ def load_weights(config: EngineConfig, progress: LoadProgress | None) -> LoadedW
     from quickstep.model.safetensors_files import open_tensor_files
     from quickstep.model.source import find_checkpoint
     from quickstep.model.spec import read_spec
+    from quickstep.ops.native import native_status
     from quickstep.ops.resolve import resolve_ops
 
     checkpoint = find_checkpoint(config.load)
@@ -144,6 +145,8 @@ def load_weights(config: EngineConfig, progress: LoadProgress | None) -> LoadedW
     dtype = resolve_dtype(config.load.dtype, spec, open_tensor_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
     ops = resolve_ops(device, "auto", config.load.num_threads, isa)
+    if device.type == "cpu" and ops.name == "reference":
+        _LOGGER.warning("running on PyTorch's ops, exact and slow: %s", native_status().reason)
     plan = plan_for(config, spec, dtype, device, ops)
     for note in plan.notes:
         _LOGGER.info("%s", note)
