@@ -1,25 +1,39 @@
-"""`python -m benchmarks [--device cuda] [--model demo] [--repeats 5]`: what `make bench` runs."""
+"""`python -m benchmarks [--device cuda] [--model demo]`: what `make bench` and `make gpu` run.
+
+The benches of the command line one after another, on one model and on the smallest shape.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 
-from benchmarks import bench_engine
-from benchmarks.machine import describe_machine
+from quickstep.cli.main import main as quickstep
 
 
-def main() -> None:
-    """Parse, describe the machine, measure."""
+def main() -> int:
+    """Run every bench; the first failure ends it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--model", default="demo", help="a directory, a hub id, or demo")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="measured rounds (one more warms up)"
-    )
+    parser.add_argument("--repeats", default="5", help="measured rounds")
     args = parser.parse_args()
-    print(describe_machine())
-    bench_engine.run(args.model, args.device, args.repeats)
+    flags = ["--device", args.device, "--repeats", args.repeats]
+    benches = (
+        ["step", "--shape", "tiny2"],
+        ["step", args.model],
+        ["step", args.model, "--batch", "32"],
+        ["latency", args.model, "--output-len", "64"],
+        ["throughput", args.model, "--max-len", "512"],
+    )
+    for bench in benches:
+        print(f"--- quickstep bench {' '.join(bench + flags)}", flush=True)
+        code = quickstep(["bench", *bench, *flags])
+        if code:
+            return code
+        print()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,18 +1,16 @@
-"""What a measurement is worthless without: the machine, the versions, the spread."""
+"""What a measurement is worthless without: the machine and the versions."""
 
 from __future__ import annotations
 
 import os
 import platform
-import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 import quickstep
 
-__all__ = ["describe_machine", "spread"]
+__all__ = ["describe_machine"]
 
 
 def describe_machine() -> str:
@@ -28,9 +26,3 @@ def describe_machine() -> str:
         f"quickstep {quickstep.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {torch.get_num_threads()} threads"
     )
-
-
-def spread(values: Sequence[float], unit: str = "", digits: int = 2) -> str:
-    """`median [min - max]` of the values."""
-    median = statistics.median(values)
-    return f"{median:.{digits}f}{unit} [{min(values):.{digits}f} - {max(values):.{digits}f}]"

@@ -21,6 +21,11 @@ struct qs_linear {
   size_t bias_bytes;
 };
 
+struct qs_probe {
+  void* data;
+  int64_t num_bytes;
+};
+
 namespace {
 
 constexpr int64_t kItemBytes = 1 << 16;  // of copying: below it waking a thread costs more
@@ -98,6 +103,8 @@ void qs_context_destroy(qs_context* context) {
 }
 
 const char* qs_context_isa(const qs_context* context) { return context->kernels->name; }
+
+int64_t qs_context_loop_ns(const qs_context* context) { return qs::pool_loop_ns(context->pool); }
 
 int qs_linear_create(qs_context* context, int dtype, const void* weight, int64_t n, int64_t k,
                      int64_t row_stride, const void* bias, qs_linear** out) {
@@ -234,6 +241,43 @@ int qs_paged_attention(qs_context* context, const qs_attention* call) {
     }
   }
   context->kernels->paged_attention(context->pool, *call);
+  return QS_OK;
+}
+
+int qs_probe_create(qs_context* context, int64_t num_bytes, qs_probe** out) {
+  if (num_bytes < 1) return QS_INVALID;
+  const int64_t num_items = (num_bytes + qs::kProbeReadBytes - 1) / qs::kProbeReadBytes;
+  const int64_t size = num_items * qs::kProbeReadBytes;
+  void* data = qs::weight_alloc(size);
+  qs_probe* probe = data == nullptr ? nullptr : new (std::nothrow) qs_probe{data, size};
+  if (probe == nullptr) {
+    qs::weight_free(data, size);
+    return QS_OUT_OF_MEMORY;
+  }
+  // Untouched memory would be read as one shared page of zeros, out of the cache.
+  qs::parallel_for(context->pool, num_items, [&](int64_t item) {
+    memset(static_cast<char*>(data) + item * qs::kProbeReadBytes, 1, qs::kProbeReadBytes);
+  });
+  *out = probe;
+  return QS_OK;
+}
+
+void qs_probe_destroy(qs_probe* probe) {
+  if (probe == nullptr) return;
+  qs::weight_free(probe->data, probe->num_bytes);
+  delete probe;
+}
+
+int64_t qs_probe_bytes(const qs_probe* probe) { return probe->num_bytes; }
+
+int qs_probe_read(qs_context* context, const qs_probe* probe, uint32_t* sum) {
+  *sum = context->kernels->probe_read(context->pool, probe->data, probe->num_bytes);
+  return QS_OK;
+}
+
+int qs_probe_multiply(qs_context* context, int dtype, int64_t rounds, int64_t* num_flops) {
+  if (!valid_dtype(dtype) || rounds < 1) return QS_INVALID;
+  *num_flops = context->kernels->probe_multiply(context->pool, dtype, rounds);
   return QS_OK;
 }
 

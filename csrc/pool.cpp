@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <time.h>
 
 #include <atomic>
 #include <new>
@@ -31,6 +32,12 @@ inline void pause_cpu() {
 #elif defined(__aarch64__)
   asm volatile("yield");
 #endif
+}
+
+inline int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * int64_t{1000000000} + now.tv_nsec;
 }
 
 }  // namespace
@@ -61,7 +68,21 @@ class Pool {
 
   int size() const { return num_threads_; }
 
+  int64_t loop_ns() const { return loop_ns_.load(std::memory_order_relaxed); }
+
+  // Timed always: two clock readings are little beside the start and end of a loop.
   void run(int64_t num_items, ItemFn fn, const void* job) {
+    const int64_t started_ns = now_ns();
+    run_loop(num_items, fn, job);
+    loop_ns_.fetch_add(now_ns() - started_ns, std::memory_order_relaxed);
+  }
+
+ private:
+  bool forked() const {
+    return generation_ != fork_generation.load(std::memory_order_relaxed);
+  }
+
+  void run_loop(int64_t num_items, ItemFn fn, const void* job) {
     if (num_items <= 1 || num_threads_ == 1 || forked()) {
       for (int64_t i = 0; i < num_items; ++i) fn(job, i);
       return;
@@ -85,11 +106,6 @@ class Pool {
       }
     }
     unlock();
-  }
-
- private:
-  bool forked() const {
-    return generation_ != fork_generation.load(std::memory_order_relaxed);
   }
 
   void lock() {
@@ -180,6 +196,7 @@ class Pool {
   alignas(64) std::atomic<int> num_parked_{0};
   alignas(64) std::atomic<bool> busy_{false};
   std::atomic<bool> stopping_{false};
+  std::atomic<int64_t> loop_ns_{0};
 };
 
 Pool* pool_create(int num_threads) {
@@ -199,6 +216,8 @@ void pool_destroy(Pool* pool) {
 }
 
 int pool_size(const Pool* pool) { return pool->size(); }
+
+int64_t pool_loop_ns(const Pool* pool) { return pool->loop_ns(); }
 
 void pool_run(Pool* pool, int64_t num_items, ItemFn fn, const void* job) {
   pool->run(num_items, fn, job);

@@ -18,16 +18,14 @@ using ItemFn = void (*)(const void* job, int64_t item);
 Pool* pool_create(int num_threads);
 void pool_destroy(Pool* pool);
 int pool_size(const Pool* pool);
+// Nanoseconds that pool_run has taken so far, over all calls.
+int64_t pool_loop_ns(const Pool* pool);
 
 // Calls fn(job, i) once for every i in [0, num_items) and returns when all are done.
 void pool_run(Pool* pool, int64_t num_items, ItemFn fn, const void* job);
 
 template <typename Job>
 inline void parallel_for(Pool* pool, int64_t num_items, const Job& job) {
-  if (num_items == 1) {
-    job(0);
-    return;
-  }
   pool_run(
       pool, num_items,
       [](const void* opaque, int64_t item) { (*static_cast<const Job*>(opaque))(item); }, &job);

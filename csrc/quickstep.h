@@ -28,6 +28,7 @@ enum qs_activation { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2 };
 
 typedef struct qs_context qs_context;  // a kernel table and a thread pool
 typedef struct qs_linear qs_linear;    // packed weights of one linear layer
+typedef struct qs_probe qs_probe;      // a buffer to measure reads with
 
 QS_API int qs_abi_version(void);
 
@@ -102,6 +103,23 @@ typedef struct qs_attention {
 // Scratch for layouts in which a few long rows are shared over threads; 0 otherwise.
 QS_API int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_attention* call);
 QS_API int qs_paged_attention(qs_context* context, const qs_attention* call);
+
+// Measuring the machine. The library reads no clock here: the caller times the calls.
+
+// A buffer of `num_bytes`, rounded up to whole items, huge-page advised like weights and written
+// by the context's threads, every byte 1.
+QS_API int qs_probe_create(qs_context* context, int64_t num_bytes, qs_probe** out);
+QS_API void qs_probe_destroy(qs_probe* probe);
+QS_API int64_t qs_probe_bytes(const qs_probe* probe);
+// Reads the whole buffer once; `sum` gets its 32-bit words added up, modulo 2^32.
+QS_API int qs_probe_read(qs_context* context, const qs_probe* probe, uint32_t* sum);
+// Multiplies and adds in registers alone, as qs_linear_run does for the dtype on this level;
+// `num_flops` gets how many operations that were, which `rounds` scales.
+QS_API int qs_probe_multiply(qs_context* context, int dtype, int64_t rounds, int64_t* num_flops);
+
+// Nanoseconds that the context's parallel loops have taken since it was created, as the calling
+// threads saw them: the time in kernels, without what stands between two of them.
+QS_API int64_t qs_context_loop_ns(const qs_context* context);
 
 #if defined(__cplusplus)
 }

@@ -27,6 +27,7 @@ LAYERS = {
     "sim": 6,
     "plan": 6,
     "server": 6,
+    "bench": 6,
     "cluster": 6,
     "cli": 7,
     "__init__": 8,

@@ -15,6 +15,9 @@ namespace qs {
 // Outputs per panel: 16 floats are one AVX-512, two AVX2 or four NEON registers.
 constexpr int64_t kPanel = 16;
 
+// What one item of probe_read reads; its buffers are a multiple of it.
+constexpr int64_t kProbeReadBytes = 512 << 10;
+
 // Weights packed [panel][k / kpair][16][kpair], kpair 2 for bf16 (what vdpbf16ps reads) and 1
 // otherwise; outputs are padded to whole panels and k to whole pairs, with zeros.
 struct PackedLinear {
@@ -80,6 +83,8 @@ struct Kernels {
   void (*gated_activation)(Pool* pool, const GatedArgs& args);
   int64_t (*attention_scratch_bytes)(int num_threads, const qs_attention& call);
   void (*paged_attention)(Pool* pool, const qs_attention& call);
+  uint32_t (*probe_read)(Pool* pool, const void* data, int64_t num_bytes);
+  int64_t (*probe_multiply)(Pool* pool, int dtype, int64_t rounds);
 };
 
 }  // namespace qs

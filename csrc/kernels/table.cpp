@@ -17,6 +17,8 @@ const Kernels kernels = {
     .gated_activation = gated_activation,
     .attention_scratch_bytes = attention_scratch_bytes,
     .paged_attention = paged_attention,
+    .probe_read = probe_read,
+    .probe_multiply = probe_multiply,
 };
 
 }  // namespace qs::QS_LEVEL

@@ -12,6 +12,7 @@ from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerCon
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.outputs import collect
 from quickstep.errors import ConfigError
+from quickstep.ops import native
 from quickstep.types import FinishReason, SamplingParams
 
 PROMPTS = [f"{'shared beginning ' * 3}and question {n} {'!' * n}" for n in range(8)]
@@ -190,3 +191,16 @@ def test_a_checkpoint_without_a_tokenizer_and_a_bad_thread_count_are_refused(tmp
     (path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         engine_for(path)
+
+
+def test_without_the_native_library_the_engine_says_so_and_runs(
+    checkpoint, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "absent.so")
+
+    async def test(engine):
+        answer = await complete(engine, "no library")
+        assert len(answer.outputs[0].token_ids) == SAMPLING.max_tokens
+
+    run(engine_for(checkpoint), test)
+    assert "absent.so" in caplog.text

@@ -41,10 +41,12 @@ def load(path, ops, dtype="float32"):
     return load_model(found, read_spec(found.path), ops, config)
 
 
-@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize(("kernels", "num_requests"), [("native", 24), ("reference", 8)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_decoder_gives_the_same_bits_in_any_batch_and_thread_count(checkpoint, dtype, kernels):
-    options = VerifyOptions(num_requests=24, seed=2, threads=(1, 2))
+def test_a_decoder_gives_the_same_bits_in_any_batch_and_thread_count(
+    checkpoint, dtype, kernels, num_requests
+):
+    options = VerifyOptions(num_requests=num_requests, seed=2, threads=(1, 2))
     loaded = []
 
     def on(threads):
@@ -55,7 +57,7 @@ def test_a_decoder_gives_the_same_bits_in_any_batch_and_thread_count(checkpoint,
     assert loaded == [1, 2]
     assert report.first_mismatch is None
     assert report.mismatches == 0
-    assert report.comparisons > 48
+    assert report.comparisons > 2 * num_requests
 
 
 def test_a_product_whose_bits_depend_on_the_number_of_rows_is_caught(checkpoint):

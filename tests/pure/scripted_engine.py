@@ -106,7 +106,7 @@ class ScriptedExecutor:
 class ScriptedEngine:
     """An engine, its parts, and a check that nothing is left behind."""
 
-    def __init__(self, num_blocks=64, step_log=None, template=None, seed=0, **scheduler):
+    def __init__(self, num_blocks=64, step_log=None, template=None, seed=0, path=None, **scheduler):
         config = SchedulerConfig(**{"max_model_len": 256, "max_num_seqs": 8, **scheduler})
         self.skipped_s = 0.0  # the engine's clock runs ahead by this
         self.pool = KVBlockPool(num_blocks, 4)
@@ -120,6 +120,7 @@ class ScriptedEngine:
             vocab_size=257,
             tokenizer=tokenizer,
             chat_template=template and ChatTemplate({"default": template}, {}, now=None),
+            path=path,
         )
         self.engine = Engine(
             model,

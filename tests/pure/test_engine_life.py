@@ -178,6 +178,22 @@ def test_stop_drains_first_and_then_shuts_the_rest_down():
     asyncio.run(whole())
 
 
+def test_a_drain_that_was_cut_short_is_ended_by_the_next_stop():
+    async def test(parts, engine):
+        parts.executor.gate.clear()
+        stream = engine.submit("ab", SamplingParams(max_tokens=200))
+        draining = asyncio.create_task(engine.stop(drain_s=60))
+        await asyncio.sleep(0)
+        draining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await draining
+        parts.executor.gate.set()
+        await engine.stop()
+        assert (await answer(stream))[1] is FinishReason.SHUTDOWN
+
+    run(test)
+
+
 def test_an_engine_takes_requests_only_between_start_and_stop():
     parts = ScriptedEngine()
     with pytest.raises(EngineError, match="not started"):

@@ -109,6 +109,9 @@ class FakeStream:
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self._deltas
 
+    async def accepted(self) -> None:
+        """At once."""
+
     async def aclose(self) -> None:
         self._engine.open_streams.discard(self)
 

@@ -6,7 +6,8 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,20 +35,37 @@ class LiveServer:
 @contextmanager
 def live_server(engine: ServedEngine, options: ServerOptions | None = None) -> Iterator[LiveServer]:
     """Serve `engine` until the block ends."""
-    server = server_for(engine, options or ServerOptions(drain_s=0.0))
-    started = threading.Event()
+
+    async def opened() -> ServedEngine:
+        return engine
+
+    with live_server_of(opened, options) as server:
+        yield server
+
+
+@contextmanager
+def live_server_of(
+    open_engine: Callable[[], Awaitable[ServedEngine]], options: ServerOptions | None = None
+) -> Iterator[LiveServer]:
+    """Serve the engine that `open_engine` opens in the server's loop, until the block ends."""
+    started: Future[DrainingServer] = Future()
     with bind("127.0.0.1", 0) as sock:
 
         async def run() -> None:
-            serving = asyncio.create_task(server.serve([sock]))
-            while not server.started and not serving.done():
-                await asyncio.sleep(0.001)
-            started.set()
+            try:
+                server = server_for(await open_engine(), options or ServerOptions(drain_s=0.0))
+                serving = asyncio.create_task(server.serve([sock]))
+                while not server.started and not serving.done():
+                    await asyncio.sleep(0.001)
+                started.set_result(server)
+            except BaseException as error:
+                started.set_exception(error)
+                raise
             await serving
 
         thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
         thread.start()
-        started.wait(30)
+        server = started.result(60)
         assert server.started
         try:
             yield LiveServer(sock.getsockname()[1], server, thread)

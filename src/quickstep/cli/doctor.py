@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import sys
 import time
@@ -27,8 +28,7 @@ from quickstep.cli.screen import console_on, print_table, size_text
 
 __all__ = ["add_parser", "collect_facts", "run"]
 
-_READ_BYTES = 512 * 1024 * 1024
-_READ_PASSES = 5
+_READ_SAMPLES = 2
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -110,22 +110,19 @@ def _native_facts() -> dict[str, Any]:
 
 
 def _bandwidth(available_bytes: int | None) -> dict[str, Any]:
-    """Best of some passes that sum a buffer far larger than the caches, on all torch threads."""
+    """The best of some passes over a buffer far larger than the caches, on all threads."""
     import torch
 
-    if available_bytes is not None and available_bytes < 4 * _READ_BYTES:
+    from quickstep.bench.limits import DEFAULT_PROBE_BYTES, open_limits
+
+    if available_bytes is not None and available_bytes < 4 * DEFAULT_PROBE_BYTES:
         return {"read_bytes_per_s": None, "measured_how": "not: too little memory is free"}
-    buffer = torch.ones(_READ_BYTES // 4, dtype=torch.float32)
-    best = float("inf")
-    for _ in range(_READ_PASSES):
-        started = time.perf_counter()
-        buffer.sum()
-        best = min(best, time.perf_counter() - started)
-    how = (
-        f"torch sum of {_READ_BYTES // 2**20} MiB float32, {torch.get_num_threads()} threads, "
-        f"best of {_READ_PASSES}"
-    )
-    return {"read_bytes_per_s": round(_READ_BYTES / best), "measured_how": how}
+    isa = os.environ.get("QUICKSTEP_CPU_ISA")
+    device = torch.device("cpu")
+    limits = open_limits(device, torch.float32, None, isa, DEFAULT_PROBE_BYTES, time.perf_counter)
+    best = max(limits.read_bytes_per_s() for _ in range(_READ_SAMPLES))
+    how = f"{limits.read_how}, {torch.get_num_threads()} threads"
+    return {"read_bytes_per_s": round(best), "measured_how": how}
 
 
 def _version(package: str) -> str | None:

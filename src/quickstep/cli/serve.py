@@ -1,18 +1,29 @@
-"""`quickstep serve [MODEL]`: the OpenAI-compatible server."""
+"""`quickstep serve [MODEL]`: the OpenAI-compatible server, its engine in a process of its own.
+
+This process never loads torch: it parses, tokenises and writes events, and lives on when the
+engine's process does not.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import sys
+from typing import TYPE_CHECKING
 
 from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
 from quickstep.cli.parsing import Parser, bytes_size, command
+from quickstep.cli.screen import loading_bar
+from quickstep.config import EngineConfig
 from quickstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quickstep.engine.process.remote_engine import RemoteEngine
 
 __all__ = ["add_parser", "run"]
 
 _LOG = logging.getLogger("quickstep.cli")
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -68,13 +79,8 @@ def run(args: argparse.Namespace) -> int:
     if args.drain_timeout_s < 0:
         raise ConfigError(f"--drain-timeout-s is {args.drain_timeout_s:g}, it must be at least 0")
     config = engine_config(args, model_of(args), args.seed)
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the server says these things itself
-    from quickstep.cli.session import opened
     from quickstep.server.options import RequestLimits, ServerOptions
     from quickstep.server.run import bind, serve
     from quickstep.server.surface import check_names
@@ -88,10 +94,23 @@ def run(args: argparse.Namespace) -> int:
     )
     check_names(options)
     with bind(args.host, args.port) as sock:
-        _LOG.info("loading %s", config.load.model)
-        engine = opened(config, show_memory=True)
-        _LOG.info("loaded %s (%s)", engine.model_name, engine.fingerprint)
-        if engine.default_sampling:
-            _LOG.info("the model's own sampling defaults hold: %s", dict(engine.default_sampling))
-        serve(engine, args.host, args.port, options, sock)
+        serve(lambda: _opened(config), sock, options)
     return 0
+
+
+async def _opened(config: EngineConfig) -> RemoteEngine:
+    """The engine's process with the model loaded; says on stderr what it is."""
+    from quickstep.cli.session import print_memory
+    from quickstep.engine.process.messages import LogSetup
+    from quickstep.engine.process.remote_engine import RemoteEngine
+
+    _LOG.info("loading %s", config.load.model)
+    engine = RemoteEngine(config, log=LogSetup(logging.INFO, _LOG_FORMAT))
+    with loading_bar(f"loading {config.load.model}") as progress:
+        await engine.open(progress)
+    if engine.memory_plan is not None:
+        print_memory(engine.memory_plan)
+    _LOG.info("loaded %s (%s)", engine.model_name, engine.fingerprint)
+    if engine.default_sampling:
+        _LOG.info("the model's own sampling defaults hold: %s", dict(engine.default_sampling))
+    return engine

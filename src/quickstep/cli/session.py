@@ -1,7 +1,7 @@
 """Opening an engine for a command: a progress bar, the memory table, start and stop.
 
-`generate`, `chat` and `demo` run in `with_engine`; `serve` opens the engine in the same way and
-hands it to the server, which starts and stops it.
+`generate`, `chat` and `demo` run in `with_engine`, in this process; `serve` opens its engine in a
+process of its own and shows the same (`print_memory`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quickstep.engine.engine import Engine
     from quickstep.model.sizing import MemoryPlan
 
-__all__ = ["opened", "with_engine"]
+__all__ = ["opened", "print_memory", "with_engine"]
 
 _Result = TypeVar("_Result")
 
@@ -35,11 +35,11 @@ def opened(config: EngineConfig, show_memory: bool | None = None) -> Engine:
         engine = open_engine(config, progress)
     shown = sys.stderr.isatty() if show_memory is None else show_memory
     if shown and engine.memory_plan is not None:
-        _print_memory(engine.memory_plan)
+        print_memory(engine.memory_plan)
     return engine
 
 
-def _print_memory(plan: MemoryPlan) -> None:
+def print_memory(plan: MemoryPlan) -> None:
     """The plan's table, and what it had to shrink, on stderr."""
     console = console_on()
     rows = [(row.label, size_text(row.num_bytes), row.detail) for row in plan.rows]

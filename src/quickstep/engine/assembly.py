@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from quickstep.engine.engine import Engine
 from quickstep.engine.grammars import GrammarCompiler
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, usable_cores
+from quickstep.engine.seeds import open_seeds
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.tokenizer import Tokenizer, read_json
 from quickstep.errors import ConfigError
@@ -39,8 +39,19 @@ if TYPE_CHECKING:
     from quickstep.model.interface import Model
     from quickstep.model.sizing import MemoryPlan
     from quickstep.model.source import Checkpoint
+    from quickstep.model.spec import ModelSpec
+    from quickstep.ops.table import KVCache, OpTable
 
-__all__ = ["LoadProgress", "open_engine"]
+__all__ = [
+    "LoadProgress",
+    "LoadedWeights",
+    "describe",
+    "load_weights",
+    "open_engine",
+    "plan_for",
+    "set_threads",
+    "wire_engine",
+]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -61,10 +72,11 @@ _SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class LoadedWeights:
     """Weights in memory, and what else was decided on the way."""
 
     checkpoint: Checkpoint
+    spec: ModelSpec
     model: Model
     plan: MemoryPlan
 
@@ -81,38 +93,54 @@ def open_engine(
     Raises:
         ConfigError: The checkpoint is missing or broken, or does not fit.
     """
-    from quickstep.runtime.executor import LocalExecutor
     from quickstep.runtime.kv import allocate_kv
-    from quickstep.runtime.runner import ModelRunner
 
     started_s = time.monotonic()
-    _set_threads(config.load.num_threads)
-    loaded = _load(config, progress)
-    model, plan, block_size = loaded.model, loaded.plan, config.cache.block_size
-    kv = allocate_kv(model.kv_shape, plan.num_blocks, block_size, model.device)
-    tokenizer = Tokenizer.open(loaded.checkpoint.path)
-    grammars = GrammarCompiler(tokenizer, model.vocab_size)
-    clock, new_matcher = time.perf_counter, grammars.new_matcher
+    set_threads(config.load.num_threads)
+    loaded = load_weights(config, progress)
+    model, plan = loaded.model, loaded.plan
+    kv = allocate_kv(model.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
+    description = describe(loaded, time.monotonic() - started_s)
+    return wire_engine(config, model, kv, plan, description, step_log_path)
+
+
+def wire_engine(
+    config: EngineConfig,
+    model: Model,
+    kv: KVCache,
+    plan: MemoryPlan,
+    description: LoadedModel,
+    step_log_path: Path | None = None,
+) -> Engine:
+    """The engine around a model that is in memory; `kv` has the plan's blocks."""
+    from quickstep.runtime.executor import LocalExecutor
+    from quickstep.runtime.runner import ModelRunner
+
+    block_size = config.cache.block_size
+    grammars = description.grammars
+    new_matcher = None if grammars is None else grammars.new_matcher
+    clock = time.perf_counter
     runner = ModelRunner(model, kv, block_size, plan.max_num_seqs, clock, new_matcher)
     settings = _fitted(config.scheduler, plan)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
     return Engine(
-        _describe(loaded, tokenizer, grammars, time.monotonic() - started_s),
+        description,
         Scheduler(settings, pool, make_policy(settings), LinearCostModel()),
         LocalExecutor(runner),
         step_log=StepLog(path=step_log_path),
         pipeline_depth=settings.pipeline_depth,
-        seeds=random.SystemRandom() if config.seed is None else random.Random(config.seed),
+        seeds=open_seeds(config.seed),
         clock=time.monotonic,
     )
 
 
-def _load(config: EngineConfig, progress: LoadProgress | None) -> _Loaded:
+def load_weights(config: EngineConfig, progress: LoadProgress | None) -> LoadedWeights:
+    """Find, plan and load what `config` names. Raises ConfigError."""
     from quickstep.model.loader import load_model, resolve_device, resolve_dtype
     from quickstep.model.safetensors_files import open_tensor_files
-    from quickstep.model.sizing import DEFAULT_KV_BYTES, plan_memory
     from quickstep.model.source import find_checkpoint
     from quickstep.model.spec import read_spec
+    from quickstep.ops.native import native_status
     from quickstep.ops.resolve import resolve_ops
 
     checkpoint = find_checkpoint(config.load)
@@ -121,15 +149,9 @@ def _load(config: EngineConfig, progress: LoadProgress | None) -> _Loaded:
     dtype = resolve_dtype(config.load.dtype, spec, open_tensor_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
     ops = resolve_ops(device, "auto", config.load.num_threads, isa)
-    plan = plan_memory(
-        spec,
-        dtype.itemsize,
-        config.cache,
-        replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
-        config.memory_bytes or _free_bytes(device),
-        ops.scratch_bytes,
-        DEFAULT_KV_BYTES if device.type == "cpu" else None,
-    )
+    if device.type == "cpu" and ops.name == "reference":
+        _LOGGER.warning("running on PyTorch's ops, exact and slow: %s", native_status().reason)
+    plan = plan_for(config, spec, dtype, device, ops)
     for note in plan.notes:
         _LOGGER.info("%s", note)
     model = load_model(checkpoint, spec, ops, config.load, progress, plan.max_model_len)
@@ -138,10 +160,28 @@ def _load(config: EngineConfig, progress: LoadProgress | None) -> _Loaded:
             "%s runs through transformers and is not exact: its bits may depend on the batch",
             checkpoint.name,
         )
-    return _Loaded(checkpoint, model, plan)
+    return LoadedWeights(checkpoint, spec, model, plan)
 
 
-def _set_threads(num_threads: int | None) -> None:
+def plan_for(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, ops: OpTable
+) -> MemoryPlan:
+    """What fits into the memory that is free now. Raises ConfigError."""
+    from quickstep.model.sizing import DEFAULT_KV_BYTES, plan_memory
+
+    return plan_memory(
+        spec,
+        dtype.itemsize,
+        config.cache,
+        replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
+        config.memory_bytes or _free_bytes(device),
+        ops.scratch_bytes,
+        DEFAULT_KV_BYTES if device.type == "cpu" else None,
+    )
+
+
+def set_threads(num_threads: int | None) -> None:
+    """torch's threads, and so the kernels' default. None: the cores that the process may use."""
     import torch
 
     if num_threads is not None and num_threads < 1:
@@ -166,10 +206,10 @@ def _fitted(scheduler: SchedulerConfig, plan: MemoryPlan) -> SchedulerConfig:
     )
 
 
-def _describe(
-    loaded: _Loaded, tokenizer: Tokenizer, grammars: GrammarCompiler, load_s: float
-) -> LoadedModel:
+def describe(loaded: LoadedWeights, load_s: float) -> LoadedModel:
+    """What the engine serves: the checkpoint's tokenizer, template and sampling values read."""
     path = loaded.checkpoint.path
+    tokenizer = Tokenizer.open(path)
     return LoadedModel(
         name=loaded.checkpoint.name,
         fingerprint=loaded.model.fingerprint,
@@ -180,7 +220,8 @@ def _describe(
         default_sampling=_default_sampling(path),
         load_s=load_s,
         memory_plan=loaded.plan,
-        grammars=grammars,
+        path=path,
+        grammars=GrammarCompiler(tokenizer, loaded.model.vocab_size),
     )
 
 

@@ -32,7 +32,8 @@ from quickstep.engine.chat_template import ChatTemplate, Message
 from quickstep.engine.grammars import check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
-from quickstep.engine.request_check import check_sampling, check_token_ids
+from quickstep.engine.request_check import check_deadline, check_sampling, check_token_ids
+from quickstep.engine.seeds import draw_seed
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Stream
@@ -55,9 +56,6 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 _LOGGER = logging.getLogger(__name__)
-
-# drawn seeds stay below 2^53, so that every JSON reader gets them exactly
-_SEED_BITS = 53
 
 
 class Engine:
@@ -167,8 +165,11 @@ class Engine:
         self._task = asyncio.create_task(self._run(), name="quickstep-engine")
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Take no more, let requests go on for `drain_s` seconds, end the rest with SHUTDOWN."""
-        if self._task is not None and self._state is EngineState.RUNNING:
+        """Take no more, let requests go on for `drain_s` seconds, end the rest with SHUTDOWN.
+
+        A call that was cancelled while it drained is followed by another one, which ends them.
+        """
+        if self._task is not None and self._state in (EngineState.RUNNING, EngineState.DRAINING):
             self._state = EngineState.DRAINING
             await self._drain(drain_s)
             self._end_all(FinishReason.SHUTDOWN)
@@ -226,10 +227,7 @@ class Engine:
         """
         self._require_running()
         now = self._clock()
-        if deadline_s is not None and not deadline_s > 0:
-            raise RequestError(
-                f"deadline_s is {deadline_s}, it must be above 0", param="deadline_s"
-            )
+        check_deadline(deadline_s)
         prompt_token_ids = self._prompt_token_ids(prompt)
         check_sampling(sampling, self._model.vocab_size, self.tokenizer.eos_token_ids)
         check_grammar(sampling.grammar, self._model.grammars)
@@ -237,7 +235,7 @@ class Engine:
             request_id=request_id or self._free_request_id(),
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
-            seed=self._seeds.getrandbits(_SEED_BITS) if sampling.seed is None else sampling.seed,
+            seed=draw_seed(self._seeds) if sampling.seed is None else sampling.seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
             priority=priority,
             tenant=tenant,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class LoadedModel:
         default_sampling: The checkpoint's own sampling values, by SamplingParams' names.
         load_s: Seconds from opening to ready.
         memory_plan: What the memory is used for; None if nothing was planned.
+        path: The checkpoint's directory; None if there is none.
         grammars: Compiles the grammars of requests; None refuses them.
     """
 
@@ -44,4 +46,5 @@ class LoadedModel:
     default_sampling: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     load_s: float = 0.0
     memory_plan: MemoryPlan | None = None
+    path: Path | None = None
     grammars: GrammarCompiler | None = None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from quickstep.errors import RequestError
 from quickstep.types import SamplingParams
 
-__all__ = ["check_sampling", "check_token_ids"]
+__all__ = ["check_deadline", "check_sampling", "check_token_ids"]
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> tuple[int, ...]:
@@ -55,6 +55,12 @@ def check_sampling(
             "the output; allow another token",
             param="allowed_token_ids",
         )
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """A deadline is in the future."""
+    if deadline_s is not None and not deadline_s > 0:
+        raise RequestError(f"deadline_s is {deadline_s}, it must be above 0", param="deadline_s")
 
 
 def _check_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:

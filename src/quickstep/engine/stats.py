@@ -11,10 +11,14 @@ __all__ = ["EngineState", "EngineStats"]
 
 
 class EngineState(enum.Enum):
-    """The life of an engine, in order; FAILED when its loop broke."""
+    """The life of an engine, in order; FAILED when its loop broke.
+
+    RESTARTING is for an engine in its own process, which is started again after it has ended.
+    """
 
     NEW = "not started"
     RUNNING = "running"
+    RESTARTING = "restarting"
     DRAINING = "stopping"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -25,13 +29,14 @@ class EngineStats:
     """A moment of an engine.
 
     Attributes:
-        failure: Why the engine failed, "" if it did not.
+        failure: Why the engine failed, or why it is restarting; "" otherwise.
         now_s: The engine's clock.
         last_step_s: When the last step was committed, on that clock; None before the first.
         busy_since_s: When the first request came to the idle engine; None while it is idle.
         num_steps_in_flight: Steps submitted and not committed.
         num_requests: Requests whose streams have not ended.
         scheduler: Waiting, running, blocks (`core.accounting.SchedulerStats`).
+        num_restarts: How often the engine's process was started again.
     """
 
     state: EngineState
@@ -42,6 +47,7 @@ class EngineStats:
     num_steps_in_flight: int
     num_requests: int
     scheduler: SchedulerStats
+    num_restarts: int = 0
 
     @property
     def has_work(self) -> bool:

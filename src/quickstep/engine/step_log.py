@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from quickstep.types import FinishReason, SequenceTimings, StepRecord
 
-__all__ = ["Observer", "Quantity", "SequenceRecord", "StepLog", "StepTotals"]
+__all__ = ["Follower", "Observer", "Quantity", "SequenceRecord", "StepLog", "StepTotals"]
 
 
 class Quantity(enum.Enum):
@@ -81,6 +81,19 @@ class StepTotals:
     num_finished: Mapping[FinishReason, int]
 
 
+class Follower(Protocol):
+    """Gets every line that the log gets; a second `StepLog` is one."""
+
+    def add_step(self, record: StepRecord) -> None:
+        """A step was committed."""
+
+    def add_gap(self, seconds: float) -> None:
+        """A sequence's tokens came `seconds` after its previous ones."""
+
+    def add_sequence(self, record: SequenceRecord) -> None:
+        """A sequence ended."""
+
+
 class StepLog:
     """Rings of `capacity` lines each. `open` and `close` only matter with a `path`."""
 
@@ -91,6 +104,7 @@ class StepLog:
         self._num_finished: Counter[FinishReason] = Counter()
         self._busy_s = 0.0
         self._observers: list[Observer] = []
+        self._followers: list[Follower] = []
         self._path = path
         self._file: IO[str] | None = None
 
@@ -124,6 +138,10 @@ class StepLog:
         """Call `observer` for every observation from now on, in the engine's loop."""
         self._observers.append(observer)
 
+    def follow(self, follower: Follower) -> None:
+        """Give `follower` every line from now on, in the engine's loop."""
+        self._followers.append(follower)
+
     def open(self) -> None:
         """Open the file, if there is a path."""
         if self._path is not None and self._file is None:
@@ -143,11 +161,15 @@ class StepLog:
         self._counts["prefill_tokens"] += record.num_prefill_tokens
         self._counts["decode_tokens"] += record.num_decode_tokens
         self._counts["preemptions"] += record.num_preemptions
+        for follower in self._followers:
+            follower.add_step(record)
         if self._file is not None:
             self._write("step", record)
 
     def add_gap(self, seconds: float) -> None:
         """A sequence's tokens came `seconds` after its previous ones."""
+        for follower in self._followers:
+            follower.add_gap(seconds)
         self._observe(Quantity.INTER_TOKEN, seconds)
 
     def add_sequence(self, record: SequenceRecord) -> None:
@@ -162,6 +184,8 @@ class StepLog:
         self._observe(Quantity.TIME_TO_FIRST_TOKEN, record.time_to_first_token_s)
         self._observe(Quantity.TIME_PER_OUTPUT_TOKEN, record.time_per_output_token_s)
         self._observe(Quantity.END_TO_END, record.end_to_end_s)
+        for follower in self._followers:
+            follower.add_sequence(record)
         if self._file is not None:
             self._write("sequence", record)
 

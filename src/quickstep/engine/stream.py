@@ -82,6 +82,9 @@ class Stream:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
+    async def accepted(self) -> None:
+        """Return once the engine has taken the request: here, `submit` has made sure of it."""
+
     async def aclose(self) -> None:
         """Abort what still runs, drop what was not read. Idempotent."""
         if self._closed:

@@ -58,6 +58,11 @@ class Decoder:
         return self._weights
 
     @property
+    def ops(self) -> OpTable:
+        """What it computes with."""
+        return self._ops
+
+    @property
     def exact(self) -> bool:
         """Whether a row's bits never depend on its batch: always, for a native model."""
         return True

@@ -6,6 +6,7 @@ Called once by the engine's assembly. Never opens a pickle, never runs code of a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -20,7 +21,7 @@ from quickstep.model.rope_spec import RopeKind
 from quickstep.model.safetensors_files import TensorFiles, open_tensor_files
 from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_config
-from quickstep.model.tensor_reader import STORED_DTYPES, Progress, TensorReader
+from quickstep.model.tensor_reader import STORED_DTYPES, Progress, TensorReader, TensorSource
 from quickstep.model.tensor_schema import Shapes, layer_norms, layer_tensors, outer_tensors
 from quickstep.model.weights import (
     AttentionWeights,
@@ -31,7 +32,7 @@ from quickstep.model.weights import (
 )
 from quickstep.ops.table import LinearWeight, OpTable
 
-__all__ = ["load_model", "resolve_device", "resolve_dtype"]
+__all__ = ["DecoderNames", "build_decoder", "load_model", "resolve_device", "resolve_dtype"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -71,8 +72,31 @@ def load_model(
     _check(spec, files, expected, prefix)
     total_bytes = sum(files.tensors[name].nbytes for name in expected)
     reader = TensorReader(files, dtype, device, total_bytes, progress)
-    packing = _Packing(spec, ops, reader)
-    weights = packing.decoder(prefix, head, head in files.tensors)
+    names = DecoderNames(prefix, head, head in files.tensors)
+    return build_decoder(spec, ops, reader, names, max_model_len, fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderNames:
+    """The decoder's prefix, the output projection's name, and whether that one is stored."""
+
+    prefix: str
+    head: str
+    head_stored: bool
+
+
+def build_decoder(
+    spec: ModelSpec,
+    ops: OpTable,
+    source: TensorSource,
+    names: DecoderNames,
+    max_model_len: int,
+    fingerprint: str,
+) -> Decoder:
+    """Pack the tensors of `source`, layer by layer, for a spec that they fit."""
+    packing = _Packing(spec, ops, source)
+    weights = packing.decoder(names.prefix, names.head, names.head_stored)
+    device = weights.embedding.device
     ropes = tuple(make_rope_table(rope, max_model_len, device) for rope in spec.ropes)
     return Decoder(spec, weights, ropes, ops, max_model_len, fingerprint)
 
@@ -151,7 +175,7 @@ def _some(names: list[str]) -> str:
 class _Packing:
     """Reads tensors in the order of the schema and packs them for the op table."""
 
-    def __init__(self, spec: ModelSpec, ops: OpTable, reader: TensorReader) -> None:
+    def __init__(self, spec: ModelSpec, ops: OpTable, reader: TensorSource) -> None:
         self._spec = spec
         self._ops = ops
         self._reader = reader

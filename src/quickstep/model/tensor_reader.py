@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,13 +16,23 @@ from torch import Tensor
 from quickstep.errors import ConfigError
 from quickstep.model.safetensors_files import TensorFiles
 
-__all__ = ["Progress", "TensorReader"]
+__all__ = ["STORED_DTYPES", "Progress", "TensorReader", "TensorSource"]
 
 Progress = Callable[[int, int], None]
 
 STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
+
+
+class TensorSource(Protocol):
+    """Where the packing takes tensors from: a checkpoint's files, or `random_weights`."""
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor."""
+
+    def stacked(self, names: tuple[str, ...]) -> Tensor:
+        """Several tensors, one below the other along the first dimension."""
 
 
 class TensorReader:

@@ -15,10 +15,11 @@ import torch
 from quickstep.errors import ConfigError
 from quickstep.ops.native_library import library_path, open_library, raise_for_status
 from quickstep.ops.native_ops import NativeOps
+from quickstep.ops.native_probe import NativeProbe
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
 
-__all__ = ["NativeStatus", "default_num_threads", "load_native", "native_status"]
+__all__ = ["NativeStatus", "default_num_threads", "load_native", "load_probe", "native_status"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,25 @@ def load_native(
     Raises:
         ConfigError: The machine does not run `isa`.
     """
+    opened = _open_context(num_threads, isa)
+    if opened is None:
+        return None
+    library, context = opened
+    level = library.qs_context_isa(context).decode()
+    ops = NativeOps(library, context, reference or reference_ops())
+    return ops.table(f"native-{level}")
+
+
+def load_probe(
+    num_bytes: int, num_threads: int | None = None, isa: str | None = None
+) -> NativeProbe | None:
+    """Measures the machine with a buffer of `num_bytes`; the rest is as for `load_native`."""
+    opened = _open_context(num_threads, isa)
+    return None if opened is None else NativeProbe(*opened, num_bytes)
+
+
+def _open_context(num_threads: int | None, isa: str | None) -> tuple[ctypes.CDLL, int] | None:
+    """The library and a kernel table with threads; None where there is no library."""
     status = native_status()
     if not status.available:
         return None
@@ -91,6 +111,4 @@ def load_native(
     code = library.qs_context_create((isa or "").encode(), threads, ctypes.byref(context))
     raise_for_status(code, f"starting {threads} threads for the native kernels")
     assert context.value is not None
-    level = library.qs_context_isa(context.value).decode()
-    ops = NativeOps(library, context.value, reference or reference_ops())
-    return ops.table(f"native-{level}")
+    return library, context.value

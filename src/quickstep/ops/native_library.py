@@ -7,7 +7,7 @@ Python version; a call costs about a microsecond and releases the interpreter lo
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
 from quickstep.errors import ConfigError, EngineError
@@ -73,6 +73,12 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_write_kv", _I, (_P, _P, _P, _L, _L, _L, _P, _L, _P, _P, _L)),
     ("qs_attention_scratch_bytes", _L, (_P, POINTER(AttentionCall))),
     ("qs_paged_attention", _I, (_P, POINTER(AttentionCall))),
+    ("qs_probe_create", _I, (_P, _L, POINTER(_P))),
+    ("qs_probe_destroy", None, (_P,)),
+    ("qs_probe_bytes", _L, (_P,)),
+    ("qs_probe_read", _I, (_P, _P, POINTER(c_uint32))),
+    ("qs_probe_multiply", _I, (_P, _I, _L, POINTER(_L))),
+    ("qs_context_loop_ns", _L, (_P,)),
 )
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from quickstep.ops.native_library import AttentionCall, raise_for_status
 from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
 
-__all__ = ["NativeOps", "PackedWeight"]
+__all__ = ["DTYPES", "NativeOps", "PackedWeight"]
 
 # qs_dtype and qs_activation of csrc/quickstep.h
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
@@ -92,11 +92,16 @@ class NativeOps:
             paged_attention=self.paged_attention,
             gated_activation=self.gated_activation,
             scratch_bytes=_SCRATCH_BYTES,
+            kernel_s=self.kernel_s,
         )
+
+    def kernel_s(self) -> float:
+        """`OpTable.kernel_s`."""
+        return int(self._library.qs_context_loop_ns(self._context)) / 1e9
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:
         """Copy weight [N, C] into the kernel's layout, in memory of the library's own."""
-        dtype = _DTYPES.get(weight.dtype)
+        dtype = DTYPES.get(weight.dtype)
         if dtype is None or weight.numel() == 0:
             return self._reference.pack_linear(weight, bias)
         weight = _rows(weight)
@@ -157,7 +162,7 @@ class NativeOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         """`OpTable.rms_norm` over the last dimension of [T, C] or [T, H, D]."""
-        dtype = _DTYPES.get(x.dtype)
+        dtype = DTYPES.get(x.dtype)
         if dtype is None or weight.dtype != x.dtype:
             return self._reference.rms_norm(x, weight, eps, offset)
         if x.stride(-1) != 1:
@@ -188,7 +193,7 @@ class NativeOps:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
     ) -> tuple[Tensor, Tensor]:
         """`OpTable.add_rms_norm` on [T, C]."""
-        dtype = _DTYPES.get(x.dtype)
+        dtype = DTYPES.get(x.dtype)
         if dtype is None or weight.dtype != x.dtype or residual.dtype != x.dtype:
             return self._reference.add_rms_norm(x, residual, weight, eps, offset)
         x, residual = x.contiguous(), residual.contiguous()
@@ -214,7 +219,7 @@ class NativeOps:
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         """`OpTable.rotary` on [T, H, D]; the rows of x may be slices of a wider tensor."""
-        dtype = _DTYPES.get(x.dtype)
+        dtype = DTYPES.get(x.dtype)
         if dtype is None:
             return self._reference.rotary(x, cos, sin, interleaved)
         x = _heads(x)
@@ -242,7 +247,7 @@ class NativeOps:
 
     def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
         """`OpTable.gated_activation`."""
-        dtype = _DTYPES.get(gate_up.dtype)
+        dtype = DTYPES.get(gate_up.dtype)
         if dtype is None or kind not in _ACTIVATIONS:
             return self._reference.gated_activation(gate_up, kind)
         gate_up = gate_up.contiguous()
@@ -296,7 +301,7 @@ class NativeOps:
         params: AttentionParams,
     ) -> Tensor:
         """`OpTable.paged_attention`."""
-        dtype = _DTYPES.get(q.dtype)
+        dtype = DTYPES.get(q.dtype)
         if dtype is None or k_cache.dtype != q.dtype or q.shape[2] > _MAX_HEAD_SIZE:
             return self._reference.paged_attention(q, k_cache, v_cache, layout, params)
         assert k_cache.is_contiguous() and v_cache.is_contiguous()

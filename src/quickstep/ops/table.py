@@ -100,6 +100,8 @@ class OpTable:
         scratch_bytes: Temporary bytes per element at a layer's widest point: the planner's bound.
         gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half;
             kind is `silu`, `gelu` or `gelu_tanh`.
+        kernel_s: Seconds that the kernels have run so far, without what stands between them; None
+            where nobody counts. The difference of two readings is what a benchmark wants.
     """
 
     name: str
@@ -113,3 +115,4 @@ class OpTable:
     paged_attention: Callable[[Tensor, Tensor, Tensor, PagedLayout, AttentionParams], Tensor]
     gated_activation: Callable[[Tensor, str], Tensor]
     scratch_bytes: int
+    kernel_s: Callable[[], float] | None = None

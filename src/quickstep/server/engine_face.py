@@ -35,6 +35,9 @@ class TokenStream(Protocol):
     def __aiter__(self) -> AsyncIterator[Delta]:
         """Iterate the deltas; ends after the last sequence's end."""
 
+    async def accepted(self) -> None:
+        """Return once the engine has taken the request. Raises RequestError, EngineError."""
+
     async def aclose(self) -> None:
         """Abort what still runs and free its blocks. Idempotent."""
 
@@ -129,4 +132,6 @@ class ServedEngine(Protocol):
         cache_salt: str = "",
         deadline_s: float | None = None,
     ) -> TokenStream:
-        """Queue a request. Raises RequestError."""
+        """Queue a request. Raises RequestError for what is known at once; the rest of the
+        engine's refusals come with the stream's `accepted`.
+        """

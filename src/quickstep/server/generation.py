@@ -253,9 +253,13 @@ class Generation:
 
 
 async def open_generation(engine: ServedEngine, request: GenerationRequest) -> Generation:
-    """Tokenise and submit every prompt. Raises RequestError; then nothing stays submitted."""
-    if request.sampling.grammar is not None:
-        await _prepare_grammar(engine, request)
+    """Tokenise and submit every prompt; returns when the engine has taken them all.
+
+    Raises:
+        RequestError: One of them is refused; then nothing stays submitted.
+        EngineError: The engine takes no requests.
+    """
+    await _prepare(engine, request)
     prompts = [await _token_ids(engine, prompt) for prompt in request.prompts]
     _check_reasoning(engine, request, prompts)
     streams: list[TokenStream] = []
@@ -270,21 +274,30 @@ async def open_generation(engine: ServedEngine, request: GenerationRequest) -> G
                     cache_salt=request.cache_salt,
                 )
             )
-    except BaseException:
+        for stream in streams:
+            await stream.accepted()
+    except BaseException as error:
         for stream in streams:
             await stream.aclose()
-        raise
+        raise _in_clients_words(error, request) from None
     return Generation(request, streams)
 
 
-async def _prepare_grammar(engine: ServedEngine, request: GenerationRequest) -> None:
-    """Compile it off the event loop. Raises RequestError in the client's words."""
+async def _prepare(engine: ServedEngine, request: GenerationRequest) -> None:
+    """Compile the grammar off the event loop. Raises RequestError in the client's words."""
     try:
         await engine.prepare(request.sampling)
     except RequestError as error:
-        field = request.grammar_field
-        message = str(error).replace("grammar", field, 1)
-        raise RequestError(message, param=field, status=error.status) from None
+        raise _in_clients_words(error, request) from None
+
+
+def _in_clients_words(error: BaseException, request: GenerationRequest) -> BaseException:
+    """A refused grammar under the name of the client's field; any other error as it is."""
+    if not isinstance(error, RequestError) or error.param != "grammar":
+        return error
+    field = request.grammar_field
+    message = str(error).replace("grammar", field, 1)
+    return RequestError(message, param=field, status=error.status)
 
 
 def _check_reasoning(

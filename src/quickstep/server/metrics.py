@@ -168,7 +168,8 @@ class EngineGauges(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """One family per figure."""
-        load = self._engine.stats().scheduler
+        stats = self._engine.stats()
+        load = stats.scheduler
         totals, blocks = load.totals, load.blocks
         num_blocks = blocks.num_used + blocks.num_cached + blocks.num_free
         gauges = (
@@ -190,6 +191,7 @@ class EngineGauges(Collector):
             ("prefix_cache_hits", "Prompt tokens found cached.", totals.prefix_hit_tokens),
             ("engine_steps", "Steps run.", totals.num_steps),
             ("engine_busy_seconds", "Measured seconds of all steps.", totals.busy_s),
+            ("engine_restarts", "Times the engine was started again.", stats.num_restarts),
         )
         for name, text, value in gauges:
             yield self._filled(GaugeMetricFamily, name, text, value)

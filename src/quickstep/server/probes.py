@@ -1,7 +1,8 @@
 """The routes that do not generate: models, health, readiness, metrics, version.
 
-`/health` is about progress, not about being alive: it fails when work is pending and no step has
-finished for `stall_s`. `/ready` says whether new requests are welcome.
+`/health` is about progress, not about being alive: it fails while the engine is started again,
+when that was given up, and when work is pending and no step has finished for `stall_s`. `/ready`
+says whether new requests are welcome.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep import __version__
-from quickstep.engine.stats import EngineState
+from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.server.api_errors import json_response
 from quickstep.server.metrics import CONTENT_TYPE, Metrics
 from quickstep.server.surface import Served
@@ -34,12 +35,12 @@ class Probes:
         """200 while steps finish or nothing is pending, else 503."""
         stats = self._served.engine.stats()
         load = stats.scheduler
-        status = "stalled" if stats.stalled_s > self._stall_s else "ok"
-        status = "failed" if stats.failure else status
+        status = self._status(stats)
         state = {
             "status": status,
             "engine": stats.state.value,
             "failure": stats.failure or None,
+            "num_restarts": stats.num_restarts,
             "num_requests": stats.num_requests,
             "num_running": load.num_running,
             "num_waiting": load.num_waiting + load.num_preempted,
@@ -50,6 +51,13 @@ class Probes:
             "seconds_without_progress": round(stats.stalled_s, 3),
         }
         return json_response(state, 200 if status == "ok" else 503)
+
+    def _status(self, stats: EngineStats) -> str:
+        if stats.state is EngineState.RESTARTING:
+            return "restarting"
+        if stats.failure:
+            return "failed"
+        return "stalled" if stats.stalled_s > self._stall_s else "ok"
 
     async def ready(self, _: Request) -> Response:
         """200 while new requests are welcome, else 503."""

@@ -1,7 +1,8 @@
-"""Serving on a socket: bind first, then serve until a signal, then drain.
+"""Serving on a socket: bind first, open the engine, serve until a signal, then drain.
 
 `bind` comes before the model is loaded, so that a taken port costs no minute. SIGTERM or SIGINT
 stops accepting and lets running requests go on for `drain_s`; a second one ends them at once.
+Opening and serving share one event loop, since an engine in its own process belongs to a loop.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 import uvicorn
+import uvloop
 
 from quickstep.errors import ConfigError
 from quickstep.server.app import create_app
@@ -28,6 +30,7 @@ __all__ = ["DrainingServer", "bind", "serve", "server_for"]
 _LOG = logging.getLogger("quickstep.server")
 _BACKLOG = 2048
 _FLUSH_S = 5
+_LAST_WORDS_S = 1.0
 _SIGNAL_POLL_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -88,6 +91,14 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
         await asyncio.gather(draining, hurrying, return_exceptions=True)
         await self._engine.stop()  # for a drain that was cut short
+        if self.force_exit:
+            await self._finish_by_force()
+
+    async def _finish_by_force(self) -> None:
+        """What uvicorn leaves out when it is told to hurry: last words, and the app's own end."""
+        if self.server_state.tasks:
+            await asyncio.wait(set(self.server_state.tasks), timeout=_LAST_WORDS_S)
+        await self.lifespan.shutdown()
 
     async def _stop_at_second_signal(self, draining: asyncio.Task[None]) -> None:
         while not draining.done():
@@ -115,17 +126,17 @@ class DrainingServer(uvicorn.Server):
             _LOG.info("%s again: ending the running requests", name)
             self.force_exit = True
             return
+        self.should_exit = True  # first: the next signal may come while this one is logged
         _LOG.info(
             "%s: no new requests, running ones have %g s; again to end them", name, self._drain_s
         )
-        self.should_exit = True
 
 
 def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
     """The configured server of an engine, not running."""
     config = uvicorn.Config(
         create_app(engine, options),
-        loop="uvloop",
+        loop="none",  # the caller's
         http="httptools",
         ws="none",
         backlog=_BACKLOG,
@@ -139,14 +150,26 @@ def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
 
 
 def serve(
-    engine: ServedEngine,
-    host: str,
-    port: int,
+    open_engine: Callable[[], Awaitable[ServedEngine]],
+    sock: socket.socket,
     options: ServerOptions | None = None,
-    sock: socket.socket | None = None,
 ) -> None:
-    """Serve until a signal. Raises ConfigError if the port cannot be had."""
-    options = options or ServerOptions()
-    sock = sock or bind(host, port)
-    server_for(engine, options).run(sockets=[sock])
+    """Open the engine and serve it on a bound socket until a signal.
+
+    Raises:
+        ConfigError: The engine cannot be opened with this configuration.
+        EngineError: The engine failed while it opened.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_open_and_serve(open_engine, sock, options or ServerOptions()))
     _LOG.info("stopped")
+
+
+async def _open_and_serve(
+    open_engine: Callable[[], Awaitable[ServedEngine]], sock: socket.socket, options: ServerOptions
+) -> None:
+    engine = await open_engine()
+    try:
+        await server_for(engine, options).serve(sockets=[sock])
+    finally:
+        await engine.stop()

@@ -1,0 +1,64 @@
+// The dot product of linear's register tile without its loads: the peak of this level, and so the
+// bound of a prefill. As many independent accumulators as the tile has; they hide the latency.
+
+#include "kernels/entries.h"
+#include "kernels/linear_tile.h"
+
+namespace qs::QS_LEVEL {
+namespace {
+
+constexpr int64_t kItemsPerThread = 4;  // so that a worker that wakes late still has its share
+
+QS_INLINE void fill(vf& operand) { operand = set1(0.5f); }
+QS_INLINE void fill(vi& operand) { operand = set1i(0x3f003f00); }  // a pair of bf16 0.5
+
+// Makes the compiler forget what is in a register, so that no product is computed once and kept.
+template <typename Operand>
+QS_INLINE void forget(Operand& operand) {
+#if defined(__AVX512F__)
+  asm volatile("" : "+v"(operand));
+#elif defined(__x86_64__)
+  asm volatile("" : "+x"(operand));
+#elif defined(__aarch64__)
+  asm volatile("" : "+w"(operand));
+#else
+  asm volatile("" : "+m"(operand));
+#endif
+}
+
+template <typename T>
+float multiply(int64_t rounds) {
+  typename Product<T>::Operand x, w;
+  fill(x);
+  fill(w);
+  vf sums[kAccumulators] = {};
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 32
+    for (int i = 0; i < kAccumulators; ++i) {
+      forget(x);
+      Product<T>::add(sums[i], x, w);
+    }
+  }
+  vf total = {};
+#pragma GCC unroll 32  // a loop left over here would keep the sums in memory
+  for (int i = 0; i < kAccumulators; ++i) total += sums[i];
+  return reduce_add(total);
+}
+
+}  // namespace
+
+int64_t probe_multiply(Pool* pool, int dtype, int64_t rounds) {
+  const int64_t num_items = pool_size(pool) * kItemsPerThread;
+  int64_t flops_per_add = 0;
+  with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    flops_per_add = 2 * W * Product<T>::kTogether;
+    parallel_for(pool, num_items, [&](int64_t) {
+      volatile float kept = multiply<T>(rounds);
+      (void)kept;
+    });
+  });
+  return num_items * rounds * kAccumulators * flops_per_add;
+}
+
+}  // namespace qs::QS_LEVEL

@@ -1,0 +1,1 @@
+"""Measured speed of the engine beside the measured limits of the machine."""

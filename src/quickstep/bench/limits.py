@@ -1,0 +1,130 @@
+"""What the machine can do at most, sampled between the measurements that are compared with it.
+
+On a CPU with native kernels the probes are theirs: streaming reads of huge pages, and the register
+peak of the dot product that prefill uses. Elsewhere torch stands in: a sum over a buffer, and a
+square matrix product, which is a weaker bound (its share can exceed 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from quickstep.ops.native import load_probe
+from quickstep.ops.native_probe import NativeProbe
+
+__all__ = ["DEFAULT_PROBE_BYTES", "Limits", "NativeLimits", "TorchLimits", "open_limits"]
+
+DEFAULT_PROBE_BYTES = 512 * 2**20  # far above any cache
+_PASSES = 3
+_LEAST_S = 0.02  # of multiplying: enough for every thread to wake up and take part
+_FIRST_ROUNDS = 1000
+_SQUARE = 2048
+
+
+class Limits(Protocol):
+    """Samples, the best of a few passes each; `read_how` and `multiply_how` say what was run."""
+
+    read_how: str
+    multiply_how: str
+
+    def read_bytes_per_s(self) -> float:
+        """Bytes read from memory in a second."""
+
+    def flops_per_s(self) -> float:
+        """Operations in a second, a multiplication and an addition being two."""
+
+
+class NativeLimits:
+    """The kernels' own probes."""
+
+    def __init__(self, probe: NativeProbe, dtype: torch.dtype, clock: Callable[[], float]) -> None:
+        self._probe = probe
+        self._dtype = dtype
+        self._clock = clock
+        self._rounds = _FIRST_ROUNDS
+        size = f"{probe.num_bytes / 2**20:.0f} MiB"
+        best = f"native {probe.isa}, best of {_PASSES}"
+        self.read_how = f"streaming read of {size} in huge pages, {best}"
+        name = str(dtype).removeprefix("torch.")
+        self.multiply_how = f"{name} multiply-adds in registers, {best}"
+
+    def read_bytes_per_s(self) -> float:
+        """`Limits.read_bytes_per_s`."""
+        return self._probe.num_bytes / min(self._read_s() for _ in range(_PASSES))
+
+    def flops_per_s(self) -> float:
+        """`Limits.flops_per_s`."""
+        while (sample := self._multiply())[1] < _LEAST_S:
+            self._rounds *= 2
+        samples = [sample, *(self._multiply() for _ in range(_PASSES - 1))]
+        return max(flops / seconds for flops, seconds in samples)
+
+    def _read_s(self) -> float:
+        started = self._clock()
+        self._probe.read()
+        return self._clock() - started
+
+    def _multiply(self) -> tuple[int, float]:
+        started = self._clock()
+        num_flops = self._probe.multiply(self._dtype, self._rounds)
+        return num_flops, self._clock() - started
+
+
+class TorchLimits:
+    """torch on any device, where there are no native kernels."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._device = device
+        self._clock = clock
+        self._buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+        self._square = torch.ones(_SQUARE, _SQUARE, dtype=dtype, device=device)
+        name = str(dtype).removeprefix("torch.")
+        best = f"{device.type}, best of {_PASSES}"
+        self.read_how = f"torch sum of {num_bytes / 2**20:.0f} MiB float32, {best}"
+        self.multiply_how = f"torch {name} product of {_SQUARE} x {_SQUARE} matrices, {best}"
+
+    def read_bytes_per_s(self) -> float:
+        """`Limits.read_bytes_per_s`."""
+        return self._buffer.nbytes / self._best_s(lambda: self._buffer.sum())
+
+    def flops_per_s(self) -> float:
+        """`Limits.flops_per_s`."""
+        return 2.0 * _SQUARE**3 / self._best_s(lambda: self._square @ self._square)
+
+    def _best_s(self, work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(_PASSES):
+            self._wait()
+            started = self._clock()
+            work()
+            self._wait()
+            seconds.append(self._clock() - started)
+        return min(seconds)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def open_limits(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_threads: int | None,
+    isa: str | None,
+    num_bytes: int,
+    clock: Callable[[], float],
+) -> Limits:
+    """The native probes on a CPU that has them, otherwise torch's."""
+    probe = load_probe(num_bytes, num_threads, isa) if device.type == "cpu" else None
+    if probe is None:
+        return TorchLimits(device, dtype, num_bytes, clock)
+    return NativeLimits(probe, dtype, clock)

@@ -1,0 +1,67 @@
+"""Shapes that a benchmark can fill with random weights, as the `config.json` of the model named.
+
+Standard library only: the command line lists the names. Sizes are the published configurations'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+__all__ = ["SHAPES"]
+
+SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "qwen2.5-0.5b": MappingProxyType(
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "hidden_size": 896,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 14,
+                "num_key_value_heads": 2,
+                "intermediate_size": 4864,
+                "vocab_size": 151_936,
+                "max_position_embeddings": 32_768,
+                "rope_theta": 1_000_000.0,
+                "rms_norm_eps": 1e-6,
+                "tie_word_embeddings": True,
+                "torch_dtype": "bfloat16",
+            }
+        ),
+        "llama-3.2-1b": MappingProxyType(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "hidden_size": 2048,
+                "num_hidden_layers": 16,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "intermediate_size": 8192,
+                "vocab_size": 128_256,
+                "max_position_embeddings": 131_072,
+                "rope_theta": 500_000.0,
+                "rms_norm_eps": 1e-5,
+                "tie_word_embeddings": True,
+                "torch_dtype": "bfloat16",
+            }
+        ),
+        # So small that a step is all overhead.
+        "tiny2": MappingProxyType(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "hidden_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "intermediate_size": 128,
+                "vocab_size": 1024,
+                "max_position_embeddings": 4096,
+                "rope_theta": 10_000.0,
+                "rms_norm_eps": 1e-5,
+                "tie_word_embeddings": True,
+                "torch_dtype": "bfloat16",
+            }
+        ),
+    }
+)

@@ -1,0 +1,177 @@
+"""`quickstep bench step`: a decode step and a prefill beside the machine's limits of that moment.
+
+Each repeat samples the memory's bandwidth, decodes, samples the arithmetic peak, and prefills, so
+that on a machine whose speed drifts a share compares neighbours in time. Everything runs through
+the live engine: scheduling, sampling, detokenising and the stream to the reader are inside.
+
+    decode    requests decode together; a step's time is the gap between two tokens of one stream
+    overhead  that time less the time in kernels: what Python, torch's small operations, sampling,
+              scheduling and delivery take in a decode step
+    prefill   a fresh prompt alone, from submission to its first token
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from quickstep.bench.limits import Limits
+from quickstep.bench.lives import Life, follow
+from quickstep.bench.subject import Subject, random_prompt
+from quickstep.bench.work import decode_kv_bytes, prefill_flops
+from quickstep.config import CacheConfig, EngineConfig
+from quickstep.errors import ConfigError, EngineError
+
+__all__ = [
+    "StepOptions",
+    "StepSample",
+    "decode_times",
+    "figures",
+    "measure_steps",
+    "sized_for_steps",
+]
+
+_SLACK = 4  # steps in which some requests of the batch have not begun or have ended
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What is measured.
+
+    Attributes:
+        batch: Rows of a decode step.
+        context: Tokens of every row's sequence, half-way through the measured steps.
+        prefill: Tokens of the prompt.
+        steps: Decode steps per repeat.
+        repeats: Measured rounds; one more warms up and fills the prefix cache.
+        seed: Draws the prompts.
+    """
+
+    batch: int = 1
+    context: int = 512
+    prefill: int = 512
+    steps: int = 32
+    repeats: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 2:
+            raise ConfigError(f"--steps is {self.steps}, it must be at least 2")
+
+    @property
+    def decode_prompt_len(self) -> int:
+        """Prompt of a decoding request."""
+        return max(1, self.context - self.steps // 2)
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens that a decoding request gives."""
+        return self.steps + _SLACK
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One repeat."""
+
+    decode_s: float
+    overhead_s: float
+    prefill_s: float
+    read_bytes_per_s: float
+    flops_per_s: float
+
+
+def sized_for_steps(config: EngineConfig, options: StepOptions) -> EngineConfig:
+    """An engine that holds the batch, its blocks over all repeats, and the prompt in one step."""
+    block_size = config.cache.block_size
+    longest = max(options.decode_prompt_len + options.num_outputs, options.prefill + 1)
+    decode_blocks = -(-(options.decode_prompt_len + options.num_outputs) // block_size)
+    prefill_blocks = -(-(options.prefill + 1) // block_size)
+    # Twice the prefill: a fresh prompt takes the blocks of the last one, not the decoding ones.
+    num_blocks = options.batch * (decode_blocks + 1) + 2 * prefill_blocks
+    tokens = max(config.scheduler.max_num_batched_tokens, options.prefill)
+    num_seqs = max(config.scheduler.max_num_seqs, options.batch)
+    return replace(
+        config,
+        cache=_with_blocks(config.cache, num_blocks),
+        scheduler=replace(config.scheduler, max_num_seqs=num_seqs, max_num_batched_tokens=tokens),
+        max_model_len=config.max_model_len or longest,
+    )
+
+
+def _with_blocks(cache: CacheConfig, num_blocks: int) -> CacheConfig:
+    is_given = cache.num_blocks is not None or cache.kv_cache_bytes is not None
+    return cache if is_given else replace(cache, num_blocks=num_blocks)
+
+
+async def measure_steps(
+    subject: Subject, limits: Limits, options: StepOptions
+) -> tuple[StepSample, ...]:
+    """The samples of a started engine, in order."""
+    rng = random.Random(options.seed)
+    vocab_size = subject.model.vocab_size
+    # The same in every repeat: from the second on, the prefix cache has them.
+    prompts = [
+        random_prompt(rng, vocab_size, options.decode_prompt_len) for _ in range(options.batch)
+    ]
+    samples = []
+    for _ in range(options.repeats + 1):
+        read_bytes_per_s = limits.read_bytes_per_s()
+        lives = await asyncio.gather(
+            *(follow(subject, prompt, options.num_outputs) for prompt in prompts)
+        )
+        flops_per_s = limits.flops_per_s()
+        prompt = random_prompt(rng, vocab_size, options.prefill)
+        prefill = await follow(subject, prompt, 1)
+        decode_s, overhead_s = decode_times(lives)
+        samples.append(
+            StepSample(
+                decode_s,
+                overhead_s,
+                prefill.time_to_first_token_s,
+                read_bytes_per_s,
+                flops_per_s,
+            )
+        )
+    return tuple(samples[1:])
+
+
+def decode_times(lives: Sequence[Life]) -> tuple[float, float]:
+    """Medians of the steps in which every request decodes: a step, and its time outside kernels."""
+    begin_s = max(life.marks[0].at_s for life in lives)
+    end_s = min(life.marks[-1].at_s for life in lives)
+    marks = [mark for mark in lives[0].marks if begin_s <= mark.at_s <= end_s]
+    if len(marks) < 2:
+        raise EngineError(
+            "the requests of the batch never decoded together; give more --steps, or more KV blocks"
+        )
+    pairs = list(itertools.pairwise(marks))
+    step_s = [(after.at_s - before.at_s) / after.num_tokens for before, after in pairs]
+    kernel_s = [(after.kernel_s - before.kernel_s) / after.num_tokens for before, after in pairs]
+    outside_s = [step - kernel for step, kernel in zip(step_s, kernel_s, strict=True)]
+    return statistics.median(step_s), statistics.median(outside_s)
+
+
+def figures(
+    subject: Subject, options: StepOptions, samples: Sequence[StepSample]
+) -> dict[str, list[float]]:
+    """Every figure that is printed, a value per repeat."""
+    kv_bytes = decode_kv_bytes(subject.spec, subject.dtype.itemsize, options.context, options.batch)
+    num_bytes = subject.weight_bytes_read(options.batch) + kv_bytes
+    num_flops = prefill_flops(subject.spec, options.prefill)
+    return {
+        "decode_ms": [1e3 * one.decode_s for one in samples],
+        "decode_tokens_per_s": [options.batch / one.decode_s for one in samples],
+        "decode_bandwidth_share": [
+            num_bytes / one.decode_s / one.read_bytes_per_s for one in samples
+        ],
+        "overhead_us": [1e6 * one.overhead_s for one in samples],
+        "prefill_ms": [1e3 * one.prefill_s for one in samples],
+        "prefill_tokens_per_s": [options.prefill / one.prefill_s for one in samples],
+        "prefill_peak_share": [num_flops / one.prefill_s / one.flops_per_s for one in samples],
+        "read_gb_per_s": [one.read_bytes_per_s / 1e9 for one in samples],
+        "peak_tflops": [one.flops_per_s / 1e12 for one in samples],
+    }

@@ -1,0 +1,125 @@
+"""`quickstep bench latency` and `bench throughput`: whole requests through the live engine.
+
+Prompts are random token ids, new in every repeat, so the prefix cache has nothing of them; their
+lengths are the same in every repeat. Outputs have exactly the length asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, replace
+
+from quickstep.bench.lives import follow
+from quickstep.bench.subject import Subject, random_prompt
+from quickstep.config import EngineConfig
+
+__all__ = [
+    "LatencyOptions",
+    "RequestLengths",
+    "ThroughputOptions",
+    "draw_lengths",
+    "measure_latency",
+    "measure_throughput",
+    "sized_for",
+]
+
+# Medians and spreads of the lognormal lengths, near those of short chat turns: 64 requests have
+# some 14,000 prompt and 6,000 output tokens.
+_INPUT_MEDIAN, _INPUT_SIGMA, _INPUT_RANGE = 150, 0.8, (8, 1024)
+_OUTPUT_MEDIAN, _OUTPUT_SIGMA, _OUTPUT_RANGE = 90, 0.6, (8, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyOptions:
+    """One stream: `repeats` measured requests of these lengths; one more warms up."""
+
+    input_len: int = 512
+    output_len: int = 128
+    repeats: int = 5
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputOptions:
+    """All requests at once; `max_len` caps prompt and output lengths."""
+
+    num_requests: int = 64
+    repeats: int = 3
+    seed: int = 0
+    max_len: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLengths:
+    """Tokens of one request."""
+
+    num_inputs: int
+    num_outputs: int
+
+
+def draw_lengths(options: ThroughputOptions) -> tuple[RequestLengths, ...]:
+    """Lognormal lengths: a function of the seed."""
+    rng = random.Random(options.seed)
+
+    def draw(median: float, sigma: float, limits: tuple[int, int]) -> int:
+        drawn = round(median * rng.lognormvariate(0.0, sigma))
+        return min(max(limits[0], drawn), limits[1], options.max_len)
+
+    return tuple(
+        RequestLengths(
+            draw(_INPUT_MEDIAN, _INPUT_SIGMA, _INPUT_RANGE),
+            draw(_OUTPUT_MEDIAN, _OUTPUT_SIGMA, _OUTPUT_RANGE),
+        )
+        for _ in range(options.num_requests)
+    )
+
+
+def sized_for(config: EngineConfig, max_model_len: int) -> EngineConfig:
+    """The user's limit, or what the requests need."""
+    return replace(config, max_model_len=config.max_model_len or max_model_len)
+
+
+async def measure_latency(subject: Subject, options: LatencyOptions) -> dict[str, list[float]]:
+    """A value per repeat; the engine has to be started."""
+    rng = random.Random(options.seed)
+    lives = []
+    for _ in range(options.repeats + 1):
+        prompt = random_prompt(rng, subject.model.vocab_size, options.input_len)
+        lives.append(await follow(subject, prompt, options.output_len))
+    measured = lives[1:]
+    found = {"ttft_ms": [1e3 * life.time_to_first_token_s for life in measured]}
+    if options.output_len > 1:
+        found["tpot_ms"] = [1e3 * life.time_per_output_token_s for life in measured]
+        found["decode_tokens_per_s"] = [1 / life.time_per_output_token_s for life in measured]
+    found["end_to_end_ms"] = [1e3 * (life.marks[-1].at_s - life.submitted_s) for life in measured]
+    return found
+
+
+async def measure_throughput(
+    subject: Subject, options: ThroughputOptions
+) -> dict[str, list[float]]:
+    """A value per repeat; the engine has to be started."""
+    lengths = draw_lengths(options)
+    rng = random.Random(options.seed)
+    await follow(subject, random_prompt(rng, subject.model.vocab_size, 32), 8)
+    seconds = []
+    for _ in range(options.repeats):
+        prompts = [random_prompt(rng, subject.model.vocab_size, one.num_inputs) for one in lengths]
+        started_s = time.perf_counter()
+        await asyncio.gather(
+            *(
+                follow(subject, prompt, one.num_outputs)
+                for prompt, one in zip(prompts, lengths, strict=True)
+            )
+        )
+        seconds.append(time.perf_counter() - started_s)
+    num_inputs = sum(one.num_inputs for one in lengths)
+    num_outputs = sum(one.num_outputs for one in lengths)
+    return {
+        "wall_s": seconds,
+        "output_tokens_per_s": [num_outputs / one for one in seconds],
+        "total_tokens_per_s": [(num_inputs + num_outputs) / one for one in seconds],
+        "requests_per_s": [len(lengths) / one for one in seconds],
+    }

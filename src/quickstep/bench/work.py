@@ -1,0 +1,59 @@
+"""How much a step has to do at least: bytes it reads, operations it computes. Pure functions.
+
+The shares that the benchmarks print are these amounts over the measured time, over the measured
+limits. Weights are read once per step, whatever the batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+from quickstep.model.decoder_spec import LayerSpec, ModelSpec
+from quickstep.model.tensor_schema import layer_tensors
+
+__all__ = ["decode_kv_bytes", "prefill_flops", "read_share"]
+
+
+def decode_kv_bytes(spec: ModelSpec, dtype_bytes: int, context: int, batch: int) -> int:
+    """KV bytes that one decode step reads: K and V of every token that a layer's window shows."""
+    per_token = 2 * spec.num_kv_heads * spec.head_size * dtype_bytes
+    return batch * per_token * sum(_visible(layer, context) for layer in spec.layers)
+
+
+def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
+    """Operations of a prompt's prefill: 2 per active parameter of the layers and token, 4 per
+    query dimension and pair of positions, and the output projection once, for the last position.
+    """
+    weights = sum(_active_parameters(spec, index) for index in range(spec.num_layers))
+    pairs = sum(_pairs(layer, num_tokens) for layer in spec.layers)
+    attention = 4 * spec.num_heads * spec.head_size * pairs
+    head = 2 * spec.vocab_size * spec.hidden_size
+    return 2.0 * weights * num_tokens + attention + head
+
+
+def read_share(spec: ModelSpec, layer: LayerSpec, batch: int) -> float:
+    """The largest share of a layer's experts that a step can ask for; 1 for a dense layer."""
+    if not layer.sparse or spec.moe is None:
+        return 1.0
+    return min(1.0, batch * spec.moe.experts_per_token / spec.moe.num_experts)
+
+
+def _active_parameters(spec: ModelSpec, index: int) -> float:
+    """Elements of the layer's matrices that one token is multiplied with."""
+    share = read_share(spec, spec.layers[index], batch=1)
+    total = 0.0
+    for name, shape in layer_tensors(spec, "", index).items():
+        if len(shape) == 2:
+            is_expert = f".{spec.naming.experts}." in name
+            total += math.prod(shape) * (share if is_expert else 1.0)
+    return total
+
+
+def _visible(layer: LayerSpec, context: int) -> int:
+    return context if layer.window is None else min(context, layer.window)
+
+
+def _pairs(layer: LayerSpec, num_tokens: int) -> int:
+    """(query, key) pairs of a causal prompt: n (n + 1) / 2 without a window."""
+    window = _visible(layer, num_tokens)
+    return window * (window + 1) // 2 + (num_tokens - window) * window

@@ -1,0 +1,156 @@
+"""One life of the engine's process, as its parent sees it: spawn, open, talk, end.
+
+The two ends of a socket pair are the whole connection: it has no name in the file system, so that
+nobody else can connect and nothing is left behind. The worker exits when its end closes, and the
+kernel ends it with its parent (see `worker`).
+
+Spawn in a thread that lives as long as the engine: Linux sends a child its parent's death signal
+when the thread that made it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from quickstep.engine.process.messages import (
+    FROM_ENGINE,
+    FromEngine,
+    Loading,
+    Open,
+    Opened,
+    OpenRefused,
+    ToEngine,
+)
+from quickstep.engine.process.wire import BUFFER_BYTES, Sender, read_messages
+from quickstep.errors import ConfigError, EngineError
+
+__all__ = ["WORKER_COMMAND", "EngineProcess", "LoadProgress"]
+
+# -P: whatever lies in the working directory is no module of ours
+WORKER_COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.process.worker")
+
+# (bytes read, bytes in all)
+LoadProgress = Callable[[int, int], None]
+
+_REAP_S = 5.0
+
+
+class EngineProcess:
+    """A running worker and the connection to it. Made by `spawn`; `end` it whatever happens."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process = process
+        self._writer = writer
+        self._sender = Sender(writer)
+        self._sending = asyncio.create_task(self._sender.run(), name="to-engine")
+        self._messages = read_messages(reader, FROM_ENGINE)
+
+    @classmethod
+    async def spawn(cls, command: Sequence[str] = WORKER_COMMAND) -> EngineProcess:
+        """Start `command` with its end of the connection and our process id as arguments.
+
+        Raises:
+            EngineError: The process cannot be started.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # before there is a process, so that nothing can come between it and its owner
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=BUFFER_BYTES)
+            arguments = (str(theirs.fileno()), str(os.getpid()))
+            try:
+                process = subprocess.Popen(
+                    [*command, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                )
+            except OSError as error:
+                writer.close()
+                raise EngineError(f"the engine process cannot be started: {error}") from error
+        return cls(process, reader, writer)
+
+    @property
+    def process_id(self) -> int:
+        """The operating system's id of the worker."""
+        return self._process.pid
+
+    @property
+    def messages(self) -> AsyncGenerator[FromEngine, None]:
+        """What the worker says, until it is gone; one generator for the whole life."""
+        return self._messages
+
+    async def open(self, opening: Open, progress: LoadProgress | None) -> Opened:
+        """Have the model loaded.
+
+        Raises:
+            ConfigError: The checkpoint is missing or broken, or does not fit.
+            EngineError: The process failed.
+        """
+        self.send(opening)
+        async for message in self._messages:
+            match message:
+                case Loading(num_bytes=num_bytes, total_bytes=total_bytes):
+                    if progress is not None:
+                        progress(num_bytes, total_bytes)
+                case Opened():
+                    return message
+                case OpenRefused(message=reason, is_config=is_config):
+                    raise ConfigError(reason) if is_config else EngineError(reason)
+                case _:
+                    raise EngineError(f"the engine process said {message} before it had opened")
+        how = await self.end()
+        raise EngineError(f"the engine process {how} while it loaded the model")
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message; lost if the worker is gone. Raises UnicodeEncodeError."""
+        self._sender.put(message)
+
+    def kill(self) -> None:
+        """End it now; `messages` ends with it."""
+        self._process.kill()
+
+    async def end(self) -> str:
+        """Close the connection, wait for the process, kill it if need be; says how it ended.
+
+        There is no process any more when this is over, not even by (repeated) cancellation.
+        """
+        self._sending.cancel()
+        self._writer.close()
+        reaping = asyncio.ensure_future(asyncio.to_thread(self._reap))
+        cancelled = False
+        while not reaping.done():
+            try:
+                await asyncio.shield(reaping)
+            except asyncio.CancelledError:
+                self._process.kill()
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+        return _how(reaping.result())
+
+    def _reap(self) -> int:
+        try:
+            return self._process.wait(_REAP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"

@@ -1,0 +1,165 @@
+"""The live requests of an engine in another process: what was submitted and has not ended.
+
+Owned by `RemoteEngine`, called in its event loop only. Verdicts and deltas go in by number; the
+readers are the same `Stream`s as in the engine's own process, behind a `RemoteStream` that knows
+whether the engine has taken the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from quickstep.engine.stream import Delta, Stream
+from quickstep.errors import EngineError, QuickstepError
+from quickstep.types import FinishReason
+
+__all__ = ["RemoteStream", "RemoteStreams"]
+
+
+class RemoteStream:
+    """A `Stream` whose engine may still refuse the request."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._decided = asyncio.Event()
+        self._refusal: QuickstepError | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The engine's id."""
+        return self._stream.request_id
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt as the model reads it."""
+        return self._stream.prompt_token_ids
+
+    @property
+    def seed(self) -> int:
+        """The noise seed that is used, given or drawn."""
+        return self._stream.seed
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        await self.accepted()
+        return await anext(self._stream)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    async def accepted(self) -> None:
+        """Return once the engine has taken the request.
+
+        Raises:
+            RequestError: The engine cannot serve it as it stands.
+            EngineError: The engine takes no requests, or ended before it took this one.
+        """
+        await self._decided.wait()
+        if self._refusal is not None:
+            raise self._refusal
+
+    async def aclose(self) -> None:
+        """Abort what still runs, drop what was not read. Idempotent."""
+        await self._stream.aclose()
+
+    def put(self, delta: Delta) -> None:
+        """Append (the engine's client only)."""
+        self._stream.put(delta)
+
+    def decide(self, refusal: QuickstepError | None) -> None:
+        """The engine's verdict; the first one counts (the engine's client only)."""
+        if not self._decided.is_set():
+            self._refusal = refusal
+            self._decided.set()
+
+
+@dataclass(slots=True)
+class _Live:
+    stream: RemoteStream
+    running: set[int]  # indices of the sequences that have not ended
+
+
+class RemoteStreams:
+    """All of them, by number and by id. `clock` is the engine's."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._live: dict[int, _Live] = {}
+        self._number_of: dict[str, int] = {}
+        self._numbers = itertools.count()
+        self._busy_since_s: float | None = None
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def busy_since_s(self) -> float | None:
+        """When the first request came after there was none; None while there is none."""
+        return self._busy_since_s
+
+    def number_of(self, request_id: str) -> int | None:
+        """The number of a live request."""
+        return self._number_of.get(request_id)
+
+    async def wait_until_empty(self) -> None:
+        """Return once no request is live."""
+        await self._empty.wait()
+
+    def open(self, stream: Stream, num_sequences: int) -> tuple[int, RemoteStream]:
+        """Take in a request that is about to be sent; gives its number."""
+        number = next(self._numbers)
+        remote = RemoteStream(stream)
+        if not self._live:
+            self._busy_since_s = self._clock()
+        self._live[number] = _Live(remote, set(range(num_sequences)))
+        self._number_of[stream.request_id] = number
+        self._empty.clear()
+        return number, remote
+
+    def accept(self, number: int) -> None:
+        """The engine has taken the request."""
+        if number in self._live:
+            self._live[number].stream.decide(None)
+
+    def refuse(self, number: int, error: QuickstepError) -> None:
+        """The engine has not; its stream raises `error`."""
+        if number in self._live:
+            self._live[number].stream.decide(error)
+            self._remove(number)
+
+    def deliver(self, number: int, delta: Delta) -> None:
+        """Hand a delta to its reader."""
+        live = self._live.get(number)
+        if live is None:
+            return
+        live.stream.put(delta)
+        if delta.finish_reason is not None:
+            live.running.discard(delta.index)
+            if not live.running:
+                self._remove(number)
+
+    def end_all(self, reason: FinishReason, error: str) -> None:
+        """The engine is gone: end every stream, and refuse what it had not taken."""
+        for number, live in tuple(self._live.items()):
+            live.stream.decide(EngineError(error))
+            for index in sorted(live.running):
+                live.stream.put(Delta(index, finish_reason=reason, error=error))
+            self._remove(number)
+
+    def _remove(self, number: int) -> None:
+        live = self._live.pop(number)
+        del self._number_of[live.stream.request_id]
+        if not self._live:
+            self._busy_since_s = None
+            self._empty.set()

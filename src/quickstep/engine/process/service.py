@@ -1,0 +1,218 @@
+"""The engine's side of the connection: messages to calls of `Engine`, its news to messages.
+
+One `EngineService` per process. Reading never stops, so that a closed connection is noticed while
+a model loads (in a thread) or a long step runs. Each request has a small task that moves its
+deltas; stats are told when a request comes or ends, and ten times a second while there is work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from quickstep.config import EngineConfig
+from quickstep.engine.engine import Engine
+from quickstep.engine.process.messages import (
+    TO_ENGINE,
+    Abort,
+    Accepted,
+    DeltaNote,
+    GapNote,
+    Loading,
+    ModelFacts,
+    Open,
+    Opened,
+    OpenRefused,
+    Refused,
+    SequenceNote,
+    StatsNote,
+    StepNote,
+    Stop,
+    Submit,
+    ToEngine,
+)
+from quickstep.engine.process.wire import BUFFER_BYTES, Sender, read_messages
+from quickstep.engine.step_log import SequenceRecord
+from quickstep.engine.stream import Stream
+from quickstep.errors import ConfigError, EngineError, RequestError
+from quickstep.types import StepRecord
+
+__all__ = ["EngineOpener", "EngineService"]
+
+_LOGGER = logging.getLogger(__name__)
+_STATS_EVERY_S = 0.1
+
+# `engine.assembly.open_engine`, or a test's; called in a thread
+EngineOpener = Callable[[EngineConfig, Callable[[int, int], None]], Engine]
+
+
+class StepLogNotes:
+    """Follows the engine's step log and sends each of its lines."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+
+    def add_step(self, record: StepRecord) -> None:
+        """A step was committed."""
+        self._sender.put(StepNote(record))
+
+    def add_gap(self, seconds: float) -> None:
+        """The time between two tokens of a sequence."""
+        self._sender.put(GapNote(seconds))
+
+    def add_sequence(self, record: SequenceRecord) -> None:
+        """A sequence ended."""
+        self._sender.put(SequenceNote(record))
+
+
+class EngineService:
+    """Serves one engine to the other end of a connection."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, opener: EngineOpener
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._sender = Sender(writer)
+        self._opener = opener
+        self._engine: Engine | None = None
+        self._streams: dict[int, Stream] = {}
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stats_due = asyncio.Event()
+        self._stopped = False
+
+    @classmethod
+    async def connect(cls, sock: socket.socket, opener: EngineOpener) -> EngineService:
+        """A service on a connected socket, which it owns from now on."""
+        reader, writer = await asyncio.open_unix_connection(sock=sock, limit=BUFFER_BYTES)
+        return cls(reader, writer, opener)
+
+    async def run(self) -> bool:
+        """Serve until the connection ends; whether that was after a Stop."""
+        self._start(self._sender.run(), self._tasks)
+        async for message in read_messages(self._reader, TO_ENGINE):
+            self._receive(message)
+        for task in self._tasks:
+            task.cancel()
+        return self._stopped
+
+    def _start(self, work: Coroutine[Any, Any, None], kept: set[asyncio.Task[None]]) -> None:
+        task = asyncio.create_task(work)
+        kept.add(task)
+        task.add_done_callback(kept.discard)
+
+    def _receive(self, message: ToEngine) -> None:
+        match message:
+            case Open():
+                self._start(self._open(message), self._tasks)
+            case Submit():
+                self._submit(message)
+            case Abort(number=number):
+                if number in self._streams:
+                    self._require_engine().abort(self._streams[number].request_id)
+            case Stop():
+                self._start(self._stop(), self._tasks)
+
+    def _require_engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineError("the engine is not open")
+        return self._engine
+
+    async def _open(self, opening: Open) -> None:
+        logging.basicConfig(level=opening.log.level, format=opening.log.format, stream=sys.stderr)
+        loop = asyncio.get_running_loop()
+
+        def progress(num_bytes: int, total_bytes: int) -> None:
+            loop.call_soon_threadsafe(self._sender.put, Loading(num_bytes, total_bytes))
+
+        try:
+            engine = await asyncio.to_thread(self._opener, opening.config, progress)
+            engine.step_log.follow(StepLogNotes(self._sender))
+            await engine.start()
+            opened = Opened(_facts(engine), engine.stats())
+        except ConfigError as error:
+            self._sender.put(OpenRefused(str(error), is_config=True))
+            return
+        except Exception as error:  # the task's top: the other end decides what to do
+            _LOGGER.exception("the engine could not be opened")
+            reason = f"the engine could not be opened: {type(error).__name__}: {error}"
+            self._sender.put(OpenRefused(reason, is_config=False))
+            return
+        self._engine = engine
+        self._sender.put(opened)
+        self._start(self._tell_stats(engine), self._tasks)
+
+    def _submit(self, message: Submit) -> None:
+        number = message.number
+        try:
+            stream = self._require_engine().submit(
+                message.prompt_token_ids,
+                message.sampling,
+                request_id=message.request_id,
+                priority=message.priority,
+                tenant=message.tenant,
+                cache_salt=message.cache_salt,
+                deadline_s=message.deadline_s,
+            )
+        except RequestError as error:
+            self._sender.put(Refused(number, str(error), error.param, error.status))
+        except EngineError as error:
+            self._sender.put(Refused(number, str(error), None, 503))
+        except Exception as error:  # one request's end, not everybody's
+            _LOGGER.exception("a request could not be submitted")
+            self._sender.put(Refused(number, f"{type(error).__name__}: {error}", None, 500))
+        else:
+            self._streams[number] = stream
+            self._sender.put(Accepted(number))
+            self._start(self._pump(number, stream), self._pumps)
+        self._stats_due.set()
+
+    async def _pump(self, number: int, stream: Stream) -> None:
+        async for delta in stream:
+            self._sender.put(DeltaNote(number, delta))
+        del self._streams[number]
+        self._stats_due.set()
+
+    async def _tell_stats(self, engine: Engine) -> None:
+        while True:
+            self._stats_due.clear()
+            stats = engine.stats()
+            self._sender.put(StatsNote(stats))
+            busy = stats.has_work or stats.num_steps_in_flight > 0
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STATS_EVERY_S if busy else None):
+                    await self._stats_due.wait()
+
+    async def _stop(self) -> None:
+        """End everything in order, then close the connection, which ends `run`."""
+        try:
+            if self._engine is not None:
+                await self._engine.stop()
+            await asyncio.gather(*self._pumps)
+            await self._sender.flush()
+            self._stopped = self._engine is not None
+        except Exception:  # the task's top: the process ends, in order or not
+            _LOGGER.exception("the engine could not be stopped in order")
+        self._writer.close()
+
+
+def _facts(engine: Engine) -> ModelFacts:
+    model = engine.model
+    if model.path is None:
+        raise EngineError(f"the model {model.name} has no directory to read its tokenizer from")
+    return ModelFacts(
+        name=model.name,
+        fingerprint=model.fingerprint,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        path=str(model.path),
+        default_sampling=dict(model.default_sampling),
+        load_s=model.load_s,
+        memory_plan=model.memory_plan,
+    )

@@ -1,0 +1,65 @@
+"""The engine's process: `python -m quickstep.engine.process.worker SOCKET_FD PARENT_PID`.
+
+Started by `child.EngineProcess` with its end of a socket pair. It serves what comes over it and
+exits when the other end is gone: whatever becomes of the parent, no engine is left behind. On
+Linux the kernel also kills it with its parent, even in the middle of a native call. SIGINT and
+SIGTERM are the parent's to answer: a terminal and a service manager send them to the whole group,
+and the parent then drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from quickstep.engine.assembly import open_engine
+from quickstep.engine.process.service import EngineOpener, EngineService
+
+__all__ = ["main", "run"]
+
+_LOGGER = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve the real engine. Returns the exit code."""
+    return run(sys.argv[1:] if argv is None else argv, open_engine)
+
+
+def run(argv: Sequence[str], opener: EngineOpener) -> int:
+    """Serve the engine that `opener` loads, until told to stop or the parent is gone."""
+    socket_fd, parent_pid = (int(argument) for argument in argv)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _die_with(parent_pid)
+    return asyncio.run(_serve(socket_fd, opener))
+
+
+def _die_with(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it was gone before the line above
+        os._exit(1)
+
+
+async def _serve(socket_fd: int, opener: EngineOpener) -> int:
+    try:
+        service = await EngineService.connect(socket.socket(fileno=socket_fd), opener)
+        stopped = await service.run()
+    except Exception:
+        _LOGGER.exception("the engine process failed")
+        stopped = False
+    if not stopped:
+        # A thread may be loading or stepping, and nobody is left to wait for it.
+        os._exit(1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""A model of a given shape with random weights, in memory alone: for benchmarks.
+
+`random_model` takes the loader's way from the tensors on, so that packing, layout and kernels are
+those of a checkpoint. The weights are a function of spec, dtype and seed: each tensor draws from a
+generator of its own, seeded by its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from quickstep.model.decoder import Decoder
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.loader import DecoderNames, build_decoder
+from quickstep.model.tensor_reader import Progress
+from quickstep.model.tensor_schema import Shapes, layer_tensors, outer_tensors
+from quickstep.ops.table import OpTable
+
+__all__ = ["RandomTensors", "random_model"]
+
+
+def random_model(
+    spec: ModelSpec,
+    ops: OpTable,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Draw and pack the weights of `spec`, a native one, layer by layer."""
+    prefix, head = spec.naming.prefixes[0], spec.naming.heads[0]
+    shapes = outer_tensors(spec, prefix, head)
+    for index in range(spec.num_layers):
+        shapes.update(layer_tensors(spec, prefix, index))
+    source = RandomTensors(shapes, dtype, device, seed, progress)
+    settings = f"random {seed} {dtype} {ops.name} {spec!r}"
+    fingerprint = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
+    names = DecoderNames(prefix, head, not spec.tied)
+    return build_decoder(spec, ops, source, names, max_model_len, fingerprint)
+
+
+class RandomTensors:
+    """A `TensorSource` over shapes: norms are 1, biases 0, matrices normal with variance 1 / inputs
+    (so that activations keep their size over the layers).
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self._shapes = shapes
+        self._dtype = dtype
+        self._device = device
+        self._seed = seed
+        self._progress = progress
+        self._total_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
+        self._done_bytes = 0
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor."""
+        return self.stacked((name,))
+
+    def stacked(self, names: tuple[str, ...]) -> Tensor:
+        """Several tensors, one below the other along the first dimension."""
+        shapes = [self._shapes[name] for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        drawn = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype)
+        parts = torch.split(drawn, [shape[0] for shape in shapes])
+        for name, part in zip(names, parts, strict=True):
+            self._fill_(name, part)
+        self._done_bytes += drawn.nbytes
+        if self._progress is not None:
+            self._progress(self._done_bytes, self._total_bytes)
+        return drawn.to(self._device)
+
+    def _fill_(self, name: str, tensor: Tensor) -> None:
+        if name.endswith(".bias"):
+            tensor.zero_()
+        elif tensor.dim() == 1:
+            tensor.fill_(1.0)
+        else:
+            generator = torch.Generator().manual_seed(_seed_of(name, self._seed))
+            tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
+
+
+def _seed_of(name: str, seed: int) -> int:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")

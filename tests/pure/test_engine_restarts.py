@@ -1,0 +1,34 @@
+"""When a dead engine is started again: the counting, without processes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quickstep.engine.process.restarts import RestartLimits, Restarts
+
+
+def test_each_short_life_doubles_the_wait_until_it_is_given_up() -> None:
+    limits = RestartLimits(max_quick_deaths=4, quick_s=10, first_delay_s=1, max_delay_s=5)
+    restarts = Restarts(limits)
+    assert [restarts.delay_after(0.0) for _ in range(6)] == [1, 2, 4, 5, None, None]
+
+
+def test_a_long_life_starts_the_count_again() -> None:
+    restarts = Restarts(RestartLimits(max_quick_deaths=1, quick_s=10, first_delay_s=1))
+    assert [restarts.delay_after(lived_s) for lived_s in (0, 10, 9, 8)] == [1, 1, 1, None]
+
+
+@given(st.lists(st.floats(0, 100)))
+def test_it_is_given_up_exactly_when_too_many_short_lives_follow_each_other(
+    lives: list[float],
+) -> None:
+    limits = RestartLimits()
+    restarts = Restarts(limits)
+    num_short = 0
+    for lived_s in lives:
+        num_short = 0 if lived_s >= limits.quick_s else num_short + 1
+        delay_s = restarts.delay_after(lived_s)
+        if num_short > limits.max_quick_deaths:
+            assert delay_s is None
+            return
+        assert delay_s is not None
+        assert limits.first_delay_s <= delay_s <= limits.max_delay_s
