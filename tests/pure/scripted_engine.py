@@ -22,6 +22,7 @@ from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.chat_template import ChatTemplate
 from quickstep.engine.engine import Engine
+from quickstep.engine.grammars import GrammarCompiler
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.tokenizer import Tokenizer, _byte_level_alphabet
@@ -119,6 +120,7 @@ class ScriptedEngine:
             max_model_len=config.max_model_len,
             vocab_size=257,
             tokenizer=tokenizer,
+            grammars=GrammarCompiler(tokenizer, 257),
             chat_template=template and ChatTemplate({"default": template}, {}, now=None),
             path=path,
         )

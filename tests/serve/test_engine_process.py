@@ -23,7 +23,7 @@ from quickstep.engine.process.restarts import RestartLimits
 from quickstep.engine.stats import EngineState
 from quickstep.engine.stream import Delta, Stream
 from quickstep.errors import ConfigError, EngineError, RequestError
-from quickstep.types import FinishReason, SamplingParams
+from quickstep.types import FinishReason, Grammar, SamplingParams
 
 DEADLINE_S = 60.0
 QUICK = RestartLimits(max_quick_deaths=3, first_delay_s=0.01, max_delay_s=0.01)
@@ -165,6 +165,36 @@ def test_what_only_the_engine_knows_comes_with_its_status(tmp_path: Path) -> Non
         await running.accepted()
 
     run(tmp_path, test, mode="hold", max_num_seqs=1, max_waiting=1)
+
+
+def test_a_grammar_is_prepared_in_the_engine_or_refused(tmp_path: Path) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        fine = SamplingParams(max_tokens=3, grammar=Grammar.of_regex("[a-z]+"))
+        wrong = SamplingParams(grammar=Grammar.of_json_schema({"uniqueItems": True}))
+        stream = engine.submit("abc", fine)
+        await stream.accepted()
+        assert await read(stream)
+        refused = engine.submit("abc", wrong)
+        with pytest.raises(RequestError, match="uniqueItems") as caught:
+            await refused.accepted()
+        assert caught.value.param == "grammar"
+        assert engine.stats().num_requests == 0
+
+    run(tmp_path, test)
+
+
+def test_leaving_while_a_grammar_is_prepared_leaves_nothing(tmp_path: Path) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        sampling = replace(LONG, ignore_eos=False, grammar=Grammar.of_regex("[a-z]+"))
+        for _ in range(3):
+            stream = engine.submit("abcdefgh", sampling)
+            await stream.aclose()
+            await until(lambda: engine.stats().num_requests == 0)
+        await until(lambda: engine.stats().scheduler.blocks.num_used == 0)
+        assert await read(engine.submit("abc", SamplingParams(max_tokens=3)))
+        await until(lambda: not engine.stats().scheduler.num_running)
+
+    run(tmp_path, test)
 
 
 def test_an_id_that_is_in_use_is_refused_and_free_again_after_the_end(tmp_path: Path) -> None:

@@ -32,12 +32,22 @@ CONFIG = EngineConfig(
 )
 CODE = "def add(first, second):\n    return"
 QUESTION = [{"role": "user", "content": "What does itertools.chain do?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "maxLength": 9}, "b": {"enum": [1, 2]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
 REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {"prompt": CODE, "logprobs": 3, "temperature": 0, "max_tokens": 12}),
     (COMPLETIONS, {"prompt": [CODE, "import os"], "n": 2, "temperature": 0.9, "seed": 3}),
     (COMPLETIONS, {"prompt": CODE, "temperature": 1.2, "max_tokens": 6}),
     (CHAT, {"messages": QUESTION, "max_tokens": 24, "logprobs": True, "top_logprobs": 2}),
     (CHAT, {"messages": QUESTION, "max_tokens": 24, "stop": ["a"], "n": 2}),
+    (COMPLETIONS, {"prompt": CODE, "structured_outputs": {"regex": "[0-9]{4}"}, "seed": 4}),
+    (CHAT, {"messages": QUESTION, "response_format": SCHEMA_FORMAT, "seed": 5, "n": 2}),
+    (CHAT, {"messages": QUESTION, "structured_outputs": {"json": {"not": {}}}}),
     (COMPLETIONS, {"prompt": "a", "stop_token_ids": [10**6]}),
     (COMPLETIONS, {"prompt": "a " * 20_000}),
 )

@@ -188,6 +188,9 @@ class RemoteEngine:
             num_restarts=self._supervisor.num_restarts,
         )
 
+    async def prepare(self, sampling: SamplingParams) -> None:
+        """Nothing: the engine's process prepares what it takes, and its verdict tells."""
+
     def submit(
         self,
         prompt: str | Sequence[int],

@@ -82,6 +82,7 @@ class EngineService:
         self._opener = opener
         self._engine: Engine | None = None
         self._streams: dict[int, Stream] = {}
+        self._preparing: set[int] = set()
         self._pumps: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats_due = asyncio.Event()
@@ -111,9 +112,13 @@ class EngineService:
         match message:
             case Open():
                 self._start(self._open(message), self._tasks)
-            case Submit():
+            case Submit() if message.sampling.grammar is None:
                 self._submit(message)
+            case Submit(number=number):
+                self._preparing.add(number)
+                self._start(self._prepare(message), self._tasks)
             case Abort(number=number):
+                self._preparing.discard(number)
                 if number in self._streams:
                     self._require_engine().abort(self._streams[number].request_id)
             case Stop():
@@ -160,18 +165,37 @@ class EngineService:
                 cache_salt=message.cache_salt,
                 deadline_s=message.deadline_s,
             )
-        except RequestError as error:
-            self._sender.put(Refused(number, str(error), error.param, error.status))
-        except EngineError as error:
-            self._sender.put(Refused(number, str(error), None, 503))
         except Exception as error:  # one request's end, not everybody's
-            _LOGGER.exception("a request could not be submitted")
-            self._sender.put(Refused(number, f"{type(error).__name__}: {error}", None, 500))
+            self._refuse(number, error)
         else:
             self._streams[number] = stream
             self._sender.put(Accepted(number))
             self._start(self._pump(number, stream), self._pumps)
         self._stats_due.set()
+
+    async def _prepare(self, message: Submit) -> None:
+        """Compile a request's grammar in a thread, then submit it unless it was aborted."""
+        number = message.number
+        try:
+            await self._require_engine().prepare(message.sampling)
+        except Exception as error:  # one request's end, not everybody's
+            self._refuse(number, error)
+        else:
+            if number in self._preparing:
+                self._submit(message)
+            else:
+                self._refuse(number, EngineError("the request was aborted"))
+        self._preparing.discard(number)
+
+    def _refuse(self, number: int, error: Exception) -> None:
+        match error:
+            case RequestError(param=param, status=status):
+                self._sender.put(Refused(number, str(error), param, status))
+            case EngineError():
+                self._sender.put(Refused(number, str(error), None, 503))
+            case _:
+                _LOGGER.error("a request could not be submitted", exc_info=error)
+                self._sender.put(Refused(number, f"{type(error).__name__}: {error}", None, 500))
 
     async def _pump(self, number: int, stream: Stream) -> None:
         async for delta in stream:
