@@ -1,0 +1,73 @@
+"""Runs a test against a `RemoteEngine` over the scripted worker; what its tests share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import scripted_worker
+
+from quickstep.engine.process.remote_engine import RemoteEngine
+from quickstep.engine.process.remote_streams import RemoteStream
+from quickstep.engine.process.restarts import RestartLimits
+from quickstep.engine.stats import EngineState
+from quickstep.engine.stream import Delta, Stream
+from quickstep.types import FinishReason, SamplingParams
+
+DEADLINE_S = 60.0
+QUICK = RestartLimits(max_quick_deaths=3, first_delay_s=0.01, max_delay_s=0.01)
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.005)
+
+
+def is_alive(process_id: int) -> bool:
+    """Whether there is such a process; one that waits to be reaped is dead."""
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def run(
+    path: Path,
+    test: Callable[[RemoteEngine], Awaitable[None]],
+    mode: str = "serve",
+    **scheduler: int,
+) -> None:
+    """Run `test` on a started engine in a process, which must be gone at the end."""
+
+    async def whole() -> None:
+        config = scripted_worker.config(path, **scheduler)
+        engine = RemoteEngine(config, command=scripted_worker.command(mode), restart_limits=QUICK)
+        await engine.open()
+        process_ids = {engine.process_id}
+        await engine.start()
+        try:
+            await asyncio.wait_for(test(engine), DEADLINE_S)
+        finally:
+            process_ids.add(engine.process_id)
+            await engine.stop()
+        assert engine.stats().state in (EngineState.STOPPED, EngineState.FAILED)
+        assert engine.stats().num_requests == 0
+        assert not any(is_alive(process_id) for process_id in process_ids if process_id)
+
+    asyncio.run(whole())
+
+
+async def read(stream: Stream | RemoteStream) -> list[Delta]:
+    """All deltas, without what the clock says."""
+    return [replace(delta, timings=None) async for delta in stream]
+
+
+async def ends(stream: RemoteStream) -> list[tuple[FinishReason | None, str]]:
+    return [(d.finish_reason, d.error) for d in await read(stream) if d.finish_reason is not None]
