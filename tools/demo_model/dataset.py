@@ -66,16 +66,23 @@ def build(run: Path) -> None:
     run.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(run / "tokenizer.json"))
     chat, starts = _encode_all(tokenizer, texts)
-    arrays = {
-        "library": _encode_documents(tokenizer, corpus.library),
-        "tests": _encode_documents(tokenizer, corpus.tests),
-        "chat": chat,
-        "chat_weights": _answer_weights(tokenizer, chat),
-        "chat_starts": starts,
-    }
-    np.savez(run / "tokens.npz", **arrays)
-    for name, array in arrays.items():
-        print(f"{name}: {array.size:,}")
+    arrays = TokenArrays(
+        library=_encode_documents(tokenizer, corpus.library),
+        tests=_encode_documents(tokenizer, corpus.tests),
+        chat=chat,
+        chat_weights=_answer_weights(tokenizer, chat),
+        chat_starts=starts,
+    )
+    np.savez(
+        run / "tokens.npz",
+        library=arrays.library,
+        tests=arrays.tests,
+        chat=arrays.chat,
+        chat_weights=arrays.chat_weights,
+        chat_starts=arrays.chat_starts,
+    )
+    for name in ("library", "tests", "chat"):
+        print(f"{name}: {getattr(arrays, name).size:,} tokens")
     print(f"facts: {len(facts):,}, conversations: {len(texts):,}")
 
 

@@ -49,7 +49,8 @@ class NgramModel:
         for order, level in enumerate(self._levels, start=1):
             reached = slice(order - 1, None)  # the first tokens have shorter contexts
             probability[reached] = _interpolate(level, _keys(tokens, order), probability[reached])
-        return np.log2(probability[1:])
+        bits: NDArray[np.float64] = np.log2(probability[1:])
+        return bits
 
 
 def _keys(tokens: NDArray[np.uint16], order: int) -> Keys:
