@@ -18,12 +18,13 @@ from tools.demo_model.network import Shape
 _TEMPLATE = Path(__file__).parent / "model_card.md"
 
 
-def write_card(run: Path, folder: Path, measured: Mapping[str, float]) -> None:
-    """Write `folder`/README.md for the model trained in `run`."""
+def write_card(run: Path, folder: Path, measured: Mapping[str, float], note: str) -> None:
+    """Write `folder`/README.md for the model trained in `run`; `note` is said about that run."""
     checkpoint = torch.load(run / "checkpoint.pt", weights_only=True)
     arrays = dataset.load_arrays(run)
     card = _TEMPLATE.read_text(encoding="utf-8").format(
         **measured,
+        note=note,
         **checkpoint["account"],
         **asdict(Shape()),
         parameters=sum(weight.numel() for weight in checkpoint["model"].values()),

@@ -35,8 +35,7 @@ NUM_QUESTIONS = 300
 NUM_TOOL_CALLS = 100
 _WINDOW = 1024
 _STRIDE = 512
-_BATCH = 100
-_MAX_NEW_TOKENS = 128
+_BATCH = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,37 +90,44 @@ def _bits(model: Llama, tokens: np.ndarray) -> float:
     return total / math.log(2)
 
 
-@torch.inference_mode()
-def greedy_answers(model: Llama, tokenizer: Tokenizer, prompts: Sequence[str]) -> list[str]:
-    """The greedy continuation of each prompt up to the end of the turn."""
-    end = tokenizer.token_to_id(TURN_END)
-    encoded = [encoding.ids for encoding in tokenizer.encode_batch(list(prompts))]
-    answers: list[list[int]] = [[] for _ in prompts]
-    active = list(range(len(prompts)))
-    for _ in range(_MAX_NEW_TOKENS):
-        if not active:
-            break
-        lengths = torch.tensor([len(encoded[i]) + len(answers[i]) for i in active])
-        rows = [torch.tensor(encoded[i] + answers[i]) for i in active]
-        # Padding stands to the right, where causal attention never sees it.
-        hidden = model(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
-        last = hidden[torch.arange(len(active)), lengths - 1]
-        newest = F.linear(last, model.model.embed_tokens.weight).argmax(-1).tolist()
-        for i, token in zip(active, newest, strict=True):
-            answers[i].append(token)
-        active = [i for i in active if answers[i][-1] != end]
-    return [tokenizer.decode(ids) for ids in answers]
-
-
 def _share_exact(model: Llama, tokenizer: Tokenizer, asked: Sequence[tuple[str, str]]) -> float:
-    num_exact = 0
-    for start in range(0, len(asked), _BATCH):
-        batch = asked[start : start + _BATCH]
-        answers = greedy_answers(model, tokenizer, [prompt for prompt, _ in batch])
-        num_exact += sum(
-            answer == expected for answer, (_, expected) in zip(answers, batch, strict=True)
-        )
-    return num_exact / len(asked)
+    batches = [asked[start : start + _BATCH] for start in range(0, len(asked), _BATCH)]
+    return sum(num_exact(model, tokenizer, batch) for batch in batches) / len(asked)
+
+
+@torch.inference_mode()
+def num_exact(model: Llama, tokenizer: Tokenizer, asked: Sequence[tuple[str, str]]) -> int:
+    """How many (prompt, answer) pairs greedy decoding completes exactly, ending the turn.
+
+    All decode together; a row leaves the batch when its turn ends or its text departs from the
+    answer.
+    """
+    end = tokenizer.token_to_id(TURN_END)
+    rows = [list(tokenizer.encode(prompt).ids) for prompt, _ in asked]
+    prompt_lens = [len(row) for row in rows]
+    active, exact = list(range(len(rows))), 0
+    while active:
+        newest = _likeliest_next(model, [rows[i] for i in active])
+        still_active = []
+        for i, token in zip(active, newest, strict=True):
+            rows[i].append(token)
+            text = tokenizer.decode(rows[i][prompt_lens[i] :], skip_special_tokens=False)
+            answer = asked[i][1] + TURN_END
+            if token == end:
+                exact += text == answer
+            elif answer.startswith(text.rstrip("\ufffd")):  # a character may be half written
+                still_active.append(i)
+        active = still_active
+    return exact
+
+
+def _likeliest_next(model: Llama, rows: Sequence[Sequence[int]]) -> list[int]:
+    """The likeliest next token of each row."""
+    # Padding stands to the right, where causal attention never sees it.
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    last = model(padded)[torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in rows])]
+    likeliest: list[int] = F.linear(last, model.model.embed_tokens.weight).argmax(-1).tolist()
+    return likeliest
 
 
 def _asked(questions: Sequence[Question], rng: random.Random) -> list[tuple[str, str]]:
@@ -153,10 +159,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of the training run")
     parser.add_argument("--model", type=Path, required=True, help="folder of the exported model")
+    parser.add_argument("--note", default="", help="a sentence for the card about this run")
     arguments = parser.parse_args()
     quality = asdict(measure(arguments.run, arguments.model))
     (arguments.run / "quality.json").write_text(json.dumps(quality, indent=2) + "\n")
-    write_card(arguments.run, arguments.model, quality)
+    write_card(arguments.run, arguments.model, quality, arguments.note)
     print(json.dumps(quality, indent=2))
 
 
