@@ -81,8 +81,8 @@ def build(run: Path) -> None:
         chat_weights=arrays.chat_weights,
         chat_starts=arrays.chat_starts,
     )
-    for name in ("library", "tests", "chat"):
-        print(f"{name}: {getattr(arrays, name).size:,} tokens")
+    for name, tokens in (("library", arrays.library), ("tests", arrays.tests), ("chat", chat)):
+        print(f"{name}: {tokens.size:,} tokens")
     print(f"facts: {len(facts):,}, conversations: {len(texts):,}")
 
 
