@@ -111,8 +111,8 @@ def test_noise_that_depends_on_the_order_of_draws_is_caught(monkeypatch):
 
 def test_penalties_lost_in_preemption_are_caught(monkeypatch):
     class Forgetful(SamplingState):
-        def __init__(self, admission, vocab_size):
-            super().__init__(admission, vocab_size)
+        def __init__(self, admission, vocab_size, new_matcher=None):
+            super().__init__(admission, vocab_size, new_matcher)
             self._output_counts[:] = 0
 
     monkeypatch.setattr(slots, "SamplingState", Forgetful)
