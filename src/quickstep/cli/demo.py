@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_CODE = "def fibonacci(n):\n"
+_CODE = "import json\n\ndef load_config(path):\n    with open(path"
 _QUESTION = "What does itertools.chain do?"
 
 
