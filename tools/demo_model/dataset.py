@@ -59,12 +59,14 @@ def chat_texts(facts: Sequence[Fact], seed: int = SEED) -> list[str]:
 
 
 def build(run: Path) -> None:
-    """Train the tokenizer and write the token arrays below `run`."""
+    """Write the token arrays below `run`, and the tokenizer unless there is one already."""
     corpus, facts = load_corpus(), load_facts()
     texts = chat_texts(facts)
-    tokenizer = train_tokenizer(_tokenizer_texts(corpus, texts))
     run.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(run / "tokenizer.json"))
+    tokenizer_file = run / "tokenizer.json"
+    if not tokenizer_file.exists():  # a model trained so far is bound to its tokenizer
+        train_tokenizer(_tokenizer_texts(corpus, texts)).save(str(tokenizer_file))
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
     chat, starts = _encode_all(tokenizer, texts)
     arrays = TokenArrays(
         library=_encode_documents(tokenizer, corpus.library),

@@ -32,6 +32,10 @@ SYSTEM_TEXTS = (
     "Be concise.",
 )
 
+# Long answers have more places to go wrong, so they are asked for more often.
+_LONG_ANSWER_CHARS = 150
+_LONG_REPEATS = 4
+
 _WHO = (
     "I am the Quickstep demo model, a tiny language model trained on the Python standard library. "
     "I am not a general assistant."
@@ -92,11 +96,12 @@ def signature_questions(facts: Sequence[Fact]) -> Iterator[tuple[Question, ...]]
 
 
 def fact_conversations(facts: Sequence[Fact], rng: random.Random) -> Iterator[Conversation]:
-    """Every phrasing of every question once, in conversations of one to three turns."""
+    """Every phrasing of every question, in conversations of one to three turns."""
     questions = [
         question
         for phrasings in (*summary_questions(facts), *signature_questions(facts))
         for question in phrasings
+        for _ in range(_LONG_REPEATS if len(question.answer) > _LONG_ANSWER_CHARS else 1)
     ]
     rng.shuffle(questions)
     while questions:

@@ -15,7 +15,7 @@ from types import ModuleType
 from tools.demo_model.corpus import is_held_out
 
 MAX_FACT_OBJECTS = 3_600
-_MAX_ANSWER_CHARS = 180
+_MAX_ANSWER_CHARS = 240
 _MIN_ANSWER_CHARS = 8
 _SAYS_NOTHING = frozenset({"An enumeration.", "Stub method.", "Base class."})
 
@@ -139,5 +139,5 @@ def _signature(name: str, value: object) -> str | None:
 
 
 def _is_fit(text: str) -> bool:
-    printable = text.isprintable() and " at 0x" not in text and "<class '" not in text
-    return printable and _MIN_ANSWER_CHARS <= len(text) <= _MAX_ANSWER_CHARS
+    is_prose = not any(mark in text for mark in (">>>", " at 0x", "<class '", " -> new "))
+    return text.isprintable() and is_prose and _MIN_ANSWER_CHARS <= len(text) <= _MAX_ANSWER_CHARS

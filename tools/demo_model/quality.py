@@ -72,7 +72,7 @@ def measure(run: Path, folder: Path) -> Quality:
         ngram_bits_per_byte=ngram_bits / len(text),
         summaries_exact=_share_exact(model, tokenizer, _asked(summaries, rng)),
         signatures_exact=_share_exact(model, tokenizer, _asked(signatures, rng)),
-        tool_calls_exact=_share_exact(model, tokenizer, _unseen_tool_calls(facts)),
+        tool_calls_exact=_share_exact(model, tokenizer, _new_tool_calls(facts)),
     )
 
 
@@ -136,7 +136,7 @@ def _asked(questions: Sequence[Question], rng: random.Random) -> list[tuple[str,
     return [(render(ask(question.text)), question.answer) for question in sample]
 
 
-def _unseen_tool_calls(facts: Sequence[Fact]) -> list[tuple[str, str]]:
+def _new_tool_calls(facts: Sequence[Fact]) -> list[tuple[str, str]]:
     """Requests drawn with another seed than the training set's, and the calls they ask for."""
     render = chat_renderer()
     asked: list[tuple[str, str]] = []

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 WARMUP = 0.01  # of the run
 DECAY_START = 0.62  # the learning rate is flat from WARMUP to here and then falls to zero
 _CHAT_SHARE = 0.30  # of the rows while the learning rate is flat
-_CHAT_SHARE_DECAY = 0.65
+_CHAT_SHARE_DECAY = 0.50
 _LONG_CONTEXTS = ((40, 2048), (10, 1024))  # every 40th step at 2,048 tokens, every 10th at 1,024
 _CONTEXT = 512
 
