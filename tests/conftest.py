@@ -1,8 +1,17 @@
 """One thread unless a test asks for more: on tiny tensors, waiting threads cost more than the work.
 
 Set before torch is imported, and inherited by the processes that tests start.
+
+Property tests draw the same examples in every run, so that a green commit stays green;
+`pytest --hypothesis-profile=search` draws new ones, many more where a test sets no number.
 """
 
 import os
 
+from hypothesis import settings
+
 os.environ["OMP_NUM_THREADS"] = "1"
+
+settings.register_profile("same", derandomize=True, database=None, deadline=None)
+settings.register_profile("search", max_examples=1000, deadline=None, print_blob=True)
+settings.load_profile("same")

@@ -72,6 +72,9 @@ SCHEMAS = st.recursive(
 )
 
 
+STRING = re.compile(r'"(?:\\.|[^"\\])*"')
+
+
 def fits(value, schema):
     """The keywords that `SCHEMAS` uses, by their definition."""
     if "anyOf" in schema:
@@ -108,7 +111,7 @@ def test_whatever_is_drawn_under_a_schema_parses_and_fits(
     text = drawn_text(compiler, tokenizer, grammar, seed, temperature=temperature)
     value = json.loads(text)
     assert fits(value, schema)
-    assert text == json.dumps(value, separators=(",", ":"), ensure_ascii=False) or "\\" in text
+    assert not re.search(r"\s", STRING.sub("", text))  # compact: blanks stand in strings only
 
 
 @pytest.mark.parametrize("seed", range(5))

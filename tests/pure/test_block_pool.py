@@ -212,7 +212,5 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check(self.tables)
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None
-)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestPoolMachine = PoolMachine.TestCase

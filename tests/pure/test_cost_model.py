@@ -109,7 +109,7 @@ def test_the_same_observations_give_the_same_predictions() -> None:
     assert models[0].coefficients == models[1].coefficients
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(LOADS, SECONDS), max_size=30), LOADS)
 def test_predictions_stay_finite_and_non_negative(
     observations: list[tuple[StepLoad, float]], asked: StepLoad
