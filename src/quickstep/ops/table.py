@@ -16,7 +16,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["AttentionParams", "KVCache", "LinearWeight", "OpTable", "PagedLayout"]
+__all__ = [
+    "AttentionParams",
+    "KVCache",
+    "LinearWeight",
+    "OpTable",
+    "PagedLayout",
+    "QuantizedWeight",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,33 @@ class LinearWeight:
     num_outputs: int
     num_inputs: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Integer codes of a weight [N, C], whichever file format or rounding they come from:
+
+        weight[n, c] = (codes[n, c] - zeros[n, c // group_size]) * scales[n, c // group_size]
+
+    Attributes:
+        codes: [N, C] uint8, below 2**bits (one code per byte here; implementations pack).
+        scales: [N, C / group_size] float32.
+        zeros: [N, C / group_size] float32, any value; None for 2**(bits - 1) (symmetric).
+        bits: 4 or 8.
+        group_size: Inputs that share a scale: a multiple of 16, or C for one scale per output.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    group_size: int
+
+    def dequantized(self) -> Tensor:
+        """The weight [N, C] in float32."""
+        zeros = float(2 ** (self.bits - 1)) if self.zeros is None else self.zeros.unsqueeze(2)
+        grouped = self.codes.reshape(self.codes.shape[0], -1, self.group_size).float()
+        return ((grouped - zeros) * self.scales.unsqueeze(2)).reshape(self.codes.shape)
 
 
 @dataclass(frozen=True, slots=True)

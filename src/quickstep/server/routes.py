@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from quickstep.server.api_errors import error_of, json_response
 from quickstep.server.body import ClientDisconnect, read_body, unless_disconnected
+from quickstep.server.event_stream import EventStream
 from quickstep.server.generation import (
     ChoiceDelta,
     Generation,
@@ -58,6 +58,11 @@ class _Answer:
             "model": self.generation.request.model,
             "system_fingerprint": self.meter.fingerprint,
         }
+
+    async def close(self) -> None:
+        """Abort what still runs, and count the request. Idempotent."""
+        await self.generation.aclose()
+        self.meter.close(self.generation)
 
     def whole(self) -> dict[str, Any]:
         """The response of a finished generation."""
@@ -96,7 +101,7 @@ class GeneratingRoute:
             generation_request = self._surface.parse(body, self._served)
             answer = await unless_disconnected(request.receive, self._open(generation_request))
             if generation_request.stream:
-                return EventStream(answer, headers)
+                return EventStream(events(answer), answer.close, headers)
             return await self._whole(request, answer, headers)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
@@ -119,8 +124,7 @@ class GeneratingRoute:
         try:
             await unless_disconnected(request.receive, _metered(answer))
         finally:
-            await answer.generation.aclose()
-            answer.meter.close(answer.generation)
+            await answer.close()
         return json_response(answer.whole(), headers=headers)
 
 
@@ -128,37 +132,6 @@ async def _metered(answer: _Answer) -> None:
     async with aclosing(answer.generation.deltas()) as deltas:
         async for item in deltas:
             answer.meter.observe(item)
-
-
-class EventStream(Response):
-    """A generation as server-sent events; `[DONE]` ends it, an error event included."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, answer: _Answer, headers: Mapping[str, str]) -> None:
-        super().__init__(
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
-        )
-        del self.headers["content-length"]
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream until its end or until the client is gone."""
-        try:
-            await unless_disconnected(receive, self._send_all(send))
-        except ClientDisconnect:
-            pass
-        finally:
-            await self._answer.generation.aclose()
-            self._answer.meter.close(self._answer.generation)
-
-    async def _send_all(self, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        async with aclosing(events(self._answer)) as frames:
-            async for frame in frames:
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def events(answer: _Answer) -> AsyncGenerator[bytes, None]:

@@ -1,0 +1,46 @@
+"""One route of the HTTP API, with all that is known of it: the one list that everything reads.
+
+`app` makes Starlette's routes of it, the gate asks which routes need no key, `/openapi.json` and
+the reference page are written from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+__all__ = ["ApiRoute"]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRoute:
+    """A path, its method and its endpoint.
+
+    Attributes:
+        summary: One sentence for the reference.
+        request: The schema of the JSON body, None for no body.
+        response: The schema of the JSON answer with status 200, None for an answer that is no JSON.
+        streams: The answer may be server-sent events.
+        is_probe: Answered without an API key: liveness and readiness.
+        aliases: Further paths of the same endpoint.
+    """
+
+    method: str
+    path: str
+    endpoint: Callable[[Request], Awaitable[Response]]
+    summary: str
+    request: type[msgspec.Struct] | None = None
+    response: type[msgspec.Struct] | None = None
+    streams: bool = False
+    is_probe: bool = False
+    aliases: tuple[str, ...] = ()
+
+    def starlette(self) -> list[Route]:
+        """The route of every path."""
+        paths = (self.path, *self.aliases)
+        return [Route(path, self.endpoint, methods=[self.method]) for path in paths]
