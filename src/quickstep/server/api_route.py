@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quickstep.server.response_openai import ErrorAnswer
+
 __all__ = ["ApiRoute"]
 
 
@@ -26,6 +28,11 @@ class ApiRoute:
         request: The schema of the JSON body, None for no body.
         response: The schema of the JSON answer with status 200, None for an answer that is no JSON.
         streams: The answer may be server-sent events.
+        events: The schemas of their data, beside that of an error.
+        error: The schema of every answer with a status of 400 or above.
+        query: The schema of the query's parameters, None for none.
+        request_type: The media type of the body.
+        content_type: The media type of an answer that is no JSON.
         is_probe: Answered without an API key: liveness and readiness.
         aliases: Further paths of the same endpoint.
     """
@@ -37,6 +44,11 @@ class ApiRoute:
     request: type[msgspec.Struct] | None = None
     response: type[msgspec.Struct] | None = None
     streams: bool = False
+    events: tuple[type[msgspec.Struct], ...] = ()
+    error: type[msgspec.Struct] = ErrorAnswer
+    query: type[msgspec.Struct] | None = None
+    request_type: str = "application/json"
+    content_type: str = "text/plain"
     is_probe: bool = False
     aliases: tuple[str, ...] = ()
 

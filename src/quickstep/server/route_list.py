@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from quickstep.server.api_pages import ApiPages
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.chat import Chat
 from quickstep.server.completions import Completions
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.probes import Probes
+from quickstep.server.response_openai import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    Model,
+    ModelList,
+)
+from quickstep.server.response_probes import ApiDocument, Health, Pong, Readiness, Version
 from quickstep.server.routes import GeneratingRoute
 from quickstep.server.schemas import ChatRequest, CompletionRequest
 from quickstep.server.surface import Served
@@ -17,10 +27,11 @@ __all__ = ["api_routes"]
 
 def api_routes(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
     """Every route, in the order of the reference."""
-    return [
-        *_generating(served, metrics),
-        *_models_and_probes(Probes(served, metrics, options.stall_s)),
-    ]
+    probes = Probes(served, metrics, options.stall_s)
+    routes = [*_generating(served, metrics), *_models(probes), *_probes(probes)]
+    pages = ApiPages(routes, served)  # they tell of themselves, too
+    routes += _pages(pages)
+    return routes
 
 
 def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
@@ -33,7 +44,9 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
             chat.answer,
             "The assistant's next message.",
             request=ChatRequest,
+            response=ChatCompletion,
             streams=True,
+            events=(ChatCompletionChunk,),
         ),
         ApiRoute(
             "POST",
@@ -41,19 +54,53 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
             completions.answer,
             "Text that continues a prompt.",
             request=CompletionRequest,
+            response=Completion,
             streams=True,
+            events=(CompletionChunk,),
         ),
     ]
 
 
-def _models_and_probes(probes: Probes) -> list[ApiRoute]:
+def _models(probes: Probes) -> list[ApiRoute]:
     return [
-        ApiRoute("GET", "/v1/models", probes.models, "All names that are served."),
-        ApiRoute("GET", "/v1/models/{model:path}", probes.model, "One served name."),
-        ApiRoute("GET", "/health", probes.health, "Whether steps finish.", is_probe=True),
-        ApiRoute("GET", "/ready", probes.ready, "Whether requests are welcome.", is_probe=True),
+        ApiRoute("GET", "/v1/models", probes.models, "All names that are served.", None, ModelList),
+        ApiRoute("GET", "/v1/models/{model:path}", probes.model, "One served name.", None, Model),
+    ]
+
+
+def _probes(probes: Probes) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "GET", "/health", probes.health, "Whether steps finish.", None, Health, is_probe=True
+        ),
+        ApiRoute(
+            "GET",
+            "/ready",
+            probes.ready,
+            "Whether requests are welcome.",
+            None,
+            Readiness,
+            is_probe=True,
+        ),
         ApiRoute("GET", "/metrics", probes.metrics, "Prometheus text."),
-        ApiRoute("GET", "/version", probes.version, "The version of Quickstep."),
-        ApiRoute("GET", "/ping", probes.ping, "The process answers.", is_probe=True),
-        ApiRoute("POST", "/ping", probes.ping, "The process answers.", is_probe=True),
+        ApiRoute("GET", "/version", probes.version, "The version of Quickstep.", None, Version),
+        ApiRoute("GET", "/ping", probes.ping, "The process answers.", None, Pong, is_probe=True),
+        ApiRoute("POST", "/ping", probes.ping, "The process answers.", None, Pong, is_probe=True),
+    ]
+
+
+def _pages(pages: ApiPages) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "GET", "/openapi.json", pages.document, "This API as OpenAPI 3.1.", None, ApiDocument
+        ),
+        # the same page for everybody, so it needs no key; the document that it reads does
+        ApiRoute(
+            "GET",
+            "/docs",
+            pages.page,
+            "This API as a page.",
+            is_probe=True,
+            content_type="text/html",
+        ),
     ]

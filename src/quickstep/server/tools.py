@@ -18,9 +18,9 @@ from quickstep.server.schemas import ChatRequest, CustomTool, FunctionSpec
 from quickstep.server.structured import AskedGrammar
 from quickstep.server.surface import Served
 
-__all__ = ["OfferedTools", "offered_tools"]
+__all__ = ["FUNCTION_NAME", "OfferedTools", "offered_tools"]
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -84,7 +84,7 @@ def _forced_functions(
 
 def _function(function: FunctionSpec, path: str, must_call: bool) -> dict[str, Any]:
     path = f"{path}.function"
-    if not _NAME.fullmatch(function.name):
+    if not FUNCTION_NAME.fullmatch(function.name):
         raise RequestError(
             f"{path}.name is {function.name[:64]!r}; it takes 1 to 64 letters, digits, _ and -",
             param=f"{path}.name",

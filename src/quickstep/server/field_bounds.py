@@ -1,0 +1,145 @@
+"""What the checks demand of a field beyond its type, in the keywords of JSON Schema.
+
+The numbers are those that the checks read (`sampling_params.RANGES`, the operator's
+`RequestLimits`, the size of the vocabulary); which field they belong to stands here, and the
+tests try every bound from both sides. `openapi` writes them into the schemas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quickstep.sampling_params import RANGES
+from quickstep.server import schemas
+from quickstep.server.options import RequestLimits
+from quickstep.server.tools import FUNCTION_NAME
+
+__all__ = ["Keywords", "SchemaFacts", "bounds_of"]
+
+Keywords = Mapping[str, Any]
+
+_LOGIT_BIAS = 100.0
+_METADATA_KEY_CHARS = 64
+_METADATA_VALUE_CHARS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaFacts:
+    """What the document says of one server. `vocab_size` None leaves token ids open."""
+
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    vocab_size: int | None = None
+    model_names: tuple[str, ...] = ()
+
+
+def bounds_of(schema: type[msgspec.Struct], facts: SchemaFacts) -> dict[str, Keywords]:
+    """The keywords of every bounded field of `schema`, inherited ones included."""
+    known = _bounds(facts)
+    found: dict[str, Keywords] = {}
+    for parent in reversed(schema.__mro__):
+        found |= known.get(parent, {})
+    return found
+
+
+def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
+    limits = facts.limits
+    label = {"maxLength": limits.label_chars}
+    sampling = {name: _range(name) for name in RANGES}
+    return {
+        schemas.SamplingFields: {
+            **{name: keywords for name, keywords in sampling.items() if name != "logprobs"},
+            **_of_sampling(facts),
+            "user": label,
+            "cache_salt": label,
+        },
+        schemas.CompletionRequest: {
+            "prompt": {"anyOf": _prompts(facts)},
+            "logprobs": {**sampling["logprobs"], "maximum": limits.logprobs},
+        },
+        schemas.ChatRequest: {
+            "messages": {"minItems": 1},
+            "max_completion_tokens": sampling["max_tokens"],
+            "top_logprobs": {**sampling["logprobs"], "maximum": limits.logprobs},
+            "metadata": {
+                "maxProperties": limits.metadata,
+                "propertyNames": {"maxLength": _METADATA_KEY_CHARS},
+                "additionalProperties": {"type": "string", "maxLength": _METADATA_VALUE_CHARS},
+            },
+            "safety_identifier": label,
+            "prompt_cache_key": label,
+            "tools": {"maxItems": limits.tools},
+            "tool_choice": {"anyOf": _TOOL_CHOICES},
+        },
+        schemas.FunctionSpec: {"name": {"pattern": f"^(?:{FUNCTION_NAME.pattern})$"}},
+    }
+
+
+def _token_id(facts: SchemaFacts) -> Keywords:
+    lowest = {"type": "integer", "minimum": 0}
+    return lowest if facts.vocab_size is None else {**lowest, "maximum": facts.vocab_size - 1}
+
+
+def _prompts(facts: SchemaFacts) -> list[Keywords]:
+    """A text, one prompt's token ids, or a list of either."""
+    token_ids = {"type": "array", "items": _token_id(facts), "minItems": 1}
+    several = {"type": "array", "minItems": 1, "maxItems": facts.limits.prompts}
+    return [
+        {"type": "string"},
+        {**several, "items": {"type": "string"}},
+        token_ids,
+        {**several, "items": token_ids},
+    ]
+
+
+def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
+    limits = facts.limits
+    token_ids = {"maxItems": limits.stop_token_ids, "items": _token_id(facts)}
+    return {
+        "n": {**_range("n"), "maximum": limits.n},
+        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+        "logit_bias": {
+            "maxProperties": limits.logit_bias,
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {
+                "type": "number",
+                "minimum": -_LOGIT_BIAS,
+                "maximum": _LOGIT_BIAS,
+            },
+        },
+        "allowed_token_ids": token_ids,
+        "stop_token_ids": token_ids,
+        "stop": {
+            "minLength": 1,
+            "maxLength": limits.stop_chars,
+            "maxItems": limits.stop,
+            "items": {"type": "string", "minLength": 1, "maxLength": limits.stop_chars},
+        },
+    }
+
+
+_TOOL_CHOICES = [
+    {"enum": ["auto", "none", "required"]},
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "properties": {"name": {"type": "string"}},
+                "required": ["name"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["type", "function"],
+        "additionalProperties": False,
+    },
+]
+
+
+def _range(name: str) -> Keywords:
+    low, high = RANGES[name]
+    return {"minimum": low} if high is None else {"minimum": low, "maximum": high}
