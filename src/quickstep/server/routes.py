@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ from starlette.responses import Response
 from quickstep.server.api_errors import error_of, json_response
 from quickstep.server.body import ClientDisconnect, read_body, unless_disconnected
 from quickstep.server.event_stream import EventStream
+from quickstep.server.front_gate import key_name
 from quickstep.server.generation import (
     ChoiceDelta,
     Generation,
@@ -99,6 +100,8 @@ class GeneratingRoute:
         try:
             body = await read_body(request, self._served.limits.body_bytes)
             generation_request = self._surface.parse(body, self._served)
+            if not generation_request.tenant:
+                generation_request = replace(generation_request, tenant=key_name(request))
             answer = await unless_disconnected(request.receive, self._open(generation_request))
             if generation_request.stream:
                 return EventStream(events(answer), answer.close, headers)
