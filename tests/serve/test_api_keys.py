@@ -180,9 +180,11 @@ def test_openais_client_comes_in_with_its_key_and_not_with_another() -> None:
         url = f"{server.url}/v1"
         with openai.OpenAI(base_url=url, api_key="secret-b", max_retries=0) as client:
             assert client.chat.completions.create(model="fake", messages=MESSAGES).choices
-        with openai.OpenAI(base_url=url, api_key="other", max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError, match="not one of this server's"):
-                client.models.list()
+        with (
+            openai.OpenAI(base_url=url, api_key="other", max_retries=0) as client,
+            pytest.raises(openai.AuthenticationError, match="not one of this server's"),
+        ):
+            client.models.list()
 
 
 def test_under_a_root_path_the_probes_are_the_probes() -> None:
