@@ -89,23 +89,29 @@ async def _noted(answer: _Answer) -> None:
 
 
 async def frames(answer: _Answer) -> AsyncGenerator[bytes, None]:
-    """The frames of a stream."""
-    writer = answer.writer
+    """The frames of a stream, whatever happens."""
     try:
-        for frame in writer.opening():
-            yield frame
-        async with aclosing(answer.generation.deltas()) as deltas:
-            async for item in deltas:
-                answer.meter.observe(item)
-                for frame in writer.news(item):
-                    yield frame
-        for frame in writer.ending():
-            yield frame
+        async with aclosing(_written(answer)) as written:
+            async for frame in written:
+                yield frame
     except asyncio.CancelledError:
         raise
     except Exception as error:  # the stream's top: its status is sent already
-        for frame in writer.failure(error):
+        for frame in answer.writer.failure(error):
             yield frame
+
+
+async def _written(answer: _Answer) -> AsyncGenerator[bytes, None]:
+    writer = answer.writer
+    for frame in writer.opening():
+        yield frame
+    async with aclosing(answer.generation.deltas()) as deltas:
+        async for item in deltas:
+            answer.meter.observe(item)
+            for frame in writer.news(item):
+                yield frame
+    for frame in writer.ending():
+        yield frame
 
 
 def caller_of(request: Request) -> str:
