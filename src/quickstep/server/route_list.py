@@ -8,6 +8,7 @@ from quickstep.server.api_route import ApiRoute
 from quickstep.server.chat import Chat
 from quickstep.server.choices import ChoicesSurface
 from quickstep.server.completions import Completions
+from quickstep.server.error_shapes import anthropic_shape
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.probes import Probes
@@ -92,6 +93,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
             request=MessagesRequest,
             response=MessageResponse,
             streams=True,
+            error_shape=anthropic_shape,
         ),
         ApiRoute(
             "POST",
@@ -100,6 +102,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "How many tokens a message's input has.",
             request=CountTokensRequest,
             response=TokenCount,
+            error_shape=anthropic_shape,
         ),
     ]
 
