@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quickstep.server.response_openai import ErrorAnswer
+from quickstep.server.api_errors import ErrorShape, openai_shape
 
 __all__ = ["ApiRoute"]
 
@@ -29,12 +29,12 @@ class ApiRoute:
         response: The schema of the JSON answer with status 200, None for an answer that is no JSON.
         streams: The answer may be server-sent events.
         events: The schemas of their data, beside that of an error.
-        error: The schema of every answer with a status of 400 or above.
         query: The schema of the query's parameters, None for none.
         request_type: The media type of the body.
         content_type: The media type of an answer that is no JSON.
         is_probe: Answered without an API key: liveness and readiness.
         aliases: Further paths of the same endpoint.
+        error_shape: How this surface writes errors.
     """
 
     method: str
@@ -45,14 +45,18 @@ class ApiRoute:
     response: type[msgspec.Struct] | None = None
     streams: bool = False
     events: tuple[type[msgspec.Struct], ...] = ()
-    error: type[msgspec.Struct] = ErrorAnswer
     query: type[msgspec.Struct] | None = None
     request_type: str = "application/json"
     content_type: str = "text/plain"
     is_probe: bool = False
     aliases: tuple[str, ...] = ()
+    error_shape: ErrorShape = openai_shape
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path and its aliases."""
+        return (self.path, *self.aliases)
 
     def starlette(self) -> list[Route]:
         """The route of every path."""
-        paths = (self.path, *self.aliases)
-        return [Route(path, self.endpoint, methods=[self.method]) for path in paths]
+        return [Route(path, self.endpoint, methods=[self.method]) for path in self.paths]

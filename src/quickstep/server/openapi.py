@@ -20,9 +20,11 @@ import msgspec
 
 from quickstep import __version__
 from quickstep.server.api_route import ApiRoute
+from quickstep.server.error_shapes import anthropic_shape
 from quickstep.server.field_bounds import Keywords, SchemaFacts, bounds_of
 from quickstep.server.field_reference import REFUSED_FORMS, reference_of
 from quickstep.server.refused import Refusal
+from quickstep.server.response_errors import ErrorAnswer, MessagesError
 from quickstep.server.schema_types import component_names, reachable_structs
 from quickstep.server.schemas import SamplingFields
 from quickstep.types import SamplingParams
@@ -36,7 +38,9 @@ _STATUSES: Mapping[int, str] = {
     401: "The API key is missing or wrong.",
     404: "There is no such route, model or other resource.",
     405: "The route has other methods.",
-    413: "The body or the headers are too large.",
+    413: "The body is too large.",
+    414: "The URL is too long.",
+    431: "The headers are too large.",
     429: "Too many requests wait; retry after the header's seconds.",
     500: "The server failed on this request.",
     503: "The engine takes no requests now.",
@@ -65,7 +69,7 @@ def openapi_document(routes: Sequence[ApiRoute], facts: SchemaFacts) -> dict[str
     types = {
         struct
         for route in routes
-        for declared in (route.request, route.response, route.error, *route.events)
+        for declared in (route.request, route.response, _error(route), *route.events)
         if declared is not None
         for struct in reachable_structs(declared)
     }
@@ -144,19 +148,23 @@ def _responses(route: ApiRoute, names: Mapping[type, str]) -> dict[str, Any]:
     if route.response is not None:
         answer["application/json"] = {"schema": _ref(names[route.response])}
     if route.streams:
-        events = [_ref(names[event]) for event in (*route.events, route.error)]
+        events = [_ref(names[event]) for event in (*route.events, _error(route))]
         # 3.1 has no word for the schema of one event's data; 3.2's is not widely read yet
         answer["text/event-stream"] = {"x-events": {"anyOf": events}}
     if not answer:
         answer[route.content_type] = {"schema": {"type": "string"}}
-    error = {"application/json": {"schema": _ref(names[route.error])}}
+    error = {"application/json": {"schema": _ref(names[_error(route)])}}
     responses: dict[str, Any] = {"200": {"description": route.summary, "content": answer}}
     for status, description in _STATUSES.items():
         responses[str(status)] = {"description": description, "content": error}
     if route.is_probe and route.response is not None:
-        both = {"anyOf": [_ref(names[route.response]), _ref(names[route.error])]}
+        both = {"anyOf": [_ref(names[route.response]), _ref(names[_error(route)])]}
         responses["503"]["content"] = {"application/json": {"schema": both}}
     return responses
+
+
+def _error(route: ApiRoute) -> type[msgspec.Struct]:
+    return MessagesError if route.error_shape is anthropic_shape else ErrorAnswer
 
 
 def _ref(name: str) -> dict[str, str]:

@@ -17,29 +17,12 @@ __all__ = [
     "ChatCompletionChunk",
     "Completion",
     "CompletionChunk",
-    "ErrorAnswer",
-    "ErrorFact",
     "Model",
     "ModelList",
     "Usage",
 ]
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
-
-
-class ErrorFact(msgspec.Struct, frozen=True):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(msgspec.Struct, frozen=True):
-    """Every answer with a status of 400 or above, and the last event of a stream that failed."""
-
-    error: ErrorFact
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
