@@ -82,7 +82,8 @@ class Page:
             given = [_link(n) for n in _names(content.get("application/json", {}).get("schema"))]
             events = content.get("text/event-stream", {}).get("x-events")
             if events is not None:
-                given.append("as events: " + ", ".join(map(_link, _names(events))))
+                told = ", ".join(map(_link, _names(events)))
+                given.append(f"as events: {told}" if told else "as events")
             given = given or [f"`{name}`" for name in content]
             summary = operation["summary"]
             yield f"| `{method} {path}` | {summary} | {body} | {'; '.join(given)} |"

@@ -15,6 +15,7 @@ _PLAIN: Mapping[str, Callable[[Any], Pair]] = {
     "exclusiveMaximum": lambda bound: (bound, bound - 0.001),
     "minLength": lambda bound: ("x" * (bound - 1), "x" * bound),
     "maxLength": lambda bound: ("x" * (bound + 1), "x" * bound),
+    "enum": lambda bound: ("none of these", bound[0]),
     "pattern": lambda bound: ("a b", "5"),
 }
 _ITEM = {"number": 1, "integer": 1, "string": "a"}

@@ -14,10 +14,13 @@ import msgspec
 from fake_engine import FakeEngine
 
 from quickstep.server import schemas
+from quickstep.server.anthropic_schema import AssistantTurn, CountTokensRequest
 from quickstep.server.api_route import ApiRoute
+from quickstep.server.field_parts import parts_of
 from quickstep.server.field_reference import REFUSED_FORMS
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
+from quickstep.server.responses_schema import FunctionCallItem, ResponsesRequest
 from quickstep.server.route_list import api_routes
 from quickstep.server.schema_types import branches, field_types
 from quickstep.server.surface import Served, output_formats
@@ -27,16 +30,22 @@ Keys = tuple[str | int, ...]
 
 # What a small body has beside its required fields, or in place of a plain value.
 EXAMPLES: dict[Struct, dict[str, Any]] = {
+    CountTokensRequest: {"model": "fake"},
+    ResponsesRequest: {"input": "a"},
+    FunctionCallItem: {"arguments": "{}"},
     schemas.JsonSchema: {"schema": {"type": "array"}},
     schemas.StructuredOutputs: {"regex": "a"},
     schemas.AssistantMessage: {"content": "a"},
     schemas.CalledFunction: {"arguments": "{}"},
 }
+# What has to stand behind it in a list.
+BEHIND: dict[Struct, list[Any]] = {AssistantTurn: [{"role": "user", "content": "a"}]}
 # What the body has to have around an optional struct.
 AROUND: dict[Struct, dict[str, Any]] = {schemas.StreamOptions: {"stream": True}}
 # Or around a plain field.
 BESIDE: dict[tuple[Struct, str], dict[str, Any]] = {
     (schemas.ChatRequest, "top_logprobs"): {"logprobs": True},
+    (ResponsesRequest, "top_logprobs"): {"include": ["message.output_text.logprobs"]},
     (schemas.CompletionRequest, "min_tokens"): {"max_tokens": 2**31 - 1},
 }
 
@@ -111,12 +120,14 @@ def _within(
     for name, declared in field_types(struct).items():
         keys = (*at, name)
         yield Place(route, struct, name, keys, {**body, **BESIDE.get((struct, name), {})})
-        for inner, more in structs_in(declared):
+        parts = [(part, (0,)) for part in parts_of(struct).get(name, ())]
+        for inner, more in (*structs_in(declared), *parts):
             if inner in seen or inner in REFUSED_FORMS:
                 continue
-            value: Any = minimal(inner)
+            value = minimal(inner)
+            listed = [value, *BEHIND.get(inner, [])]
             place = Place(route, struct, name, keys, {**body, **AROUND.get(inner, {})})
-            around = place.with_value([value] if more else value)
+            around = place.with_value(listed if more else value)
             yield from _within(route, inner, (*keys, *more), around, seen | {inner})
 
 
@@ -155,7 +166,9 @@ def _minimal_struct(struct: Struct) -> dict[str, Any]:
     for field in msgspec.structs.fields(struct):
         if field.required:
             body[field.encode_name] = minimal(field_types(struct)[field.encode_name])
-    return {**body, **EXAMPLES.get(struct, {})}
+    for parent in reversed(struct.__mro__):
+        body |= EXAMPLES.get(parent, {})
+    return body
 
 
 PLACES = list(places())

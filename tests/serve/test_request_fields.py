@@ -51,7 +51,8 @@ def assert_names(response: httpx.Response, path: str) -> None:
     """400, and the error is about `path` or what is in it."""
     assert response.status_code == 400, response.text
     error = response.json()["error"]
-    param = error["param"] if "param" in error else error["message"].partition(":")[0].split()[0]
+    # Anthropic's errors have no place for the field's name, so the message begins with it
+    param = error["param"] if "param" in error else error["message"].split()[0].rstrip(":")
     assert param == path or param.startswith((f"{path}.", f"{path}[")), error
 
 
@@ -77,7 +78,13 @@ def _row(place: Place) -> Row | None:
     return reference_of(place.struct).get(place.name)
 
 
-HONOURED = [place for place in PLACES if isinstance(_row(place), Honoured)]
+# The effects of the other surfaces' fields stand in tables of their own (`test_*_fields`).
+TRIED_HERE = {struct for schema in REQUIRED for struct in reachable_structs(schema)}
+HONOURED = [
+    place
+    for place in PLACES
+    if place.route.request in REQUIRED and isinstance(_row(place), Honoured)
+]
 REFUSED = [place for place in PLACES if isinstance(_row(place), Refusal)]
 
 
@@ -95,8 +102,9 @@ def test_every_field_has_a_row_and_every_honoured_one_a_case(struct: type[msgspe
         assert rows == {}
         return
     assert set(rows) == declared
-    assert set(cases_of(struct)) == {n for n, row in rows.items() if isinstance(row, Honoured)}
     assert set(bounds_of(struct, FACTS)) <= declared
+    if struct in TRIED_HERE:
+        assert set(cases_of(struct)) == {n for n, row in rows.items() if isinstance(row, Honoured)}
 
 
 @pytest.mark.parametrize("schema", OPENAI)
@@ -120,11 +128,13 @@ def test_an_honoured_field_takes_effect(place: Place) -> None:
 def test_a_refused_field_is_400_with_its_name(place: Place) -> None:
     refusal = refusal_of(place)
     fitting = minimal(place.declared) if place.declared is not Any else {"x": 1}
-    value = next(v for v in (True, "x", [1], fitting) if _fits(v, place) and not refusal.allows(v))
+    value = next(
+        v for v in (True, "x", [1], 2, fitting) if _fits(v, place) and not refusal.allows(v)
+    )
     engine = FakeEngine()
     response = post(place.route, place.with_value(value), engine)
     assert_names(response, place.path)
-    assert f"{place.path} is not supported: {refusal.why}" in response.json()["error"]["message"]
+    assert f"{place.path} is not supported" in response.json()["error"]["message"]
     assert not engine.submitted
 
 
@@ -174,6 +184,7 @@ def item_of(place: Place) -> Any:
 BOUNDED = [
     pytest.param(place, outside, inside, id=f"{place}:{number}")
     for place in PLACES
+    if not isinstance(_row(place), Refusal)
     for number, (outside, inside) in enumerate(
         beyond(bounds_of(place.struct, FACTS).get(place.name, {}), item_of(place))
     )

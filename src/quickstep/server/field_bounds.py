@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from quickstep.sampling_params import RANGES
-from quickstep.server import schemas
+from quickstep.server import anthropic_schema, responses_schema, schemas
 from quickstep.server.options import RequestLimits
+from quickstep.server.responses import INCLUDES
 from quickstep.server.tools import FUNCTION_NAME
 
 __all__ = ["Keywords", "SchemaFacts", "bounds_of"]
@@ -48,33 +49,60 @@ def bounds_of(schema: type[msgspec.Struct], facts: SchemaFacts) -> dict[str, Key
 def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
     limits = facts.limits
     label = {"maxLength": limits.label_chars}
-    sampling = {name: _range(name) for name in RANGES}
+    function_name = {"name": {"pattern": f"^(?:{FUNCTION_NAME.pattern})$"}}
+    metadata = {
+        "maxProperties": limits.metadata,
+        "propertyNames": {"maxLength": _METADATA_KEY_CHARS},
+        "additionalProperties": {"type": "string", "maxLength": _METADATA_VALUE_CHARS},
+    }
+    shared = schemas.SamplingFields.__struct_fields__
     return {
         schemas.SamplingFields: {
-            **{name: keywords for name, keywords in sampling.items() if name != "logprobs"},
+            **{name: _range(name) for name in RANGES if name in shared},
             **_of_sampling(facts),
             "user": label,
             "cache_salt": label,
         },
         schemas.CompletionRequest: {
             "prompt": {"anyOf": _prompts(facts)},
-            "logprobs": {**sampling["logprobs"], "maximum": limits.logprobs},
+            "logprobs": {**_range("logprobs"), "maximum": limits.logprobs},
         },
         schemas.ChatRequest: {
             "messages": {"minItems": 1},
-            "max_completion_tokens": sampling["max_tokens"],
-            "top_logprobs": {**sampling["logprobs"], "maximum": limits.logprobs},
-            "metadata": {
-                "maxProperties": limits.metadata,
-                "propertyNames": {"maxLength": _METADATA_KEY_CHARS},
-                "additionalProperties": {"type": "string", "maxLength": _METADATA_VALUE_CHARS},
-            },
+            "max_completion_tokens": _range("max_tokens"),
+            "top_logprobs": {**_range("logprobs"), "maximum": limits.logprobs},
+            "metadata": metadata,
             "safety_identifier": label,
             "prompt_cache_key": label,
             "tools": {"maxItems": limits.tools},
             "tool_choice": {"anyOf": _TOOL_CHOICES},
         },
-        schemas.FunctionSpec: {"name": {"pattern": f"^(?:{FUNCTION_NAME.pattern})$"}},
+        responses_schema.ResponsesRequest: {
+            "max_output_tokens": _range("max_tokens"),
+            "max_tool_calls": {"minimum": 1},
+            "top_logprobs": {**_range("logprobs"), "maximum": limits.logprobs},
+            "metadata": metadata,
+            "safety_identifier": label,
+            "prompt_cache_key": label,
+            "tools": {"maxItems": limits.tools},
+            "input": {"minItems": 1},
+            "include": {"items": {"enum": list(INCLUDES)}},
+        },
+        anthropic_schema.CountTokensRequest: {
+            "messages": {"minItems": 1},
+            "tools": {"maxItems": limits.tools},
+        },
+        anthropic_schema.MessagesRequest: {
+            "max_tokens": _range("max_tokens"),
+            "temperature": {"minimum": 0, "maximum": 1},
+            "top_k": _range("top_k"),
+            "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+            "stop_sequences": _stops(limits),
+        },
+        anthropic_schema.RequestMetadata: {"user_id": label},
+        anthropic_schema.CustomToolSpec: function_name,
+        responses_schema.FunctionToolSpec: function_name,
+        schemas.FunctionSpec: function_name,
     }
 
 
@@ -95,6 +123,11 @@ def _prompts(facts: SchemaFacts) -> list[Keywords]:
     ]
 
 
+def _stops(limits: RequestLimits) -> Keywords:
+    text = {"minLength": 1, "maxLength": limits.stop_chars}
+    return {**text, "maxItems": limits.stop, "items": {"type": "string", **text}}
+
+
 def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
     limits = facts.limits
     token_ids = {"maxItems": limits.stop_token_ids, "items": _token_id(facts)}
@@ -112,12 +145,7 @@ def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
         },
         "allowed_token_ids": token_ids,
         "stop_token_ids": token_ids,
-        "stop": {
-            "minLength": 1,
-            "maxLength": limits.stop_chars,
-            "maxItems": limits.stop,
-            "items": {"type": "string", "minLength": 1, "maxLength": limits.stop_chars},
-        },
+        "stop": _stops(limits),
     }
 
 

@@ -13,6 +13,8 @@ from types import MappingProxyType
 
 import msgspec
 
+from quickstep.server import field_reference_messages as messages
+from quickstep.server import field_reference_responses as responses
 from quickstep.server import schemas
 from quickstep.server.refused import (
     ASSISTANT_REFUSED,
@@ -167,16 +169,24 @@ REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = MappingProxyType(
         schemas.FilePart: "the model reads text only",
         schemas.FunctionMessage: "it is deprecated; send role tool",
         schemas.CustomTool: "a call's arguments are the JSON text of an object; send function",
+        **responses.REFUSED_FORMS,
+        **messages.REFUSED_FORMS,
     }
 )
 
+_TABLES = (
+    (_EFFECTS, _REFUSALS),
+    (responses.EFFECTS, responses.REFUSALS),
+    (messages.EFFECTS, messages.REFUSALS),
+)
 REFERENCE: Mapping[type[msgspec.Struct], Mapping[str, Row]] = MappingProxyType(
     {
         struct: {
-            **{name: Honoured(effect) for name, effect in effects.items()},
-            **_REFUSALS.get(struct, {}),
+            **{name: Honoured(effect) for name, effect in effects.get(struct, {}).items()},
+            **refusals.get(struct, {}),
         }
-        for struct, effects in _EFFECTS.items()
+        for effects, refusals in _TABLES
+        for struct in effects.keys() | refusals.keys()
     }
 )
 

@@ -22,6 +22,7 @@ from quickstep import __version__
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.error_shapes import anthropic_shape
 from quickstep.server.field_bounds import Keywords, SchemaFacts, bounds_of
+from quickstep.server.field_parts import parts_of
 from quickstep.server.field_reference import REFUSED_FORMS, reference_of
 from quickstep.server.refused import Refusal
 from quickstep.server.response_errors import ErrorAnswer, MessagesError
@@ -38,6 +39,7 @@ _STATUSES: Mapping[int, str] = {
     401: "The API key is missing or wrong.",
     404: "There is no such route, model or other resource.",
     405: "The route has other methods.",
+    408: "The body came too slowly.",
     413: "The body is too large.",
     414: "The URL is too long.",
     431: "The headers are too large.",
@@ -149,8 +151,9 @@ def _responses(route: ApiRoute, names: Mapping[type, str]) -> dict[str, Any]:
         answer["application/json"] = {"schema": _ref(names[route.response])}
     if route.streams:
         events = [_ref(names[event]) for event in (*route.events, _error(route))]
+        told = {"anyOf": events} if route.events else {"type": "object"}
         # 3.1 has no word for the schema of one event's data; 3.2's is not widely read yet
-        answer["text/event-stream"] = {"x-events": {"anyOf": events}}
+        answer["text/event-stream"] = {"x-events": told}
     if not answer:
         answer[route.content_type] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": _ref(names[_error(route)])}}
@@ -176,11 +179,21 @@ def _schemas(names: Mapping[type, str], facts: SchemaFacts) -> dict[str, Any]:
     for struct, name in names.items():
         why = REFUSED_FORMS.get(struct)
         if why is None:
+            _unfold(components[name], struct, names)
             _refine(components[name], struct, facts)
         else:  # nothing fits
             tag = {"title": name, "description": f"Refused: {why}.", "x-refused": why}
             components[name] = {**tag, "not": {}}
     return components
+
+
+def _unfold(
+    schema: dict[str, Any], struct: type[msgspec.Struct], names: Mapping[type, str]
+) -> None:
+    """The entries of lists that the type leaves open."""
+    for name, parts in parts_of(struct).items():
+        entries = {"items": {"anyOf": [_ref(names[part]) for part in parts]}}
+        schema["properties"][name] = _bounded(schema["properties"][name], entries)
 
 
 def _refine(schema: dict[str, Any], struct: type[msgspec.Struct], facts: SchemaFacts) -> None:

@@ -9,6 +9,8 @@ from typing import Any, Union, get_args, get_origin
 
 import msgspec
 
+from quickstep.server.field_parts import parts_of
+
 __all__ = ["branches", "component_names", "field_types", "reachable_structs"]
 
 
@@ -22,6 +24,7 @@ def reachable_structs(declared: Any) -> Iterator[type[msgspec.Struct]]:
         if isinstance(item, type) and issubclass(item, msgspec.Struct) and item not in seen:
             seen.add(item)
             waiting.extend(field_types(item).values())
+            waiting.extend(part for parts in parts_of(item).values() for part in parts)
             yield item
 
 
