@@ -15,7 +15,7 @@ from quickstep.server.engine_face import ServedEngine
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.route_list import api_routes
-from quickstep.server.surface import Served, output_formats
+from quickstep.server.surface import Served
 from quickstep.server.traffic_log import watch
 
 __all__ = ["create_app"]
@@ -24,9 +24,8 @@ __all__ = ["create_app"]
 def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> Starlette:
     """The app. Its lifespan starts the engine and, at the end, stops it."""
     options = options or ServerOptions()
-    names = options.served_model_names or (engine.model_name,)
-    served = Served(engine, names, options.limits, output_formats(engine, options))
-    metrics = Metrics(engine, names[0])
+    served = Served.of(engine, options)
+    metrics = Metrics(engine, served.names[0])
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

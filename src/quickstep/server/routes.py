@@ -13,13 +13,14 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quickstep.errors import RequestError
 from quickstep.server.api_errors import error_of, json_response
 from quickstep.server.body import ClientDisconnect, read_body, unless_disconnected
 from quickstep.server.event_stream import EventStream
@@ -105,6 +106,21 @@ class GeneratingRoute:
             return await self._whole(request, answer, headers)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
+
+    async def whole(self, body: bytes, added_priority: int = 0) -> dict[str, Any]:
+        """The JSON answer to a body that came some other way than HTTP: a line of a batch.
+
+        `added_priority` lets those who wait go first. Raises RequestError, EngineError.
+        """
+        request = self._surface.parse(body, self._served)
+        if request.stream:
+            raise RequestError("stream is not supported in a batch", param="stream")
+        answer = await self._open(replace(request, priority=request.priority + added_priority))
+        try:
+            await _metered(answer)
+        finally:
+            await answer.close()
+        return answer.whole()
 
     async def _open(self, request: GenerationRequest) -> _Answer:
         meter = self._metrics.meter(request)

@@ -33,6 +33,12 @@ class Served:
     limits: RequestLimits
     formats: OutputFormats
 
+    @classmethod
+    def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
+        """What `options` make of an engine that is open. Raises ConfigError."""
+        names = options.served_model_names or (engine.model_name,)
+        return cls(engine, names, options.limits, output_formats(engine, options))
+
     def model(self, name: str | None) -> str:
         """The name to answer with. Raises RequestError 404 for a model that is not served."""
         if name is None:

@@ -1,0 +1,30 @@
+"""The routes that batches may call, by the url that a line names; without HTTP.
+
+`quickstep batch` and `/v1/batches` share this table: another generating surface is one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from quickstep.server.batch_lines import Endpoint
+from quickstep.server.chat import Chat
+from quickstep.server.completions import Completions
+from quickstep.server.metrics import Metrics
+from quickstep.server.routes import GeneratingRoute
+from quickstep.server.surface import Served
+
+__all__ = ["BATCH_URLS", "batch_endpoints"]
+
+BATCH_URLS = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+def batch_endpoints(served: Served, metrics: Metrics) -> Mapping[str, Endpoint]:
+    """Every endpoint of a batch."""
+    return MappingProxyType(
+        {
+            "/v1/chat/completions": GeneratingRoute(Chat(), served, metrics).whole,
+            "/v1/completions": GeneratingRoute(Completions(), served, metrics).whole,
+        }
+    )
