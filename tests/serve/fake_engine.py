@@ -37,6 +37,9 @@ class FakeTokenizer:
     def token_id(self, text: str) -> int | None:
         return SPECIAL_IDS.get(text)
 
+    def piece(self, token_id: int) -> str | None:
+        return f"piece-{token_id}"
+
     def is_special(self, token_id: int) -> bool:
         return token_id in SPECIAL_IDS.values()
 

@@ -52,6 +52,9 @@ class Vocabulary(Protocol):
     def token_id(self, text: str) -> int | None:
         """The token that is exactly `text`."""
 
+    def piece(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it."""
+
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves the token out."""
 

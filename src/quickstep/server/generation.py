@@ -35,6 +35,7 @@ __all__ = [
     "Usage",
     "open_generation",
     "opens_reasoning",
+    "rendered",
 ]
 
 # Shorter prompts are rendered and tokenised on the event loop: a thread hop costs more.
@@ -336,16 +337,20 @@ async def _token_ids(engine: ServedEngine, prompt: Prompt) -> Sequence[int]:
 def _encode(engine: ServedEngine, prompt: TextPrompt | ChatPrompt) -> Sequence[int]:
     if isinstance(prompt, TextPrompt):
         return engine.tokenizer.encode(prompt.text, prompt.add_special_tokens)
+    # the template has written the special tokens already
+    return engine.tokenizer.encode(rendered(engine, prompt), add_special_tokens=False)
+
+
+def rendered(engine: ServedEngine, prompt: ChatPrompt) -> str:
+    """The prompt text of a conversation. Raises RequestError."""
     template = engine.chat_template
     if template is None:
         raise RequestError(
             f"{engine.model_name} has no chat template; use /v1/completions", param="messages"
         )
-    text = template.render(
+    return template.render(
         prompt.messages,
         tools=prompt.tools,
         add_generation_prompt=prompt.add_generation_prompt,
         extra=prompt.extra,
     )
-    # the template has written the special tokens already
-    return engine.tokenizer.encode(text, add_special_tokens=False)

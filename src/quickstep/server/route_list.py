@@ -11,6 +11,7 @@ from quickstep.server.probes import Probes
 from quickstep.server.routes import GeneratingRoute
 from quickstep.server.schemas import ChatRequest, CompletionRequest
 from quickstep.server.surface import Served
+from quickstep.server.tokenize import Tokenizing
 
 __all__ = ["api_routes"]
 
@@ -19,6 +20,7 @@ def api_routes(served: Served, metrics: Metrics, options: ServerOptions) -> list
     """Every route, in the order of the reference."""
     return [
         *_generating(served, metrics),
+        *Tokenizing(served).routes(),
         *_models_and_probes(Probes(served, metrics, options.stall_s)),
     ]
 

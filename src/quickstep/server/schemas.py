@@ -35,6 +35,7 @@ __all__ = [
     "SystemMessage",
     "TextFormat",
     "TextPart",
+    "Tool",
     "ToolMessage",
     "UserMessage",
     "decode",
