@@ -194,6 +194,7 @@ class FakeEngine:
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
     submitted: list[Submitted] = field(default_factory=list)
     open_streams: set[FakeStream] = field(default_factory=set)
+    refusals: list[Exception] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -249,6 +250,8 @@ class FakeEngine:
         assert not isinstance(prompt, str), "the server tokenises"
         if self.state is not EngineState.RUNNING:
             raise EngineError("the engine is not running")
+        if self.refusals:
+            raise self.refusals.pop()
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
         if len(prompt) >= self.max_model_len:

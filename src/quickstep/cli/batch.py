@@ -116,7 +116,7 @@ async def _answer_all(
     served = Served.of(engine, options)
     endpoints = batch_endpoints(served, Metrics(engine, served.names[0]))
     concurrency = args.concurrency or 2 * args.max_num_seqs
-    await run_lines(lines, LineRunner(endpoints, retry_s=_RETRY_S), write, concurrency)
+    await run_lines(lines, LineRunner(endpoints, retry_s=_RETRY_S).answer, write, concurrency)
 
 
 def _checked_ids(source: Path, max_line_bytes: int) -> set[str]:

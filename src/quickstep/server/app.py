@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_errors import error_response
+from quickstep.server.batches import LocalBatches
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
@@ -26,9 +27,11 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
     options = options or ServerOptions()
     served = Served.of(engine, options)
     metrics = Metrics(engine, served.names[0])
+    batches = LocalBatches(served, metrics, options)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        batches.start()
         await engine.start()
         watching = asyncio.create_task(watch(engine))
         try:
@@ -37,11 +40,14 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
+            await batches.stop()
             await engine.stop()
 
     return Starlette(
         routes=[
-            route for known in api_routes(served, metrics, options) for route in known.starlette()
+            route
+            for known in api_routes(served, metrics, options, batches)
+            for route in known.starlette()
         ],
         exception_handlers={
             HTTPException: error_response,

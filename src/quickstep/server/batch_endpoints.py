@@ -10,10 +10,11 @@ from types import MappingProxyType
 
 from quickstep.server.batch_lines import Endpoint
 from quickstep.server.chat import Chat
+from quickstep.server.choices import ChoicesSurface
 from quickstep.server.completions import Completions
 from quickstep.server.metrics import Metrics
 from quickstep.server.routes import GeneratingRoute
-from quickstep.server.surface import Served
+from quickstep.server.surface import Served, Surface
 
 __all__ = ["BATCH_URLS", "batch_endpoints"]
 
@@ -22,9 +23,10 @@ BATCH_URLS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 def batch_endpoints(served: Served, metrics: Metrics) -> Mapping[str, Endpoint]:
     """Every endpoint of a batch."""
+    surfaces: dict[str, Surface] = {
+        "/v1/chat/completions": ChoicesSurface(Chat()),
+        "/v1/completions": ChoicesSurface(Completions()),
+    }
     return MappingProxyType(
-        {
-            "/v1/chat/completions": GeneratingRoute(Chat(), served, metrics).whole,
-            "/v1/completions": GeneratingRoute(Completions(), served, metrics).whole,
-        }
+        {url: GeneratingRoute(surface, served, metrics).whole for url, surface in surfaces.items()}
     )

@@ -22,6 +22,7 @@ from quickstep.server.api_errors import GenerationFailed, error_of
 from quickstep.server.schemas import decode
 
 __all__ = [
+    "AskedBy",
     "BatchLine",
     "Endpoint",
     "LineAnswer",
@@ -41,7 +42,7 @@ _BLANK = b" \t\r\n"
 class Endpoint(Protocol):
     """A route without HTTP: `GeneratingRoute.whole` is one."""
 
-    async def __call__(self, body: bytes, added_priority: int = 0) -> Mapping[str, Any]:
+    async def __call__(self, body: bytes, caller: str = "", added_priority: int = 0) -> object:
         """The JSON answer to a body. Raises RequestError, EngineError."""
 
 
@@ -50,6 +51,14 @@ class _LineFields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     method: Literal["POST"]
     url: str
     body: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class AskedBy:
+    """Whose lines they are, and what their own priority is raised by (lower goes first)."""
+
+    caller: str = ""
+    added_priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,7 @@ class LineAnswer:
 
     custom_id: str
     status: int
-    body: Mapping[str, Any]
+    body: object
 
     @property
     def succeeded(self) -> bool:
@@ -87,8 +96,9 @@ class LineAnswer:
     @property
     def usage(self) -> Mapping[str, Any]:
         """The answer's `usage`, {} if it has none."""
-        usage = self.body.get("usage")
-        return usage if isinstance(usage, Mapping) else {}
+        body = self.body if isinstance(self.body, dict) else msgspec.to_builtins(self.body)
+        usage = body.get("usage") if isinstance(body, dict) else None
+        return usage if isinstance(usage, dict) else {}
 
     @property
     def num_output_tokens(self) -> int:
@@ -143,9 +153,7 @@ def read_line(number: int, text: bytes, urls: Collection[str]) -> BatchLine:
     return BatchLine(number, fields.custom_id, fields.url, body)
 
 
-async def answer_line(
-    line: BatchLine, endpoints: Mapping[str, Endpoint], added_priority: int = 0
-) -> LineAnswer:
+async def answer_line(endpoint: Endpoint, line: BatchLine, asked_by: AskedBy) -> LineAnswer:
     """The line's answer; what the surface refuses, or the model fails at, is an answer too.
 
     Raises:
@@ -153,7 +161,7 @@ async def answer_line(
         RequestError: 429, the engine's queue is full; the same.
     """
     try:
-        body = await endpoints[line.url](line.body, added_priority)
+        body = await endpoint(line.body, asked_by.caller, asked_by.added_priority)
     except Exception as error:  # a batch's top: whatever fails, fails one line
         if is_passing(error):
             raise

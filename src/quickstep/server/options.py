@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quickstep.server.file_options import BatchOptions, FileOptions
+
 __all__ = ["RequestLimits", "ServerOptions"]
 
 
@@ -53,6 +55,8 @@ class ServerOptions:
         served_model_names: Names that clients may use; empty takes the engine's model name. The
             first one stands in the responses.
         limits: Bounds on one request.
+        files: Where clients' files stand, and how much of them.
+        batches: How batches run.
         stall_s: `/health` fails when work is pending and no step has finished for this long.
         drain_s: How long SIGTERM lets running requests go on before they are ended.
         tool_call_parser: Name of the format of tool calls, `none` for no tools; None takes what
@@ -62,6 +66,8 @@ class ServerOptions:
 
     served_model_names: tuple[str, ...] = ()
     limits: RequestLimits = field(default_factory=RequestLimits)
+    files: FileOptions = field(default_factory=FileOptions)
+    batches: BatchOptions = field(default_factory=BatchOptions)
     stall_s: float = 60.0
     drain_s: float = 30.0
     tool_call_parser: str | None = None

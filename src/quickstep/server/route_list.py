@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from quickstep.server.api_route import ApiRoute
+from quickstep.server.batches import LocalBatches
 from quickstep.server.chat import Chat
+from quickstep.server.choices import ChoicesSurface
 from quickstep.server.completions import Completions
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
@@ -16,18 +18,22 @@ from quickstep.server.tokenize import Tokenizing
 __all__ = ["api_routes"]
 
 
-def api_routes(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
-    """Every route, in the order of the reference."""
+def api_routes(
+    served: Served, metrics: Metrics, options: ServerOptions, batches: LocalBatches | None = None
+) -> list[ApiRoute]:
+    """Every route, in the order of the reference. The app starts and stops `batches`."""
+    batches = batches or LocalBatches(served, metrics, options)
     return [
         *_generating(served, metrics),
+        *batches.routes(),
         *Tokenizing(served).routes(),
         *_models_and_probes(Probes(served, metrics, options.stall_s)),
     ]
 
 
 def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
-    chat = GeneratingRoute(Chat(), served, metrics)
-    completions = GeneratingRoute(Completions(), served, metrics)
+    chat = GeneratingRoute(ChoicesSurface(Chat()), served, metrics)
+    completions = GeneratingRoute(ChoicesSurface(Completions()), served, metrics)
     return [
         ApiRoute(
             "POST",

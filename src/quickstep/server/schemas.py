@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,6 +40,7 @@ __all__ = [
     "ToolMessage",
     "UserMessage",
     "decode",
+    "decode_values",
 ]
 
 
@@ -311,6 +313,14 @@ def decode(body: bytes, schema: type[_Schema]) -> _Schema:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise RequestError("the body's JSON is nested too deeply") from None
+
+
+def decode_values(values: Mapping[str, object], schema: type[_Schema]) -> _Schema:
+    """The typed fields of a query or a form, whose numbers are texts. Raises RequestError."""
+    try:
+        return msgspec.convert(dict(values), schema, strict=False)
+    except msgspec.ValidationError as error:
+        raise _named(str(error), schema) from None
 
 
 def _named(text: str, schema: type[msgspec.Struct]) -> RequestError:
