@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
+from quickstep.cli.file_flags import add_file_flags, batch_options, file_options
 from quickstep.cli.parsing import Parser, bytes_size, command
 from quickstep.cli.screen import loading_bar
 from quickstep.config import EngineConfig
@@ -71,6 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="format of reasoning: think, mistral, harmony, or none (default: what the chat "
         "template tells)",
     )
+    add_file_flags(parser)
     add_engine_flags(parser)
 
 
@@ -88,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     options = ServerOptions(
         served_model_names=tuple(args.served_model_name),
         limits=RequestLimits(body_bytes=args.max_body_bytes),
+        files=file_options(args),
+        batches=batch_options(args),
         drain_s=args.drain_timeout_s,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
