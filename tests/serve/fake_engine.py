@@ -19,6 +19,7 @@ from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import EngineError, RequestError
+from quickstep.model.sizing import MemoryPlan
 from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 
 WORDS = ("Hello", " world", ",", " this", " is", " a", " test", ".")
@@ -57,6 +58,8 @@ class FakeTemplate:
     formats: OutputFormats = field(
         default_factory=lambda: formats_of("{{ tools }}<tool_call>{{ message.tool_calls }}")
     )
+
+    source: str = "{{ messages }}"
 
     def render(
         self,
@@ -190,6 +193,7 @@ class FakeEngine:
     now_s: float = 0.0
     last_step_s: float | None = None
     default_sampling: Mapping[str, float] = field(default_factory=dict)
+    memory_plan: MemoryPlan | None = None
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
     submitted: list[Submitted] = field(default_factory=list)

@@ -7,12 +7,15 @@ in its own process are the other implementations. No torch here or above.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats
 from quickstep.types import SamplingParams
+
+if TYPE_CHECKING:
+    from quickstep.model.sizing import MemoryPlan
 
 __all__ = ["ServedEngine", "Template", "TokenStream", "Vocabulary"]
 
@@ -72,6 +75,10 @@ class Template(Protocol):
     """A chat template."""
 
     @property
+    def source(self) -> str:
+        """The template's own text."""
+
+    @property
     def formats(self) -> OutputFormats:
         """How a model with this template writes calls and reasoning."""
 
@@ -103,6 +110,10 @@ class ServedEngine(Protocol):
     @property
     def default_sampling(self) -> Mapping[str, float]:
         """Sampling values of the checkpoint, for what a request does not set."""
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """What the memory is used for; None if nothing was planned."""
 
     @property
     def tokenizer(self) -> Vocabulary:

@@ -7,6 +7,7 @@ from quickstep.server.batches import LocalBatches
 from quickstep.server.chat import Chat
 from quickstep.server.choices import ChoicesSurface
 from quickstep.server.completions import Completions
+from quickstep.server.llama_cpp_routes import llama_cpp_routes
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.probes import Probes
@@ -27,6 +28,7 @@ def api_routes(
         *_generating(served, metrics),
         *batches.routes(),
         *Tokenizing(served).routes(),
+        *llama_cpp_routes(served, metrics),
         *_models_and_probes(Probes(served, metrics, options.stall_s)),
     ]
 
@@ -42,6 +44,7 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "The assistant's next message.",
             request=ChatRequest,
             streams=True,
+            aliases=("/chat/completions",),
         ),
         ApiRoute(
             "POST",
@@ -50,13 +53,20 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "Text that continues a prompt.",
             request=CompletionRequest,
             streams=True,
+            aliases=("/completions",),
         ),
     ]
 
 
 def _models_and_probes(probes: Probes) -> list[ApiRoute]:
     return [
-        ApiRoute("GET", "/v1/models", probes.models, "All names that are served."),
+        ApiRoute(
+            "GET",
+            "/v1/models",
+            probes.models,
+            "All names that are served.",
+            aliases=("/models",),
+        ),
         ApiRoute("GET", "/v1/models/{model:path}", probes.model, "One served name."),
         ApiRoute("GET", "/health", probes.health, "Whether steps finish.", is_probe=True),
         ApiRoute("GET", "/ready", probes.ready, "Whether requests are welcome.", is_probe=True),
