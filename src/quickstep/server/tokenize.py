@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -34,7 +33,6 @@ from quickstep.server.surface import Served
 
 __all__ = ["TOKENIZE_REFUSED", "Tokenizing"]
 
-_Result = TypeVar("_Result")
 # Shorter inputs are worked on in the event loop: a thread hop costs more.
 _INLINE_LENGTH = 2048
 
@@ -105,8 +103,7 @@ class Tokenizing:
         self._served.model(fields.model)
         _check_source(fields)
         refuse(fields, TOKENIZE_REFUSED)
-        answer = await _off_the_loop(len(body), lambda: self._tokenized(fields))
-        return json_response(answer)
+        return await _off_the_loop(len(body), lambda: json_response(self._tokenized(fields)))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
@@ -116,16 +113,21 @@ class Tokenizing:
         bounded("tokens", len(fields.tokens), served.limits.detokenized, "entries")
         tokenizer = served.engine.tokenizer
         ids = token_ids_of("tokens", fields.tokens, tokenizer.vocab_size)
-        text = await _off_the_loop(len(ids), lambda: tokenizer.decode(ids, False))
-        return json_response(Detokenized(prompt=text, content=text))
+
+        def answer() -> Response:
+            text = tokenizer.decode(ids, False)
+            return json_response(Detokenized(prompt=text, content=text))
+
+        return await _off_the_loop(len(ids), answer)
 
     async def apply_template(self, request: Request) -> Response:
         """The prompt text of a conversation."""
         body = await read_body(request, self._served.limits.body_bytes)
         fields = decode(body, ApplyTemplateRequest)
         chat = ChatRequest(**msgspec.structs.asdict(fields))
-        text = await _off_the_loop(len(body), lambda: self._rendered(chat))
-        return json_response(RenderedPrompt(prompt=text))
+        return await _off_the_loop(
+            len(body), lambda: json_response(RenderedPrompt(prompt=self._rendered(chat)))
+        )
 
     def _tokenized(self, fields: TokenizeRequest) -> Tokenized:
         ids = self._ids(fields)
@@ -167,7 +169,7 @@ class Tokenizing:
         return rendered(self._served.engine, prompt)
 
 
-async def _off_the_loop(length: int, work: Callable[[], _Result]) -> _Result:
+async def _off_the_loop(length: int, work: Callable[[], Response]) -> Response:
     return work() if length <= _INLINE_LENGTH else await asyncio.to_thread(work)
 
 
