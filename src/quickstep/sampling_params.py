@@ -91,9 +91,11 @@ class SamplingParams:
         n: Sequences per request, at least 1.
         seed: Noise seed; None lets the engine draw one (the response names it).
         top_k: 0 or -1 keeps all tokens.
-        max_tokens: None generates up to the context limit.
+        max_tokens: None generates up to the context limit; 0 computes the prompt only.
         min_tokens: No EOS, stop token or stop string ends the sequence before this many tokens.
         logprobs: None for none; k >= 0 gives the chosen token's and the k most likely tokens'.
+        prompt_logprobs: The same for each token of the prompt behind the first. Such a request
+            computes its whole prompt: it reads no cached prefix.
         shown_special_token_ids: What `skip_special_tokens` leaves in: markup for a parser.
         grammar: What the output must match, None for anything. It ends the output: where it is
             complete only an end token may follow, even before `min_tokens` if nothing else may.
@@ -123,6 +125,7 @@ class SamplingParams:
     logprobs: int | None = None
     shown_special_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -174,9 +177,10 @@ _RANGES: Mapping[str, tuple[float, float | None]] = MappingProxyType(
         "frequency_penalty": (-2.0, 2.0),
         "repetition_penalty": (1e-6, None),
         "seed": (-(2**63), 2**64 - 1),
-        "max_tokens": (1, None),
+        "max_tokens": (0, None),
         "min_tokens": (0, None),
         "logprobs": (0, None),
+        "prompt_logprobs": (0, None),
     }
 )
 
