@@ -57,8 +57,7 @@ class Pool:
             return None
         largest = float(np.abs(pooled).max())
         if largest == 0.0:
-            return (0.0,) * pooled.shape[0]
+            return tuple(0.0 for _ in range(pooled.shape[0]))
         pooled = pooled / largest
         length = math.sqrt(math.fsum((pooled * pooled).tolist()))
-        values: list[float] = (pooled / length).astype(np.float32).tolist()
-        return tuple(values)
+        return tuple(map(float, (pooled / length).astype(np.float32)))
