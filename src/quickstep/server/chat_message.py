@@ -1,7 +1,8 @@
 """A chat's answer as JSON: content, reasoning and tool calls, read out of the model's text.
 
-`ChatRendering` belongs to one request and holds one reader per choice; `chat` makes it, `routes`
-calls it. A stream's words add up to the whole message.
+`MessageReader` reads one choice's text, for every surface. `ChatRendering` belongs to one request
+and holds one reader per choice; `chat` makes it, `choices` calls it. A stream's words add up to
+the whole message.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from quickstep.engine.tool_calls.formats import message_grammar
 from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
 from quickstep.engine.tool_calls.parser import MessageParser
 from quickstep.server.engine_face import Vocabulary
-from quickstep.server.generation import Choice, Generation, OutputReading, opens_reasoning
+from quickstep.server.generation import Choice, Generation, opens_reasoning
 from quickstep.types import TokenLogprobs
 
-__all__ = ["ChatRendering"]
+__all__ = ["ChatRendering", "MessageReader", "logprob_entry", "message_reader"]
 
 
-class _Message:
+class MessageReader:
     """One choice's message as it is read. `parser` is None if all of its text is content."""
 
     def __init__(self, parser: MessageParser | None, one_call: bool) -> None:
@@ -48,10 +49,8 @@ class ChatRendering:
     def __init__(self, generation: Generation, tokenizer: Vocabulary) -> None:
         self._tokenizer = tokenizer
         self._with_logprobs = generation.request.sampling.logprobs is not None
-        output = generation.request.output
         self._messages = [
-            _message(output, tokenizer, generation.prompt_token_ids(choice))
-            for choice in generation.choices
+            message_reader(generation, choice, tokenizer) for choice in generation.choices
         ]
 
     def opening(self) -> Mapping[str, Any]:
@@ -109,28 +108,37 @@ class ChatRendering:
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._tokenizer.decode([token_id], skip_special_tokens=False),
-            "logprob": logprob,
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-        }
+        return logprob_entry(self._tokenizer, token_id, logprob)
 
 
-def _message(
-    output: OutputReading | None, tokenizer: Vocabulary, prompt: Sequence[int]
-) -> _Message:
+def logprob_entry(tokenizer: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
+    """A token with its logprob, in OpenAI's shape."""
+    return {
+        "token": tokenizer.decode([token_id], skip_special_tokens=False),
+        "logprob": logprob,
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
+
+
+def message_reader(
+    generation: Generation, choice: Choice, tokenizer: Vocabulary, call_prefix: str = "call_"
+) -> MessageReader:
+    """The reader of a choice's message. `call_prefix` begins the ids of its calls, unless the
+    model's template takes short ones only.
+    """
+    output = generation.request.output
     if output is None:
-        return _Message(None, one_call=False)
-    inside = opens_reasoning(output, tokenizer, prompt)
+        return MessageReader(None, one_call=False)
+    inside = opens_reasoning(output, tokenizer, generation.prompt_token_ids(choice))
     grammar = message_grammar(output.tool_calls, output.reasoning, inside)
     short = output.tool_calls is not None and output.tool_calls.short_ids
-    return _Message(MessageParser(grammar, _call_ids(short)), output.one_call)
+    return MessageReader(MessageParser(grammar, _call_ids(short, call_prefix)), output.one_call)
 
 
-def _call_ids(short: bool) -> Callable[[], str]:
+def _call_ids(short: bool, prefix: str) -> Callable[[], str]:
     if short:
         return lambda: uuid.uuid4().hex[:9]
-    return lambda: f"call_{uuid.uuid4().hex[:24]}"
+    return lambda: f"{prefix}{uuid.uuid4().hex[:24]}"
 
 
 def _call(call: CallDelta) -> dict[str, Any]:

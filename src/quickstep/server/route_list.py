@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.chat import Chat
+from quickstep.server.choices import ChoicesSurface
 from quickstep.server.completions import Completions
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
@@ -24,8 +25,8 @@ def api_routes(served: Served, metrics: Metrics, options: ServerOptions) -> list
 
 
 def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
-    chat = GeneratingRoute(Chat(), served, metrics)
-    completions = GeneratingRoute(Completions(), served, metrics)
+    chat = GeneratingRoute(ChoicesSurface(Chat()), served, metrics)
+    completions = GeneratingRoute(ChoicesSurface(Completions()), served, metrics)
     return [
         ApiRoute(
             "POST",
