@@ -91,7 +91,8 @@ class SamplingParams:
         n: Sequences per request, at least 1.
         seed: Noise seed; None lets the engine draw one (the response names it).
         top_k: 0 or -1 keeps all tokens.
-        max_tokens: None generates up to the context limit; 0 computes the prompt only.
+        max_tokens: None generates up to the context limit; 0, with `prompt_logprobs` only, scores
+            the prompt and generates nothing.
         min_tokens: No EOS, stop token or stop string ends the sequence before this many tokens.
         logprobs: None for none; k >= 0 gives the chosen token's and the k most likely tokens'.
         prompt_logprobs: The same for each token of the prompt behind the first. Such a request
@@ -142,6 +143,11 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}",
                 param="min_tokens",
+            )
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError(
+                "max_tokens is 0, it must be at least 1 unless prompt_logprobs is asked for",
+                param="max_tokens",
             )
         if self.grammar is not None:
             self._check_grammar(self.grammar)

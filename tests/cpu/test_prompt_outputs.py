@@ -66,7 +66,7 @@ async def score(engine, prompt, sampling=SCORED):
 
 
 async def embed(engine, prompt, pooling):
-    stream = engine.submit(prompt, SamplingParams(max_tokens=0), pooling=pooling)
+    stream = engine.submit(prompt, SamplingParams(), pooling=pooling)
     return (await collect_embedding(stream)).outputs.embedding
 
 
@@ -208,7 +208,11 @@ def test_a_prompt_may_fill_the_context_where_nothing_follows(llm):
 
 @pytest.mark.parametrize(
     ("sampling", "param"),
-    [({"prompt_logprobs": -1}, "prompt_logprobs"), ({"max_tokens": -1}, "max_tokens")],
+    [
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
 )
 def test_values_out_of_range_name_their_field(sampling, param):
     with pytest.raises(RequestError) as refused:

@@ -48,7 +48,7 @@ def draw_request(
         n=rng.choice((1, 1, 1, 2, 3)) if setup.max_num_seqs > 2 and not pooling else 1,
         max_tokens=max_tokens,
         min_tokens=0 if max_tokens == 0 else rng.choice((0, 0, 1)),
-        prompt_logprobs=rng.choice((None, None, None, 0)),
+        prompt_logprobs=0 if max_tokens == 0 else rng.choice((None, None, None, 0)),
         stop_token_ids=rng.choice(((), (STOP,))),
         ignore_eos=rng.random() < 0.3,
     )

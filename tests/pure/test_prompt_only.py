@@ -14,15 +14,20 @@ from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
 from quickstep.sim.simulate import Arrival, simulate
-from quickstep.types import FinishReason, Pooling, Request
+from quickstep.types import FinishReason, Pooling, Request, SamplingParams
 
 
 def scored(request: Request, num_top: int = 0) -> Request:
     return replace(request, sampling=replace(request.sampling, prompt_logprobs=num_top))
 
 
+def no_output(request_id: str, prompt: tuple[int, ...] = PROMPT, n: int = 1) -> Request:
+    sampling = SamplingParams(max_tokens=0, prompt_logprobs=0, n=n)
+    return replace(ask(request_id, prompt), sampling=sampling)
+
+
 def embed(request_id: str, pooling: Pooling, prompt: tuple[int, ...] = PROMPT) -> Request:
-    return replace(ask(request_id, prompt, max_tokens=0), pooling=pooling)
+    return replace(ask(request_id, prompt), pooling=pooling)
 
 
 def test_each_prompt_token_is_scored_once_with_the_first_sequence() -> None:
@@ -117,7 +122,7 @@ def test_only_the_last_token_may_leave_positions_to_the_cache(
 
 def test_no_tokens_asked_for_is_an_end_with_the_prompt() -> None:
     world = World(Setup())
-    world.add(scored(ask(max_tokens=0, n=2)))
+    world.add(no_output("a", n=2))
     finish(world)
     for index, num_scores in ((0, len(PROMPT)), (1, 0)):
         one = world.received[f"a#{index}"]
@@ -128,17 +133,17 @@ def test_no_tokens_asked_for_is_an_end_with_the_prompt() -> None:
 def test_a_prompt_that_generates_nothing_may_fill_the_context() -> None:
     world = World(Setup(max_model_len=8))
     assert not world.add(ask("a", max_tokens=1))
-    assert world.add(ask("b", max_tokens=0))
+    assert world.add(no_output("b"))
     assert world.add(embed("c", Pooling.MEAN))
     with pytest.raises(RequestError, match="with 0 output tokens the limit is 8"):
-        world.scheduler.add(ask("d", (*PROMPT, 0), max_tokens=0), world.now)
+        world.scheduler.add(no_output("d", (*PROMPT, 0)), world.now)
     finish(world)
 
 
 def test_the_simulator_runs_them() -> None:
     config = SchedulerConfig(max_num_batched_tokens=3, max_model_len=32)
     scheduler = Scheduler(config, KVBlockPool(16, 4), make_policy(config), LinearCostModel())
-    requests = [scored(ask("a", n=2)), embed("b", Pooling.MEAN), ask("c", max_tokens=0)]
+    requests = [scored(ask("a", n=2)), embed("b", Pooling.MEAN), no_output("c")]
     outcome = simulate([Arrival(0.0, one) for one in requests], scheduler, LinearCostModel())
     assert {ending.reason for ending in outcome.endings} == {
         FinishReason.MAX_TOKENS,

@@ -132,7 +132,7 @@ class LLM:
             RequestError: One of the prompts is invalid; then none is served.
             EngineError: The model failed on one.
         """
-        sampling = SamplingParams(max_tokens=0)
+        sampling = SamplingParams(max_tokens=1)  # of which nothing is drawn
         how = pooling or self._engine.default_pooling
 
         submits = [
