@@ -21,6 +21,7 @@ from quickstep.server.schemas import SamplingFields
 from quickstep.server.structured import AskedGrammar
 from quickstep.server.surface import Served
 from quickstep.server.tools import OfferedTools
+from quickstep.types import SamplingParams
 
 __all__ = [
     "Conversation",
@@ -29,6 +30,7 @@ __all__ = [
     "conversation_request",
     "past_call",
     "tenant_of",
+    "told_effort",
 ]
 
 
@@ -84,12 +86,25 @@ def conversation_request(
     return GenerationRequest(
         model=served.model(fields.model),
         prompts=(conversation.prompt,),
-        sampling=sampling_params(fields, served, values, renamed),
+        sampling=_sampling(fields, served, values, renamed),
         priority=fields.priority or 0,
         cache_salt=label("cache_salt", fields.cache_salt, served.limits),
         output=output,
         grammar_field="" if grammar is None else grammar.field,
     )
+
+
+def _sampling(
+    fields: SamplingFields, served: Served, own: Mapping[str, Any], renamed: Mapping[str, str]
+) -> SamplingParams:
+    try:
+        return sampling_params(fields, served, own, renamed)
+    except RequestError as error:
+        given = renamed.get(error.param or "")
+        if given is None or error.param is None:
+            raise
+        message = str(error).replace(error.param, given, 1)
+        raise RequestError(message, param=given, status=error.status) from None
 
 
 def check_shows_calls(served: Served, path: str) -> None:
@@ -111,6 +126,24 @@ def past_call(call_id: str, name: str, arguments: str, path: str) -> dict[str, A
         raise RequestError(f"{path} is not the JSON text of an object", param=path) from None
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
+
+
+def told_effort(effort: str | None, path: str, served: Served) -> Mapping[str, Any]:
+    """What the template is told of the reasoning's effort. Raises RequestError.
+
+    gpt-oss has three levels; other models that reason can only be told not to.
+    """
+    reasoning = served.formats.reasoning
+    if effort is None:
+        return {}
+    if reasoning is REASONING_FORMATS["harmony"] and effort in ("low", "medium", "high"):
+        return {"reasoning_effort": effort}
+    if effort == "none" and reasoning is not REASONING_FORMATS["harmony"]:
+        return {} if reasoning is None else {"enable_thinking": False}
+    raise RequestError(
+        f"{path} {effort[:64]} is not supported: {served.engine.model_name} has no such level",
+        param=path,
+    )
 
 
 def tenant_of(user: str | None, safety_identifier: str | None, limits: RequestLimits) -> str:

@@ -35,6 +35,7 @@ __all__ = [
     "Usage",
     "open_generation",
     "opens_reasoning",
+    "prompt_ids",
 ]
 
 # Shorter prompts are rendered and tokenised on the event loop: a thread hop costs more.
@@ -260,7 +261,7 @@ async def open_generation(engine: ServedEngine, request: GenerationRequest) -> G
         EngineError: The engine takes no requests.
     """
     await _prepare(engine, request)
-    prompts = [await _token_ids(engine, prompt) for prompt in request.prompts]
+    prompts = [await prompt_ids(engine, prompt) for prompt in request.prompts]
     _check_reasoning(engine, request, prompts)
     streams: list[TokenStream] = []
     try:
@@ -324,7 +325,8 @@ def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequen
     return end.rstrip().endswith(reasoning.opening)
 
 
-async def _token_ids(engine: ServedEngine, prompt: Prompt) -> Sequence[int]:
+async def prompt_ids(engine: ServedEngine, prompt: Prompt) -> Sequence[int]:
+    """The tokens of a prompt. Raises RequestError if the template refuses it."""
     if isinstance(prompt, TokenPrompt):
         return prompt.token_ids
     num_chars = prompt.num_chars if isinstance(prompt, ChatPrompt) else len(prompt.text)

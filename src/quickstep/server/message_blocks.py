@@ -64,10 +64,14 @@ class BlockNews:
 
 
 class Blocks:
-    """One choice's blocks. Feed it every delta in order."""
+    """One choice's blocks. Feed it every delta in order.
 
-    def __init__(self, reader: MessageReader) -> None:
+    `never_empty`: a message without any block ends with an empty one of text.
+    """
+
+    def __init__(self, reader: MessageReader, never_empty: bool = False) -> None:
         self._reader = reader
+        self._never_empty = never_empty
         self._open: Block | None = None
         self._logprobs: list[TokenLogprobs] = []
         self.blocks: list[Block] = []
@@ -83,6 +87,10 @@ class Blocks:
     def finish_reason(self) -> FinishReason | None:
         """Why it ended; None while it runs."""
         return None if self.last is None else self.last.finish_reason
+
+    def is_open(self, block: Block) -> bool:
+        """Whether more of it may come."""
+        return block is self._open
 
     def feed(self, delta: Delta) -> list[BlockNews]:
         """What a delta changes. The last one closes what is open."""
@@ -100,6 +108,8 @@ class Blocks:
             news += self._call(call)
         if reason is not None:
             self.last = delta
+            if self._never_empty and not self.blocks:
+                news.append(BlockNews(Change.OPENED, self._add(Block(0, BlockKind.TEXT))))
             news += self._close(cut=reason.openai != "stop")
         return news
 

@@ -24,10 +24,10 @@ from quickstep.server.generation import Generation, open_generation
 from quickstep.server.metrics import Metrics, RequestMeter
 from quickstep.server.surface import Asked, Head, Served, Surface, Writer
 
-__all__ = ["CALLER", "GeneratingRoute", "caller_of", "request_id"]
+__all__ = ["CALLER", "CLIENT_CLOSED", "GeneratingRoute", "caller_of", "request_id"]
 
 CALLER = "quickstep.caller"  # the ASGI scope's entry for the name of the API key, where one is due
-_CLIENT_CLOSED = 499  # nginx's; nobody reads it, it stands in the access log
+CLIENT_CLOSED = 499  # nginx's; nobody reads it, it stands in the access log
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class GeneratingRoute:
                 return EventStream(frames(answer), answer.close, headers)
             return await self._whole(request, answer, headers)
         except ClientDisconnect:
-            return Response(status_code=_CLIENT_CLOSED)
+            return Response(status_code=CLIENT_CLOSED)
 
     async def _open(self, asked: Asked) -> _Answer:
         meter = self._metrics.meter(asked.request)

@@ -37,6 +37,7 @@ __all__ = [
     "TextPart",
     "ToolMessage",
     "UserMessage",
+    "converted",
     "decode",
 ]
 
@@ -312,17 +313,26 @@ def decode(body: bytes, schema: type[_Schema]) -> _Schema:
         raise RequestError("the body's JSON is nested too deeply") from None
 
 
-def _named(text: str, schema: type[msgspec.Struct]) -> RequestError:
+def converted(value: object, schema: type[_Schema], path: str) -> _Schema:
+    """A part of a body, at `path`, as its type. Raises RequestError with the whole path."""
+    try:
+        return msgspec.convert(value, schema)
+    except msgspec.ValidationError as error:
+        raise _named(str(error), schema, path) from None
+
+
+def _named(text: str, schema: type[msgspec.Struct], within: str = "") -> RequestError:
     """Msgspec's sentence as ours: unknown, missing or of a wrong type, and where."""
     at = _PATH.search(text)
-    path = at.group("path") if at else ""
+    path = ".".join(part for part in (within, at.group("path") if at else "") if part)
     reason = text[: at.start()] if at else text
     field = _NAMED_FIELD.search(reason)
     if field:
         path = f"{path}.{field.group('field')}" if path else field.group("field")
         if "unknown" not in reason:
             return RequestError(f"{path} is missing", param=path)
-        near = difflib.get_close_matches(path, schema.__struct_fields__, n=1)
+        name = path.removeprefix(f"{within}.")
+        near = difflib.get_close_matches(name, schema.__struct_fields__, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         return RequestError(f"{path} is unknown{hint}", param=path)
     where = f"{path}: " if path else "the body: "
