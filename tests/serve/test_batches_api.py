@@ -232,7 +232,7 @@ def test_an_engine_that_stays_away_fails_the_batch(
 
 
 def test_a_batch_that_runs_out_of_time_says_which_lines_were_left(tmp_path: Path) -> None:
-    store = FileStore(FileOptions(tmp_path))
+    store = FileStore(FileOptions(tmp_path), now=lambda: 1000.0)
     writer = store.new("ann", "in", "batch")
     for name in ("quick", "slow", "slower"):
         writer.write(json.dumps(line(name, prompt=name)).encode() + b"\n")
@@ -248,8 +248,8 @@ def test_a_batch_that_runs_out_of_time_says_which_lines_were_left(tmp_path: Path
 
     async def run() -> Record:
         jobs = BatchJobs(store, {COMPLETIONS: endpoint}, BatchOptions(concurrency=2))
-        # a second of its minute is left
-        batch = jobs.create(Record("ann", request, "fake", store.now() - 59, window_s=60))
+        # two seconds of its minute are left
+        batch = jobs.create(Record("ann", request, "fake", store.now() - 58, window_s=60))
         while not batch.is_over:
             await asyncio.sleep(0.01)
         return batch

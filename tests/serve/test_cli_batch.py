@@ -50,6 +50,7 @@ REQUESTS = [
     line("responses", "/v1/responses", input="hi", max_output_tokens=16, seed=3),
     line("messages", "/v1/messages", messages=[{"role": "user", "content": "hi"}], max_tokens=8,
          model="demo", temperature=0),
+    line("embeddings", "/v1/embeddings", input=["hi", "def add("]),
 ]  # fmt: skip
 BAD = [
     line("bad", prompt="a", temperature=-1),
@@ -66,6 +67,7 @@ def test_every_surface_answers_as_it_is_served(tmp_path: Path) -> None:
         EngineConfig(load=LoadConfig(model="demo", device="cpu"), cache=CacheConfig(num_blocks=400))
     )
     said = {"chat": "choices", "text": "choices", "responses": "output", "messages": "content"}
+    said["embeddings"] = "data"
     with live_server(engine) as server:
         for item in REQUESTS:
             name = item["custom_id"]

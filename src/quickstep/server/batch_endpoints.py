@@ -14,6 +14,7 @@ from quickstep.server.batch_lines import Endpoint
 from quickstep.server.chat import Chat
 from quickstep.server.choices import ChoicesSurface
 from quickstep.server.completions import Completions
+from quickstep.server.embeddings import Embeddings
 from quickstep.server.metrics import Metrics
 from quickstep.server.responses import Responses
 from quickstep.server.responses_store import ResponseStore
@@ -22,7 +23,15 @@ from quickstep.server.surface import Served, Surface
 
 __all__ = ["BATCH_URLS", "batch_endpoints"]
 
-BATCH_URLS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+BATCH_URLS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/messages",
+        "/v1/responses",
+    }
+)
 
 
 def batch_endpoints(served: Served, metrics: Metrics) -> Mapping[str, Endpoint]:
@@ -33,6 +42,7 @@ def batch_endpoints(served: Served, metrics: Metrics) -> Mapping[str, Endpoint]:
         "/v1/responses": Responses(ResponseStore()),
         "/v1/messages": Messages(),
     }
-    return MappingProxyType(
-        {url: GeneratingRoute(surface, served, metrics).whole for url, surface in surfaces.items()}
-    )
+    generating = {
+        url: GeneratingRoute(surface, served, metrics).whole for url, surface in surfaces.items()
+    }
+    return MappingProxyType({**generating, "/v1/embeddings": Embeddings(served).whole})

@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from quickstep.errors import RequestError
-from quickstep.server.generation import GenerationRequest, TextPrompt, TokenPrompt
+from quickstep.server.generation import GenerationRequest
+from quickstep.server.prompts import TextPrompt, TokenPrompt
 from quickstep.server.refused import Refusal, refuse
 from quickstep.server.sampling import bounded, sampling_params, token_ids_of
 from quickstep.server.schemas import SamplingFields

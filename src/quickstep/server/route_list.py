@@ -9,6 +9,8 @@ from quickstep.server.batches import LocalBatches
 from quickstep.server.chat import Chat
 from quickstep.server.choices import ChoicesSurface
 from quickstep.server.completions import Completions
+from quickstep.server.embedding_schema import EmbeddingList, EmbeddingRequest
+from quickstep.server.embeddings import Embeddings
 from quickstep.server.llama_cpp_routes import llama_cpp_routes
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
@@ -63,6 +65,15 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
             request=CompletionRequest,
             streams=True,
             aliases=("/completions",),
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/embeddings",
+            Embeddings(served).answer,
+            "A vector for each input.",
+            request=EmbeddingRequest,
+            response=EmbeddingList,
+            aliases=("/embeddings",),
         ),
     ]
 

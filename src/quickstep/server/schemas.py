@@ -20,6 +20,7 @@ from quickstep.errors import RequestError
 __all__ = [
     "AssistantMessage",
     "ChatRequest",
+    "ChoiceFields",
     "CompletionRequest",
     "CustomTool",
     "DeveloperMessage",
@@ -120,7 +121,17 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     cache_salt: str | None = None
 
 
-class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """What completions and chat ask for beside the text, by vLLM's names."""
+
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+
+
+class CompletionRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/completions`. A flat list in `prompt` is texts or one prompt's token ids."""
 
     prompt: str | list[str | int | list[int]]
@@ -268,7 +279,7 @@ class CustomTool(msgspec.Struct, frozen=True, tag="custom"):
 Tool = FunctionTool | CustomTool
 
 
-class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/chat/completions`."""
 
     messages: list[Message]

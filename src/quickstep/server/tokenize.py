@@ -19,7 +19,7 @@ from quickstep.server.api_errors import json_response
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.body import read_body
 from quickstep.server.chat import Chat
-from quickstep.server.generation import ChatPrompt, rendered
+from quickstep.server.prompts import ChatPrompt, rendered
 from quickstep.server.refused import Refusal, refuse
 from quickstep.server.response_tokens import Detokenized, RenderedPrompt, Tokenized, TokenPiece
 from quickstep.server.sampling import bounded, token_ids_of
