@@ -11,6 +11,7 @@ from quickstep.server.choices import ChoicesSurface
 from quickstep.server.completions import Completions
 from quickstep.server.embedding_schema import EmbeddingList, EmbeddingRequest
 from quickstep.server.embeddings import Embeddings
+from quickstep.server.error_shapes import anthropic_shape
 from quickstep.server.llama_cpp_routes import llama_cpp_routes
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
@@ -114,6 +115,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
             request=MessagesRequest,
             response=MessageResponse,
             streams=True,
+            error_shape=anthropic_shape,
         ),
         ApiRoute(
             "POST",
@@ -122,6 +124,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "How many tokens a message's input has.",
             request=CountTokensRequest,
             response=TokenCount,
+            error_shape=anthropic_shape,
         ),
     ]
 

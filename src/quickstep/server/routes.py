@@ -21,13 +21,13 @@ from quickstep.errors import RequestError
 from quickstep.server.api_errors import json_response
 from quickstep.server.body import ClientDisconnect, read_body, unless_disconnected
 from quickstep.server.event_stream import EventStream
+from quickstep.server.front_gate import key_name
 from quickstep.server.generation import Generation, open_generation
 from quickstep.server.metrics import Metrics, RequestMeter
 from quickstep.server.surface import Asked, Head, Served, Surface, Writer
 
-__all__ = ["CALLER", "CLIENT_CLOSED", "GeneratingRoute", "caller_of", "request_id"]
+__all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of", "request_id"]
 
-CALLER = "quickstep.caller"  # the ASGI scope's entry for the name of the API key, where one is due
 CLIENT_CLOSED = 499  # nginx's; nobody reads it, it stands in the access log
 
 
@@ -58,7 +58,7 @@ class GeneratingRoute:
         headers = request_id(request)
         try:
             body = await read_body(request, self._served.limits.body_bytes)
-            asked = self._surface.parse(body, self._served, caller_of(request))
+            asked = self._asked(body, caller_of(request))
             answer = await unless_disconnected(request.receive, self._open(asked))
             if asked.request.stream:
                 return EventStream(frames(answer), answer.close, headers)
@@ -75,13 +75,26 @@ class GeneratingRoute:
         request = asked.request
         if request.stream:
             raise RequestError("stream is not supported in a batch", param="stream")
-        request = replace(request, priority=request.priority + added_priority)
+        asked_s = request.deadline_s  # the operator's default is for clients that wait
+        request = replace(
+            request,
+            priority=request.priority + added_priority,
+            tenant=request.tenant or caller,
+            deadline_s=None if asked_s is None else self._served.deadlines.of(asked_s),
+        )
         answer = await self._open(replace(asked, request=request))
         try:
             await _noted(answer)
         finally:
             await answer.close()
         return answer.writer.whole()
+
+    def _asked(self, body: bytes, caller: str) -> Asked:
+        asked = self._surface.parse(body, self._served, caller)
+        request = asked.request
+        deadline_s = self._served.deadlines.of(request.deadline_s)
+        tenant = request.tenant or caller
+        return replace(asked, request=replace(request, tenant=tenant, deadline_s=deadline_s))
 
     async def _open(self, asked: Asked) -> _Answer:
         meter = self._metrics.meter(asked.request)
@@ -133,8 +146,8 @@ async def _written(answer: _Answer) -> AsyncGenerator[bytes, None]:
 
 
 def caller_of(request: Request) -> str:
-    """Whose API key the request came with; "" where none is asked for."""
-    return str(request.scope.get(CALLER, ""))
+    """Whose the request is, for what is kept beyond it: the API key's name, "" without keys."""
+    return key_name(request)
 
 
 def request_id(request: Request) -> dict[str, str]:
