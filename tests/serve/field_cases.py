@@ -124,6 +124,23 @@ def is_forced(seen: Seen) -> bool:
     return grammar is not None and grammar.kind == "lark"
 
 
+# What a scripted engine cannot show is tried with a model of its own (`test_choice_fields`).
+UNTRIED = Case({}, lambda seen: True)
+
+
+def shows_token_ids(seen: Seen) -> bool:
+    choice = seen.answer["choices"][0]
+    prompt = seen.answer.get("prompt_token_ids") or choice["prompt_token_ids"]
+    return tuple(prompt) == seen.submitted.prompt and choice["token_ids"][:2] == [0, 1]
+
+
+CHOICES: Cases = {
+    **cases(
+        prompt_logprobs=(2, sampled("prompt_logprobs", 2)),
+        return_token_ids=(True, shows_token_ids),
+    ),
+    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), UNTRIED),
+}
 SAMPLING: Cases = {
     **cases(
         model=("fake", lambda seen: seen.answer["model"] == "fake"),
@@ -160,8 +177,13 @@ COMPLETION = cases(
     prompt=([7], lambda seen: seen.submitted.prompt == (7,)),
     logprobs=(2, sampled("logprobs", 2)),
     add_special_tokens=(False, lambda seen: seen.submitted.prompt == (97,)),
-    best_of=(1, lambda seen: len(seen.answer["choices"]) == 1),
+    echo=(True, lambda seen: seen.answer["choices"][0]["text"].startswith("aHello")),
+    best_of=(
+        4,
+        lambda seen: seen.submitted.sampling.n == 4 and len(seen.answer["choices"]) == 1,
+    ),
 )
+COMPLETION["suffix"] = UNTRIED
 CHAT: Cases = {
     **cases(
         messages=(
@@ -188,6 +210,7 @@ CHAT: Cases = {
 
 OPENAI_CASES: dict[type[msgspec.Struct], Cases] = {
     schemas.SamplingFields: SAMPLING,
+    schemas.ChoiceFields: CHOICES,
     schemas.CompletionRequest: COMPLETION,
     schemas.ChatRequest: CHAT,
     schemas.StreamOptions: {

@@ -23,6 +23,8 @@ from quickstep.server.options import ServerOptions
 from quickstep.server.responses_schema import FunctionCallItem, ResponsesRequest
 from quickstep.server.route_list import api_routes
 from quickstep.server.schema_types import branches, field_types
+from quickstep.server.schemas_files import BatchRequest
+from quickstep.server.schemas_tokens import TokenizeRequest
 from quickstep.server.surface import Served, output_formats
 
 Struct = type[msgspec.Struct]
@@ -32,6 +34,8 @@ Keys = tuple[str | int, ...]
 EXAMPLES: dict[Struct, dict[str, Any]] = {
     CountTokensRequest: {"model": "fake"},
     ResponsesRequest: {"input": "a"},
+    BatchRequest: {"input_file_id": "file-1", "endpoint": "/v1/completions"},
+    TokenizeRequest: {"messages": [{"role": "user", "content": "a"}]},
     FunctionCallItem: {"arguments": "{}"},
     schemas.JsonSchema: {"schema": {"type": "array"}},
     schemas.StructuredOutputs: {"regex": "a"},
@@ -45,6 +49,15 @@ AROUND: dict[Struct, dict[str, Any]] = {schemas.StreamOptions: {"stream": True}}
 # Or around a plain field.
 BESIDE: dict[tuple[Struct, str], dict[str, Any]] = {
     (schemas.ChatRequest, "top_logprobs"): {"logprobs": True},
+    (schemas.ChatRequest, "max_tokens"): {"prompt_logprobs": 0},
+    (schemas.ChatRequest, "max_completion_tokens"): {"prompt_logprobs": 0},
+    (schemas.CompletionRequest, "max_tokens"): {"prompt_logprobs": 0},
+    (TokenizeRequest, "prompt"): {"messages": None},
+    (TokenizeRequest, "content"): {"messages": None},
+    **{
+        (TokenizeRequest, name): {"messages": None, "content": "a"}
+        for name in ("add_special", "parse_special", "with_pieces")
+    },
     (ResponsesRequest, "top_logprobs"): {"include": ["message.output_text.logprobs"]},
     (schemas.CompletionRequest, "min_tokens"): {"max_tokens": 2**31 - 1},
 }

@@ -128,9 +128,8 @@ def test_an_honoured_field_takes_effect(place: Place) -> None:
 def test_a_refused_field_is_400_with_its_name(place: Place) -> None:
     refusal = refusal_of(place)
     fitting = minimal(place.declared) if place.declared is not Any else {"x": 1}
-    value = next(
-        v for v in (True, "x", [1], 2, fitting) if _fits(v, place) and not refusal.allows(v)
-    )
+    values = (True, False, "x", [1], 2, fitting)
+    value = next(v for v in values if _fits(v, place) and not refusal.allows(v))
     engine = FakeEngine()
     response = post(place.route, place.with_value(value), engine)
     assert_names(response, place.path)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
+from quickstep.cli.file_flags import add_file_flags
 from quickstep.cli.parsing import Parser, command
 from quickstep.cli.screen import loading_bar
 from quickstep.cli.serve_flags import add_serve_flags, input_config, log_setup, server_options
@@ -57,6 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="format of reasoning: think, mistral, harmony, or none (default: what the chat "
         "template tells)",
     )
+    add_file_flags(parser)
     add_serve_flags(parser)
     add_engine_flags(parser)
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quickstep.cli.file_flags import batch_options, file_options
 from quickstep.cli.parsing import bytes_size, positive_int
 from quickstep.config import InputConfig
 from quickstep.errors import ConfigError
@@ -177,6 +178,8 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         ignore_unknown_fields=args.unknown_fields == "warn",
         root_path=args.root_path,
         access_log=args.access_log,
+        files=file_options(args),
+        batches=batch_options(args),
         drain_s=args.drain_timeout_s,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,

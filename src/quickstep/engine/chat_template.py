@@ -87,6 +87,7 @@ class ChatTemplate:
         self._environment = environment = _environment(now, clock)
         self._limit_s = limit_s
         self._formats = _formats(templates)
+        self._source = templates.get("default", next(iter(templates.values()), ""))
         self._empty_content = None if any(map(_TESTS_NONE.search, templates.values())) else ""
         self._special_tokens = dict(special_tokens)
         try:
@@ -107,6 +108,11 @@ class ChatTemplate:
         """The templates of the checkpoint directory `path`; None if it has none."""
         templates = find_templates(path)
         return cls(templates, special_tokens, now, limit_s=limit_s) if templates else None
+
+    @property
+    def source(self) -> str:
+        """The text of the template that renders unless another one fits."""
+        return self._source
 
     @property
     def formats(self) -> OutputFormats:

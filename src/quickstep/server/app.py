@@ -14,13 +14,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_errors import error_response
+from quickstep.server.batches import LocalBatches
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.front_gate import FrontGate
 from quickstep.server.intake import Intake, taken_in
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import CorsOptions, ServerOptions
 from quickstep.server.route_list import api_routes
-from quickstep.server.surface import Served, output_formats
+from quickstep.server.surface import Served
 from quickstep.server.traffic_log import watch
 
 __all__ = ["create_app"]
@@ -29,12 +30,13 @@ __all__ = ["create_app"]
 def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> Starlette:
     """The app. Its lifespan starts the engine and, at the end, stops it."""
     options = options or ServerOptions()
-    names = options.served_model_names or (engine.model_name,)
-    served = Served(engine, names, options.limits, output_formats(engine, options))
-    metrics = Metrics(engine, names[0])
+    served = Served.of(engine, options)
+    metrics = Metrics(engine, served.names[0])
+    batches = LocalBatches(served, metrics, options)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        batches.start()
         await engine.start()
         watching = asyncio.create_task(watch(engine))
         try:
@@ -43,9 +45,10 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
+            await batches.stop()
             await engine.stop()
 
-    routes = api_routes(served, metrics, options)
+    routes = api_routes(served, metrics, options, batches)
     intake = Intake.of(options)
     app = Starlette(
         routes=[

@@ -15,8 +15,12 @@ import msgspec
 
 from quickstep.sampling_params import RANGES
 from quickstep.server import anthropic_schema, responses_schema, schemas
+from quickstep.server.embedding_schema import EmbeddingRequest
 from quickstep.server.options import RequestLimits
 from quickstep.server.responses import INCLUDES
+from quickstep.server.schemas_files import BatchRequest
+from quickstep.server.schemas_llama_cpp import LlamaCompletionRequest
+from quickstep.server.schemas_tokens import DetokenizeRequest
 from quickstep.server.tools import FUNCTION_NAME
 
 __all__ = ["Keywords", "SchemaFacts", "bounds_of"]
@@ -63,6 +67,29 @@ def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
             "user": label,
             "cache_salt": label,
         },
+        schemas.ChoiceFields: {
+            "prompt_logprobs": {**_range("prompt_logprobs"), "maximum": limits.logprobs},
+        },
+        EmbeddingRequest: {
+            "input": {"anyOf": _prompts(facts)},
+            "dimensions": {"minimum": 1},
+            "user": label,
+            "cache_salt": label,
+        },
+        BatchRequest: {"metadata": metadata},
+        DetokenizeRequest: {
+            "tokens": {"maxItems": limits.detokenized, "items": _token_id(facts)},
+        },
+        LlamaCompletionRequest: {
+            **{
+                name: _range(name)
+                for name in ("top_k", "min_p", "presence_penalty", "frequency_penalty")
+            },
+            "temperature": _range("temperature"),
+            "stop": _stops(limits),
+            "n_probs": {**_range("logprobs"), "maximum": limits.logprobs},
+            "n_cmpl": {**_range("n"), "maximum": limits.n},
+        },
         schemas.CompletionRequest: {
             "prompt": {"anyOf": _prompts(facts)},
             "logprobs": {**_range("logprobs"), "maximum": limits.logprobs},
@@ -78,7 +105,7 @@ def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
             "tool_choice": {"anyOf": _TOOL_CHOICES},
         },
         responses_schema.ResponsesRequest: {
-            "max_output_tokens": _range("max_tokens"),
+            "max_output_tokens": {**_range("max_tokens"), "minimum": 1},
             "max_tool_calls": {"minimum": 1},
             "top_logprobs": {**_range("logprobs"), "maximum": limits.logprobs},
             "metadata": metadata,
@@ -93,7 +120,7 @@ def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
             "tools": {"maxItems": limits.tools},
         },
         anthropic_schema.MessagesRequest: {
-            "max_tokens": _range("max_tokens"),
+            "max_tokens": {**_range("max_tokens"), "minimum": 1},
             "temperature": {"minimum": 0, "maximum": 1},
             "top_k": _range("top_k"),
             "top_p": {"exclusiveMinimum": 0, "maximum": 1},

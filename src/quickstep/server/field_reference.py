@@ -14,6 +14,7 @@ from types import MappingProxyType
 import msgspec
 
 from quickstep.server import field_reference_messages as messages
+from quickstep.server import field_reference_others as others
 from quickstep.server import field_reference_responses as responses
 from quickstep.server import schemas
 from quickstep.server.refused import (
@@ -72,7 +73,10 @@ _COMPLETION: Mapping[str, str] = {
     "logprobs": "Gives the chosen token's and this many alternatives' logprobs, of the raw logits.",
     "add_special_tokens": "Whether the tokenizer adds its special tokens to the prompt; true if "
     "not given.",
-    "best_of": "Accepted where it equals n.",
+    "best_of": "Draws this many and answers with the n of the highest mean logprob.",
+    "echo": "The prompt stands before the text, with its logprobs if they are asked for.",
+    "suffix": "The text between prompt and suffix is asked for; 400 if the model has no tokens "
+    "for that.",
 }
 _CHAT: Mapping[str, str] = {
     "messages": "The conversation, as the model's chat template writes it.",
@@ -88,8 +92,17 @@ _CHAT: Mapping[str, str] = {
     "tool_choice": "Whether calls are possible, forbidden, or enforced by a grammar.",
     "parallel_tool_calls": "False keeps the first call only.",
 }
+_CHOICES: Mapping[str, str] = {
+    "prompt_logprobs": "Gives the prompt's tokens' and this many alternatives' logprobs; not in a "
+    "stream.",
+    "return_token_ids": "Adds the token ids of prompt and output.",
+    "use_beam_search": "Searches the n likeliest texts instead of drawing.",
+    "length_penalty": "How much longer texts gain in a beam search; needs use_beam_search: true.",
+    "early_stopping": "Ends a beam search with the first n texts; needs use_beam_search: true.",
+}
 _EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     schemas.SamplingFields: _SAMPLING,
+    schemas.ChoiceFields: _CHOICES,
     schemas.CompletionRequest: _COMPLETION,
     schemas.ChatRequest: _CHAT,
     schemas.StreamOptions: {
@@ -178,6 +191,7 @@ _TABLES = (
     (_EFFECTS, _REFUSALS),
     (responses.EFFECTS, responses.REFUSALS),
     (messages.EFFECTS, messages.REFUSALS),
+    (others.EFFECTS, others.REFUSALS),
 )
 REFERENCE: Mapping[type[msgspec.Struct], Mapping[str, Row]] = MappingProxyType(
     {

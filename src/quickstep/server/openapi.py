@@ -14,7 +14,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import msgspec
 
@@ -148,7 +148,7 @@ def _query_parameters(route: ApiRoute, facts: SchemaFacts) -> Iterator[dict[str,
 def _responses(route: ApiRoute, names: Mapping[type, str]) -> dict[str, Any]:
     answer: dict[str, Any] = {}
     if route.response is not None:
-        answer["application/json"] = {"schema": _ref(names[route.response])}
+        answer["application/json"] = {"schema": _typed(route.response, names)}
     if route.streams:
         events = [_ref(names[event]) for event in (*route.events, _error(route))]
         told = {"anyOf": events} if route.events else {"type": "object"}
@@ -161,9 +161,16 @@ def _responses(route: ApiRoute, names: Mapping[type, str]) -> dict[str, Any]:
     for status, description in _STATUSES.items():
         responses[str(status)] = {"description": description, "content": error}
     if route.is_probe and route.response is not None:
-        both = {"anyOf": [_ref(names[route.response]), _ref(names[_error(route)])]}
+        both = {"anyOf": [_typed(route.response, names), _ref(names[_error(route)])]}
         responses["503"]["content"] = {"application/json": {"schema": both}}
     return responses
+
+
+def _typed(declared: Any, names: Mapping[type, str]) -> dict[str, Any]:
+    """A struct's schema by its name, or a list of them."""
+    if get_origin(declared) is list:
+        return {"type": "array", "items": _typed(get_args(declared)[0], names)}
+    return _ref(names[declared])
 
 
 def _error(route: ApiRoute) -> type[msgspec.Struct]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.api_keys import ApiKeys
+from quickstep.server.file_options import BatchOptions, FileOptions
 
 __all__ = [
     "ConnectionOptions",
@@ -33,6 +34,8 @@ class RequestLimits:
         json_depth: Nested objects and lists of a body.
         n: Choices per prompt.
         prompts: Prompts per request.
+        sequences: Prompts times sequences of each (n, best_of or beams).
+        tokens: Tokens of one request: its prompts, and all that its sequences may generate.
         stop: Stop strings per request.
         stop_chars: Characters of one stop string.
         stop_token_ids: Stop token ids, and allowed token ids, per request.
@@ -41,6 +44,8 @@ class RequestLimits:
         label_chars: Characters of `user`, `cache_salt` and the other labels, which logs keep.
         tools: Functions that a request may offer to the model.
         metadata: Entries of `metadata`; keys have at most 64 and values at most 512 characters.
+        detokenized: Tokens of one `/detokenize`: the library turns them into text in one piece,
+            in which nothing else runs.
     """
 
     body_bytes: int = 4 * 1024 * 1024
@@ -49,6 +54,8 @@ class RequestLimits:
     json_depth: int = 64
     n: int = 32
     prompts: int = 256
+    sequences: int = 512
+    tokens: int = 8 * 1024 * 1024
     stop: int = 16
     stop_chars: int = 256
     stop_token_ids: int = 1024
@@ -57,6 +64,7 @@ class RequestLimits:
     label_chars: int = 512
     tools: int = 128
     metadata: int = 16
+    detokenized: int = 500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +201,8 @@ class ServerOptions:
             header `x-quickstep-ignored-fields` and in the log, instead of refusing them.
         root_path: The path under which a proxy shows this server, and which it cuts off.
         access_log: One log line per request.
+        files: Where clients' files stand, and how much of them.
+        batches: How batches run.
         stall_s: `/health` fails when work is pending and no step has finished for this long.
         drain_s: How long SIGTERM lets running requests go on before they are ended.
         tool_call_parser: Name of the format of tool calls, `none` for no tools; None takes what
@@ -210,6 +220,8 @@ class ServerOptions:
     ignore_unknown_fields: bool = False
     root_path: str = ""
     access_log: bool = False
+    files: FileOptions = field(default_factory=FileOptions)
+    batches: BatchOptions = field(default_factory=BatchOptions)
     stall_s: float = 60.0
     drain_s: float = 30.0
     tool_call_parser: str | None = None

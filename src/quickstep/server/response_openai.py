@@ -89,6 +89,14 @@ class AnsweredMessage(msgspec.Struct, frozen=True):
     tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
 
 
+class RankedLogprob(msgspec.Struct, frozen=True):
+    """A token of the prompt, or one that could have stood there."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
 class ChatChoice(msgspec.Struct, frozen=True):
     """One of n messages. `seed` reproduces it alone."""
 
@@ -96,7 +104,9 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: AnsweredMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: int | str | None
     seed: int
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -110,6 +120,8 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     seed: int | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
     metadata: dict[str, str] | UnsetType = UNSET
     service_tier: str | UnsetType = UNSET
 
@@ -146,7 +158,9 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     delta: MessageNews
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: int | str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True):
@@ -160,6 +174,8 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True):
     choices: list[ChatChunkChoice]
     seed: int | None
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
     metadata: dict[str, str] | UnsetType = UNSET
     service_tier: str | UnsetType = UNSET
 
@@ -180,7 +196,11 @@ class TextChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReason
+    stop_reason: int | str | None
     seed: int
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -203,7 +223,10 @@ class TextChunkChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: int | str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionChunk(msgspec.Struct, frozen=True):

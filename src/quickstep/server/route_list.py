@@ -6,10 +6,14 @@ from quickstep.server.anthropic import CountTokens, Messages
 from quickstep.server.anthropic_schema import CountTokensRequest, MessagesRequest
 from quickstep.server.api_pages import ApiPages
 from quickstep.server.api_route import ApiRoute
+from quickstep.server.batches import LocalBatches
 from quickstep.server.chat import Chat
 from quickstep.server.choices import ChoicesSurface
 from quickstep.server.completions import Completions
+from quickstep.server.embedding_schema import EmbeddingList, EmbeddingRequest
+from quickstep.server.embeddings import Embeddings
 from quickstep.server.error_shapes import anthropic_shape
+from quickstep.server.llama_cpp_routes import llama_cpp_routes
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.probes import Probes
@@ -30,17 +34,24 @@ from quickstep.server.responses_store import ResponseStore
 from quickstep.server.routes import GeneratingRoute
 from quickstep.server.schemas import ChatRequest, CompletionRequest
 from quickstep.server.surface import Served
+from quickstep.server.tokenize import Tokenizing
 
 __all__ = ["api_routes"]
 
 
-def api_routes(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
-    """Every route, in the order of the reference."""
+def api_routes(
+    served: Served, metrics: Metrics, options: ServerOptions, batches: LocalBatches | None = None
+) -> list[ApiRoute]:
+    """Every route, in the order of the reference. The app starts and stops `batches`."""
+    batches = batches or LocalBatches(served, metrics, options)
     probes = Probes(served, metrics, options.stall_s)
     routes = [
         *_generating(served, metrics),
         *_responses(served, metrics),
         *_anthropic(served, metrics),
+        *batches.routes(),
+        *Tokenizing(served).routes(),
+        *llama_cpp_routes(served, metrics),
         *_models(probes),
         *_probes(probes),
     ]
@@ -62,6 +73,7 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
             response=ChatCompletion,
             streams=True,
             events=(ChatCompletionChunk,),
+            aliases=("/chat/completions",),
         ),
         ApiRoute(
             "POST",
@@ -72,6 +84,16 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
             response=Completion,
             streams=True,
             events=(CompletionChunk,),
+            aliases=("/completions",),
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/embeddings",
+            Embeddings(served).answer,
+            "A vector for each input.",
+            request=EmbeddingRequest,
+            response=EmbeddingList,
+            aliases=("/embeddings",),
         ),
     ]
 
@@ -128,7 +150,15 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
 
 def _models(probes: Probes) -> list[ApiRoute]:
     return [
-        ApiRoute("GET", "/v1/models", probes.models, "All names that are served.", None, ModelList),
+        ApiRoute(
+            "GET",
+            "/v1/models",
+            probes.models,
+            "All names that are served.",
+            None,
+            ModelList,
+            aliases=("/models",),
+        ),
         ApiRoute("GET", "/v1/models/{model:path}", probes.model, "One served name.", None, Model),
     ]
 

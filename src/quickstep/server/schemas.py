@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ from quickstep.errors import RequestError
 __all__ = [
     "AssistantMessage",
     "ChatRequest",
+    "ChoiceFields",
     "CompletionRequest",
     "CustomTool",
     "DeveloperMessage",
@@ -35,10 +37,12 @@ __all__ = [
     "SystemMessage",
     "TextFormat",
     "TextPart",
+    "Tool",
     "ToolMessage",
     "UserMessage",
     "converted",
     "decode",
+    "decode_values",
 ]
 
 
@@ -117,7 +121,17 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     cache_salt: str | None = None
 
 
-class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """What completions and chat ask for beside the text, by vLLM's names."""
+
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+
+
+class CompletionRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/completions`. A flat list in `prompt` is texts or one prompt's token ids."""
 
     prompt: str | list[str | int | list[int]]
@@ -265,7 +279,7 @@ class CustomTool(msgspec.Struct, frozen=True, tag="custom"):
 Tool = FunctionTool | CustomTool
 
 
-class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/chat/completions`."""
 
     messages: list[Message]
@@ -311,6 +325,14 @@ def decode(body: bytes, schema: type[_Schema]) -> _Schema:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise RequestError("the body's JSON is nested too deeply") from None
+
+
+def decode_values(values: Mapping[str, object], schema: type[_Schema]) -> _Schema:
+    """The typed fields of a query or a form, whose numbers are texts. Raises RequestError."""
+    try:
+        return msgspec.convert(dict(values), schema, strict=False)
+    except msgspec.ValidationError as error:
+        raise _named(str(error), schema) from None
 
 
 def converted(value: object, schema: type[_Schema], path: str) -> _Schema:

@@ -1,0 +1,74 @@
+"""Many lines through few workers, each line patiently: what a batch does with its time.
+
+`quickstep batch` and `/v1/batches` call `run_lines`; reading and writing files is theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from quickstep.errors import QuickstepError
+from quickstep.server.batch_lines import (
+    AskedBy,
+    BatchLine,
+    Endpoint,
+    LineAnswer,
+    answer_line,
+    is_passing,
+)
+
+__all__ = ["LineRunner", "run_lines"]
+
+
+@dataclass(frozen=True, slots=True)
+class LineRunner:
+    """Answers one line, and tries again while the engine takes none.
+
+    Attributes:
+        asked_by: Who asks.
+        num_tries: How often a line is sent to an engine that refuses it for the moment.
+        retry_s: The pause between two tries.
+    """
+
+    endpoints: Mapping[str, Endpoint]
+    asked_by: AskedBy = field(default_factory=AskedBy)
+    num_tries: int = 1
+    retry_s: float = 0.5
+
+    async def answer(self, line: BatchLine) -> LineAnswer:
+        """The line's answer. Raises the engine's refusal when the last try has failed."""
+        for _ in range(self.num_tries - 1):
+            try:
+                return await answer_line(self.endpoints[line.url], line, self.asked_by)
+            except QuickstepError as error:
+                if not is_passing(error):
+                    raise
+            await asyncio.sleep(self.retry_s)
+        return await answer_line(self.endpoints[line.url], line, self.asked_by)
+
+
+async def run_lines(
+    lines: Iterator[BatchLine],
+    answer: Callable[[BatchLine], Awaitable[LineAnswer]],
+    write: Callable[[LineAnswer], None],
+    concurrency: int,
+) -> None:
+    """Answer every line, `concurrency` at a time, and write each answer as it comes.
+
+    A cancellation, or an error of `lines`, `answer` or `write`, ends the lines that run; what was
+    written by then is whole.
+    """
+
+    async def work() -> None:
+        for line in lines:  # the workers share the iterator: every line goes to one of them
+            write(await answer(line))
+
+    workers = [asyncio.create_task(work()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
