@@ -147,6 +147,9 @@ def type_text(schema: Mapping[str, Any]) -> str:
     if values is not None:
         return ", ".join(f"`{json.dumps(value)}`" for value in values)
     kind = schema.get("type", "any JSON")
+    if "prefixItems" in schema:
+        inner = ", ".join(map(type_text, schema["prefixItems"]))
+        return f"list of {len(schema['prefixItems'])}: {inner}" if inner else "empty list"
     if kind == "array":
         return f"list of {type_text(schema.get('items', {}))}{_limits(schema, 'Items', 'entries')}"
     if kind == "object":

@@ -77,7 +77,7 @@ def test_a_wrong_value_is_400_with_its_path(route: str, name: str, value: Any, p
         (CHAT, {**JSON_FORMAT, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         (CHAT, {**JSON_FORMAT, "ignore_eos": True}, "ignore_eos"),
         (CHAT, {**JSON_FORMAT, "allowed_token_ids": [1]}, "allowed_token_ids"),
-        (COMPLETIONS, {"best_of": 2}, "best_of"),
+        (COMPLETIONS, {"n": 3, "best_of": 2}, "best_of"),
         (COMPLETIONS, {"prompt": ["a"] * 257}, "prompt"),
         (COMPLETIONS, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
     ],

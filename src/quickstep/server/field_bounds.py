@@ -20,7 +20,11 @@ from quickstep.server.options import RequestLimits
 from quickstep.server.responses import INCLUDES
 from quickstep.server.schemas_files import BatchRequest
 from quickstep.server.schemas_llama_cpp import LlamaCompletionRequest
-from quickstep.server.schemas_tokens import DetokenizeRequest
+from quickstep.server.schemas_tokens import (
+    ApplyTemplateRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from quickstep.server.tools import FUNCTION_NAME
 
 __all__ = ["Keywords", "SchemaFacts", "bounds_of"]
@@ -30,6 +34,12 @@ Keywords = Mapping[str, Any]
 _LOGIT_BIAS = 100.0
 _METADATA_KEY_CHARS = 64
 _METADATA_VALUE_CHARS = 512
+
+
+_LLAMA_SAME_RANGE = (
+    *("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "xtc_probability", "xtc_threshold"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +87,20 @@ def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
             "cache_salt": label,
         },
         BatchRequest: {"metadata": metadata},
+        ApplyTemplateRequest: {"messages": {"minItems": 1}},
+        TokenizeRequest: {"messages": {"minItems": 1}},
         DetokenizeRequest: {
             "tokens": {"maxItems": limits.detokenized, "items": _token_id(facts)},
         },
         LlamaCompletionRequest: {
-            **{
-                name: _range(name)
-                for name in ("top_k", "min_p", "presence_penalty", "frequency_penalty")
-            },
-            "temperature": _range("temperature"),
+            **{name: _range(name) for name in _LLAMA_SAME_RANGE},
+            "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+            "typical_p": {"exclusiveMinimum": 0, "maximum": 1},
+            "repeat_penalty": _range("repetition_penalty"),
+            "n_predict": {**_range("max_tokens"), "minimum": -1},
+            "max_tokens": {**_range("max_tokens"), "minimum": -1},
+            "dry_penalty_last_n": {**_range("dry_range"), "minimum": -1},
+            "seed": _range("seed"),
             "stop": _stops(limits),
             "n_probs": {**_range("logprobs"), "maximum": limits.logprobs},
             "n_cmpl": {**_range("n"), "maximum": limits.n},

@@ -131,7 +131,10 @@ def _sampling(
     own |= _dry(fields)
     own |= _look_back(fields)
     own |= _left_out(fields, served)
-    return sampling_params(SamplingFields(**shared), served, own, _RENAMED)
+    length = "n_predict" if fields.max_tokens is None else "max_tokens"
+    return sampling_params(
+        SamplingFields(**shared), served, own, {**_RENAMED, "max_tokens": length}
+    )
 
 
 def _max_tokens(fields: LlamaCompletionRequest, served: Served) -> dict[str, int | None]:
