@@ -18,7 +18,7 @@ from quickstep.server.generation import (
 )
 from quickstep.server.options import RequestLimits
 from quickstep.server.refused import CHAT_REFUSED, refuse
-from quickstep.server.sampling import bounded, label, sampling_params
+from quickstep.server.sampling import bounded, deadline_of, label, sampling_params
 from quickstep.server.schemas import (
     AssistantMessage,
     ChatRequest,
@@ -89,6 +89,7 @@ class Chat:
             prompts=(prompt,),
             sampling=sampling,
             priority=fields.priority or 0,
+            deadline_s=deadline_of(fields),
             tenant=_tenant(fields, served.limits),
             cache_salt=label("cache_salt", fields.cache_salt, served.limits),
             output=output,

@@ -91,6 +91,7 @@ class GenerationRequest:
         grammar_field: The client's name of what became `sampling.grammar`.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
         tenant: Whom the work is accounted to.
+        deadline_s: Seconds after which what was generated is the answer.
         include_usage: One usage chunk ends the stream.
         continuous_usage: Every chunk carries the usage so far.
     """
@@ -104,6 +105,7 @@ class GenerationRequest:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    deadline_s: float | None = None
     output: OutputReading | None = None
     grammar_field: str = ""
     echoed: Mapping[str, Any] = field(default_factory=dict)
@@ -272,6 +274,7 @@ async def open_generation(engine: ServedEngine, request: GenerationRequest) -> G
                     priority=request.priority,
                     tenant=request.tenant,
                     cache_salt=request.cache_salt,
+                    deadline_s=request.deadline_s,
                 )
             )
         for stream in streams:
