@@ -20,7 +20,7 @@ from quickstep.server.conversation import (
 from quickstep.server.generation import Generation, GenerationRequest
 from quickstep.server.options import RequestLimits
 from quickstep.server.refused import CHAT_REFUSED, refuse
-from quickstep.server.sampling import bounded, label
+from quickstep.server.sampling import bounded, deadline_of, label
 from quickstep.server.schemas import (
     AssistantMessage,
     ChatRequest,
@@ -81,6 +81,7 @@ class Chat:
             request,
             model=model,
             tenant=tenant_of(fields.user, fields.safety_identifier, served.limits),
+            deadline_s=deadline_of(fields),
             echoed=_echoed(fields, served.limits),
             shown=shown,
             beams=beam_params(fields, served, request.sampling),
