@@ -123,7 +123,7 @@ def test_what_the_trial_refuses_is_a_request_error_of_the_field(tokenizer: Token
     compiler = GrammarCompiler(tokenizer, 264, LOOSE)
     grammar = Grammar.of_json_schema(TOO_DEEP.text)
     assert grammar_source(grammar, LOOSE).form == "json_schema"
-    with pytest.raises(RequestError, match="^grammar exhausts the compiler") as caught:
+    with pytest.raises(RequestError, match=r"^grammar exhausts the compiler") as caught:
         compiler.compile(grammar)
     assert (caught.value.param, caught.value.status) == ("grammar", 400)
 

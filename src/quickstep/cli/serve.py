@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
 from quickstep.cli.parsing import Parser, command
 from quickstep.cli.screen import loading_bar
-from quickstep.cli.serve_flags import add_serve_flags, log_setup, server_options
+from quickstep.cli.serve_flags import add_serve_flags, input_config, log_setup, server_options
 from quickstep.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Bind, load, serve until a signal."""
-    config = engine_config(args, model_of(args), args.seed)
+    config = replace(engine_config(args, model_of(args), args.seed), inputs=input_config(args))
     from quickstep.engine.logs import install
     from quickstep.server.run import bind, check_tls, serve
     from quickstep.server.surface import check_names

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quickstep.cli.parsing import bytes_size, positive_int
+from quickstep.config import InputConfig
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from quickstep.server.api_keys import ApiKeys
     from quickstep.server.options import RequestLimits, ServerOptions
 
-__all__ = ["add_serve_flags", "log_setup", "server_options", "take_api_keys"]
+__all__ = ["add_serve_flags", "input_config", "log_setup", "server_options", "take_api_keys"]
 
 _LOG = logging.getLogger("quickstep.cli")
 _KEY_VARIABLE = "QUICKSTEP_API_KEY"
@@ -35,6 +36,14 @@ _LIMITS = (
     ("--max-logit-bias", "logit_bias", positive_int, "1024", "entries of logit_bias"),
     ("--max-logprobs", "logprobs", positive_int, "20", "alternatives per token"),
     ("--max-tools", "tools", positive_int, "128", "functions per request"),
+)
+# flag -> (field of InputConfig, type, default as shown, help)
+_INPUTS = (
+    ("--max-schema-bytes", "schema_bytes", bytes_size, "64KiB", "a JSON schema or a grammar"),
+    ("--max-schema-depth", "schema_depth", positive_int, "32", "levels of a JSON schema"),
+    ("--max-regex-bytes", "regex_bytes", bytes_size, "2KiB", "a regular expression"),
+    ("--grammar-timeout-s", "grammar_s", float, "2", "processor time to compile a grammar"),
+    ("--template-timeout-s", "template_s", float, "1", "time to render the chat template"),
 )
 _SECONDS = (
     ("--keep-alive-timeout-s", "an idle connection between two requests", 5.0),
@@ -111,7 +120,7 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_request_flags(group: argparse._ArgumentGroup) -> None:
-    for flag, name, kind, shown, text in _LIMITS:
+    for flag, name, kind, shown, text in (*_LIMITS, *_INPUTS):
         default = kind(shown)
         group.add_argument(
             flag, dest=f"limit_{name}", type=kind, default=default, metavar="N",
@@ -172,6 +181,12 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
     )
+
+
+def input_config(args: argparse.Namespace) -> InputConfig:
+    """What preparing a request may take. Raises ConfigError."""
+    values = vars(args)
+    return InputConfig(**{name: values[f"limit_{name}"] for _, name, *_ in _INPUTS})
 
 
 def log_setup(args: argparse.Namespace) -> LogSetup:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quickstep.config import InputConfig
 from quickstep.errors import RequestError
 from quickstep.types import Grammar
 
@@ -52,6 +53,15 @@ class GrammarLimits:
     lexer_states: int = 50_000
     symbols: int = 100_000
     kept: int = 64
+
+    @classmethod
+    def of(cls, inputs: InputConfig) -> GrammarLimits:
+        """What the operator sets of them; the others follow from llguidance."""
+        return cls(
+            text_bytes=inputs.schema_bytes,
+            depth=inputs.schema_depth,
+            regex_bytes=inputs.regex_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)

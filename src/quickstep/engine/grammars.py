@@ -24,6 +24,7 @@ from quickstep.engine.grammar_trial import GrammarTrial, TrialLimits
 from quickstep.engine.grammar_vocabulary import GrammarVocabulary, grammar_vocabulary
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.errors import RequestError
+from quickstep.runtime.closing import ClosingVocabulary
 from quickstep.types import Grammar
 
 if TYPE_CHECKING:
@@ -84,9 +85,10 @@ class GrammarCompiler:
         """Have the grammar ready. Raises RequestError that says what is wrong with it."""
         self._prototype(grammar)
 
-    def new_matcher(self, grammar: Grammar) -> LLMatcher:
+    def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingVocabulary]:
         """A matcher at the grammar's start, which shares no state. Raises RequestError."""
-        return self._prototype(grammar).deep_copy()
+        prototype = self._prototype(grammar)
+        return prototype.deep_copy(), self._closing_vocabulary
 
     def _known(self, grammar: Grammar) -> LLMatcher | None:
         with self._lock:
@@ -111,6 +113,7 @@ class GrammarCompiler:
 
     def _compile(self, source: GrammarSource) -> LLMatcher:
         self._trial.check(source)
+        assert self._closing_vocabulary is not None, "it is built here, off the engine's threads"
         return build_matcher(source, self._vocabulary, self._limits)
 
     @cached_property
@@ -121,6 +124,11 @@ class GrammarCompiler:
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
         return grammar_vocabulary(self._words, self._tokenizer)
+
+    @cached_property
+    def _closing_vocabulary(self) -> ClosingVocabulary:
+        """What the endings of grammars are spelled with."""
+        return ClosingVocabulary(self._words.tokens, set(self._words.special_token_ids))
 
 
 def check_grammar(grammar: Grammar | None, compiler: GrammarCompiler | None) -> None:

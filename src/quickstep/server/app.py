@@ -30,7 +30,8 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
     """The app. Its lifespan starts the engine and, at the end, stops it."""
     options = options or ServerOptions()
     names = options.served_model_names or (engine.model_name,)
-    served = Served(engine, names, options.limits, output_formats(engine, options))
+    formats = output_formats(engine, options)
+    served = Served(engine, names, options.limits, formats, options.deadlines)
     metrics = Metrics(engine, names[0])
 
     @asynccontextmanager

@@ -92,6 +92,7 @@ class GenerationRequest:
         grammar_field: The client's name of what became `sampling.grammar`.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
         tenant: Whom the work is accounted to.
+        deadline_s: Seconds after which what there is is the answer; None for no limit.
         include_usage: One usage chunk ends the stream.
         continuous_usage: Every chunk carries the usage so far.
     """
@@ -108,6 +109,7 @@ class GenerationRequest:
     output: OutputReading | None = None
     grammar_field: str = ""
     echoed: Mapping[str, Any] = field(default_factory=dict)
+    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +275,7 @@ async def open_generation(engine: ServedEngine, request: GenerationRequest) -> G
                     priority=request.priority,
                     tenant=request.tenant,
                     cache_salt=request.cache_salt,
+                    deadline_s=request.deadline_s,
                 )
             )
         for stream in streams:

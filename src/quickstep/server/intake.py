@@ -78,7 +78,7 @@ def taken_in(route: ApiRoute, intake: Intake) -> Endpoint:
         response = await endpoint(Request(request.scope, _replay(body, request.receive)))
         if ignored:
             _LOG.warning("ignored unknown fields of a %s request: %s", route.path, ignored)
-            names = ",".join(ignored).encode("ascii", "backslashreplace").decode()
+            names = ",".join(ignored).encode("unicode_escape").decode()
             response.headers["x-quickstep-ignored-fields"] = names[:_HEADER_CHARS]
         return response
 

@@ -67,9 +67,10 @@ class GeneratingRoute:
 
     def _asked(self, body: bytes, caller: str) -> Asked:
         asked = self._surface.parse(body, self._served, caller)
-        if asked.request.tenant:
-            return asked
-        return replace(asked, request=replace(asked.request, tenant=caller))
+        request = asked.request
+        deadline_s = self._served.deadlines.of(request.deadline_s)
+        tenant = request.tenant or caller
+        return replace(asked, request=replace(request, tenant=tenant, deadline_s=deadline_s))
 
     async def _open(self, asked: Asked) -> _Answer:
         meter = self._metrics.meter(asked.request)
