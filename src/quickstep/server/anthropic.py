@@ -31,11 +31,11 @@ from quickstep.server.anthropic_schema import (
     MessagesRequest,
     NoChoice,
 )
-from quickstep.server.api_errors import error_of, json_response
+from quickstep.server.api_errors import error_facts, json_response
 from quickstep.server.body import ClientDisconnect, read_body
 from quickstep.server.chat_message import message_reader
 from quickstep.server.conversation import Conversation, conversation_request, told_effort
-from quickstep.server.error_shapes import anthropic_error
+from quickstep.server.error_shapes import anthropic_shape
 from quickstep.server.frames import event_frame
 from quickstep.server.generation import ChoiceDelta, Generation, prompt_ids
 from quickstep.server.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
@@ -243,8 +243,7 @@ class _MessagesWriter:
 
     def failure(self, error: Exception) -> Iterator[bytes]:
         """An error event."""
-        _, body = anthropic_error(*error_of(error))
-        yield event_frame("error", body)
+        yield event_frame("error", anthropic_shape(error_facts(error)))
 
     def note(self, item: ChoiceDelta) -> None:
         """The same blocks, without events."""

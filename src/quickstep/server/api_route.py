@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quickstep.server.api_errors import ErrorShape, openai_shape
+
 __all__ = ["ApiRoute"]
 
 
@@ -28,6 +30,7 @@ class ApiRoute:
         streams: The answer may be server-sent events.
         is_probe: Answered without an API key: liveness and readiness.
         aliases: Further paths of the same endpoint.
+        error_shape: How this surface writes errors.
     """
 
     method: str
@@ -39,8 +42,13 @@ class ApiRoute:
     streams: bool = False
     is_probe: bool = False
     aliases: tuple[str, ...] = ()
+    error_shape: ErrorShape = openai_shape
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path and its aliases."""
+        return (self.path, *self.aliases)
 
     def starlette(self) -> list[Route]:
         """The route of every path."""
-        paths = (self.path, *self.aliases)
-        return [Route(path, self.endpoint, methods=[self.method]) for path in paths]
+        return [Route(path, self.endpoint, methods=[self.method]) for path in self.paths]

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_errors import error_response
 from quickstep.server.engine_face import ServedEngine
+from quickstep.server.front_gate import FrontGate
+from quickstep.server.intake import Intake, taken_in
 from quickstep.server.metrics import Metrics
-from quickstep.server.options import ServerOptions
+from quickstep.server.options import CorsOptions, ServerOptions
 from quickstep.server.route_list import api_routes
 from quickstep.server.surface import Served, output_formats
 from quickstep.server.traffic_log import watch
@@ -25,7 +30,8 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
     """The app. Its lifespan starts the engine and, at the end, stops it."""
     options = options or ServerOptions()
     names = options.served_model_names or (engine.model_name,)
-    served = Served(engine, names, options.limits, output_formats(engine, options))
+    formats = output_formats(engine, options)
+    served = Served(engine, names, options.limits, formats, options.deadlines)
     metrics = Metrics(engine, names[0])
 
     @asynccontextmanager
@@ -40,10 +46,15 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
                 await watching
             await engine.stop()
 
-    return Starlette(
+    routes = api_routes(served, metrics, options)
+    intake = Intake.of(options)
+    app = Starlette(
         routes=[
-            route for known in api_routes(served, metrics, options) for route in known.starlette()
+            route
+            for known in routes
+            for route in replace(known, endpoint=taken_in(known, intake)).starlette()
         ],
+        middleware=[*_cors(options.cors), Middleware(FrontGate, routes=routes, options=options)],
         exception_handlers={
             HTTPException: error_response,
             RequestError: error_response,
@@ -52,3 +63,21 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
         },
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # another path is another path: 404
+    return app
+
+
+def _cors(options: CorsOptions) -> list[Middleware]:
+    """Outside the gate: a browser asks for permission without a key."""
+    if not options.origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=options.origins,
+            allow_methods=options.methods,
+            allow_headers=options.headers,
+            allow_credentials=options.credentials,
+            expose_headers=("x-request-id", "x-quickstep-ignored-fields", "retry-after"),
+        )
+    ]

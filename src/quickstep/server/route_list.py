@@ -10,6 +10,7 @@ from quickstep.server.choices import ChoicesSurface
 from quickstep.server.completions import Completions
 from quickstep.server.embedding_schema import EmbeddingList, EmbeddingRequest
 from quickstep.server.embeddings import Embeddings
+from quickstep.server.error_shapes import anthropic_shape
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.probes import Probes
@@ -102,6 +103,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
             request=MessagesRequest,
             response=MessageResponse,
             streams=True,
+            error_shape=anthropic_shape,
         ),
         ApiRoute(
             "POST",
@@ -110,6 +112,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "How many tokens a message's input has.",
             request=CountTokensRequest,
             response=TokenCount,
+            error_shape=anthropic_shape,
         ),
     ]
 

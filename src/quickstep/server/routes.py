@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,13 +20,13 @@ from starlette.responses import Response
 from quickstep.server.api_errors import json_response
 from quickstep.server.body import ClientDisconnect, read_body, unless_disconnected
 from quickstep.server.event_stream import EventStream
+from quickstep.server.front_gate import key_name
 from quickstep.server.generation import Generation, open_generation
 from quickstep.server.metrics import Metrics, RequestMeter
 from quickstep.server.surface import Asked, Head, Served, Surface, Writer
 
-__all__ = ["CALLER", "CLIENT_CLOSED", "GeneratingRoute", "caller_of", "request_id"]
+__all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of", "request_id"]
 
-CALLER = "quickstep.caller"  # the ASGI scope's entry for the name of the API key, where one is due
 CLIENT_CLOSED = 499  # nginx's; nobody reads it, it stands in the access log
 
 
@@ -57,13 +57,20 @@ class GeneratingRoute:
         headers = request_id(request)
         try:
             body = await read_body(request, self._served.limits.body_bytes)
-            asked = self._surface.parse(body, self._served, caller_of(request))
+            asked = self._asked(body, caller_of(request))
             answer = await unless_disconnected(request.receive, self._open(asked))
             if asked.request.stream:
                 return EventStream(frames(answer), answer.close, headers)
             return await self._whole(request, answer, headers)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
+
+    def _asked(self, body: bytes, caller: str) -> Asked:
+        asked = self._surface.parse(body, self._served, caller)
+        request = asked.request
+        deadline_s = self._served.deadlines.of(request.deadline_s)
+        tenant = request.tenant or caller
+        return replace(asked, request=replace(request, tenant=tenant, deadline_s=deadline_s))
 
     async def _open(self, asked: Asked) -> _Answer:
         meter = self._metrics.meter(asked.request)
@@ -115,8 +122,8 @@ async def _written(answer: _Answer) -> AsyncGenerator[bytes, None]:
 
 
 def caller_of(request: Request) -> str:
-    """Whose API key the request came with; "" where none is asked for."""
-    return str(request.scope.get(CALLER, ""))
+    """Whose the request is, for what is kept beyond it: the API key's name, "" without keys."""
+    return key_name(request)
 
 
 def request_id(request: Request) -> dict[str, str]:
