@@ -100,6 +100,7 @@ class Script:
     endless: bool = False
     gate: asyncio.Event | None = None
     words: tuple[str, ...] = WORDS
+    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
@@ -169,7 +170,8 @@ class FakeStream:
         end = (END_ID,) * (reason is FinishReason.EOS)
         logprobs = self._logprobs(END_ID) if end else ()
         timings = self._timings(emitted + len(end))
-        yield Delta(index, "", end, logprobs, reason, None, timings, script.error)
+        stopped_by = script.stop_reason
+        yield Delta(index, "", end, logprobs, reason, stopped_by, timings, script.error)
 
     def _embedded(self) -> Delta:
         """The prompt's length on a circle tells which prompt it was; MEAN and LAST differ."""

@@ -124,7 +124,8 @@ def is_forced(seen: Seen) -> bool:
     return grammar is not None and grammar.kind == "lark"
 
 
-# What a scripted engine cannot show is tried with a model of its own (`test_choice_fields`).
+# What a scripted engine cannot show is tried with a model of its own (`test_choice_fields`,
+# `test_sampling_fields`).
 UNTRIED = Case({}, lambda seen: True)
 
 
@@ -149,6 +150,17 @@ SAMPLING: Cases = {
         top_p=(0.5, sampled("top_p", 0.5)),
         top_k=(5, sampled("top_k", 5)),
         min_p=(0.5, sampled("min_p", 0.5)),
+        preset=("chat", sampled("temperature", 0.7)),
+        typical_p=(0.5, sampled("typical_p", 0.5)),
+        xtc_probability=(0.5, sampled("xtc_probability", 0.5)),
+        xtc_threshold=(0.2, sampled("xtc_threshold", 0.2)),
+        dry_multiplier=(0.8, sampled("dry_multiplier", 0.8)),
+        dry_base=(1.5, sampled("dry_base", 1.5)),
+        dry_allowed_length=(3, sampled("dry_allowed_length", 3)),
+        dry_range=(100, sampled("dry_range", 100)),
+        dry_sequence_breakers=(["."], sampled("dry_sequence_breakers", (".",))),
+        bad_words=(["x", "a b"], sampled("bad_words", ("x", "a b"))),
+        timeout_s=(2.5, lambda seen: seen.submitted.deadline_s == 2.5),
         presence_penalty=(1.5, sampled("presence_penalty", 1.5)),
         frequency_penalty=(-1.5, sampled("frequency_penalty", -1.5)),
         repetition_penalty=(1.5, sampled("repetition_penalty", 1.5)),
@@ -169,6 +181,7 @@ SAMPLING: Cases = {
         priority=(-3, lambda seen: seen.submitted.priority == -3),
         cache_salt=("x", lambda seen: seen.submitted.cache_salt == "x"),
     ),
+    "thinking_budget": UNTRIED,
     "stream_options": streamed(
         {"include_usage": True}, lambda seen: seen.chunks[-1]["choices"] == []
     ),

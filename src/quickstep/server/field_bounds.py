@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quickstep.sampling_params import RANGES
+from quickstep.sampling_params import PRESETS, RANGES
 from quickstep.server import anthropic_schema, responses_schema, schemas
 from quickstep.server.embedding_schema import EmbeddingRequest
 from quickstep.server.options import RequestLimits
@@ -32,6 +32,8 @@ __all__ = ["Keywords", "SchemaFacts", "bounds_of"]
 Keywords = Mapping[str, Any]
 
 _LOGIT_BIAS = 100.0
+_ABOVE_0_TO_1 = {"exclusiveMinimum": 0, "maximum": 1}
+_NAMED_FUNCTION = {"name": {"pattern": f"^(?:{FUNCTION_NAME.pattern})$"}}
 _METADATA_KEY_CHARS = 64
 _METADATA_VALUE_CHARS = 512
 
@@ -61,75 +63,69 @@ def bounds_of(schema: type[msgspec.Struct], facts: SchemaFacts) -> dict[str, Key
 
 
 def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
-    limits = facts.limits
-    label = {"maxLength": limits.label_chars}
-    function_name = {"name": {"pattern": f"^(?:{FUNCTION_NAME.pattern})$"}}
-    metadata = {
+    return {
+        **_of_openai(facts),
+        **_of_responses(facts.limits),
+        **_of_messages(facts.limits),
+        **_of_llama_cpp(facts.limits),
+        **_of_others(facts),
+    }
+
+
+def _label(limits: RequestLimits) -> Keywords:
+    return {"maxLength": limits.label_chars}
+
+
+def _metadata(limits: RequestLimits) -> Keywords:
+    return {
         "maxProperties": limits.metadata,
         "propertyNames": {"maxLength": _METADATA_KEY_CHARS},
         "additionalProperties": {"type": "string", "maxLength": _METADATA_VALUE_CHARS},
     }
-    shared = schemas.SamplingFields.__struct_fields__
+
+
+def _of_openai(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
+    limits = facts.limits
     return {
-        schemas.SamplingFields: {
-            **{name: _range(name) for name in RANGES if name in shared},
-            **_of_sampling(facts),
-            "user": label,
-            "cache_salt": label,
-        },
-        schemas.ChoiceFields: {
-            "prompt_logprobs": {**_range("prompt_logprobs"), "maximum": limits.logprobs},
-        },
-        EmbeddingRequest: {
-            "input": {"anyOf": _prompts(facts)},
-            "dimensions": {"minimum": 1},
-            "user": label,
-            "cache_salt": label,
-        },
-        BatchRequest: {"metadata": metadata},
-        ApplyTemplateRequest: {"messages": {"minItems": 1}},
-        TokenizeRequest: {"messages": {"minItems": 1}},
-        DetokenizeRequest: {
-            "tokens": {"maxItems": limits.detokenized, "items": _token_id(facts)},
-        },
-        LlamaCompletionRequest: {
-            **{name: _range(name) for name in _LLAMA_SAME_RANGE},
-            "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-            "typical_p": {"exclusiveMinimum": 0, "maximum": 1},
-            "repeat_penalty": _range("repetition_penalty"),
-            "n_predict": {**_range("max_tokens"), "minimum": -1},
-            "max_tokens": {**_range("max_tokens"), "minimum": -1},
-            "dry_penalty_last_n": {**_range("dry_range"), "minimum": -1},
-            "seed": _range("seed"),
-            "stop": _stops(limits),
-            "n_probs": {**_range("logprobs"), "maximum": limits.logprobs},
-            "n_cmpl": {**_range("n"), "maximum": limits.n},
-        },
+        schemas.SamplingFields: _of_sampling(facts),
+        schemas.ChoiceFields: {"prompt_logprobs": _num_logprobs(limits)},
         schemas.CompletionRequest: {
             "prompt": {"anyOf": _prompts(facts)},
-            "logprobs": {**_range("logprobs"), "maximum": limits.logprobs},
+            "logprobs": _num_logprobs(limits),
         },
         schemas.ChatRequest: {
             "messages": {"minItems": 1},
             "max_completion_tokens": _range("max_tokens"),
-            "top_logprobs": {**_range("logprobs"), "maximum": limits.logprobs},
-            "metadata": metadata,
-            "safety_identifier": label,
-            "prompt_cache_key": label,
+            "top_logprobs": _num_logprobs(limits),
+            "metadata": _metadata(limits),
+            "safety_identifier": _label(limits),
+            "prompt_cache_key": _label(limits),
             "tools": {"maxItems": limits.tools},
             "tool_choice": {"anyOf": _TOOL_CHOICES},
         },
+        schemas.FunctionSpec: _NAMED_FUNCTION,
+    }
+
+
+def _of_responses(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+    return {
         responses_schema.ResponsesRequest: {
             "max_output_tokens": {**_range("max_tokens"), "minimum": 1},
             "max_tool_calls": {"minimum": 1},
-            "top_logprobs": {**_range("logprobs"), "maximum": limits.logprobs},
-            "metadata": metadata,
-            "safety_identifier": label,
-            "prompt_cache_key": label,
+            "top_logprobs": _num_logprobs(limits),
+            "metadata": _metadata(limits),
+            "safety_identifier": _label(limits),
+            "prompt_cache_key": _label(limits),
             "tools": {"maxItems": limits.tools},
             "input": {"minItems": 1},
             "include": {"items": {"enum": list(INCLUDES)}},
         },
+        responses_schema.FunctionToolSpec: _NAMED_FUNCTION,
+    }
+
+
+def _of_messages(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+    return {
         anthropic_schema.CountTokensRequest: {
             "messages": {"minItems": 1},
             "tools": {"maxItems": limits.tools},
@@ -138,14 +134,51 @@ def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
             "max_tokens": {**_range("max_tokens"), "minimum": 1},
             "temperature": {"minimum": 0, "maximum": 1},
             "top_k": _range("top_k"),
-            "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-            "stop_sequences": _stops(limits),
+            "top_p": _ABOVE_0_TO_1,
+            "stop_sequences": _list_of_texts(limits.stop, limits.stop_chars),
         },
-        anthropic_schema.RequestMetadata: {"user_id": label},
-        anthropic_schema.CustomToolSpec: function_name,
-        responses_schema.FunctionToolSpec: function_name,
-        schemas.FunctionSpec: function_name,
+        anthropic_schema.RequestMetadata: {"user_id": _label(limits)},
+        anthropic_schema.CustomToolSpec: _NAMED_FUNCTION,
     }
+
+
+def _of_llama_cpp(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+    length = {**_range("max_tokens"), "minimum": -1}
+    return {
+        LlamaCompletionRequest: {
+            **{name: _range(name) for name in _LLAMA_SAME_RANGE},
+            "top_p": _ABOVE_0_TO_1,
+            "typical_p": _ABOVE_0_TO_1,
+            "repeat_penalty": _range("repetition_penalty"),
+            "n_predict": length,
+            "max_tokens": length,
+            "dry_penalty_last_n": {**_range("dry_range"), "minimum": -1},
+            "seed": _range("seed"),
+            "stop": _texts(limits.stop, limits.stop_chars),
+            "n_probs": _num_logprobs(limits),
+            "n_cmpl": {**_range("n"), "maximum": limits.n},
+        },
+    }
+
+
+def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
+    limits = facts.limits
+    return {
+        EmbeddingRequest: {
+            "input": {"anyOf": _prompts(facts)},
+            "dimensions": {"minimum": 1},
+            "user": _label(limits),
+            "cache_salt": _label(limits),
+        },
+        BatchRequest: {"metadata": _metadata(limits)},
+        ApplyTemplateRequest: {"messages": {"minItems": 1}},
+        TokenizeRequest: {"messages": {"minItems": 1}},
+        DetokenizeRequest: {"tokens": {"maxItems": limits.detokenized, "items": _token_id(facts)}},
+    }
+
+
+def _num_logprobs(limits: RequestLimits) -> Keywords:
+    return {**_range("logprobs"), "maximum": limits.logprobs}
 
 
 def _token_id(facts: SchemaFacts) -> Keywords:
@@ -165,17 +198,27 @@ def _prompts(facts: SchemaFacts) -> list[Keywords]:
     ]
 
 
-def _stops(limits: RequestLimits) -> Keywords:
-    text = {"minLength": 1, "maxLength": limits.stop_chars}
-    return {**text, "maxItems": limits.stop, "items": {"type": "string", **text}}
+def _texts(most: int, longest: int) -> Keywords:
+    """A text or a list of them."""
+    return {"minLength": 1, "maxLength": longest, **_list_of_texts(most, longest)}
+
+
+def _list_of_texts(most: int, longest: int) -> Keywords:
+    text = {"type": "string", "minLength": 1, "maxLength": longest}
+    return {"maxItems": most, "items": text}
 
 
 def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
     limits = facts.limits
+    shared = schemas.SamplingFields.__struct_fields__
     token_ids = {"maxItems": limits.stop_token_ids, "items": _token_id(facts)}
     return {
+        **{name: _range(name) for name in RANGES if name in shared},
         "n": {**_range("n"), "maximum": limits.n},
-        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+        "top_p": _ABOVE_0_TO_1,
+        "typical_p": _ABOVE_0_TO_1,
+        "preset": {"enum": list(PRESETS)},
+        "timeout_s": {"exclusiveMinimum": 0},
         "logit_bias": {
             "maxProperties": limits.logit_bias,
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},
@@ -187,7 +230,11 @@ def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
         },
         "allowed_token_ids": token_ids,
         "stop_token_ids": token_ids,
-        "stop": _stops(limits),
+        "stop": _texts(limits.stop, limits.stop_chars),
+        "bad_words": _list_of_texts(limits.bad_words, limits.bad_word_chars),
+        "dry_sequence_breakers": _list_of_texts(limits.dry_breakers, limits.dry_breaker_chars),
+        "user": _label(limits),
+        "cache_salt": _label(limits),
     }
 
 

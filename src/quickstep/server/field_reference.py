@@ -44,6 +44,20 @@ _SAMPLING: Mapping[str, str] = {
     "top_p": "Keeps the likeliest tokens that together reach this probability.",
     "top_k": "Keeps this many of the likeliest tokens; 0 or -1 keeps all.",
     "min_p": "Drops tokens less likely than this share of the likeliest one.",
+    "preset": "Sets temperature and top_p where the request is silent; the fields go first.",
+    "typical_p": "Keeps the tokens whose surprise is nearest to the expected one, up to this "
+    "probability.",
+    "xtc_probability": "How often the likeliest tokens are left out.",
+    "xtc_threshold": "Tokens above this probability may be left out, all but the least likely.",
+    "dry_multiplier": "Scales the penalty of a token that continues a repetition; 0 is off.",
+    "dry_base": "The penalty grows with this power of the repetition's length.",
+    "dry_allowed_length": "Repetitions up to this length cost nothing.",
+    "dry_range": "Tokens that DRY looks back; 0 for the whole context.",
+    "dry_sequence_breakers": "Texts across which no repetition is seen.",
+    "bad_words": "Texts that are not generated.",
+    "thinking_budget": "Ends the reasoning after this many tokens; 400 if the model does not "
+    "reason.",
+    "timeout_s": "After this many seconds what was generated is the answer.",
     "presence_penalty": "Subtracted from the logit of every token generated before.",
     "frequency_penalty": "Subtracted from a token's logit for each time it was generated.",
     "repetition_penalty": "Divides positive and multiplies negative logits of tokens seen in the "

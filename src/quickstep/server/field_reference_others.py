@@ -30,6 +30,7 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "given, else the last token's state.",
         "add_special_tokens": "Whether the tokenizer adds its special tokens; true if not given.",
         "priority": "A lower number is scheduled first; 0 if not given.",
+        "timeout_s": "After this many seconds the answer is an error.",
         "cache_salt": "Cached prefixes are shared only with requests of the same salt.",
     },
     schemas_files.BatchRequest: {
