@@ -219,6 +219,15 @@ def test_lines_wait_for_an_engine_that_takes_none(
     assert not engine.refusals
 
 
+def test_a_full_queue_is_waited_for_without_an_end(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    tries = BatchOptions().num_tries
+    engine.refusals = [RequestError("the queue is full", status=429) for _ in range(2 * tries)]
+    ended(client, begin(client, [line("a")]), "completed")
+    assert not engine.refusals
+
+
 def test_an_engine_that_stays_away_fails_the_batch(
     client: openai.OpenAI, engine: FakeEngine
 ) -> None:

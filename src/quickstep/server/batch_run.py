@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from quickstep.errors import QuickstepError
+from quickstep.errors import EngineError, RequestError
 from quickstep.server.batch_lines import (
     AskedBy,
     BatchLine,
@@ -28,7 +28,7 @@ class LineRunner:
 
     Attributes:
         asked_by: Who asks.
-        num_tries: How often a line is sent to an engine that refuses it for the moment.
+        num_tries: How often a line is sent to an engine that takes none (it restarts, say).
         retry_s: The pause between two tries.
     """
 
@@ -38,15 +38,22 @@ class LineRunner:
     retry_s: float = 0.5
 
     async def answer(self, line: BatchLine) -> LineAnswer:
-        """The line's answer. Raises the engine's refusal when the last try has failed."""
-        for _ in range(self.num_tries - 1):
+        """The line's answer. Raises EngineError when the last try has failed.
+
+        A full queue empties, so that is waited for without an end.
+        """
+        num_failed = 0
+        while True:
             try:
                 return await answer_line(self.endpoints[line.url], line, self.asked_by)
-            except QuickstepError as error:
+            except RequestError as error:
                 if not is_passing(error):
                     raise
+            except EngineError:
+                num_failed += 1
+                if num_failed >= self.num_tries:
+                    raise
             await asyncio.sleep(self.retry_s)
-        return await answer_line(self.endpoints[line.url], line, self.asked_by)
 
 
 async def run_lines(

@@ -36,8 +36,7 @@ class BatchOptions:
         num_kept: Batches that are remembered; those that ended longest ago are forgotten.
         added_priority: What the lines' priority is raised by; lower goes first, so live requests
             do.
-        num_tries: How often a line is sent to an engine that refuses it for the moment (it
-            restarts, its queue is full).
+        num_tries: How often a line is sent to an engine that takes none (it restarts, say).
         retry_s: The pause between two tries.
     """
 

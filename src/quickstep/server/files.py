@@ -39,8 +39,9 @@ _CLIENT_CLOSED = 499
 class Files:
     """The endpoints, by name."""
 
-    def __init__(self, store: FileStore) -> None:
+    def __init__(self, store: FileStore, upload_s: float) -> None:
         self._store = store
+        self._upload_s = upload_s
 
     def routes(self) -> list[ApiRoute]:
         """All of them."""
@@ -57,9 +58,14 @@ class Files:
     async def upload(self, request: Request) -> Response:
         """Keep the file of a form."""
         try:
-            form = await self._form(request)
+            async with asyncio.timeout(self._upload_s):
+                form = await self._form(request)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
+        except TimeoutError:
+            raise RequestError(
+                f"the file did not arrive within {self._upload_s:g} s; send it faster", status=408
+            ) from None
         try:
             stored = await self._kept(caller_of(request), form)
         finally:
