@@ -66,6 +66,7 @@ class FakeTemplate:
     formats: OutputFormats = field(
         default_factory=lambda: formats_of("{{ tools }}<tool_call>{{ message.tool_calls }}")
     )
+    rendered: list[Mapping[str, Any]] = field(default_factory=list)
 
     source: str = "{{ messages }}"
 
@@ -76,6 +77,7 @@ class FakeTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
+        self.rendered.extend(messages)
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         lines += [
             f"calls={message['tool_calls']}" for message in messages if "tool_calls" in message

@@ -4,14 +4,15 @@ The tables are complete: a field of OpenAI's own client, or of our schema, that 
 them fails the first tests. What chat has as well is taken from its table.
 """
 
+import json
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine import FakeEngine, FakeTemplate
+from field_cases import SAMPLING, Case, Seen
 from openai.types.responses import response_create_params
 from surface_calls import RESPONSES, Row, post_to, prompt_of, sampled
-from test_request_fields import SHARED
 
 from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.server.responses_schema import RESPONSES_REFUSED, ResponsesRequest
@@ -48,6 +49,14 @@ OWN: dict[str, Row] = {
     "model": ("fake", lambda seen: seen[1]["model"] == "fake"),
     "seed": (99, lambda seen: seen[0].sampling.seed == 99 and seen[1]["seed"] == 99),
 }
+
+
+def as_chat(name: str, case: Case) -> Row:
+    """A row of chat's table."""
+    return case.fields[name], lambda seen: case.holds(Seen(seen[0], [], json.dumps(seen[1])))
+
+
+SHARED = {name: as_chat(name, case) for name, case in SAMPLING.items() if "stream" not in name}
 HONOURED: dict[str, Row] = {
     name: row for name, row in (SHARED | OWN).items() if name not in RESPONSES_REFUSED
 }

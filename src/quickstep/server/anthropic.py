@@ -57,7 +57,7 @@ from quickstep.server.surface import Asked, Head, Served
 from quickstep.server.tools import Function, OfferedTools, ToolChoice, offer
 from quickstep.types import FinishReason, Grammar
 
-__all__ = ["CountTokens", "Messages"]
+__all__ = ["TOOL_REFUSED", "CountTokens", "Messages"]
 
 _SAME_NAME = ("temperature", "top_k", "top_p")
 _STOP_REASONS: Mapping[FinishReason, str] = {
@@ -68,7 +68,7 @@ _STOP_REASONS: Mapping[FinishReason, str] = {
     FinishReason.DEADLINE: "max_tokens",
     FinishReason.CONTEXT_LIMIT: "model_context_window_exceeded",
 }
-_TOOL_REFUSED: Mapping[str, Refusal] = {
+TOOL_REFUSED: Mapping[str, Refusal] = {
     "allowed_callers": Refusal((["direct"],), "only the model calls"),
     "defer_loading": Refusal((False,), "every tool is shown"),
     "eager_input_streaming": Refusal((False,), "a call is sent once it is known to be one"),
@@ -166,7 +166,7 @@ def _function(tool: dict[str, Any], path: str) -> Function:
             f"{place} is {shown}: the server runs no tools, send custom", param=place
         )
     spec = converted(tool, CustomToolSpec, path)
-    for name, refusal in _TOOL_REFUSED.items():
+    for name, refusal in TOOL_REFUSED.items():
         if not refusal.allows(getattr(spec, name)):
             place = f"{path}.{name}"
             raise RequestError(f"{place} is not supported: {refusal.why}", param=place)

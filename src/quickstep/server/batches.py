@@ -70,7 +70,14 @@ class LocalBatches:
                 request=BatchRequest,
                 response=BatchObject,
             ),
-            ApiRoute("GET", path, self.batches, "The batches of this key.", response=BatchList),
+            ApiRoute(
+                "GET",
+                path,
+                self.batches,
+                "The batches of this key.",
+                response=BatchList,
+                query=BatchQuery,
+            ),
             ApiRoute("GET", one, self.batch, "One batch.", response=BatchObject),
             ApiRoute("POST", f"{one}/cancel", self.cancel, "End a batch.", response=BatchObject),
         ]

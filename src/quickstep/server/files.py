@@ -49,10 +49,23 @@ class Files:
         one = f"{path}/{{file_id}}"
         return [
             ApiRoute("POST", path, self.upload, "Keep a file of requests.", response=FileObject),
-            ApiRoute("GET", path, self.files, "The files of this key.", response=FileList),
+            ApiRoute(
+                "GET",
+                path,
+                self.files,
+                "The files of this key.",
+                response=FileList,
+                query=FileQuery,
+            ),
             ApiRoute("GET", one, self.file, "One file.", response=FileObject),
             ApiRoute("DELETE", one, self.delete, "Forget a file.", response=DeletedFile),
-            ApiRoute("GET", f"{one}/content", self.content, "What stands in a file."),
+            ApiRoute(
+                "GET",
+                f"{one}/content",
+                self.content,
+                "What stands in a file.",
+                content_type="application/jsonl",
+            ),
         ]
 
     async def upload(self, request: Request) -> Response:

@@ -22,7 +22,7 @@ from quickstep.server.schemas_llama_cpp import LlamaCompletionRequest, PromptObj
 from quickstep.server.surface import Served
 from quickstep.types import Grammar, SamplingParams
 
-__all__ = ["LLAMA_REFUSED", "SAMPLERS", "llama_request"]
+__all__ = ["LLAMA_REFUSED", "PROMPT_REFUSED", "SAMPLERS", "llama_request"]
 
 # In the order of `SamplingParams`, under llama.cpp's names.
 SAMPLERS = ("penalties", "dry", "temperature", "top_k", "typ_p", "top_p", "min_p", "xtc")
@@ -87,6 +87,11 @@ LLAMA_REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "image_data": Refusal(([],), "the model reads text only"),
         "lora": Refusal(([],), "there are no adapters"),
     }
+)
+
+
+PROMPT_REFUSED: Mapping[str, Refusal] = MappingProxyType(
+    {"multimodal_data": Refusal(([],), "the model reads text only")}
 )
 
 
@@ -268,27 +273,23 @@ def _prompts(
     """One prompt, or several in a list without a bare number."""
     prompt = fields.prompt
     if not isinstance(prompt, list):
-        return (_text(prompt),)
+        return (_text(prompt, "prompt"),)
     if not prompt:
         raise RequestError("prompt is an empty list", param="prompt")
     if any(isinstance(part, int) for part in prompt):
         return (_mixed(prompt, served),)
     bounded("prompt", len(prompt), served.limits.prompts, "entries")
     return tuple(
-        _mixed(item, served) if isinstance(item, list) else _text(item)
-        for item in prompt
+        _mixed(item, served) if isinstance(item, list) else _text(item, f"prompt[{place}]")
+        for place, item in enumerate(prompt)
         if not isinstance(item, int)
     )
 
 
-def _text(prompt: str | PromptObject) -> TextPrompt:
+def _text(prompt: str | PromptObject, path: str) -> TextPrompt:
     if isinstance(prompt, str):
         return TextPrompt(prompt)
-    if prompt.multimodal_data:
-        raise RequestError(
-            "prompt.multimodal_data is not supported: the model reads text only",
-            param="prompt.multimodal_data",
-        )
+    refuse(prompt, PROMPT_REFUSED, f"{path}.")
     return TextPrompt(prompt.prompt_string)
 
 

@@ -19,6 +19,7 @@ from quickstep.server.llama_cpp import LlamaCpp, generation_settings
 from quickstep.server.metrics import Metrics
 from quickstep.server.response_llama_cpp import (
     DefaultSettings,
+    LlamaChunk,
     LlamaCompletion,
     LlamaProps,
     Modalities,
@@ -53,9 +54,17 @@ def llama_cpp_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
             request=LlamaCompletionRequest,
             response=LlamaCompletion,
             streams=True,
+            events=(LlamaChunk, LlamaCompletion),
         ),
         ApiRoute("GET", "/props", state.props, "What is served.", response=LlamaProps),
-        ApiRoute("GET", "/slots", state.slots, "The places in the batch."),
+        ApiRoute(
+            "GET",
+            "/slots",
+            state.slots,
+            "The places in the batch.",
+            response=list[Slot],
+            query=SlotQuery,
+        ),
         ApiRoute("GET", "/load", state.load, "How busy the server is.", response=ServerLoad),
     ]
 

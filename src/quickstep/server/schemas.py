@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -117,7 +117,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    priority: int | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: str | None = None
 
 
@@ -209,7 +209,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 
     id: str
     function: CalledFunction
-    type: str = "function"
+    type: Literal["function"] = "function"
     index: int | None = None
 
 

@@ -19,6 +19,7 @@ from quickstep.server.api_errors import RouteNotFound
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.generation import ChoiceDelta, Generation, GenerationRequest
 from quickstep.server.options import Deadlines, RequestLimits, ServerOptions
+from quickstep.server.refused import STREAM_OPTIONS_REFUSED, refuse
 from quickstep.server.schemas import SamplingFields
 
 __all__ = [
@@ -139,11 +140,7 @@ def stream_flags(fields: SamplingFields) -> dict[str, Any]:
         return {"stream": bool(fields.stream)}
     if not fields.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
-    if options.include_obfuscation:
-        raise RequestError(
-            "stream_options.include_obfuscation is not supported: chunks are not padded",
-            param="stream_options.include_obfuscation",
-        )
+    refuse(options, STREAM_OPTIONS_REFUSED, "stream_options.")
     return {
         "stream": True,
         "include_usage": bool(options.include_usage),

@@ -19,9 +19,9 @@ from quickstep.server.schemas import ChatRequest, CustomTool
 from quickstep.server.structured import AskedGrammar
 from quickstep.server.surface import Served
 
-__all__ = ["Function", "OfferedTools", "ToolChoice", "offer", "offered_tools"]
+__all__ = ["FUNCTION_NAME", "Function", "OfferedTools", "ToolChoice", "offer", "offered_tools"]
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -122,7 +122,7 @@ def _forced_functions(
 def _described(function: Function, must_call: bool) -> dict[str, Any]:
     """A function as templates read it. Raises RequestError."""
     path = function.path
-    if not _NAME.fullmatch(function.name):
+    if not FUNCTION_NAME.fullmatch(function.name):
         raise RequestError(
             f"{path}.name is {function.name[:64]!r}; it takes 1 to 64 letters, digits, _ and -",
             param=f"{path}.name",

@@ -254,6 +254,10 @@ class RemoteEngine:
             refusal = RequestError(f"the request holds half a surrogate pair: {error.object!r}")
             self._streams.refuse(number, refusal)
             raise refusal from error
+        except OverflowError as error:
+            refusal = RequestError("the request holds a whole number of more than 64 bits")
+            self._streams.refuse(number, refusal)
+            raise refusal from error
         return remote
 
     def abort(self, request_id: str) -> None:
