@@ -29,12 +29,15 @@ class LineRunner:
     Attributes:
         asked_by: Who asks.
         num_tries: How often a line is sent to an engine that takes none (it restarts, say).
+        num_repeats: How often a line is sent again that failed through no fault of its own: the
+            engine's process may have died under it.
         retry_s: The pause between two tries.
     """
 
     endpoints: Mapping[str, Endpoint]
     asked_by: AskedBy = field(default_factory=AskedBy)
     num_tries: int = 1
+    num_repeats: int = 0
     retry_s: float = 0.5
 
     async def answer(self, line: BatchLine) -> LineAnswer:
@@ -42,10 +45,13 @@ class LineRunner:
 
         A full queue empties, so that is waited for without an end.
         """
-        num_failed = 0
+        num_failed = num_repeated = 0
         while True:
             try:
-                return await answer_line(self.endpoints[line.url], line, self.asked_by)
+                answer = await answer_line(self.endpoints[line.url], line, self.asked_by)
+                if answer.status < 500 or num_repeated == self.num_repeats:
+                    return answer
+                num_repeated += 1
             except RequestError as error:
                 if not is_passing(error):
                     raise
