@@ -13,8 +13,11 @@ from live_server import live_server, until
 from openai.types import Batch
 
 from quickstep.errors import EngineError, RequestError
+from quickstep.server.api_errors import GenerationFailed
 from quickstep.server.batch_jobs import BatchJobs
+from quickstep.server.batch_lines import BatchLine
 from quickstep.server.batch_record import Batch as Record
+from quickstep.server.batch_run import LineRunner
 from quickstep.server.file_options import BatchOptions, FileOptions
 from quickstep.server.file_store import FileStore
 from quickstep.server.options import ServerOptions
@@ -217,6 +220,29 @@ def test_lines_wait_for_an_engine_that_takes_none(
     assert batch.request_counts is not None
     assert batch.request_counts.completed == 3
     assert not engine.refusals
+
+
+def test_a_full_queue_is_waited_for_without_an_end(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    tries = BatchOptions().num_tries
+    engine.refusals = [RequestError("the queue is full", status=429) for _ in range(2 * tries)]
+    ended(client, begin(client, [line("a")]), "completed")
+    assert not engine.refusals
+
+
+@pytest.mark.parametrize(("num_failures", "status"), [(2, 200), (3, 500)])
+def test_a_line_that_its_engine_died_under_is_sent_again(num_failures: int, status: int) -> None:
+    failures = [GenerationFailed("the engine process ended")] * num_failures
+
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> object:
+        if failures:
+            raise failures.pop()
+        return {}
+
+    runner = LineRunner({COMPLETIONS: endpoint}, num_repeats=2, retry_s=0.0)
+    answer = asyncio.run(runner.answer(BatchLine(1, "a", COMPLETIONS, b"{}")))
+    assert answer.status == status
 
 
 def test_an_engine_that_stays_away_fails_the_batch(

@@ -182,6 +182,7 @@ def test_files_that_cannot_be_used_are_named(
         (source, tmp_path / "no" / "out", (), "cannot be written"),
         (source, tmp_path / "notes", (), "line 1 is no answer of a batch"),
         (source, tmp_path / "out", ("--max-body-bytes", "9"), "the limit is 9"),
+        (source, tmp_path / "out", ("--tool-call-parser", "x"), "'x'"),
     ):
         assert batch(given, output, *flags) == 2
         assert said in capsys.readouterr().err

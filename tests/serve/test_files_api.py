@@ -125,6 +125,18 @@ def test_files_are_bounded() -> None:
     assert post(*large, FileOptions(file_bytes=5)).status_code == 413
 
 
+def test_an_upload_that_is_too_large_is_413_over_a_socket() -> None:
+    options = ServerOptions(files=FileOptions(file_bytes=1_000_000))
+    with (
+        live_server(FakeEngine(), options) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.files.create(file=b"x" * 3_000_000, purpose="batch")
+        assert refused.value.status_code == 413
+        assert client.files.create(file=b"x" * 1_000_000, purpose="batch").bytes == 1_000_000
+
+
 def test_room_comes_back_with_what_is_deleted_discarded_or_expired(tmp_path: Path) -> None:
     now = [1000.0]
     store = FileStore(FileOptions(tmp_path, total_bytes=10), now=lambda: now[0])

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
+from quickstep.cli.format_flags import add_format_flags
 from quickstep.cli.parsing import Parser, bytes_size, command, positive_int
 from quickstep.errors import ConfigError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from quickstep.cli.batch_output import BatchOutput
     from quickstep.engine.engine import Engine
     from quickstep.server.batch_lines import BatchLine, LineAnswer
+    from quickstep.server.options import ServerOptions
 
 __all__ = ["add_parser", "run"]
 
@@ -67,6 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="longest line (default: 4MiB)",
     )
     parser.add_argument("--seed", type=int, help="seeds the draw of seeds for unseeded requests")
+    add_format_flags(parser)
     add_engine_flags(parser)
 
 
@@ -78,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     source = Path(args.input_file)
     if source.resolve() == Path(args.output_file).resolve():
         raise ConfigError("--input-file and --output-file are the same file")
+    _server_options(args)  # a wrong name is told before the model is loaded
     ids = _checked_ids(source, args.max_body_bytes)
     with BatchOutput(Path(args.output_file), args.retry_failed) as output:
         num_done = len(ids & output.done)
@@ -106,17 +110,28 @@ async def _answer_all(
     from quickstep.server.batch_endpoints import batch_endpoints
     from quickstep.server.batch_run import LineRunner, run_lines
     from quickstep.server.metrics import Metrics
-    from quickstep.server.options import RequestLimits, ServerOptions
     from quickstep.server.surface import Served
 
-    options = ServerOptions(
-        served_model_names=tuple(args.served_model_name),
-        limits=RequestLimits(body_bytes=args.max_body_bytes),
-    )
+    options = _server_options(args)
     served = Served.of(engine, options)
     endpoints = batch_endpoints(served, Metrics(engine, served.names[0]))
     concurrency = args.concurrency or 2 * args.max_num_seqs
     await run_lines(lines, LineRunner(endpoints, retry_s=_RETRY_S).answer, write, concurrency)
+
+
+def _server_options(args: argparse.Namespace) -> ServerOptions:
+    """What a server with these flags would have. Raises ConfigError."""
+    from quickstep.server.options import RequestLimits, ServerOptions
+    from quickstep.server.surface import check_names
+
+    options = ServerOptions(
+        served_model_names=tuple(args.served_model_name),
+        limits=RequestLimits(body_bytes=args.max_body_bytes),
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+    )
+    check_names(options)
+    return options
 
 
 def _checked_ids(source: Path, max_line_bytes: int) -> set[str]:

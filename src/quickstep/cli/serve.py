@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
 from quickstep.cli.file_flags import add_file_flags
+from quickstep.cli.format_flags import add_format_flags
 from quickstep.cli.parsing import Parser, command
 from quickstep.cli.screen import loading_bar
 from quickstep.cli.serve_flags import add_serve_flags, input_config, log_setup, server_options
@@ -46,18 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     group.add_argument(
         "--seed", type=int, help="seeds the draw of seeds for unseeded requests (default: entropy)"
     )
-    group.add_argument(
-        "--tool-call-parser",
-        metavar="NAME",
-        help="format of tool calls: hermes, llama3_json, pythonic, mistral, deepseek_v3, granite, "
-        "harmony, or none (default: what the chat template tells)",
-    )
-    group.add_argument(
-        "--reasoning-parser",
-        metavar="NAME",
-        help="format of reasoning: think, mistral, harmony, or none (default: what the chat "
-        "template tells)",
-    )
+    add_format_flags(group)
     add_file_flags(parser)
     add_serve_flags(parser)
     add_engine_flags(parser)

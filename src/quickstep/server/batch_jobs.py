@@ -172,7 +172,9 @@ class BatchJobs:
         """Through the slots that all batches share, first come, first served."""
         options = self._options
         asked_by = AskedBy(job.batch.owner, options.added_priority)
-        runner = LineRunner(self._endpoints, asked_by, options.num_tries, options.retry_s)
+        runner = LineRunner(
+            self._endpoints, asked_by, options.num_tries, options.num_repeats, options.retry_s
+        )
 
         async def answer(line: BatchLine) -> LineAnswer:
             async with self._slots:

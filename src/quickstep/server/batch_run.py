@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from quickstep.errors import QuickstepError
+from quickstep.errors import EngineError, RequestError
 from quickstep.server.batch_lines import (
     AskedBy,
     BatchLine,
@@ -28,25 +28,38 @@ class LineRunner:
 
     Attributes:
         asked_by: Who asks.
-        num_tries: How often a line is sent to an engine that refuses it for the moment.
+        num_tries: How often a line is sent to an engine that takes none (it restarts, say).
+        num_repeats: How often a line is sent again that failed through no fault of its own: the
+            engine's process may have died under it.
         retry_s: The pause between two tries.
     """
 
     endpoints: Mapping[str, Endpoint]
     asked_by: AskedBy = field(default_factory=AskedBy)
     num_tries: int = 1
+    num_repeats: int = 0
     retry_s: float = 0.5
 
     async def answer(self, line: BatchLine) -> LineAnswer:
-        """The line's answer. Raises the engine's refusal when the last try has failed."""
-        for _ in range(self.num_tries - 1):
+        """The line's answer. Raises EngineError when the last try has failed.
+
+        A full queue empties, so that is waited for without an end.
+        """
+        num_failed = num_repeated = 0
+        while True:
             try:
-                return await answer_line(self.endpoints[line.url], line, self.asked_by)
-            except QuickstepError as error:
+                answer = await answer_line(self.endpoints[line.url], line, self.asked_by)
+                if answer.status < 500 or num_repeated == self.num_repeats:
+                    return answer
+                num_repeated += 1
+            except RequestError as error:
                 if not is_passing(error):
                     raise
+            except EngineError:
+                num_failed += 1
+                if num_failed >= self.num_tries:
+                    raise
             await asyncio.sleep(self.retry_s)
-        return await answer_line(self.endpoints[line.url], line, self.asked_by)
 
 
 async def run_lines(

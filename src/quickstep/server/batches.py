@@ -45,7 +45,7 @@ class LocalBatches:
         self._store = FileStore(options.files)
         endpoints = batch_endpoints(served, metrics)
         self._jobs = BatchJobs(self._store, endpoints, options.batches)
-        self._files = Files(self._store)
+        self._files = Files(self._store, options.connections.upload_s)
 
     def start(self) -> None:
         """Find the files that the operator's directory holds. Raises ConfigError."""

@@ -33,14 +33,16 @@ _FIELD_BYTES = 4096
 # boundaries, headers and the other fields of the form
 _FORM_BYTES = 64 * 1024
 _NESTED = re.compile(r"(?P<outer>\w+)\[(?P<inner>\w+)\]")
+_DRAINED_LIMITS = 4
 _CLIENT_CLOSED = 499
 
 
 class Files:
     """The endpoints, by name."""
 
-    def __init__(self, store: FileStore) -> None:
+    def __init__(self, store: FileStore, upload_s: float) -> None:
         self._store = store
+        self._upload_s = upload_s
 
     def routes(self) -> list[ApiRoute]:
         """All of them."""
@@ -70,9 +72,14 @@ class Files:
     async def upload(self, request: Request) -> Response:
         """Keep the file of a form."""
         try:
-            form = await self._form(request)
+            async with asyncio.timeout(self._upload_s):
+                form = await self._form(request)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
+        except TimeoutError:
+            raise RequestError(
+                f"the file did not arrive within {self._upload_s:g} s; send it faster", status=408
+            ) from None
         try:
             stored = await self._kept(caller_of(request), form)
         finally:
@@ -173,15 +180,20 @@ def page_of(items: list[Any], after: str | None, limit: int) -> tuple[list[Any],
 
 
 async def _bounded(chunks: AsyncIterator[bytes], limit: int) -> AsyncGenerator[bytes, None]:
-    """The chunks, up to a limit. Raises RequestError 413."""
+    """The chunks, up to a limit. Raises RequestError 413.
+
+    A client reads the answer only once it has sent everything, so that a little more than the
+    limit is dropped first; of much more, the connection is simply closed.
+    """
     size = 0
     async for chunk in chunks:
         size += len(chunk)
-        if size > limit:
-            raise RequestError(
-                f"the upload is larger than {limit} bytes; split the file", status=413
-            )
-        yield chunk
+        if size <= limit:
+            yield chunk
+        elif size > limit * _DRAINED_LIMITS:
+            break
+    if size > limit:
+        raise RequestError(f"the upload is larger than {limit} bytes; split the file", status=413)
 
 
 def _nested(fields: Mapping[str, object]) -> dict[str, object]:
