@@ -84,6 +84,7 @@ class Script:
     endless: bool = False
     gate: asyncio.Event | None = None
     words: tuple[str, ...] = WORDS
+    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
@@ -144,7 +145,8 @@ class FakeStream:
         end = (END_ID,) * (reason is FinishReason.EOS)
         logprobs = self._logprobs(END_ID) if end else ()
         timings = self._timings(emitted + len(end))
-        yield Delta(index, "", end, logprobs, reason, None, timings, script.error)
+        stopped_by = script.stop_reason
+        yield Delta(index, "", end, logprobs, reason, stopped_by, timings, script.error)
 
     def _logprobs(self, token_id: int) -> tuple[TokenLogprobs, ...]:
         num_top = self._sampling.logprobs

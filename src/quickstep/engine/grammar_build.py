@@ -5,9 +5,10 @@ llguidance is imported by the first call, never with this module.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quickstep.engine.grammar_source import GrammarLimits, GrammarSource
+from quickstep.engine.json_form import ONE_LINE
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -45,15 +46,13 @@ def build_matcher(
 def _native(source: GrammarSource) -> str:
     from llguidance import LLMatcher
 
+    one_line: Any = {**ONE_LINE}
+    strict: Any = {**ONE_LINE, "lenient": False}
     match source.form:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(
-                source.text, overrides={"whitespace_flexible": False, "lenient": False}
-            )
+            return LLMatcher.grammar_from_json_schema(source.text, overrides=strict)
         case "json_object":
-            return LLMatcher.grammar_from_json_schema(
-                source.text, overrides={"whitespace_flexible": False}
-            )
+            return LLMatcher.grammar_from_json_schema(source.text, overrides=one_line)
         case "regex":
             return LLMatcher.grammar_from_regex(source.text)
         case "lark":

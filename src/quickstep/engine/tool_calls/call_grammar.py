@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quickstep.engine.json_form import ONE_LINE
 from quickstep.engine.tool_calls.pythonic_grammar import pythonic_arguments
 from quickstep.types import Grammar
 
 __all__ = ["CallSpelling", "Slot", "call_grammar"]
 
-_COMPACT = {"whitespace_flexible": False, "lenient": False}
+_FORM = {**ONE_LINE, "lenient": False}
 
 
 class Slot(enum.Enum):
@@ -111,7 +112,7 @@ class _Writing:
         if slot is Slot.KEYWORDS:
             self.lines += pythonic_arguments(function, rule)
             return f"{rule}_arguments"
-        schema = {**function["parameters"], "type": "object", "x-guidance": _COMPACT}
+        schema = {**function["parameters"], "type": "object", "x-guidance": _FORM}
         return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
     def _text(self, text: str) -> str:

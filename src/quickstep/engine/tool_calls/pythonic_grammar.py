@@ -13,12 +13,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from quickstep.engine.json_form import ONE_LINE
 from quickstep.errors import RequestError
 
 __all__ = ["pythonic_arguments"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_COMPACT = {"whitespace_flexible": False, "lenient": False}
+_FORM = {**ONE_LINE, "lenient": False}
 _NOTES = frozenset({"$schema", "$id", "title", "description", "examples", "default"})
 _KNOWN = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 
@@ -67,7 +68,7 @@ def _checked(name: str, schema: Mapping[str, Any]) -> tuple[dict[str, Any], froz
 def _value_schema(schema: Mapping[str, Any], value: object) -> dict[str, Any]:
     told = dict(value) if isinstance(value, Mapping) else {} if value else {"not": {}}
     defs = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return {**defs, **told, "x-guidance": _COMPACT}
+    return {**defs, **told, "x-guidance": _FORM}
 
 
 def _refused(name: str, why: str) -> RequestError:
