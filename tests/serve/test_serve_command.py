@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 from live_server import until
@@ -18,6 +19,29 @@ KEY = "secret-of-the-environment"
 
 def environment_of(process_id: int) -> bytes:
     return Path(f"/proc/{process_id}/environ").read_bytes()
+
+
+def asked_and_stopped(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    """The whole log of a server that was asked with and without keys, then stopped."""
+    assert process.stderr is not None
+    log = map(json.loads, process.stderr)
+    lines = []
+    for line in log:
+        lines.append(line)
+        if line["message"].startswith("serving "):
+            break
+    url = lines[-1]["message"].split(" at ")[1].removesuffix("/v1")
+    (worker,) = workers(process.pid)
+    assert KEY.encode() not in environment_of(worker)
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/v1/models").status_code == 401
+    for key in (KEY, "secret-of-the-file", "secret-of-the-flag"):
+        headers = {"authorization": f"Bearer {key}"}
+        assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    lines += log
+    assert process.wait(60) == 0
+    return lines
 
 
 def test_keys_and_the_json_log_hold_for_the_whole_server(tmp_path: Path) -> None:
@@ -33,23 +57,7 @@ def test_keys_and_the_json_log_hold_for_the_whole_server(tmp_path: Path) -> None
     }
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
-            assert process.stderr is not None
-            lines = []
-            for line in process.stderr:
-                lines.append(json.loads(line))
-                if lines[-1]["message"].startswith("serving "):
-                    break
-            url = lines[-1]["message"].split(" at ")[1].removesuffix("/v1")
-            (worker,) = workers(process.pid)
-            assert KEY.encode() not in environment_of(worker)
-            assert httpx.get(f"{url}/health").status_code == 200
-            assert httpx.get(f"{url}/v1/models").status_code == 401
-            for key in (KEY, "secret-of-the-file", "secret-of-the-flag"):
-                headers = {"authorization": f"Bearer {key}"}
-                assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
-            process.send_signal(signal.SIGTERM)
-            lines += [json.loads(line) for line in process.stderr]
-            assert process.wait(60) == 0
+            lines = asked_and_stopped(process)
         finally:
             process.kill()
     until(lambda: not workers(process.pid))
