@@ -124,7 +124,10 @@ def _chat(rng: random.Random) -> dict[str, Any]:
 
 def _responses(rng: random.Random) -> dict[str, Any]:
     stream = {"stream": True} if rng.random() < 0.5 else {}
-    return {"model": "demo", "input": _text(rng, 40), "max_output_tokens": 32, **stream}
+    # what is stored stays until the store is full: too few to look like a leak
+    store = rng.random() < 0.05
+    shared = {"max_output_tokens": 32, "store": store, **stream}
+    return {"model": "demo", "input": _text(rng, 40), **shared}
 
 
 def _messages(rng: random.Random) -> dict[str, Any]:
