@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
     log = log_setup(args)
     install(log)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # the server says these things itself
+    # the server says these things itself, and strangers' garbage is no news
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
     options = server_options(args)
     check_names(options)
     check_tls(options.tls)

@@ -210,7 +210,7 @@ def _thinking(fields: CountTokensRequest, served: Served) -> Mapping[str, Any]:
             "thinking.budget_tokens is not supported: send type adaptive, and max_tokens",
             param="thinking.budget_tokens",
         )
-    assert isinstance(thinking, AdaptiveThinking)
+    assert isinstance(thinking, AdaptiveThinking), "the schema has no other type"
     return {"enable_thinking": True}
 
 

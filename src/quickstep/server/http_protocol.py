@@ -112,8 +112,9 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP."""
-        self._answer(self._refusal or RequestError("the request is not valid HTTP/1.1"))
+        """What is no HTTP; `data_received` answers it."""
+        if self._refusal is None:
+            self._refusal = RequestError("the request is not valid HTTP/1.1")
 
     def timeout_keep_alive_handler(self) -> None:
         """Close, and cut a client that does not even read what it was sent."""
@@ -147,13 +148,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_awaiting_head()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
-            body = msgspec.json.encode(error_body(str(error), error.status))
-            head = (
-                "content-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False  # the request before it is answered, then this ends
+            return
+        body = msgspec.json.encode(error_body(str(error), error.status))
+        head = (
+            "content-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
         # closing at once, with bytes unread, would tear the answer away from a client that sends
         if self.transport.can_write_eof():
             self.transport.write_eof()
