@@ -38,6 +38,17 @@ SHARED: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
     "top_p": (0.5, sampled("top_p", 0.5)),
     "top_k": (5, sampled("top_k", 5)),
     "min_p": (0.5, sampled("min_p", 0.5)),
+    "preset": ("chat", sampled("temperature", 0.7)),
+    "typical_p": (0.5, sampled("typical_p", 0.5)),
+    "xtc_probability": (0.5, sampled("xtc_probability", 0.5)),
+    "xtc_threshold": (0.2, sampled("xtc_threshold", 0.2)),
+    "dry_multiplier": (0.8, sampled("dry_multiplier", 0.8)),
+    "dry_base": (1.5, sampled("dry_base", 1.5)),
+    "dry_allowed_length": (3, sampled("dry_allowed_length", 3)),
+    "dry_range": (100, sampled("dry_range", 100)),
+    "dry_sequence_breakers": (["."], sampled("dry_sequence_breakers", (".",))),
+    "bad_words": (["x", "a b"], sampled("bad_words", ("x", "a b"))),
+    "timeout_s": (2.5, lambda seen: seen[0].deadline_s == 2.5),
     "presence_penalty": (1.5, sampled("presence_penalty", 1.5)),
     "frequency_penalty": (-1.5, sampled("frequency_penalty", -1.5)),
     "repetition_penalty": (1.5, sampled("repetition_penalty", 1.5)),
@@ -59,12 +70,21 @@ SHARED: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
     "user": ("ann", lambda seen: seen[0].tenant == "ann"),
     "priority": (-3, lambda seen: seen[0].priority == -3),
     "cache_salt": ("x", lambda seen: seen[0].cache_salt == "x"),
+    "prompt_logprobs": (2, sampled("prompt_logprobs", 2)),
 }
 OF_COMPLETIONS: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
     "prompt": ([7], lambda seen: seen[0].prompt == (7,)),
     "logprobs": (2, sampled("logprobs", 2)),
     "add_special_tokens": (False, lambda seen: seen[0].prompt == (97,)),
-    "best_of": (1, lambda seen: len(seen[1]["choices"]) == 1),
+    "best_of": (4, lambda seen: seen[0].sampling.n == 4 and len(seen[1]["choices"]) == 1),
+    "echo": (True, lambda seen: seen[1]["choices"][0]["text"].startswith("aHello")),
+    "return_token_ids": (
+        True,
+        lambda seen: (
+            seen[1]["choices"][0]["prompt_token_ids"] == [1, 97]
+            and seen[1]["choices"][0]["token_ids"][:2] == [0, 1]
+        ),
+    ),
 }
 OF_CHAT: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
     "messages": (
@@ -80,6 +100,13 @@ OF_CHAT: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
         [{"type": "function", "function": {"name": "find_it"}}],
         lambda seen: b'"name": "find_it"' in bytes(seen[0].prompt),
     ),
+    "return_token_ids": (
+        True,
+        lambda seen: (
+            seen[1]["prompt_token_ids"] == list(seen[0].prompt)
+            and seen[1]["choices"][0]["token_ids"][:2] == [0, 1]
+        ),
+    ),
     "safety_identifier": ("ann", lambda seen: seen[0].tenant == "ann"),
     # a hint that one engine has no use for: it is not to separate what the cache may share
     "prompt_cache_key": ("k", lambda seen: seen[0].cache_salt == ""),
@@ -88,12 +115,15 @@ HONOURED = [(CHAT, *row) for row in (SHARED | OF_CHAT).items()] + [
     (COMPLETIONS, *row) for row in (SHARED | OF_COMPLETIONS).items()
 ]
 # what needs a second field, or a stream, has tests of its own
-# (`tool_choice` and `parallel_tool_calls`: test_chat_tools.py)
-ELSEWHERE = {"stream", "stream_options", "top_logprobs", "tool_choice", "parallel_tool_calls"}
+# (`tool_choice` and `parallel_tool_calls`: test_chat_tools.py; `thinking_budget`, which needs a
+# model that reasons: test_sampling_fields.py; `suffix`, beams: test_choice_fields.py)
+ELSEWHERE = {
+    *("stream", "stream_options", "top_logprobs", "tool_choice", "parallel_tool_calls"),
+    *("thinking_budget", "suffix", "use_beam_search", "length_penalty", "early_stopping"),
+}
 
 REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy", "format": "wav"},
-    "echo": True,
     "function_call": "auto",
     "functions": [{"name": "f"}],
     "modalities": ["text", "audio"],
@@ -104,7 +134,6 @@ REFUSED: dict[str, Any] = {
     "reasoning_effort": "high",
     "service_tier": "flex",
     "store": True,
-    "suffix": "x",
     "verbosity": "low",
     "web_search_options": {},
 }
@@ -200,6 +229,26 @@ WRONG: list[tuple[str, Any, str]] = [
     ("top_p", 0, "top_p"),
     ("top_p", 1.1, "top_p"),
     ("min_p", 2, "min_p"),
+    ("preset", "wild", "preset"),
+    ("typical_p", 0, "typical_p"),
+    ("typical_p", 1.1, "typical_p"),
+    ("xtc_probability", 1.1, "xtc_probability"),
+    ("xtc_threshold", -0.1, "xtc_threshold"),
+    ("dry_multiplier", -1, "dry_multiplier"),
+    ("dry_base", 0.9, "dry_base"),
+    ("dry_allowed_length", 0, "dry_allowed_length"),
+    ("dry_allowed_length", 1.5, "dry_allowed_length"),
+    ("dry_range", -1, "dry_range"),
+    ("dry_sequence_breakers", ["."] * 17, "dry_sequence_breakers"),
+    ("dry_sequence_breakers", ["." * 33], "dry_sequence_breakers"),
+    ("dry_sequence_breakers", [""], "dry_sequence_breakers"),
+    ("bad_words", ["x"] * 65, "bad_words"),
+    ("bad_words", ["x" * 65], "bad_words"),
+    ("bad_words", [""], "bad_words"),
+    ("bad_words", "x", "bad_words"),
+    ("thinking_budget", 5, "thinking_budget"),
+    ("timeout_s", 0, "timeout_s"),
+    ("timeout_s", "x", "timeout_s"),
     ("top_k", -2, "top_k"),
     ("top_k", 1.5, "top_k"),
     ("presence_penalty", 2.1, "presence_penalty"),
@@ -219,6 +268,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("n", 33, "n"),
     ("n", True, "n"),
     ("max_tokens", 0, "max_tokens"),
+    ("prompt_logprobs", -1, "prompt_logprobs"),
+    ("prompt_logprobs", 21, "prompt_logprobs"),
+    ("prompt_logprobs", True, "prompt_logprobs"),
+    ("length_penalty", 1.0, "length_penalty"),
+    ("early_stopping", True, "early_stopping"),
     ("min_tokens", 10**6, "min_tokens"),
     ("stop", ["x"] * 17, "stop"),
     ("stop", ["x" * 257], "stop"),
@@ -276,7 +330,14 @@ def test_a_wrong_value_is_400_with_its_path(route: str, name: str, value: Any, p
         (COMPLETIONS, {"logprobs": 21}, "logprobs"),
         (COMPLETIONS, {"logprobs": -1}, "logprobs"),
         (COMPLETIONS, {"logprobs": True}, "logprobs"),
-        (COMPLETIONS, {"best_of": 2}, "best_of"),
+        (COMPLETIONS, {"n": 3, "best_of": 2}, "best_of"),
+        (COMPLETIONS, {"best_of": 33}, "best_of"),
+        (COMPLETIONS, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of"),
+        (COMPLETIONS, {"prompt": ["a"] * 17, "n": 32}, "n"),
+        (COMPLETIONS, {"prompt": ["a"] * 17, "best_of": 32}, "best_of"),
+        (COMPLETIONS, {"suffix": "x"}, "suffix"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"prompt": ["a"] * 257}, "prompt"),
         (
             COMPLETIONS,

@@ -174,7 +174,9 @@ class _Verifier:
         traces: dict[tuple[str, int], Trace] = {}
         for index in range(request.sampling.n):
             seed = sequence_seed(request.seed, index)
-            one = replace(request, sampling=replace(request.sampling, n=1), seed=seed)
+            scores = request.sampling.prompt_logprobs if index == 0 else None
+            sampling = replace(request.sampling, n=1, prompt_logprobs=scores)
+            one = replace(request, sampling=sampling, seed=seed)
             pool = self._pool(self._num_blocks, prefix_caching=False)
             event = Event(0, one.request_id, one)
             ran, _ = run_requests(self._model, self._kv, config, pool, [event])

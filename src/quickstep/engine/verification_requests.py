@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from quickstep.types import Request, SamplingParams
+from quickstep.types import Pooling, Request, SamplingParams
 
 __all__ = ["LONG_OUTPUTS", "MAX_OUTPUTS", "MAX_PROMPT_LEN", "Vocabulary", "draw_requests"]
 
@@ -19,6 +20,8 @@ MAX_OUTPUTS = 64
 # Some grow by several blocks: only those can starve a pool that has admitted them.
 LONG_OUTPUTS = 40
 _NUM_DOCUMENTS = 4
+# Two in sixteen requests ask for an embedding.
+_POOLINGS = MappingProxyType({7: Pooling.MEAN, 11: Pooling.LAST})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ def draw_requests(
             seed=draws.getrandbits(64),
             eos_token_ids=vocabulary.eos_token_ids,
             priority=draws.choice((0, 0, 0, 1)),
+            pooling=_POOLINGS.get(index % 16),
         )
         for index in range(count)
     ]
@@ -99,4 +103,5 @@ def _sampling(draws: random.Random, vocab_size: int, is_long: bool) -> SamplingP
         else (),
         ignore_eos=draws.random() < 0.5,
         logprobs=draws.choice((0, 0, 3)),
+        prompt_logprobs=draws.choice((0, 2)) if draws.random() < 0.15 else None,
     )

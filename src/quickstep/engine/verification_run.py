@@ -38,10 +38,13 @@ _STEP_S = 1e-3  # what each step pretends to take: measured time would make runs
 
 @dataclass(slots=True)
 class Trace:
-    """What one sequence gave: token ids, the bits of each token's logprobs, and its end."""
+    """What one sequence gave: token ids, the bits of each token's logprobs, and its end; of its
+    prompt the bits of each token's score, and of its embedding.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprob_bits: list[bytes] = field(default_factory=list)
+    prompt_bits: list[bytes] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str = ""
 
@@ -140,6 +143,11 @@ class _Run:
             trace = self.traces[output.request_id, output.index]
             trace.token_ids.extend(output.token_ids)
             trace.logprob_bits.extend(_bits(logprobs) for logprobs in output.logprobs)
+            trace.prompt_bits.extend(_bits(score) for score in output.prompt_logprobs if score)
+            if output.embedding is not None:
+                trace.prompt_bits.append(
+                    struct.pack(f"<{len(output.embedding)}d", *output.embedding)
+                )
             self.counts.output_tokens += len(output.token_ids)
             if output.finish_reason is not None:
                 trace.finish_reason, trace.error = output.finish_reason, output.error

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quickstep.errors import RequestError
+from quickstep.server.asked_output import beam_params, own_values, shown_of
 from quickstep.server.chat_message import ChatRendering
 from quickstep.server.conversation import (
     Conversation,
@@ -19,7 +20,7 @@ from quickstep.server.conversation import (
 from quickstep.server.generation import Generation, GenerationRequest
 from quickstep.server.options import RequestLimits
 from quickstep.server.refused import CHAT_REFUSED, refuse
-from quickstep.server.sampling import bounded, label
+from quickstep.server.sampling import bounded, deadline_of, label
 from quickstep.server.schemas import (
     AssistantMessage,
     ChatRequest,
@@ -72,14 +73,18 @@ class Chat:
             extra=fields.chat_template_kwargs or {},
         )
         max_tokens, max_tokens_name = _max_tokens(fields)
-        own = {"logprobs": _num_logprobs(fields, served.limits), "max_tokens": max_tokens}
+        shown = shown_of(fields, served, _num_logprobs(fields, served.limits))
+        own = {**own_values(fields, served, shown), "max_tokens": max_tokens}
         renamed = {"max_tokens": max_tokens_name, "logprobs": "top_logprobs"}
         request = conversation_request(conversation, fields, served, own, renamed)
         return replace(
             request,
             model=model,
             tenant=tenant_of(fields.user, fields.safety_identifier, served.limits),
+            deadline_s=deadline_of(fields),
             echoed=_echoed(fields, served.limits),
+            shown=shown,
+            beams=beam_params(fields, served, request.sampling),
             **stream_flags(fields),
         )
 

@@ -15,6 +15,7 @@ from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import message_grammar
 from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
 from quickstep.engine.tool_calls.parser import MessageParser
+from quickstep.server.completion_choice import prompt_logprobs_json
 from quickstep.server.engine_face import Vocabulary
 from quickstep.server.generation import Choice, Generation, opens_reasoning
 from quickstep.types import TokenLogprobs
@@ -48,7 +49,8 @@ class ChatRendering:
 
     def __init__(self, generation: Generation, tokenizer: Vocabulary) -> None:
         self._tokenizer = tokenizer
-        self._with_logprobs = generation.request.sampling.logprobs is not None
+        self._generation = generation
+        self._shown = generation.request.shown
         self._messages = [
             message_reader(generation, choice, tokenizer) for choice in generation.choices
         ]
@@ -56,6 +58,18 @@ class ChatRendering:
     def opening(self) -> Mapping[str, Any]:
         """The role, before any content."""
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+
+    def beside(self) -> Mapping[str, Any]:
+        """The one prompt's token ids and scores, where they were asked for."""
+        first = self._generation.choices[0]
+        beside: dict[str, Any] = {}
+        if self._shown.token_ids:
+            beside["prompt_token_ids"] = list(self._generation.prompt_token_ids(first))
+        num_top = self._shown.prompt_logprobs
+        if num_top is not None:
+            scores = self._generation.prompt_logprobs(first)
+            beside["prompt_logprobs"] = prompt_logprobs_json(scores, num_top, self._tokenizer)
+        return beside
 
     def news(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         """What became certain of the message, with the new tokens' logprobs."""
@@ -68,9 +82,12 @@ class ChatRendering:
             words["content"] = said.content
         if said.calls:
             words["tool_calls"] = [{"index": call.index, **_call(call)} for call in said.calls]
-        if not words and not (self._with_logprobs and delta.token_ids):
+        shows_tokens = self._shown.logprobs is not None or self._shown.token_ids
+        if not words and not (shows_tokens and delta.token_ids):
             return None
-        return {"delta": words or {"content": ""}, "logprobs": self._listed(delta.logprobs)}
+        logprobs = self._listed(delta.logprobs)
+        word = {"delta": words or {"content": ""}, "logprobs": logprobs}
+        return {**word, **self._token_ids(delta.token_ids)}
 
     def ending(self) -> dict[str, Any]:
         """No content."""
@@ -85,7 +102,8 @@ class ChatRendering:
         if said.calls:
             message["content"] = said.content or None
             message["tool_calls"] = [_call(call) for call in said.calls]
-        return {"message": message, "logprobs": self._listed(choice.logprobs)}
+        logprobs = self._listed(choice.logprobs)
+        return {"message": message, "logprobs": logprobs, **self._token_ids(choice.token_ids)}
 
     def finish_reason(self, choice: Choice) -> str | None:
         """In OpenAI's words: `tool_calls` where the model stopped after a call."""
@@ -95,8 +113,11 @@ class ChatRendering:
         called = self._messages[choice.index].has_calls
         return "tool_calls" if called and reason == "stop" else reason
 
+    def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(token_ids)} if self._shown.token_ids else {}
+
     def _listed(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        if not self._with_logprobs:
+        if self._shown.logprobs is None:
             return None
         content = [
             {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from quickstep.engine.stream import Delta
@@ -20,11 +21,17 @@ from quickstep.server.surface import Asked, Head, Served
 __all__ = ["ChoiceSurface", "ChoicesSurface", "Rendering"]
 
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 class Rendering(Protocol):
     """One request's answer in the surface's words."""
 
     def opening(self) -> Mapping[str, Any] | None:
         """What a stream says of each choice before its first token, without `index`."""
+
+    def beside(self) -> Mapping[str, Any]:
+        """What stands beside the choices, in a stream in the opening chunk."""
 
     def news(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         """A stream's word for a delta, without `index` and `finish_reason`; None for nothing."""
@@ -93,7 +100,9 @@ class _ChoicesWriter:
         said = self._rendering.opening()
         if said is not None:
             for choice in self._generation.choices:
-                yield self._chunk({"index": choice.index, **said, "finish_reason": None})
+                word = {"index": choice.index, **said, "finish_reason": None}
+                beside = {} if choice.index else self._rendering.beside()
+                yield self._chunk(word, beside)
 
     def news(self, item: ChoiceDelta) -> Iterator[bytes]:
         """The news of a delta, and its choice's end."""
@@ -103,13 +112,14 @@ class _ChoicesWriter:
             yield self._chunk({"index": choice.index, **said, "finish_reason": None})
         if item.delta.finish_reason is not None:
             reason = self._rendering.finish_reason(choice)
-            ending = {**self._rendering.ending(), "finish_reason": reason, "seed": choice.seed}
+            why = {"finish_reason": reason, "stop_reason": choice.stop_reason}
+            ending = {**self._rendering.ending(), **why, "seed": choice.seed}
             yield self._chunk({"index": choice.index, **ending})
 
     def ending(self) -> Iterator[bytes]:
         """The usage if it was asked for, then `[DONE]`."""
         if self._generation.request.include_usage:
-            yield self._chunk(None, with_usage=True)
+            yield self._chunk(None, {"usage": self._generation.usage.as_json()})
         yield DONE
 
     def failure(self, error: Exception) -> Iterator[bytes]:
@@ -125,22 +135,24 @@ class _ChoicesWriter:
         """The response of a finished generation."""
         choices = [
             {
-                "index": choice.index,
+                "index": index,
                 **self._rendering.whole(choice),
                 "finish_reason": self._rendering.finish_reason(choice),
+                "stop_reason": choice.stop_reason,
                 "seed": choice.seed,
             }
-            for choice in self._generation.choices
+            for index, choice in enumerate(self._generation.kept)
         ]
         return {
             **self._head,
             "object": self._surface.object_name,
             "choices": choices,
             "usage": self._generation.usage.as_json(),
+            **self._rendering.beside(),
             **self._tail,
         }
 
-    def _chunk(self, said: dict[str, Any] | None, with_usage: bool = False) -> bytes:
+    def _chunk(self, said: dict[str, Any] | None, beside: Mapping[str, Any] = _NOTHING) -> bytes:
         """A chunk of one choice, or of none."""
         request = self._generation.request
         chunk = {
@@ -149,8 +161,8 @@ class _ChoicesWriter:
             "choices": [] if said is None else [said],
             **self._tail,
         }
-        if with_usage or request.continuous_usage:
+        if request.continuous_usage:
             chunk["usage"] = self._generation.usage.as_json()
         elif request.include_usage:
             chunk["usage"] = None
-        return data_frame(chunk)
+        return data_frame({**chunk, **beside})

@@ -8,6 +8,8 @@ from quickstep.server.api_route import ApiRoute
 from quickstep.server.chat import Chat
 from quickstep.server.choices import ChoicesSurface
 from quickstep.server.completions import Completions
+from quickstep.server.embedding_schema import EmbeddingList, EmbeddingRequest
+from quickstep.server.embeddings import Embeddings
 from quickstep.server.error_shapes import anthropic_shape
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
@@ -53,6 +55,14 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "Text that continues a prompt.",
             request=CompletionRequest,
             streams=True,
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/embeddings",
+            Embeddings(served).answer,
+            "A vector for each input.",
+            request=EmbeddingRequest,
+            response=EmbeddingList,
         ),
     ]
 

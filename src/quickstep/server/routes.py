@@ -81,7 +81,7 @@ class GeneratingRoute:
 
     async def _open(self, asked: Asked) -> _Answer:
         meter = self._metrics.meter(asked.request)
-        generation = await open_generation(self._served.engine, asked.request)
+        generation = await open_generation(self._served.engine, asked.request, self._served.limits)
         head = Head(created=int(time.time()), fingerprint=meter.fingerprint)
         return _Answer(generation, asked.writer(generation, head), meter)
 
