@@ -72,6 +72,16 @@ def test_a_timeout_beyond_the_operators_is_refused() -> None:
     assert caught.value.param == "timeout_s"
 
 
+def test_a_requests_own_timeout_goes_to_the_engine_within_the_operators_limit() -> None:
+    engine = TimedEngine()
+    options = ServerOptions(deadlines=Deadlines(default_s=5, max_s=10))
+    asked = {"prompt": "a", "timeout_s": 8}
+    assert post(COMPLETIONS, asked, options, engine).status_code == 200
+    assert engine.deadline_s == 8
+    refused = post(COMPLETIONS, {"prompt": "a", "timeout_s": 11}, options)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "timeout_s")
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
