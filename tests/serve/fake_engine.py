@@ -96,6 +96,7 @@ class Submitted:
     priority: int
     tenant: str
     cache_salt: str
+    deadline_s: float | None
 
 
 class FakeStream:
@@ -252,7 +253,7 @@ class FakeEngine:
             raise RequestError("the prompt is empty", param="prompt")
         if len(prompt) >= self.max_model_len:
             raise RequestError(f"prompt has {len(prompt)} tokens", param="prompt")
-        item = Submitted(tuple(prompt), sampling, priority, tenant, cache_salt)
+        item = Submitted(tuple(prompt), sampling, priority, tenant, cache_salt, deadline_s)
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")
         self.open_streams.add(stream)

@@ -38,6 +38,17 @@ SHARED: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
     "top_p": (0.5, sampled("top_p", 0.5)),
     "top_k": (5, sampled("top_k", 5)),
     "min_p": (0.5, sampled("min_p", 0.5)),
+    "preset": ("chat", sampled("temperature", 0.7)),
+    "typical_p": (0.5, sampled("typical_p", 0.5)),
+    "xtc_probability": (0.5, sampled("xtc_probability", 0.5)),
+    "xtc_threshold": (0.2, sampled("xtc_threshold", 0.2)),
+    "dry_multiplier": (0.8, sampled("dry_multiplier", 0.8)),
+    "dry_base": (1.5, sampled("dry_base", 1.5)),
+    "dry_allowed_length": (3, sampled("dry_allowed_length", 3)),
+    "dry_range": (100, sampled("dry_range", 100)),
+    "dry_sequence_breakers": (["."], sampled("dry_sequence_breakers", (".",))),
+    "bad_words": (["x", "a b"], sampled("bad_words", ("x", "a b"))),
+    "timeout_s": (2.5, lambda seen: seen[0].deadline_s == 2.5),
     "presence_penalty": (1.5, sampled("presence_penalty", 1.5)),
     "frequency_penalty": (-1.5, sampled("frequency_penalty", -1.5)),
     "repetition_penalty": (1.5, sampled("repetition_penalty", 1.5)),
@@ -88,8 +99,12 @@ HONOURED = [(CHAT, *row) for row in (SHARED | OF_CHAT).items()] + [
     (COMPLETIONS, *row) for row in (SHARED | OF_COMPLETIONS).items()
 ]
 # what needs a second field, or a stream, has tests of its own
-# (`tool_choice` and `parallel_tool_calls`: test_chat_tools.py)
-ELSEWHERE = {"stream", "stream_options", "top_logprobs", "tool_choice", "parallel_tool_calls"}
+# (`tool_choice` and `parallel_tool_calls`: test_chat_tools.py; `thinking_budget`, which needs a
+# model that reasons: test_sampling_fields.py)
+ELSEWHERE = {
+    *("stream", "stream_options", "top_logprobs", "tool_choice", "parallel_tool_calls"),
+    "thinking_budget",
+}
 
 REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy", "format": "wav"},
@@ -200,6 +215,26 @@ WRONG: list[tuple[str, Any, str]] = [
     ("top_p", 0, "top_p"),
     ("top_p", 1.1, "top_p"),
     ("min_p", 2, "min_p"),
+    ("preset", "wild", "preset"),
+    ("typical_p", 0, "typical_p"),
+    ("typical_p", 1.1, "typical_p"),
+    ("xtc_probability", 1.1, "xtc_probability"),
+    ("xtc_threshold", -0.1, "xtc_threshold"),
+    ("dry_multiplier", -1, "dry_multiplier"),
+    ("dry_base", 0.9, "dry_base"),
+    ("dry_allowed_length", 0, "dry_allowed_length"),
+    ("dry_allowed_length", 1.5, "dry_allowed_length"),
+    ("dry_range", -1, "dry_range"),
+    ("dry_sequence_breakers", ["."] * 17, "dry_sequence_breakers"),
+    ("dry_sequence_breakers", ["." * 33], "dry_sequence_breakers"),
+    ("dry_sequence_breakers", [""], "dry_sequence_breakers"),
+    ("bad_words", ["x"] * 65, "bad_words"),
+    ("bad_words", ["x" * 65], "bad_words"),
+    ("bad_words", [""], "bad_words"),
+    ("bad_words", "x", "bad_words"),
+    ("thinking_budget", 5, "thinking_budget"),
+    ("timeout_s", 0, "timeout_s"),
+    ("timeout_s", "x", "timeout_s"),
     ("top_k", -2, "top_k"),
     ("top_k", 1.5, "top_k"),
     ("presence_penalty", 2.1, "presence_penalty"),

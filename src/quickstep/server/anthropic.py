@@ -88,12 +88,14 @@ class Messages:
                 param="temperature",
             )
         same = {name: getattr(fields, name) for name in _SAME_NAME}
-        shared = SamplingFields(model=fields.model, stop=fields.stop_sequences, **same)
+        shared = SamplingFields(
+            model=fields.model, stop=fields.stop_sequences, thinking_budget=_budget(fields), **same
+        )
         request = conversation_request(
             _conversation(fields, served, len(body)),
             shared,
             served,
-            own={"max_tokens": fields.max_tokens, **_budget(fields, served)},
+            own={"max_tokens": fields.max_tokens},
             renamed={"stop": "stop_sequences", "thinking_budget": "thinking.budget_tokens"},
         )
         user = None if fields.metadata is None else fields.metadata.user_id
@@ -203,11 +205,11 @@ def _thinking(fields: CountTokensRequest, served: Served) -> Mapping[str, Any]:
     return {"enable_thinking": True}
 
 
-def _budget(fields: MessagesRequest, served: Served) -> dict[str, Any]:
-    """The tokens of the reasoning, as sampling parameters. Raises RequestError."""
-    thinking, reasoning = fields.thinking, served.formats.reasoning
-    if not isinstance(thinking, EnabledThinking) or reasoning is None:
-        return {}
+def _budget(fields: MessagesRequest) -> int | None:
+    """The tokens of the reasoning. Raises RequestError."""
+    thinking = fields.thinking
+    if not isinstance(thinking, EnabledThinking):
+        return None
     budget = thinking.budget_tokens
     if not 1 <= budget < fields.max_tokens:
         raise RequestError(
@@ -215,14 +217,7 @@ def _budget(fields: MessagesRequest, served: Served) -> dict[str, Any]:
             f"({fields.max_tokens - 1})",
             param="thinking.budget_tokens",
         )
-    if not reasoning.opening:
-        raise RequestError(
-            f"thinking.budget_tokens is not supported: {served.engine.model_name} sets no "
-            "reasoning apart by tags; send type adaptive",
-            param="thinking.budget_tokens",
-        )
-    tags = (reasoning.opening, reasoning.closing)
-    return {"thinking_budget": budget, "reasoning_tags": tags}
+    return budget
 
 
 class _MessagesWriter:

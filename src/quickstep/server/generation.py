@@ -106,10 +106,10 @@ class GenerationRequest:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    deadline_s: float | None = None
     output: OutputReading | None = None
     grammar_field: str = ""
     echoed: Mapping[str, Any] = field(default_factory=dict)
-    deadline_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,10 @@ class RequestLimits:
         stop_chars: Characters of one stop string.
         stop_token_ids: Stop token ids, and allowed token ids, per request.
         logit_bias: Entries of `logit_bias`.
+        bad_words: Bad words per request.
+        bad_word_chars: Characters of one bad word.
+        dry_breakers: DRY's sequence breakers per request.
+        dry_breaker_chars: Characters of one breaker.
         logprobs: Alternatives per token.
         label_chars: Characters of `user`, `cache_salt` and the other labels, which logs keep.
         tools: Functions that a request may offer to the model.
@@ -53,6 +57,10 @@ class RequestLimits:
     stop_chars: int = 256
     stop_token_ids: int = 1024
     logit_bias: int = 1024
+    bad_words: int = 64
+    bad_word_chars: int = 64
+    dry_breakers: int = 16
+    dry_breaker_chars: int = 32
     logprobs: int = 20
     label_chars: int = 512
     tools: int = 128

@@ -91,15 +91,26 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
 
     model: str | None = None
     n: int | None = None
+    preset: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_range: int | None = None
+    dry_sequence_breakers: list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    thinking_budget: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -115,6 +126,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     user: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    timeout_s: float | None = None
 
 
 class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
