@@ -6,7 +6,9 @@ import asyncio
 import json
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
 from client import CHAT, COMPLETIONS, MESSAGES
 from fake_engine import FakeEngine, Script
@@ -212,9 +214,13 @@ def test_a_client_that_reads_nothing_loses_its_request() -> None:
         until(lambda: not server.server.server_state.connections)
 
 
-def test_a_silent_stream_gets_comments_that_openais_client_skips() -> None:
-    import openai
+def let_go(engine: FakeEngine, gate: asyncio.Event) -> None:
+    """Open the gate after some comments."""
+    assert engine.loop is not None
+    engine.loop.call_soon_threadsafe(engine.loop.call_later, 0.1, gate.set)
 
+
+def test_a_silent_stream_gets_comments_that_clients_skip() -> None:
     gate = asyncio.Event()
     engine = FakeEngine(Script(gate=gate))
     options = ServerOptions(connections=ConnectionOptions(comment_every_s=0.02))
@@ -229,7 +235,23 @@ def test_a_silent_stream_gets_comments_that_openais_client_skips() -> None:
         assert set(seen) == {": keep-alive"}
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
             stream = client.chat.completions.create(model="fake", messages=MESSAGES, stream=True)
-            assert engine.loop is not None
-            engine.loop.call_soon_threadsafe(engine.loop.call_later, 0.1, gate.set)
+            let_go(engine, gate)
             text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-    assert text == "Hello world, this is a test."
+        assert text == "Hello world, this is a test."
+        gate.clear()
+        with (
+            anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as claude,
+            claude.messages.stream(model="fake", max_tokens=9, messages=MESSAGES) as events,
+        ):
+            let_go(engine, gate)
+            assert "".join(events.text_stream) == text
+
+
+def test_a_server_without_comments_sends_none() -> None:
+    engine = FakeEngine()
+    options = ServerOptions(connections=ConnectionOptions(comment_every_s=0))
+    with live_server(engine, options) as server:
+        body = {"messages": MESSAGES, "stream": True}
+        text = httpx.post(f"{server.url}{CHAT}", json=body).text
+    assert text.endswith("data: [DONE]\n\n")
+    assert not any(line.startswith(":") for line in text.splitlines())

@@ -13,7 +13,7 @@ from quickstep.engine.json_form import ONE_LINE
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["Refusal", "build_matcher"]
+__all__ = ["Refusal", "build_matcher", "reason_of"]
 
 
 class Refusal(Exception):
@@ -37,7 +37,7 @@ def build_matcher(
     # copies begin with the first mask known, and what has none is refused here
     allows_text = any(matcher.compute_bitmask())
     if matcher.is_error():
-        raise Refusal(f"cannot be enforced: {_reason(matcher.get_error())}")
+        raise Refusal(f"cannot be enforced: {reason_of(matcher.get_error())}")
     if not allows_text:
         raise Refusal("allows no text at all")
     return matcher
@@ -59,7 +59,7 @@ def _native(source: GrammarSource) -> str:
             return LLMatcher.grammar_from_lark(source.text)
 
 
-def _reason(error: str) -> str:
+def reason_of(error: str) -> str:
     """llguidance's message in one line: of a regular expression, what is wrong with it."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     named = [line for line in lines if line.startswith("error: ")]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quickstep.engine.grammar_build import Refusal, build_matcher
+from quickstep.engine.grammar_build import Refusal, build_matcher, reason_of
 from quickstep.engine.grammar_source import GrammarSource
 from quickstep.engine.grammar_trial import TrialOpening, read_frame, write_frame
 from quickstep.engine.grammar_vocabulary import grammar_vocabulary
@@ -76,13 +76,16 @@ def _tried(source: GrammarSource, vocabulary: LLTokenizer, opening: TrialOpening
         matcher = build_matcher(source, vocabulary, opening.grammar_limits)
     except Refusal as refusal:
         return str(refusal)
-    _walk(matcher.deep_copy(), len(opening.vocabulary.tokens))
-    return ""
+    walked = matcher.deep_copy()
+    _walk(walked, len(opening.vocabulary.tokens))
+    return f"cannot be followed: {reason_of(walked.get_error())}" if walked.is_error() else ""
 
 
 def _walk(matcher: LLMatcher, vocab_size: int) -> None:
-    """A few tokens on: the masks behind the first are native code as well."""
+    """A few tokens on, as the sampler goes: what is too much at once shows early."""
     for step in range(_WALKED_TOKENS):
+        matcher.compute_ff_tokens()
+        matcher.compute_ff_bytes()
         if matcher.is_error() or matcher.is_stopped():
             return
         mask = int.from_bytes(matcher.compute_bitmask(), "little") & ((1 << vocab_size) - 1)

@@ -47,7 +47,13 @@ class TemplateLimit(Exception):
 
 
 class _Code(CodeGenerator):
-    """Jinja's, except that `~` is measured."""
+    """Jinja's, except that `~` is measured, and that a look at the clock is one plain call."""
+
+    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
+        if isinstance(node.node, nodes.EnvironmentAttribute):  # no template can write one
+            self.write("environment.tick()")
+        else:
+            super().visit_Call(node, frame, forward_caller=forward_caller)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concat((")
@@ -118,10 +124,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Context, obj: Any, /, *args: Any, **named: Any) -> Any:
         """A call that a template makes, of a macro, a method or a global."""
-        if obj != self.tick:
-            self.tick()
-            if isinstance(obj, BuiltinMethodType) and isinstance(obj.__self__, str):
-                _check_text_method(obj.__self__, obj.__name__, args)
+        self.tick()
+        if isinstance(obj, BuiltinMethodType) and isinstance(obj.__self__, str):
+            _check_text_method(obj.__self__, obj.__name__, args)
         return super().call(context, obj, *args, **named)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:

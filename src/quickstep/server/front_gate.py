@@ -52,11 +52,15 @@ class FrontGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        watched = _Watched(scope, send) if self._access_log else None
+        watched = _Watched(scope, send)
         try:
-            await self._pass(scope, receive, watched or send)
+            await self._pass(scope, receive, watched)
+        except Exception as error:  # the request's top: nothing below knows what it is
+            if watched.status is not None:
+                raise
+            await (await error_response(Request(scope), error))(scope, receive, watched)
         finally:
-            if watched is not None:
+            if self._access_log:
                 watched.log()
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,17 +132,17 @@ def _presented(scope: Scope) -> Iterable[bytes]:
 
 
 class _Watched:
-    """A `send` that remembers the status, for the access log."""
+    """A `send` that remembers the status."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
         self._send = send
-        self._status: int | None = None
+        self.status: int | None = None
         self._since_s = time.monotonic()
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._status = message["status"]
+            self.status = message["status"]
         await self._send(message)
 
     def log(self) -> None:
@@ -151,7 +155,7 @@ class _Watched:
             client[0] if client else "-",
             scope["method"],
             ascii(scope["path"])[1:-1],
-            self._status or "-",
+            self.status or "-",
             time.monotonic() - self._since_s,
             scope["state"]["api_key_name"] or "-",
             ascii(request_id.decode("latin-1"))[1:-1],

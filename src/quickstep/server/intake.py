@@ -40,7 +40,6 @@ class Intake:
 
     body_bytes: int
     json_depth: int
-    upload_s: float
     ignores_unknown: bool
 
     @classmethod
@@ -50,7 +49,6 @@ class Intake:
         return cls(
             body_bytes=limits.body_bytes,
             json_depth=limits.json_depth,
-            upload_s=options.connections.upload_s,
             ignores_unknown=options.ignore_unknown_fields,
         )
 
@@ -68,7 +66,7 @@ def taken_in(route: ApiRoute, intake: Intake) -> Endpoint:
 
     async def answer(request: Request) -> Response:
         try:
-            given = await read_body(request, intake.body_bytes, intake.upload_s)
+            given = await read_body(request, intake.body_bytes)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
         if len(given) <= _INLINE_BYTES:
