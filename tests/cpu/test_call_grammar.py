@@ -100,6 +100,8 @@ def test_optional_keywords_come_with_commas_that_fit(compiler, tokenizer):
         ({"name": "1st", "parameters": {}}, "begins with no letter"),
         ({"name": "f", "parameters": {"anyOf": [{}]}}, "has anyOf in its parameters"),
         ({"name": "f", "parameters": {"properties": {"a-b": {}}}}, "'a-b'"),
+        ({"name": "f", "parameters": {"properties": [1]}}, "no JSON schema"),
+        ({"name": "f", "parameters": {"required": 5}}, "no JSON schema"),
         ({"name": "f", "parameters": {"properties": {"from": {}}}}, "'from'"),
     ],
 )

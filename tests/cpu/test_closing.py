@@ -98,7 +98,7 @@ def either(inner):
 
 
 def num_tokens(value):
-    text = json.dumps(value, separators=(",", ":"))
+    text = json.dumps(value)
     return len(TOKENIZER.encode(text, add_special_tokens=False))
 
 

@@ -236,6 +236,26 @@ def test_thinking_is_turned_on_and_off_in_the_template() -> None:
     assert "reasoning_effort=low" in told("<|channel|>analysis", output_config={"effort": "low"})[1]
 
 
+def test_a_budget_bounds_the_reasoning() -> None:
+    engine = FakeEngine()
+    engine.chat_template = FakeTemplate(formats_of("{{ tools }}</think>"))
+    budget = {"type": "enabled", "budget_tokens": 20}
+    assert post({"thinking": budget}, engine).status_code == 200
+    assert "enable_thinking=True" in bytes(engine.submitted[0].prompt).decode()
+    sampling = engine.submitted[0].sampling
+    assert sampling.thinking_budget == 20
+    assert sampling.reasoning_tags == ("<think>", "</think>")
+
+
+@pytest.mark.parametrize("budget", [0, -1, 50])
+def test_a_budget_is_less_than_the_whole_answer(budget: int) -> None:
+    thinking = {"type": "enabled", "budget_tokens": budget}
+    message = refusal_of(told("</think>", thinking=thinking)[0])
+    assert message == (
+        f"thinking.budget_tokens is {budget}, it must be between 1 and max_tokens - 1 (49)"
+    )
+
+
 @pytest.mark.parametrize(
     ("thinking", "message"),
     [
@@ -248,6 +268,14 @@ def test_thinking_that_cannot_be_honoured_is_refused(
     thinking: dict[str, Any], message: str
 ) -> None:
     assert message in refusal_of(told("</think>", thinking=thinking)[0])
+
+
+def test_no_budget_without_tags_or_beside_a_grammar() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 20}
+    harmony = told("<|channel|>analysis", thinking=thinking)[0]
+    assert "sets no reasoning apart by tags" in refusal_of(harmony)
+    response = told("</think>", thinking=thinking, output_config=JSON_OUTPUT)[0]
+    assert "thinking.budget_tokens cannot go with a grammar" in refusal_of(response)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ SHARED = {
 HONOURED: dict[str, Row] = {
     name: row for name, row in (SHARED | OWN).items() if name not in RESPONSES_REFUSED
 }
-# what needs a second field or a stream has tests of its own
+# what needs a second field, a stream or another model has tests of its own
 # (`previous_response_id`: test_responses_store.py)
 # (`thinking_budget`, which needs a model that reasons: the samplers' own tests)
 ELSEWHERE = {
@@ -258,6 +258,13 @@ def test_a_model_that_reasons_can_be_told_not_to() -> None:
     engine.chat_template = FakeTemplate(formats_of("{{ tools }}</think>"))
     assert post({"reasoning": {"effort": "none"}}, engine).status_code == 200
     assert "enable_thinking=False" in bytes(engine.submitted[0].prompt).decode()
+
+
+def test_the_reasoning_can_have_a_budget() -> None:
+    engine = FakeEngine()
+    engine.chat_template = FakeTemplate(formats_of("{{ tools }}</think>"))
+    assert post({"thinking_budget": 20}, engine).status_code == 200
+    assert engine.submitted[0].sampling.thinking_budget == 20
 
 
 def test_gpt_oss_is_told_its_effort() -> None:

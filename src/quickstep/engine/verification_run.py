@@ -20,6 +20,7 @@ from quickstep.core.scheduler import Scheduler
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache
+from quickstep.runtime.grammar_constraint import NewMatcher
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import (
     FinishReason,
@@ -79,13 +80,23 @@ class RunCounts:
 
 class _Run:
     def __init__(
-        self, model: Model, kv: KVCache, config: SchedulerConfig, pool: KVBlockPool
+        self,
+        model: Model,
+        kv: KVCache,
+        config: SchedulerConfig,
+        pool: KVBlockPool,
+        new_matcher: NewMatcher | None,
     ) -> None:
         self._pool = pool
         self._scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel())
         self._step = 0
         self._runner = ModelRunner(
-            model, kv, pool.block_size, config.max_num_seqs, clock=lambda: self._step * _STEP_S
+            model,
+            kv,
+            pool.block_size,
+            config.max_num_seqs,
+            clock=lambda: self._step * _STEP_S,
+            new_matcher=new_matcher,
         )
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.counts = RunCounts()
@@ -165,6 +176,7 @@ def run_requests(
     config: SchedulerConfig,
     pool: KVBlockPool,
     events: Iterable[Event],
+    new_matcher: NewMatcher | None = None,
 ) -> tuple[dict[tuple[str, int], Trace], RunCounts]:
     """The trace of each (request id, index), and what happened on the way.
 
@@ -173,7 +185,7 @@ def run_requests(
     Raises:
         EngineError: A block leaked, or the scheduler is stuck.
     """
-    run = _Run(model, kv, config, pool)
+    run = _Run(model, kv, config, pool, new_matcher)
     run.drive(events)
     return run.traces, run.counts
 

@@ -30,7 +30,8 @@ Tokens = tuple[int, ...]
 
 _LONGEST_PIECE = 32  # bytes of a token that an ending is spelled with
 _MANY = 24  # bytes allowed: more of them only inside a string, or in free text
-_FEW = 4  # allowed tokens that are no bytes: markers of a format
+_FEW = 4  # markers of a format (allowed tokens that are no bytes), or signs in a pattern
+_LONGEST_RUN = 64  # of one character, taken in one step
 _MAX_STATES = 256  # looked at by one search; a state takes some 50 microseconds
 _QUOTE = ord('"')
 _DIGITS = frozenset(b"0123456789")
@@ -113,10 +114,14 @@ class _State(NamedTuple):
 
 
 class ClosingSearch:
-    """One search from one state of a matcher, which it leaves as it is."""
+    """One search from one state of a matcher, which it leaves as it is.
 
-    def __init__(self, matcher: LLMatcher, vocabulary: ClosingVocabulary) -> None:
+    `max_tokens` bounds an ending that is of any use.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: ClosingVocabulary, max_tokens: int) -> None:
         self._matcher = matcher
+        self._max_bytes = _LONGEST_PIECE * max_tokens
         self._vocabulary = vocabulary
 
     def ending(self) -> Tokens | None:
@@ -154,7 +159,8 @@ class ClosingSearch:
             seen.add(key)
             ways = self._ways(matcher, mask, state.path)
             for way in reversed(ways) if is_greedy else ways:
-                step = self._spelled(way)
+                fits = len(state.path) + len(way) <= self._max_bytes
+                step = self._spelled(way) if fits else None
                 if step is None:
                     continue
                 cost = state.cost + len(step)
@@ -178,8 +184,9 @@ class ClosingSearch:
             if _QUOTE in allowed:
                 return [(_QUOTE,)]
             if path and path[-1] in allowed and path[-1] in _SAMPLES:
-                return [self._longer_run(matcher, path)]
-            return [(byte,) for byte in _SAMPLES if byte in allowed] or [(allowed[0],)]
+                others = [way for way in _samples(allowed) if way[0] not in _SAMPLES]
+                return [self._longer_run(matcher, path), *others]
+            return _samples(allowed)
         closing = [byte for byte in allowed if byte in _BRACKETS]
         if closing or ord(",") in allowed:
             return [(byte,) for byte in closing or allowed if byte in _CLOSERS]
@@ -193,7 +200,7 @@ class ClosingSearch:
     def _longer_run(self, matcher: LLMatcher, path: Tokens) -> Tokens:
         """A character again, in strides, since a long text has few tokens."""
         run_len = next((n for n, item in enumerate(reversed(path)) if item != path[-1]), len(path))
-        run = path[-1:] * max(1, run_len // 4)
+        run = path[-1:] * max(1, min(run_len // 4, _LONGEST_RUN))
         step = self._spelled(run)
         fits = step is not None and matcher.validate_tokens(list(step)) == len(step)
         return run if fits else path[-1:]
@@ -215,6 +222,13 @@ class ClosingSearch:
             if place < len(path):
                 spelled.append(item - 256)
         return tuple(spelled)
+
+
+def _samples(allowed: Sequence[int]) -> list[Tokens]:
+    """A few of many characters: of a pattern's, the signs, since one of them may be its end."""
+    signs = [byte for byte in allowed if byte < 128 and not chr(byte).isalnum()]
+    ends = [byte for byte in signs if byte not in _SAMPLES] if len(signs) <= _FEW else []
+    return [(b,) for b in [*_SAMPLES, *ends] if b in allowed] or [(allowed[0],)]
 
 
 def _progress(path: Tokens) -> tuple[int, bytes, int]:
@@ -284,7 +298,7 @@ class ClosingGuard:
 
     def _look(self) -> None:
         """Search from here; give up if the end is out of reach."""
-        self._ending = ClosingSearch(self._matcher, self._vocabulary).ending()
+        self._ending = ClosingSearch(self._matcher, self._vocabulary, self._num_left).ending()
         if self._ending is None or len(self._ending) > self._num_left:
             self._ending = None
             self._has_given_up = True
@@ -308,4 +322,4 @@ class ClosingGuard:
         copy = self._matcher.deep_copy()
         if not copy.consume_token(token_id):
             return None
-        return ClosingSearch(copy, self._vocabulary).ending()
+        return ClosingSearch(copy, self._vocabulary, self._num_left - 1).ending()

@@ -55,8 +55,10 @@ def _checked(name: str, schema: Mapping[str, Any]) -> tuple[dict[str, Any], froz
     unknown = next((key for key in schema if key not in _KNOWN), None)
     if unknown is not None:
         raise _refused(name, f"has {unknown[:64]} in its parameters")
-    required = frozenset(schema.get("required") or ())
-    properties = dict(schema.get("properties") or {})
+    told, names = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(told, Mapping) or not isinstance(names, list):
+        raise _refused(name, "has parameters that are no JSON schema")
+    properties, required = dict(told), frozenset(key for key in names if isinstance(key, str))
     for key in sorted(required):
         properties.setdefault(key, {})
     for key in properties:
