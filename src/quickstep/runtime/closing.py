@@ -184,8 +184,8 @@ class ClosingSearch:
             if _QUOTE in allowed:
                 return [(_QUOTE,)]
             if path and path[-1] in allowed and path[-1] in _SAMPLES:
-                others = [way for way in _samples(allowed) if way[0] not in _SAMPLES]
-                return [self._longer_run(matcher, path), *others]
+                signs = [way for way in _samples(allowed) if way[0] not in _SAMPLES]
+                return [self._longer_run(matcher, path), *signs]
             return _samples(allowed)
         closing = [byte for byte in allowed if byte in _BRACKETS]
         if closing or ord(",") in allowed:
