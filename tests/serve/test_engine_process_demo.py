@@ -61,7 +61,7 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
             "max_tokens": 40,
         },
     ),
-    (COMPLETIONS, {"prompt": "a", "bad_words": ["a"], "allowed_token_ids": [67, 261], "seed": 7}),
+    (COMPLETIONS, {"prompt": "a", "bad_words": ["a"], "allowed_token_ids": [67, 271], "seed": 7}),
     (CHAT, {"messages": QUESTION, "thinking_budget": 9}),
     (COMPLETIONS, {"prompt": "a", "stop_token_ids": [10**6]}),
     (COMPLETIONS, {"prompt": "a " * 20_000}),
