@@ -32,7 +32,12 @@ from quickstep.engine.chat_template import ChatTemplate, Message
 from quickstep.engine.grammars import check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
-from quickstep.engine.request_check import check_deadline, check_sampling, check_token_ids
+from quickstep.engine.request_check import (
+    check_deadline,
+    check_pooling,
+    check_sampling,
+    check_token_ids,
+)
 from quickstep.engine.seeds import draw_seed
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
@@ -43,6 +48,7 @@ from quickstep.errors import EngineError, RequestError
 from quickstep.types import (
     Executor,
     FinishReason,
+    Pooling,
     Request,
     SamplingParams,
     SequenceOutput,
@@ -85,11 +91,7 @@ class Engine:
         self._clock = clock
         self._state = EngineState.NEW
         self._failure = ""
-        template = model.chat_template
-        reasoning = None if template is None else template.formats.reasoning
-        self._token_forms = TokenFormFinder(
-            model.tokenizer, model.vocab_size, model.max_model_len, reasoning
-        )
+        self._token_forms = TokenFormFinder.of_model(model)
         self._live = LiveRequests(model.tokenizer, step_log, self._end_at_stop_string)
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._numbers = itertools.count()
@@ -132,6 +134,11 @@ class Engine:
     def default_sampling(self) -> Mapping[str, float]:
         """The checkpoint's own sampling values (`generation_config.json`), by our names."""
         return self._model.default_sampling
+
+    @property
+    def default_pooling(self) -> Pooling:
+        """How the model's card says that prompts are embedded."""
+        return self._model.default_pooling
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
@@ -212,7 +219,7 @@ class Engine:
         """Compile what `submit` will need of it, in a thread. Raises RequestError as `submit`."""
         await prepare_grammar(sampling.grammar, self._model.grammars)
 
-    def submit(
+    def submit(  # noqa: PLR0913 -- a request's own fields, all but two optional
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
@@ -222,10 +229,12 @@ class Engine:
         tenant: str = "",
         cache_salt: str = "",
         deadline_s: float | None = None,
+        pooling: Pooling | None = None,
     ) -> Stream:
         """Queue a request; its stream starts at once. Call it in the engine's event loop.
 
-        `deadline_s` counts from now: when it has passed, what was generated is the answer.
+        `deadline_s` counts from now: when it has passed, what was generated is the answer. With
+        `pooling` the prompt's embedding is, and nothing is generated.
 
         Raises:
             RequestError: The request cannot be served as it stands.
@@ -234,20 +243,22 @@ class Engine:
         self._require_running()
         now = self._clock()
         check_deadline(deadline_s)
-        prompt_token_ids = self._prompt_token_ids(prompt)
+        check_pooling(pooling, sampling)
+        prompt_only = pooling is not None or sampling.max_tokens == 0
+        prompt_token_ids = self._prompt_token_ids(prompt, prompt_only)
         check_sampling(sampling, self._model.vocab_size, self.tokenizer.eos_token_ids)
         check_grammar(sampling.grammar, self._model.grammars)
-        sampling = self._token_forms.find(sampling, prompt_token_ids)
         request = Request(
             request_id=request_id or self._free_request_id(),
             prompt_token_ids=prompt_token_ids,
-            sampling=sampling,
+            sampling=self._token_forms.find(sampling, prompt_token_ids),
             seed=draw_seed(self._seeds) if sampling.seed is None else sampling.seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
             priority=priority,
             tenant=tenant,
             cache_salt=cache_salt,
             deadline_s=None if deadline_s is None else now + deadline_s,
+            pooling=pooling,
         )
         self._scheduler.add(request, now)
         if not self._live:
@@ -269,9 +280,9 @@ class Engine:
             name for number in self._numbers if (name := f"request-{number}") not in self._live
         )
 
-    def _prompt_token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def _prompt_token_ids(self, prompt: str | Sequence[int], prompt_only: bool) -> tuple[int, ...]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return check_token_ids(ids, self._model.vocab_size, self.max_model_len)
+        return check_token_ids(ids, self._model.vocab_size, self.max_model_len, prompt_only)
 
     async def _run(self) -> None:
         try:

@@ -18,8 +18,23 @@ _Result = TypeVar("_Result")
 _DRAINED_LIMITS = 16
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises RequestError 413 beyond `limit` bytes, ClientDisconnect if it ends."""
+async def read_body(request: Request, limit: int, upload_s: float | None = None) -> bytes:
+    """The whole body.
+
+    Raises:
+        RequestError: It has more than `limit` bytes (413), or is not there in `upload_s` (408).
+        ClientDisconnect: The client went away.
+    """
+    try:
+        async with asyncio.timeout(upload_s):
+            return await _read(request, limit)
+    except TimeoutError:
+        raise RequestError(
+            f"the body did not arrive within {upload_s:g} s; send it faster", status=408
+        ) from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
