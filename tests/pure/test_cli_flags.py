@@ -13,7 +13,7 @@ from quickstep.cli import generate, serve
 from quickstep.cli.engine_flags import engine_config, model_of
 from quickstep.cli.main import main
 from quickstep.cli.parsing import Parser, bytes_size, token_count
-from quickstep.cli.sampling_flags import sampling_params
+from quickstep.cli.sampling_flags import sampling_params, say_defaults
 from quickstep.cli.serve_flags import input_config, log_setup, server_options
 from quickstep.config import EngineConfig, InputConfig, PolicyName
 from quickstep.errors import ConfigError, RequestError
@@ -145,6 +145,41 @@ def test_sampling_flags_go_over_the_checkpoints_defaults() -> None:
     sampling = sampling_params(args, {"top_k": 9, "top_p": 0.5}, n=2)
     assert (sampling.top_k, sampling.top_p, sampling.temperature) == (3, 0.5, 0.0)
     assert (sampling.stop, sampling.seed, sampling.n) == (("a", "b"), 5, 2)
+
+
+def test_a_flag_goes_before_the_preset_and_the_preset_before_the_models_defaults() -> None:
+    defaults = {"temperature": 0.6, "top_p": 0.8, "top_k": 20}
+
+    def of(*flags: str) -> tuple[float, float, int]:
+        sampling = sampling_params(parsed("generate", "hi", *flags), defaults)
+        return sampling.temperature, sampling.top_p, sampling.top_k
+
+    assert of() == (0.6, 0.8, 20)
+    assert of("--preset", "brainstorm") == (1.2, 1.0, 20)
+    assert of("--preset", "brainstorm", "--temperature", "0") == (0.0, 1.0, 20)
+    assert sampling_params(parsed("generate", "hi"), {}).temperature == 0.0
+
+
+def test_every_sampling_flag_reaches_the_parameters() -> None:
+    args = parsed(
+        *("generate", "hi", "--typical-p", "0.9", "--xtc-probability", "0.5"),
+        *("--xtc-threshold", "0.2", "--dry-multiplier", "0.8", "--dry-base", "2"),
+        *("--dry-allowed-length", "3", "--dry-range", "64", "--dry-sequence-breakers", "."),
+        *("--bad-words", "no", "--bad-words", "never", "--thinking-budget", "99"),
+    )
+    sampling = sampling_params(args, {})
+    assert (sampling.typical_p, sampling.xtc_probability, sampling.xtc_threshold) == (0.9, 0.5, 0.2)
+    assert (sampling.dry_multiplier, sampling.dry_base) == (0.8, 2.0)
+    assert (sampling.dry_allowed_length, sampling.dry_range) == (3, 64)
+    assert sampling.dry_sequence_breakers == (".",)
+    assert sampling.bad_words == ("no", "never")
+    assert sampling.thinking_budget == 99
+
+
+def test_the_models_own_defaults_are_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    say_defaults({"temperature": 0.6, "max_tokens": 9})
+    say_defaults({})
+    assert capsys.readouterr().err == "the model's own sampling defaults: temperature 0.6\n"
 
 
 def test_bad_sampling_values_are_request_errors() -> None:

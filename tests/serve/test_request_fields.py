@@ -14,12 +14,13 @@ import pytest
 from api_cases import exchange
 from bound_values import beyond
 from client import MESSAGES
-from fake_engine import FakeEngine, FakeTokenizer
+from fake_engine import FakeEngine, FakeTemplate, FakeTokenizer
 from field_cases import OPENAI_CASES, Case, Seen
 from field_places import PLACES, Place, json_routes, minimal, structs_in
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.app import create_app
 from quickstep.server.field_bounds import SchemaFacts, bounds_of
@@ -197,7 +198,8 @@ def test_a_value_beyond_a_bound_is_400_and_one_at_it_is_taken(
     engine = FakeEngine()
     assert_names(post(place.route, place.with_value(outside), engine), place.path)
     assert not engine.submitted
-    response = post(place.route, place.with_value(inside))
+    thinks = FakeEngine(chat_template=FakeTemplate(formats_of("<tool_call></think>")))
+    response = post(place.route, place.with_value(inside), thinks)
     if response.status_code != 200:  # for another reason than the bound
         error = response.json()["error"]
         assert error.get("param") != place.path or "is not supported" in error["message"]

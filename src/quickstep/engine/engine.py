@@ -92,11 +92,7 @@ class Engine:
         self._clock = clock
         self._state = EngineState.NEW
         self._failure = ""
-        template = model.chat_template
-        reasoning = None if template is None else template.formats.reasoning
-        self._token_forms = TokenFormFinder(
-            model.tokenizer, model.vocab_size, model.max_model_len, reasoning
-        )
+        self._token_forms = TokenFormFinder.of_model(model)
         self._live = LiveRequests(model.tokenizer, step_log, self._end_at_stop_string)
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._numbers = itertools.count()
@@ -253,11 +249,10 @@ class Engine:
         prompt_token_ids = self._prompt_token_ids(prompt, prompt_only)
         check_sampling(sampling, self._model.vocab_size, self.tokenizer.eos_token_ids)
         check_grammar(sampling.grammar, self._model.grammars)
-        sampling = self._token_forms.find(sampling, prompt_token_ids)
         request = Request(
             request_id=request_id or self._free_request_id(),
             prompt_token_ids=prompt_token_ids,
-            sampling=sampling,
+            sampling=self._token_forms.find(sampling, prompt_token_ids),
             seed=draw_seed(self._seeds) if sampling.seed is None else sampling.seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
             priority=priority,

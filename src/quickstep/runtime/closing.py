@@ -184,8 +184,8 @@ class ClosingSearch:
             if _QUOTE in allowed:
                 return [(_QUOTE,)]
             if path and path[-1] in allowed and path[-1] in _SAMPLES:
-                others = [way for way in _samples(allowed) if way[0] not in _SAMPLES]
-                return [self._longer_run(matcher, path), *others]
+                signs = [way for way in _samples(allowed) if way[0] not in _SAMPLES]
+                return [self._longer_run(matcher, path), *signs]
             return _samples(allowed)
         closing = [byte for byte in allowed if byte in _BRACKETS]
         if closing or ord(",") in allowed:
@@ -319,7 +319,13 @@ class ClosingGuard:
         return len(ending) + self._num_ends <= num_left or not ending
 
     def _behind(self, token_id: int) -> Tokens | None:
+        """An ending behind a token: inside a string, most often the one that is known already."""
         copy = self._matcher.deep_copy()
         if not copy.consume_token(token_id):
             return None
-        return ClosingSearch(copy, self._vocabulary, self._num_left - 1).ending()
+        num_left = self._num_left - 1
+        if self._ending and self._fits(self._ending, num_left):
+            trial = copy.deep_copy()
+            if trial.consume_tokens(list(self._ending)) and trial.is_accepting():
+                return self._ending
+        return ClosingSearch(copy, self._vocabulary, num_left).ending()
