@@ -17,6 +17,10 @@ const Kernels kernels = {
     .gated_activation = gated_activation,
     .attention_scratch_bytes = attention_scratch_bytes,
     .paged_attention = paged_attention,
+    .elementwise = elementwise,
+    .finish_logits = finish_logits,
+    .draw_scratch_bytes = draw_scratch_bytes,
+    .draw = draw,
     .probe_read = probe_read,
     .probe_multiply = probe_multiply,
 };

@@ -85,6 +85,11 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
 
+def logits(hidden: Tensor, weight: LinearWeight, divisor: float, cap: float | None) -> Tensor:
+    wide = linear(hidden, weight).float() / divisor
+    return wide if cap is None else (wide / cap).tanh() * cap
+
+
 NAIVE_OPS = OpTable(
     name="naive",
     pack_linear=pack_linear,
@@ -96,5 +101,6 @@ NAIVE_OPS = OpTable(
     write_kv=write_kv,
     paged_attention=paged_attention,
     gated_activation=gated_activation,
+    logits=logits,
     scratch_bytes=0,
 )

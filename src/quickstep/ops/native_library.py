@@ -11,6 +11,7 @@ from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32
 from pathlib import Path
 
 from quickstep.errors import ConfigError, EngineError
+from quickstep.ops.native_step_abi import STEP_SIGNATURES
 
 __all__ = [
     "ABI_VERSION",
@@ -79,6 +80,7 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_probe_read", _I, (_P, _P, POINTER(c_uint32))),
     ("qs_probe_multiply", _I, (_P, _I, _L, POINTER(_L))),
     ("qs_context_loop_ns", _L, (_P,)),
+    *STEP_SIGNATURES,
 )
 
 

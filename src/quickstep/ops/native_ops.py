@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quickstep.ops.native_library import AttentionCall, raise_for_status
+from quickstep.ops.reference.logits import finished_logits
 from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
 
 __all__ = ["DTYPES", "NativeOps", "PackedWeight"]
@@ -73,6 +74,7 @@ class NativeOps:
         self._gated_activation = library.qs_gated_activation
         self._write_kv = library.qs_write_kv
         self._paged_attention = library.qs_paged_attention
+        self._finish_logits = library.qs_finish_logits
         # The layout seen last; replaced whole, so that a reader sees an old one or a new one.
         self._attention_layout: _AttentionLayout | None = None
         finalizer = weakref.finalize(self, library.qs_context_destroy, context)
@@ -91,6 +93,7 @@ class NativeOps:
             write_kv=self.write_kv,
             paged_attention=self.paged_attention,
             gated_activation=self.gated_activation,
+            logits=self.logits,
             scratch_bytes=_SCRATCH_BYTES,
             kernel_s=self.kernel_s,
         )
@@ -337,6 +340,28 @@ class NativeOps:
         status = self._paged_attention(self._context, ctypes.byref(call))
         if status:
             raise_for_status(status, "paged_attention")
+        return out
+
+    def logits(
+        self, hidden: Tensor, weight: LinearWeight, divisor: float, softcap: float | None
+    ) -> Tensor:
+        """`OpTable.logits`."""
+        product = self.linear(hidden, weight)
+        dtype = DTYPES.get(product.dtype)
+        if dtype is None:
+            return finished_logits(product, divisor, softcap)
+        out = torch.empty(product.shape, dtype=torch.float32)
+        status = self._finish_logits(
+            self._context,
+            dtype,
+            product.data_ptr(),
+            product.numel(),
+            divisor,
+            softcap or 0.0,
+            out.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "logits")
         return out
 
     def _scratch(self, prepared: _AttentionLayout, call: AttentionCall) -> Tensor:

@@ -13,8 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from quickstep.ops.native_steps import NativeSteps
 
 __all__ = [
     "AttentionParams",
@@ -134,8 +138,11 @@ class OpTable:
         scratch_bytes: Temporary bytes per element at a layer's widest point: the planner's bound.
         gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half;
             kind is `silu`, `gelu` or `gelu_tanh`.
+        logits: (hidden [E, C], LinearWeight, divisor, softcap or None) -> [E, V] fp32: the product,
+            widened, divided, then softcap * tanh(logits / softcap) in fp64.
         kernel_s: Seconds that the kernels have run so far, without what stands between them; None
             where nobody counts. The difference of two readings is what a benchmark wants.
+        steps: Makes captured steps and draws tokens; None where only single ops run.
     """
 
     name: str
@@ -148,5 +155,7 @@ class OpTable:
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[[Tensor, Tensor, Tensor, PagedLayout, AttentionParams], Tensor]
     gated_activation: Callable[[Tensor, str], Tensor]
+    logits: Callable[[Tensor, LinearWeight, float, float | None], Tensor]
     scratch_bytes: int
     kernel_s: Callable[[], float] | None = None
+    steps: NativeSteps | None = None

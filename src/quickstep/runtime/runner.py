@@ -15,7 +15,7 @@ import torch
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache
-from quickstep.runtime.batch import build_batch
+from quickstep.runtime.capture import open_steps
 from quickstep.runtime.grammar_constraint import NewMatcher
 from quickstep.runtime.sampler import Sample, SampleFailure, sample
 from quickstep.runtime.slots import Slot, SlotTable
@@ -38,10 +38,9 @@ class ModelRunner:
         num_slots: int,
         clock: Callable[[], float],
         new_matcher: NewMatcher | None = None,
+        enforce_eager: bool = False,
     ) -> None:
-        self._model = model
-        self._kv = kv
-        self._block_size = block_size
+        self._steps = open_steps(model, kv, block_size, enforce_eager)
         self._num_blocks = kv.keys[0].shape[0]
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
         self._clock = clock
@@ -95,18 +94,15 @@ class ModelRunner:
     def _compute(
         self, rows: Sequence[StepRow], slots: Sequence[Slot]
     ) -> tuple[tuple[RowOutput, ...], tuple[RowFailure, ...]]:
-        model = self._model
-        batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
-        hidden = model.forward(batch, self._kv)
+        self._steps.prepare(rows, slots)
         emitting = [
             index
             for index, (row, slot) in enumerate(zip(rows, slots, strict=True))
             if row.emits and not slot.failure
         ]
         outputs = [RowOutput()] * len(rows)
+        _, logits = self._steps.run(emitting)
         if emitting:
-            ends = [batch.layout.row_offsets[index + 1] - 1 for index in emitting]
-            logits = model.logits(hidden[torch.tensor(ends, device=model.device)])
             states = [state for i in emitting if (state := slots[i].state) is not None]
             for index, drawn in zip(emitting, sample(logits, states), strict=True):
                 outputs[index] = _recorded(slots[index], drawn)

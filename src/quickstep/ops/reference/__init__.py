@@ -10,6 +10,7 @@ from __future__ import annotations
 from quickstep.ops.reference.embedding import embedding
 from quickstep.ops.reference.gated_activation import gated_activation
 from quickstep.ops.reference.linear import linear, pack_linear
+from quickstep.ops.reference.logits import logits
 from quickstep.ops.reference.paged_attention import paged_attention
 from quickstep.ops.reference.rms_norm import add_rms_norm, rms_norm
 from quickstep.ops.reference.rotary import rotary
@@ -38,5 +39,6 @@ def reference_ops() -> OpTable:
         write_kv=write_kv,
         paged_attention=paged_attention,
         gated_activation=gated_activation,
+        logits=logits,
         scratch_bytes=_SCRATCH_BYTES,
     )

@@ -1,0 +1,393 @@
+"""Records a model's forward pass as a list of native calls.
+
+The model runs once, as it always does, on an op table whose ops compute nothing: each notes its
+call and hands out an empty tensor of two rows. What the model does beside its ops, a dispatch mode
+sees: views cost nothing, sums, multiples and table rows have calls of their own. Anything else,
+and any tensor that is neither a weight nor the work of a recorded call, raises NotCapturable: such
+a model runs eagerly. Nothing here depends on how many tokens a step has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quickstep.ops.native_ops import DTYPES, PackedWeight
+from quickstep.ops.native_step_abi import OpKind, RowsOf
+from quickstep.ops.recording import Buffer, Operand, OpRecord, Recording
+from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
+
+__all__ = ["NativeRecorder", "NotCapturable"]
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_ROWS = 2  # one would let a wrong distance between rows pass unseen
+_MAX_HEAD_SIZE = 256
+
+_aten = torch.ops.aten
+
+
+class NotCapturable(Exception):
+    """The forward pass is more than a list of native calls; the message says where."""
+
+
+class _BesideOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands what torch computes while a model is recorded to the recorder."""
+
+    def __init__(self, recorder: NativeRecorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return self._recorder.beside_ops(func, args, dict(kwargs or {}))
+
+
+class NativeRecorder:
+    """One recording. Use it as a context around the model's calls, then `finish`."""
+
+    def __init__(self, block_size: int) -> None:
+        self._ops: list[OpRecord] = []
+        self._buffers: list[Buffer] = []
+        self._of_storage: dict[int, int] = {}
+        self._kept: list[Tensor | object] = []
+        self._mode = _BesideOps(self)
+        self._token_ids = self._new((), torch.int64, RowsOf.TOKENS)
+        self._positions = self._new((), torch.int64, RowsOf.TOKENS)
+        self._emitting = self._new((), torch.int64, RowsOf.EMITTING)
+        for inputs in (self._token_ids, self._positions, self._emitting):
+            inputs.zero_()
+        self._layout = PagedLayout(
+            positions=self._positions,
+            slot_mapping=torch.zeros(_ROWS, dtype=torch.int64),
+            row_offsets=(0, _ROWS),
+            context_lens=(_ROWS,),
+            block_tables=torch.zeros((1, 1), dtype=torch.int32),
+            block_size=block_size,
+        )
+
+    def __enter__(self) -> Self:
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    @property
+    def token_ids(self) -> Tensor:
+        """What `forward` gets as token ids."""
+        return self._token_ids
+
+    @property
+    def layout(self) -> PagedLayout:
+        """What `forward` gets as layout."""
+        return self._layout
+
+    def table(self, ops: OpTable) -> OpTable:
+        """An op table that records; weights must be packed by `ops`."""
+
+        def pack(*_: object) -> LinearWeight:
+            raise NotCapturable("a weight is packed within the step")
+
+        return OpTable(
+            name=ops.name,
+            pack_linear=pack,
+            linear=self._linear,
+            embedding=self._embedding,
+            rms_norm=self._rms_norm,
+            add_rms_norm=self._add_rms_norm,
+            rotary=self._rotary,
+            write_kv=self._write_kv,
+            paged_attention=self._paged_attention,
+            gated_activation=self._gated_activation,
+            logits=self._logits,
+            scratch_bytes=ops.scratch_bytes,
+        )
+
+    def emitting_rows(self, hidden: Tensor) -> Tensor:
+        """The hidden states of the tokens that emit."""
+        return self._gather(self._emitting, self._operand(hidden), None, hidden)
+
+    def finish(self, hidden: Tensor, logits: Tensor) -> Recording:
+        """The recording, after the model's calls gave these."""
+        token_ids, positions, emitting, final, scores = (
+            self._buffer_of(x)
+            for x in (self._token_ids, self._positions, self._emitting, hidden, logits)
+        )
+        for index in (token_ids, positions, emitting, final, scores):
+            self._buffers[index].last = len(self._ops)
+        return Recording(
+            ops=tuple(self._ops),
+            buffers=tuple(self._buffers),
+            token_ids=token_ids,
+            positions=positions,
+            emitting=emitting,
+            hidden=final,
+            logits=scores,
+            weights=tuple(self._kept),
+        )
+
+    # -- operands ---------------------------------------------------------------------------------
+
+    def _new(self, tail: Sequence[int], dtype: torch.dtype, rows: int) -> Tensor:
+        """A tensor of a new buffer, which the next op fills."""
+        tensor = torch.empty((_ROWS, *tail), dtype=dtype)
+        self._kept.append(tensor)
+        self._of_storage[tensor.untyped_storage().data_ptr()] = len(self._buffers)
+        now = len(self._ops)
+        self._buffers.append(Buffer(tensor.nbytes // _ROWS, rows, now, now))
+        return tensor
+
+    def _is_recorded(self, x: Tensor) -> bool:
+        return x.untyped_storage().data_ptr() in self._of_storage
+
+    def _buffer_of(self, x: Tensor) -> int:
+        if not self._is_recorded(x):
+            raise NotCapturable("a tensor was computed outside the recorded calls")
+        return self._of_storage[x.untyped_storage().data_ptr()]
+
+    def _operand(self, x: Tensor) -> Operand:
+        """The place of a tensor with a row per token, whose buffer the next op reads."""
+        index = self._buffer_of(x)
+        buffer = self._buffers[index]
+        offset = int(x.storage_offset()) * x.element_size()
+        is_row_view = x.shape[0] == _ROWS and x.stride(0) * x.element_size() == buffer.row_bytes
+        if not is_row_view or offset >= buffer.row_bytes:
+            raise NotCapturable("a view crosses the tokens of a step")
+        buffer.last = len(self._ops)
+        return Operand(index, offset)
+
+    def _whole(self, x: Tensor) -> Operand:
+        """The place of a contiguous tensor."""
+        if not x.is_contiguous():
+            raise NotCapturable("an op would have to copy its input")
+        return self._operand(x)
+
+    def _heads(self, x: Tensor) -> Operand:
+        """The place of [T, H, D] whose tokens are contiguous."""
+        if x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2]):
+            raise NotCapturable("an op would have to copy its heads")
+        return self._operand(x)
+
+    def _fixed(self, x: Tensor, dtype: torch.dtype | None = None) -> int:
+        """The address of a weight or of a KV tensor."""
+        if self._is_recorded(x) or not x.is_contiguous() or x.dtype != (dtype or x.dtype):
+            raise NotCapturable("a weight is not a plain tensor of the activations' dtype")
+        self._kept.append(x)
+        return x.data_ptr()
+
+    def _rows_of(self, x: Tensor) -> int:
+        return self._buffers[self._buffer_of(x)].rows
+
+    def _record(
+        self,
+        kind: int,
+        x: Tensor,
+        inputs: tuple[Operand | int, ...],
+        outputs: Sequence[Tensor] | tuple[int, ...],
+        **rest: Any,
+    ) -> None:
+        places = tuple(one if isinstance(one, int) else self._operand(one) for one in outputs)
+        dtype = DTYPES.get(x.dtype, -1)
+        if dtype < 0 and kind not in (OpKind.GATHER,):
+            raise NotCapturable(f"there are no native kernels for {x.dtype}")
+        self._ops.append(OpRecord(kind, dtype, self._rows_of(x), inputs, places, **rest))
+
+    # -- the ops ----------------------------------------------------------------------------------
+
+    def _linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        packed = weight.data
+        if not isinstance(packed, PackedWeight) or packed.dtype != x.dtype or x.stride(1) != 1:
+            raise NotCapturable("a weight has no native kernel for these activations")
+        self._kept.append(packed)
+        inputs = (self._operand(x), packed.handle)
+        out = self._new((weight.num_outputs,), x.dtype, self._rows_of(x))
+        self._record(OpKind.LINEAR, x, inputs, (out,), stride=(x.stride(0),))
+        return out
+
+    def _embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        return self._gather(token_ids, self._fixed(weight), weight.shape[0], weight)
+
+    def _gather(
+        self, ids: Tensor, table: Operand | int, num_rows: int | None, like: Tensor
+    ) -> Tensor:
+        """Rows of a table [rows, C] that looks `like` this one; None rows: one per token."""
+        out = self._new(like.shape[1:], like.dtype, self._rows_of(ids))
+        size = (num_rows, out.nbytes // _ROWS)
+        self._record(OpKind.GATHER, ids, (self._whole(ids), table), (out,), size=size)
+        return out
+
+    def _rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        if x.stride(-1) != 1:
+            raise NotCapturable("a norm would have to copy its input")
+        inputs = (self._operand(x), self._fixed(weight, x.dtype))
+        inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        out = self._new(x.shape[1:], x.dtype, self._rows_of(x))
+        self._record(
+            OpKind.RMS_NORM,
+            x,
+            inputs,
+            (out,),
+            size=(inner, x.shape[-1]),
+            stride=(x.stride(0), inner_stride),
+            scalar=(eps, offset),
+        )
+        return out
+
+    def _add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+    ) -> tuple[Tensor, Tensor]:
+        inputs = (self._whole(x), self._whole(residual), self._fixed(weight, x.dtype))
+        out, total = (self._new(x.shape[1:], x.dtype, self._rows_of(x)) for _ in range(2))
+        size, scalar = (x.shape[-1],), (eps, offset)
+        self._record(OpKind.ADD_NORM, x, inputs, (out, total), size=size, scalar=scalar)
+        return out, total
+
+    def _rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        if cos.dtype != torch.float32 or sin.dtype != torch.float32:
+            raise NotCapturable("the rotary tables are not float32")
+        inputs = (self._heads(x), self._whole(cos), self._whole(sin))
+        out = self._new(x.shape[1:], x.dtype, self._rows_of(x))
+        self._record(
+            OpKind.ROTARY,
+            x,
+            inputs,
+            (out,),
+            size=(x.shape[1], x.shape[2], cos.shape[1]),
+            stride=(x.stride(0),),
+            option=int(interleaved),
+        )
+        return out
+
+    def _gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
+        if kind not in _ACTIVATIONS:
+            raise NotCapturable(f"there is no native {kind}")
+        width = gate_up.shape[1] // 2
+        inputs = (self._whole(gate_up),)
+        out = self._new((width,), gate_up.dtype, self._rows_of(gate_up))
+        option = _ACTIVATIONS[kind]
+        self._record(OpKind.GATED, gate_up, inputs, (out,), size=(width,), option=option)
+        return out
+
+    def _write_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        if slot_mapping is not self._layout.slot_mapping:
+            raise NotCapturable("KV is written to other slots than the step's")
+        caches = (self._fixed(k_cache, k.dtype), self._fixed(v_cache, v.dtype))
+        size = k.element_size()
+        self._record(
+            OpKind.WRITE_KV,
+            k,
+            (self._heads(k), self._heads(v)),
+            caches,
+            size=(k.shape[1] * k.shape[2] * size, k_cache.shape[0] * k_cache.shape[1]),
+            stride=(k.stride(0) * size, v.stride(0) * size),
+        )
+
+    def _paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        layout: PagedLayout,
+        params: AttentionParams,
+    ) -> Tensor:
+        if layout is not self._layout or q.shape[2] > _MAX_HEAD_SIZE:
+            raise NotCapturable("attention over another layout, or over too wide heads")
+        caches = (self._fixed(k_cache, q.dtype), self._fixed(v_cache, q.dtype))
+        inputs = (self._heads(q), *caches)
+        out = self._new(q.shape[1:], q.dtype, self._rows_of(q))
+        num_blocks, _, num_kv_heads, _ = k_cache.shape
+        self._record(
+            OpKind.ATTENTION,
+            q,
+            inputs,
+            (out,),
+            size=(q.shape[1], num_kv_heads, q.shape[2], num_blocks, params.window or 0),
+            stride=(q.stride(0),),
+            scalar=(params.scale, params.softcap or 0.0),
+        )
+        return out
+
+    def _logits(
+        self, hidden: Tensor, weight: LinearWeight, divisor: float, softcap: float | None
+    ) -> Tensor:
+        product = self._linear(hidden, weight)
+        if product.dtype == torch.float32 and divisor == 1.0 and softcap is None:
+            return product
+        out = self._new(product.shape[1:], torch.float32, self._rows_of(product))
+        scalar = (divisor, softcap or 0.0)
+        inputs = (self._whole(product),)
+        size = (weight.num_outputs,)
+        self._record(OpKind.LOGITS, product, inputs, (out,), size=size, scalar=scalar)
+        return out
+
+    # -- beside the ops ---------------------------------------------------------------------------
+
+    def beside_ops(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What torch is asked to compute: run, if it is about no recorded tensor or a view."""
+        tensors = [x for x in _flat(args) if isinstance(x, Tensor)]
+        if not any(self._is_recorded(x) for x in tensors):
+            return func(*args, **kwargs)
+        call = _CALLS.get(func)
+        if call is not None and not kwargs:
+            return call(self, *args)
+        result = func(*args, **kwargs) if not func._schema.is_mutable else None
+        views = result if isinstance(result, (list, tuple)) else (result,)
+        if not all(isinstance(x, Tensor) and self._is_recorded(x) for x in views):
+            raise NotCapturable(f"{func} is not a native call")
+        return result
+
+    def _add(self, a: Tensor, b: Tensor) -> Tensor:
+        if not isinstance(b, Tensor) or a.dtype != b.dtype or a.shape != b.shape:
+            raise NotCapturable("a sum of unlike tensors")
+        inputs = (self._whole(a), self._whole(b))
+        out = self._new(a.shape[1:], a.dtype, self._rows_of(a))
+        self._record(OpKind.ADD, a, inputs, (out,), size=(a.numel() // _ROWS,))
+        return out
+
+    def _scale(self, x: Tensor, factor: Any) -> Tensor:
+        if isinstance(factor, Tensor) and (factor.dim() or self._is_recorded(factor)):
+            raise NotCapturable("a product of tensors")
+        value = factor.item() if isinstance(factor, Tensor) else factor
+        inputs = (self._whole(x),)
+        out = self._new(x.shape[1:], x.dtype, self._rows_of(x))
+        size = (x.numel() // _ROWS,)
+        self._record(OpKind.SCALE, x, inputs, (out,), size=size, scalar=(float(value),))
+        return out
+
+    def _index(self, table: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+        ids = indices[0] if len(indices) == 1 else None
+        if ids is None or ids.dtype != torch.int64 or table.dim() != 2:
+            raise NotCapturable("indexing by other than token")
+        return self._gather(ids, self._fixed(table), table.shape[0], table)
+
+
+_CALLS: Mapping[Any, Callable[..., Tensor]] = {
+    _aten.add.Tensor: NativeRecorder._add,
+    _aten.mul.Tensor: NativeRecorder._scale,
+    _aten.mul.Scalar: NativeRecorder._scale,
+    _aten.index.Tensor: NativeRecorder._index,
+}
+
+
+def _flat(args: Sequence[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for one in args:
+        flat.extend(one if isinstance(one, (list, tuple)) else (one,))
+    return flat

@@ -1,0 +1,98 @@
+"""A captured step computes what the model's Python computes op by op, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from golden_cases import CASES, VOCAB, Case
+from golden_harness import load, random_prompts
+from torch import Tensor
+
+from quickstep.errors import EngineError
+from quickstep.model.decoder import Decoder
+from quickstep.runtime.capture import CapturedSteps, open_steps
+from quickstep.runtime.kv import allocate_kv
+from quickstep.runtime.slots import Slot
+from quickstep.types import Admission, Phase, SamplingParams, StepRow
+
+BLOCK = 4
+LENGTHS = (38, 9, 70, 1)
+# (sequence, tokens) of each step: one row, prompts in chunks beside decode rows, more than a bucket
+STEPS = (
+    ((0, 1),),
+    ((0, 16), (1, 4)),
+    ((1, 1), (0, 1), (2, 66)),
+    ((3, 1), (1, 2), (0, 20), (2, 1)),
+    ((2, 1),),
+)
+EMITTING = ((0,), (), (0, 2), (3, 0), (0,))
+
+
+def steps_of(blocks: torch.Tensor) -> Iterator[tuple[list[StepRow], list[Slot], tuple[int, ...]]]:
+    prompts = random_prompts(LENGTHS, VOCAB)
+    tables = blocks.split(blocks.numel() // len(prompts))
+    slots = []
+    for prompt, table in zip(prompts, tables, strict=True):
+        slot = Slot(Admission(0, "", tuple(prompt), len(prompt), SamplingParams(), 0), VOCAB)
+        slot.append_blocks(table.tolist())
+        slots.append(slot)
+    computed = [0] * len(prompts)
+    for step, emitting in zip(STEPS, EMITTING, strict=True):
+        rows = []
+        for index, count in step:
+            start = computed[index]
+            computed[index] += count
+            tokens = tuple(prompts[index][start : start + count])
+            rows.append(StepRow(index, start, count, tokens, (), Phase.PREFILL, True, 0))
+        yield rows, [slots[index] for index, _ in step], emitting
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_captured_steps_have_the_bits_of_eager_ones(case: Case, dtype: str, tmp_path: Path) -> None:
+    case.save(tmp_path)
+    model = load(tmp_path, case.max_model_len, dtype)
+    assert isinstance(model, Decoder) and model.ops.steps is not None
+    caches = [allocate_kv(model.kv_shape, 80, BLOCK, model.device) for _ in range(2)]
+    eager = open_steps(model, caches[0], BLOCK, enforce_eager=True)
+    captured = open_steps(model, caches[1], BLOCK, enforce_eager=False)
+    # a mixture of experts chooses by its data, which no list of calls can
+    assert isinstance(captured, CapturedSteps) == (model.spec.moe is None)
+    longest = case.max_model_len or 256
+    order = torch.randperm(80, generator=torch.Generator().manual_seed(3))
+    for rows, slots, emitting in steps_of(order):
+        if max(row.end for row in rows) > longest:
+            continue
+        eager.prepare(rows, slots)
+        captured.prepare(rows, slots)
+        with torch.inference_mode():
+            expected, found = eager.run(emitting), captured.run(emitting)
+        for right, got in zip(expected, found, strict=True):
+            assert got.dtype == right.dtype and got.shape == right.shape
+            assert torch.equal(bits(got), bits(right))
+    for right, got in zip(caches[0].keys, caches[1].keys, strict=True):
+        assert right.any() and torch.equal(bits(got), bits(right))
+
+
+def test_a_captured_step_refuses_what_an_eager_one_refuses(tmp_path: Path) -> None:
+    CASES[0].save(tmp_path)
+    model = load(tmp_path)
+    kv = allocate_kv(model.kv_shape, 4, BLOCK, model.device)
+    slot = Slot(Admission(0, "", (1, 2), 2, SamplingParams(), 0), VOCAB)
+    slot.append_blocks((0,))
+    unknown = StepRow(0, 0, 2, (1, VOCAB), (), Phase.PREFILL, True, 0)
+    beyond = StepRow(0, 3, 2, (1, 1), (), Phase.PREFILL, True, 0)
+    for enforce_eager in (True, False):
+        steps = open_steps(model, kv, BLOCK, enforce_eager)
+        with pytest.raises(EngineError, match="outside"):
+            steps.prepare([unknown], [slot])
+            steps.run((0,))
+        with pytest.raises(EngineError, match="its 1 blocks hold 4"):
+            steps.prepare([beyond], [slot])
