@@ -37,6 +37,7 @@ from quickstep.engine.seeds import draw_seed
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Stream
+from quickstep.engine.token_forms import TokenFormFinder
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import (
@@ -84,6 +85,11 @@ class Engine:
         self._clock = clock
         self._state = EngineState.NEW
         self._failure = ""
+        template = model.chat_template
+        reasoning = None if template is None else template.formats.reasoning
+        self._token_forms = TokenFormFinder(
+            model.tokenizer, model.vocab_size, model.max_model_len, reasoning
+        )
         self._live = LiveRequests(model.tokenizer, step_log, self._end_at_stop_string)
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._numbers = itertools.count()
@@ -231,6 +237,7 @@ class Engine:
         prompt_token_ids = self._prompt_token_ids(prompt)
         check_sampling(sampling, self._model.vocab_size, self.tokenizer.eos_token_ids)
         check_grammar(sampling.grammar, self._model.grammars)
+        sampling = self._token_forms.find(sampling, prompt_token_ids)
         request = Request(
             request_id=request_id or self._free_request_id(),
             prompt_token_ids=prompt_token_ids,

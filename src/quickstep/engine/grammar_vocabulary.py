@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.errors import RequestError
+from quickstep.runtime.closing import ClosingVocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-__all__ = ["grammar_vocabulary"]
+__all__ = ["closing_vocabulary", "grammar_vocabulary"]
 
 
 def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
@@ -29,6 +30,13 @@ def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
     native = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=ends)
     vocabulary.encode_greedily = native.greedy_tokenize
     return native
+
+
+def closing_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> ClosingVocabulary:
+    """The same vocabulary, to spell the end of an output with."""
+    tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+    special = {i for i in range(vocab_size) if tokenizer.is_special(i)} | tokenizer.eos_token_ids
+    return ClosingVocabulary(tokens, special)
 
 
 class _Vocabulary:

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from quickstep.engine.grammar_vocabulary import grammar_vocabulary
+from quickstep.engine.grammar_vocabulary import closing_vocabulary, grammar_vocabulary
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.errors import RequestError
+from quickstep.runtime.closing import ClosingVocabulary
 from quickstep.types import Grammar
 
 if TYPE_CHECKING:
@@ -95,9 +96,10 @@ class GrammarCompiler:
         """Have the grammar ready. Raises RequestError that says what is wrong with it."""
         self._prototype(grammar)
 
-    def new_matcher(self, grammar: Grammar) -> LLMatcher:
+    def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingVocabulary]:
         """A matcher at the grammar's start, which shares no state. Raises RequestError."""
-        return self._prototype(grammar).deep_copy()
+        prototype = self._prototype(grammar)
+        return prototype.deep_copy(), self._closing_vocabulary
 
     def _prototype(self, grammar: Grammar) -> LLMatcher:
         with self._lock:
@@ -117,6 +119,7 @@ class GrammarCompiler:
 
         source = _source(grammar, self._limits)
         matcher = LLMatcher(self._vocabulary, source, log_level=0, limits=self._parser_limits)
+        assert self._closing_vocabulary is not None, "it is built here, off the engine's threads"
         # copies begin with the first mask known, and what has none is refused here
         allows_text = any(matcher.compute_bitmask())
         if not matcher.is_error() and not allows_text:
@@ -131,6 +134,11 @@ class GrammarCompiler:
     def _vocabulary(self) -> LLTokenizer:
         """The vocabulary as llguidance reads it: a large one takes a moment."""
         return grammar_vocabulary(self._tokenizer, self._vocab_size)
+
+    @cached_property
+    def _closing_vocabulary(self) -> ClosingVocabulary:
+        """What the endings of grammars are spelled with."""
+        return closing_vocabulary(self._tokenizer, self._vocab_size)
 
     @cached_property
     def _parser_limits(self) -> LLParserLimits:
