@@ -4,8 +4,11 @@
 
 namespace {
 
+constexpr int64_t kParallelLogits = 1 << 15;  // below it waking a thread costs more
+
 // Rows share as much scratch as threads can use at once.
-int64_t num_items(const qs_context* context, int64_t num_rows) {
+int64_t num_items(const qs_context* context, int64_t vocab_size, int64_t num_rows) {
+  if (num_rows > 0 && num_rows * vocab_size < kParallelLogits) return 1;
   const int64_t threads = qs::pool_size(context->pool);
   return num_rows < threads ? num_rows : threads;
 }
@@ -15,7 +18,8 @@ int64_t num_items(const qs_context* context, int64_t num_rows) {
 extern "C" {
 
 int64_t qs_draw_scratch_bytes(const qs_context* context, int64_t vocab_size, int64_t num_rows) {
-  return num_items(context, num_rows) * context->kernels->draw_scratch_bytes(vocab_size);
+  const int64_t items = num_items(context, vocab_size, num_rows);
+  return items * context->kernels->draw_scratch_bytes(vocab_size);
 }
 
 int qs_draw_rows(qs_context* context, qs_draw* rows, int64_t num_rows, int64_t vocab_size,
@@ -26,7 +30,7 @@ int qs_draw_rows(qs_context* context, qs_draw* rows, int64_t num_rows, int64_t v
       return QS_INVALID;
     }
   }
-  const int64_t items = num_items(context, num_rows);
+  const int64_t items = num_items(context, vocab_size, num_rows);
   const int64_t bytes = context->kernels->draw_scratch_bytes(vocab_size);
   qs::parallel_for(context->pool, items, [&](int64_t item) {
     for (int64_t i = item; i < num_rows; i += items) {

@@ -6,6 +6,7 @@
 // matter, and a token's noise is below ln 2 * (52 - floor(log2(bits + 1/2))), which costs a hash
 // but no logarithm: the exact noise is computed for the few tokens that can still win.
 
+#include "kernels/candidates.h"
 #include "kernels/entries.h"
 #include "kernels/vecmath64.h"
 
@@ -21,13 +22,6 @@ constexpr double kInfinity = __builtin_inf();
 // Above every noise: -log(-log(1 - 2^-53)) = 36.74.
 constexpr double kLargestNoise = 36.75;
 constexpr double kLn2Above = 0.6931471805599454;
-
-// Canonical order: larger value first, lower id first among equals.
-struct Candidate {
-  double value;
-  int64_t id;
-  int64_t weight;
-};
 
 struct Scratch {
   double* scaled;     // [V, whole chunks], padded with -inf
@@ -53,99 +47,56 @@ Scratch split(void* memory, int64_t vocab_size) {
   return {scaled, chunk_max, reinterpret_cast<Candidate*>(chunk_max + div_up(chunks, 8) * 8)};
 }
 
-bool before(const Candidate& a, const Candidate& b) {
-  return a.value > b.value || (a.value == b.value && a.id < b.id);
-}
+// A register of T, and of the comparisons of two.
+template <typename T>
+struct Lanes;
+template <>
+struct Lanes<float> {
+  typedef vf values;
+  typedef vi flags;
+};
+template <>
+struct Lanes<double> {
+  typedef double values __attribute__((vector_size(4 * W)));
+  typedef int64_t flags __attribute__((vector_size(4 * W)));
+};
 
-void swap(Candidate* list, int64_t i, int64_t j) {
-  const Candidate kept = list[i];
-  list[i] = list[j];
-  list[j] = kept;
-}
-
-// Moves what stands before the pivot to the front; returns the pivot's place.
-int64_t partition(Candidate* list, int64_t first, int64_t last) {
-  swap(list, first + (last - first) / 2, last - 1);
-  const Candidate pivot = list[last - 1];
-  int64_t place = first;
-  for (int64_t i = first; i < last - 1; ++i) {
-    if (before(list[i], pivot)) swap(list, i, place++);
+// The largest of a whole chunk; `nans` gets a bit set for a NaN.
+template <typename T>
+QS_INLINE T largest_of_chunk(const T* x, typename Lanes<T>::flags& nans) {
+  using Values = typename Lanes<T>::values;
+  constexpr int64_t kWidth = sizeof(Values) / sizeof(T);
+  Values lanes = Values{} - kInfinity;
+  for (int64_t i = 0; i < kChunk; i += kWidth) {
+    Values value;
+    memcpy(&value, x + i, sizeof(value));
+    lanes = value > lanes ? value : lanes;
+    nans |= value != value;
   }
-  swap(list, place, last - 1);
-  return place;
-}
-
-// The candidate at which the weights of the canonical order reach `target`, 0 < target <= their
-// sum. It ends in its place, with those before it in front of it.
-int64_t select(Candidate* list, int64_t count, int64_t target) {
-  int64_t first = 0, last = count, reached = 0;
-  while (last - first > 1) {
-    const int64_t place = partition(list, first, last);
-    int64_t front = 0;
-    for (int64_t i = first; i < place; ++i) front += list[i].weight;
-    if (reached + front >= target) {
-      last = place;
-    } else if (reached + front + list[place].weight >= target) {
-      return place;
-    } else {
-      reached += front + list[place].weight;
-      first = place + 1;
-    }
+  T largest = lanes[0];
+  for (int64_t lane = 1; lane < kWidth; ++lane) {
+    largest = lanes[lane] > largest ? lanes[lane] : largest;
   }
-  return first;
-}
-
-// Heapsort into canonical order.
-void sort(Candidate* list, int64_t count) {
-  auto sift = [&](int64_t at, int64_t size) {
-    for (int64_t child = 2 * at + 1; child < size; child = 2 * at + 1) {
-      if (child + 1 < size && before(list[child], list[child + 1])) ++child;
-      if (!before(list[at], list[child])) return;
-      swap(list, at, child);
-      at = child;
-    }
-  };
-  for (int64_t at = count / 2 - 1; at >= 0; --at) sift(at, count);
-  for (int64_t size = count - 1; size > 0; --size) {
-    swap(list, 0, size);
-    sift(0, size);
-  }
+  return largest;
 }
 
 // chunk_max of x; the largest value, or a NaN if there is one. The last chunk may be short.
 template <typename T>
 T peak_of(const T* x, int64_t size, double* chunk_max) {
+  typename Lanes<T>::flags nans = {};
   T peak = -kInfinity;
-  bool has_nan = false;
   for (int64_t first = 0; first < size; first += kChunk) {
-    const int64_t count = min_of(kChunk, size - first);
-    constexpr int kLanes = 16;
-    T lanes[kLanes];
-    uint32_t nans[kLanes] = {};
-    for (int i = 0; i < kLanes; ++i) lanes[i] = -kInfinity;
-    int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const T value = x[first + i + lane];
-        lanes[lane] = value > lanes[lane] ? value : lanes[lane];
-        nans[lane] |= value != value;
-      }
+    T rest[kChunk];
+    const int64_t count = size - first;
+    for (int64_t i = 0; count < kChunk && i < kChunk; ++i) {
+      rest[i] = i < count ? x[first + i] : static_cast<T>(-kInfinity);
     }
-    for (; i < count; ++i) {
-      const T value = x[first + i];
-      lanes[0] = value > lanes[0] ? value : lanes[0];
-      nans[0] |= value != value;
-    }
-    T largest = lanes[0];
-    uint32_t any = nans[0];
-    for (int lane = 1; lane < kLanes; ++lane) {
-      largest = lanes[lane] > largest ? lanes[lane] : largest;
-      any |= nans[lane];
-    }
-    has_nan = has_nan || any != 0;
+    const T largest = largest_of_chunk(count < kChunk ? rest : x + first, nans);
     chunk_max[first / kChunk] = static_cast<double>(largest);
     peak = largest > peak ? largest : peak;
   }
+  bool has_nan = false;
+  for (size_t lane = 0; lane < sizeof(nans) / sizeof(T); ++lane) has_nan |= nans[lane] != 0;
   return has_nan ? static_cast<T>(__builtin_nan("")) : peak;
 }
 

@@ -17,7 +17,8 @@ from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache
 from quickstep.runtime.capture import open_steps
 from quickstep.runtime.grammar_constraint import NewMatcher
-from quickstep.runtime.sampler import Sample, SampleFailure, sample
+from quickstep.runtime.native_sampler import open_sampler
+from quickstep.runtime.sampler import Sample, SampleFailure
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
 
@@ -41,6 +42,7 @@ class ModelRunner:
         enforce_eager: bool = False,
     ) -> None:
         self._steps = open_steps(model, kv, block_size, enforce_eager)
+        self._sample = open_sampler(model)
         self._num_blocks = kv.keys[0].shape[0]
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
         self._clock = clock
@@ -104,7 +106,7 @@ class ModelRunner:
         _, logits = self._steps.run(emitting)
         if emitting:
             states = [state for i in emitting if (state := slots[i].state) is not None]
-            for index, drawn in zip(emitting, sample(logits, states), strict=True):
+            for index, drawn in zip(emitting, self._sample(logits, states), strict=True):
                 outputs[index] = _recorded(slots[index], drawn)
         failures = tuple(
             RowFailure(index, slot.failure) for index, slot in enumerate(slots) if slot.failure
