@@ -118,6 +118,8 @@ class Scheduler:
             return None
         draft = StepDraft(room=self._config.max_num_batched_tokens)
         for phase in self._policy.phases:
+            if phase is Phase.PREFILL and not self._has_prefill():
+                continue
             share = self._policy.tokens(phase, self._view(draft, now), self._cost_model)
             budget = min(share, draft.room)
             if phase is Phase.DECODE:
@@ -128,6 +130,9 @@ class Scheduler:
         if not draft.decode and not draft.prefill:
             return None
         return self._issue(draft, now)
+
+    def _has_prefill(self) -> bool:
+        return self._waiting.head is not None or any(one.in_prefill for one in self._batch)
 
     def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
         for sequence in self._batch:
