@@ -153,9 +153,12 @@ class SamplingParams:
         n: Sequences per request, at least 1.
         seed: Noise seed; None lets the engine draw one (the response names it).
         top_k: 0 or -1 keeps all tokens.
-        max_tokens: None generates up to the context limit.
+        max_tokens: None generates up to the context limit; 0, with `prompt_logprobs` only, scores
+            the prompt and generates nothing.
         min_tokens: No EOS, stop token or stop string ends the sequence before this many tokens.
         logprobs: None for none; k >= 0 gives the chosen token's and the k most likely tokens'.
+        prompt_logprobs: The same for each token of the prompt behind the first. Such a request
+            computes its whole prompt: it reads no cached prefix.
         shown_special_token_ids: What `skip_special_tokens` leaves in: markup for a parser.
         grammar: What the output must match, None for anything. It ends the output: where it is
             complete only an end token may follow, even before `min_tokens` if nothing else may.
@@ -212,6 +215,7 @@ class SamplingParams:
     thinking_budget: int | None = None
     reasoning_tags: tuple[str, str] | None = None
     in_tokens: TokenForms | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name in _TEXTS:
@@ -233,6 +237,11 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}",
                 param="min_tokens",
+            )
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError(
+                "max_tokens is 0, it must be at least 1 unless prompt_logprobs is asked for",
+                param="max_tokens",
             )
         if self.grammar is not None:
             self._check_grammar(self.grammar)
@@ -274,7 +283,7 @@ _RANGES: Mapping[str, tuple[float, float | None]] = MappingProxyType(
         "frequency_penalty": (-2.0, 2.0),
         "repetition_penalty": (1e-6, None),
         "seed": (-(2**63), 2**64 - 1),
-        "max_tokens": (1, None),
+        "max_tokens": (0, None),
         "min_tokens": (0, None),
         "logprobs": (0, None),
         "typical_p": (0.0, 1.0),
@@ -285,6 +294,7 @@ _RANGES: Mapping[str, tuple[float, float | None]] = MappingProxyType(
         "xtc_probability": (0.0, 1.0),
         "xtc_threshold": (0.0, 1.0),
         "thinking_budget": (0, None),
+        "prompt_logprobs": (0, None),
     }
 )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,13 @@ from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import EngineError, RequestError
-from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
+from quickstep.types import (
+    FinishReason,
+    Pooling,
+    SamplingParams,
+    SequenceTimings,
+    TokenLogprobs,
+)
 
 WORDS = ("Hello", " world", ",", " this", " is", " a", " test", ".")
 END_ID = 255
@@ -30,6 +37,7 @@ class FakeTokenizer:
     """Ids 0-7 are the script's words, the others bytes; text is encoded by its bytes."""
 
     vocab_size = 256
+    eos_token_ids = frozenset({END_ID})
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [1] * add_special_tokens + list(text.encode())
@@ -95,6 +103,8 @@ class Submitted:
     priority: int
     tenant: str
     cache_salt: str
+    deadline_s: float | None = None
+    pooling: Pooling | None = None
 
 
 class FakeStream:
@@ -103,6 +113,7 @@ class FakeStream:
         self.prompt_token_ids = item.prompt
         self.seed = 1234 if item.sampling.seed is None else item.sampling.seed
         self._engine = engine
+        self._item = item
         self._sampling = item.sampling
         self._deltas = self._run()
 
@@ -119,6 +130,10 @@ class FakeStream:
         script = self._engine.script
         if script.raises:
             raise script.raises
+        if self._item.pooling is not None:
+            yield self._embedded()
+            self._engine.open_streams.discard(self)
+            return
         for index in range(self._sampling.n):
             async for delta in self._sequence(index):
                 yield delta
@@ -126,9 +141,11 @@ class FakeStream:
 
     async def _sequence(self, index: int) -> AsyncIterator[Delta]:
         script = self._engine.script
-        limit = self._sampling.max_tokens or 1000
+        limit = 1000 if self._sampling.max_tokens is None else self._sampling.max_tokens
         emitted = 0
         words = script.words
+        if not index and self._sampling.prompt_logprobs is not None:
+            yield Delta(index, prompt_logprobs=self._prompt_logprobs())
         while script.endless or emitted < min(limit, len(words)):
             if script.gate:
                 await script.gate.wait()
@@ -145,6 +162,18 @@ class FakeStream:
         logprobs = self._logprobs(END_ID) if end else ()
         timings = self._timings(emitted + len(end))
         yield Delta(index, "", end, logprobs, reason, None, timings, script.error)
+
+    def _embedded(self) -> Delta:
+        """The prompt's length on a circle tells which prompt it was; MEAN and LAST differ."""
+        angle = float(len(self.prompt_token_ids)) + (self._item.pooling is Pooling.MEAN)
+        vector = (math.cos(angle), math.sin(angle))
+        return Delta(0, finish_reason=FinishReason.POOLED, embedding=vector)
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        num_top = self._sampling.prompt_logprobs or 0
+        top = tuple((other, -0.5 - other) for other in range(num_top))
+        scored = self.prompt_token_ids[1:]
+        return (None, *(TokenLogprobs(token_id, -1.0, 2, top) for token_id in scored))
 
     def _logprobs(self, token_id: int) -> tuple[TokenLogprobs, ...]:
         num_top = self._sampling.logprobs
@@ -187,6 +216,7 @@ class FakeEngine:
     now_s: float = 0.0
     last_step_s: float | None = None
     default_sampling: Mapping[str, float] = field(default_factory=dict)
+    default_pooling: Pooling = Pooling.LAST
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
     submitted: list[Submitted] = field(default_factory=list)
@@ -232,7 +262,7 @@ class FakeEngine:
     async def prepare(self, sampling: SamplingParams) -> None:
         """Every grammar is fine: the script follows none."""
 
-    def submit(
+    def submit(  # noqa: PLR0913
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
@@ -242,6 +272,7 @@ class FakeEngine:
         tenant: str = "",
         cache_salt: str = "",
         deadline_s: float | None = None,
+        pooling: Pooling | None = None,
     ) -> FakeStream:
         assert not isinstance(prompt, str), "the server tokenises"
         if self.state is not EngineState.RUNNING:
@@ -250,7 +281,7 @@ class FakeEngine:
             raise RequestError("the prompt is empty", param="prompt")
         if len(prompt) >= self.max_model_len:
             raise RequestError(f"prompt has {len(prompt)} tokens", param="prompt")
-        item = Submitted(tuple(prompt), sampling, priority, tenant, cache_salt)
+        item = Submitted(tuple(prompt), sampling, priority, tenant, cache_salt, deadline_s, pooling)
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")
         self.open_streams.add(stream)

@@ -59,12 +59,21 @@ SHARED: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
     "user": ("ann", lambda seen: seen[0].tenant == "ann"),
     "priority": (-3, lambda seen: seen[0].priority == -3),
     "cache_salt": ("x", lambda seen: seen[0].cache_salt == "x"),
+    "prompt_logprobs": (2, sampled("prompt_logprobs", 2)),
 }
 OF_COMPLETIONS: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
     "prompt": ([7], lambda seen: seen[0].prompt == (7,)),
     "logprobs": (2, sampled("logprobs", 2)),
     "add_special_tokens": (False, lambda seen: seen[0].prompt == (97,)),
-    "best_of": (1, lambda seen: len(seen[1]["choices"]) == 1),
+    "best_of": (4, lambda seen: seen[0].sampling.n == 4 and len(seen[1]["choices"]) == 1),
+    "echo": (True, lambda seen: seen[1]["choices"][0]["text"].startswith("aHello")),
+    "return_token_ids": (
+        True,
+        lambda seen: (
+            seen[1]["choices"][0]["prompt_token_ids"] == [1, 97]
+            and seen[1]["choices"][0]["token_ids"][:2] == [0, 1]
+        ),
+    ),
 }
 OF_CHAT: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
     "messages": (
@@ -80,6 +89,13 @@ OF_CHAT: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
         [{"type": "function", "function": {"name": "find_it"}}],
         lambda seen: b'"name": "find_it"' in bytes(seen[0].prompt),
     ),
+    "return_token_ids": (
+        True,
+        lambda seen: (
+            seen[1]["prompt_token_ids"] == list(seen[0].prompt)
+            and seen[1]["choices"][0]["token_ids"][:2] == [0, 1]
+        ),
+    ),
     "safety_identifier": ("ann", lambda seen: seen[0].tenant == "ann"),
     # a hint that one engine has no use for: it is not to separate what the cache may share
     "prompt_cache_key": ("k", lambda seen: seen[0].cache_salt == ""),
@@ -89,11 +105,21 @@ HONOURED = [(CHAT, *row) for row in (SHARED | OF_CHAT).items()] + [
 ]
 # what needs a second field, or a stream, has tests of its own
 # (`tool_choice` and `parallel_tool_calls`: test_chat_tools.py)
-ELSEWHERE = {"stream", "stream_options", "top_logprobs", "tool_choice", "parallel_tool_calls"}
+# (`suffix`, beams: test_choice_fields.py)
+ELSEWHERE = {
+    "stream",
+    "stream_options",
+    "top_logprobs",
+    "tool_choice",
+    "parallel_tool_calls",
+    "suffix",
+    "use_beam_search",
+    "length_penalty",
+    "early_stopping",
+}
 
 REFUSED: dict[str, Any] = {
     "audio": {"voice": "alloy", "format": "wav"},
-    "echo": True,
     "function_call": "auto",
     "functions": [{"name": "f"}],
     "modalities": ["text", "audio"],
@@ -104,7 +130,6 @@ REFUSED: dict[str, Any] = {
     "reasoning_effort": "high",
     "service_tier": "flex",
     "store": True,
-    "suffix": "x",
     "verbosity": "low",
     "web_search_options": {},
 }
@@ -219,6 +244,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("n", 33, "n"),
     ("n", True, "n"),
     ("max_tokens", 0, "max_tokens"),
+    ("prompt_logprobs", -1, "prompt_logprobs"),
+    ("prompt_logprobs", 21, "prompt_logprobs"),
+    ("prompt_logprobs", True, "prompt_logprobs"),
+    ("length_penalty", 1.0, "length_penalty"),
+    ("early_stopping", True, "early_stopping"),
     ("min_tokens", 10**6, "min_tokens"),
     ("stop", ["x"] * 17, "stop"),
     ("stop", ["x" * 257], "stop"),
@@ -276,7 +306,14 @@ def test_a_wrong_value_is_400_with_its_path(route: str, name: str, value: Any, p
         (COMPLETIONS, {"logprobs": 21}, "logprobs"),
         (COMPLETIONS, {"logprobs": -1}, "logprobs"),
         (COMPLETIONS, {"logprobs": True}, "logprobs"),
-        (COMPLETIONS, {"best_of": 2}, "best_of"),
+        (COMPLETIONS, {"n": 3, "best_of": 2}, "best_of"),
+        (COMPLETIONS, {"best_of": 33}, "best_of"),
+        (COMPLETIONS, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of"),
+        (COMPLETIONS, {"prompt": ["a"] * 17, "n": 32}, "n"),
+        (COMPLETIONS, {"prompt": ["a"] * 17, "best_of": 32}, "best_of"),
+        (COMPLETIONS, {"suffix": "x"}, "suffix"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"prompt": ["a"] * 257}, "prompt"),
         (
             COMPLETIONS,

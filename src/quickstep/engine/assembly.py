@@ -32,6 +32,7 @@ from quickstep.engine.seeds import open_seeds
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.tokenizer import Tokenizer, read_json
 from quickstep.errors import ConfigError
+from quickstep.types import Pooling
 
 if TYPE_CHECKING:
     import torch
@@ -222,6 +223,7 @@ def describe(loaded: LoadedWeights, load_s: float) -> LoadedModel:
         memory_plan=loaded.plan,
         path=path,
         grammars=GrammarCompiler(tokenizer, loaded.model.vocab_size),
+        default_pooling=_default_pooling(path),
     )
 
 
@@ -230,3 +232,9 @@ def _default_sampling(path: Path) -> Mapping[str, float]:
     values = read_json(path / "generation_config.json")
     named = {ours: values[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if theirs in values}
     return MappingProxyType({name: value for name, value in named.items() if value is not None})
+
+
+def _default_pooling(path: Path) -> Pooling:
+    """The mean where the checkpoint's sentence-transformers card has it, else the last token."""
+    card = read_json(path / "1_Pooling" / "config.json")
+    return Pooling.MEAN if card.get("pooling_mode_mean_tokens") is True else Pooling.LAST

@@ -32,7 +32,12 @@ from quickstep.engine.chat_template import ChatTemplate, Message
 from quickstep.engine.grammars import check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
-from quickstep.engine.request_check import check_deadline, check_sampling, check_token_ids
+from quickstep.engine.request_check import (
+    check_deadline,
+    check_pooling,
+    check_sampling,
+    check_token_ids,
+)
 from quickstep.engine.seeds import draw_seed
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
@@ -43,6 +48,7 @@ from quickstep.errors import EngineError, RequestError
 from quickstep.types import (
     Executor,
     FinishReason,
+    Pooling,
     Request,
     SamplingParams,
     SequenceOutput,
@@ -134,6 +140,11 @@ class Engine:
         return self._model.default_sampling
 
     @property
+    def default_pooling(self) -> Pooling:
+        """How the model's card says that prompts are embedded."""
+        return self._model.default_pooling
+
+    @property
     def memory_plan(self) -> MemoryPlan | None:
         """What the memory is used for (`model.sizing.MemoryPlan`)."""
         return self._model.memory_plan
@@ -212,7 +223,7 @@ class Engine:
         """Compile what `submit` will need of it, in a thread. Raises RequestError as `submit`."""
         await prepare_grammar(sampling.grammar, self._model.grammars)
 
-    def submit(
+    def submit(  # noqa: PLR0913 -- a request's own fields, all but two optional
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
@@ -222,10 +233,12 @@ class Engine:
         tenant: str = "",
         cache_salt: str = "",
         deadline_s: float | None = None,
+        pooling: Pooling | None = None,
     ) -> Stream:
         """Queue a request; its stream starts at once. Call it in the engine's event loop.
 
-        `deadline_s` counts from now: when it has passed, what was generated is the answer.
+        `deadline_s` counts from now: when it has passed, what was generated is the answer. With
+        `pooling` the prompt's embedding is, and nothing is generated.
 
         Raises:
             RequestError: The request cannot be served as it stands.
@@ -234,7 +247,9 @@ class Engine:
         self._require_running()
         now = self._clock()
         check_deadline(deadline_s)
-        prompt_token_ids = self._prompt_token_ids(prompt)
+        check_pooling(pooling, sampling)
+        prompt_only = pooling is not None or sampling.max_tokens == 0
+        prompt_token_ids = self._prompt_token_ids(prompt, prompt_only)
         check_sampling(sampling, self._model.vocab_size, self.tokenizer.eos_token_ids)
         check_grammar(sampling.grammar, self._model.grammars)
         sampling = self._token_forms.find(sampling, prompt_token_ids)
@@ -248,6 +263,7 @@ class Engine:
             tenant=tenant,
             cache_salt=cache_salt,
             deadline_s=None if deadline_s is None else now + deadline_s,
+            pooling=pooling,
         )
         self._scheduler.add(request, now)
         if not self._live:
@@ -269,9 +285,9 @@ class Engine:
             name for number in self._numbers if (name := f"request-{number}") not in self._live
         )
 
-    def _prompt_token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def _prompt_token_ids(self, prompt: str | Sequence[int], prompt_only: bool) -> tuple[int, ...]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return check_token_ids(ids, self._model.vocab_size, self.max_model_len)
+        return check_token_ids(ids, self._model.vocab_size, self.max_model_len, prompt_only)
 
     async def _run(self) -> None:
         try:

@@ -9,8 +9,10 @@ up its slots, its rows have not run, and their sequences cannot go on unless adm
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
@@ -18,6 +20,7 @@ from quickstep.ops.table import KVCache
 from quickstep.runtime.capture import open_steps
 from quickstep.runtime.grammar_constraint import NewMatcher
 from quickstep.runtime.native_sampler import open_sampler
+from quickstep.runtime.prompt_scores import score_prompt
 from quickstep.runtime.sampler import Sample, SampleFailure
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
@@ -41,6 +44,7 @@ class ModelRunner:
         new_matcher: NewMatcher | None = None,
         enforce_eager: bool = False,
     ) -> None:
+        self._model = model
         self._steps = open_steps(model, kv, block_size, enforce_eager)
         self._sample = open_sampler(model)
         self._num_blocks = kv.keys[0].shape[0]
@@ -102,22 +106,56 @@ class ModelRunner:
             for index, (row, slot) in enumerate(zip(rows, slots, strict=True))
             if row.emits and not slot.failure
         ]
-        outputs = [RowOutput()] * len(rows)
-        _, logits = self._steps.run(emitting)
+        hidden, logits = self._steps.run(emitting)
+        outputs = self._of_prompts(rows, slots, hidden)
         if emitting:
             states = [state for i in emitting if (state := slots[i].state) is not None]
             for index, drawn in zip(emitting, self._sample(logits, states), strict=True):
-                outputs[index] = _recorded(slots[index], drawn)
+                outputs[index] = _recorded(slots[index], drawn, outputs[index])
         failures = tuple(
             RowFailure(index, slot.failure) for index, slot in enumerate(slots) if slot.failure
         )
         return tuple(outputs), failures
 
+    def _of_prompts(
+        self, rows: Sequence[StepRow], slots: Sequence[Slot], hidden: Tensor
+    ) -> list[RowOutput]:
+        """What each row gives beside a token; `hidden` [T, H] is of all rows."""
+        outputs = [_NOTHING] * len(rows)
+        start = 0
+        for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+            end = start + row.num_tokens
+            if (row.num_scored or slot.pool is not None) and not slot.failure:
+                outputs[index] = self._of_prompt(row, slot, hidden[start:end])
+            start = end
+        return outputs
 
-def _recorded(slot: Slot, drawn: Sample | SampleFailure) -> RowOutput:
-    """The row's output, after its slot has taken note of it."""
+    def _of_prompt(self, row: StepRow, slot: Slot, hidden: Tensor) -> RowOutput:
+        """What the row says of its prompt: scores of its tokens, its embedding. `hidden` [T, H]."""
+        scores = score_prompt(self._model, hidden, row, slot) if row.num_scored else ()
+        if slot.pool is None:
+            return RowOutput(prompt_logprobs=scores)
+        if slot.pool.needs_all and slot.pool.num_tokens != row.start:
+            raise EngineError(f"{slot.sequence_id} pools its prompt, a row begins at {row.start}")
+        slot.pool.add(hidden)
+        embedding = slot.pool.embedding() if row.pools else None
+        if row.pools and embedding is None:
+            slot.failure = "the hidden states hold NaN or infinity"
+        return RowOutput(prompt_logprobs=scores, embedding=embedding)
+
+
+_NOTHING = RowOutput()
+
+
+def _recorded(slot: Slot, drawn: Sample | SampleFailure, output: RowOutput) -> RowOutput:
+    """The row's output with its token, after the slot has taken note of it."""
+    if slot.failure:
+        return _NOTHING
     if isinstance(drawn, SampleFailure):
         slot.failure = drawn.reason
-        return RowOutput()
+        return _NOTHING
     slot.record(drawn.token_id)
-    return RowOutput((drawn.token_id,), (drawn.logprobs,) if drawn.logprobs else ())
+    logprobs = (drawn.logprobs,) if drawn.logprobs else ()
+    if output is _NOTHING:
+        return RowOutput((drawn.token_id,), logprobs)
+    return replace(output, token_ids=(drawn.token_id,), logprobs=logprobs)

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import EngineError, RequestError
+from quickstep.server.error_shapes import shaped
 
 __all__ = [
     "GenerationFailed",
@@ -88,7 +89,9 @@ async def error_response(request: Request, error: Exception) -> Response:
     """Starlette's exception hook for everything."""
     if not isinstance(error, HTTPException):
         status, body = error_of(error)
-        return json_response(body, status, _RETRY if status in (429, 503) else None)
+        headers = _RETRY if status in (429, 503) else None
+        status, body = shaped(request.url.path, status, body)
+        return json_response(body, status, headers)
     place = f"{request.method} {request.url.path}"
     message = error.detail
     if error.status_code == 404:
@@ -96,4 +99,6 @@ async def error_response(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{place} is not allowed; use {allowed}"
-    return json_response(error_body(message, error.status_code), error.status_code, error.headers)
+    body = error_body(message, error.status_code)
+    status, body = shaped(request.url.path, error.status_code, body)
+    return json_response(body, status, error.headers)

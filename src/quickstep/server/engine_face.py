@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats
-from quickstep.types import SamplingParams
+from quickstep.types import Pooling, SamplingParams
 
 __all__ = ["ServedEngine", "Template", "TokenStream", "Vocabulary"]
 
@@ -48,6 +48,10 @@ class Vocabulary(Protocol):
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
 
     def token_id(self, text: str) -> int | None:
         """The token that is exactly `text`."""
@@ -102,6 +106,10 @@ class ServedEngine(Protocol):
         """Sampling values of the checkpoint, for what a request does not set."""
 
     @property
+    def default_pooling(self) -> Pooling:
+        """How the model's card says that prompts are embedded."""
+
+    @property
     def tokenizer(self) -> Vocabulary:
         """The model's tokenizer."""
 
@@ -121,7 +129,7 @@ class ServedEngine(Protocol):
     async def prepare(self, sampling: SamplingParams) -> None:
         """Compile what `submit` needs of it, off the event loop. Raises RequestError."""
 
-    def submit(
+    def submit(  # noqa: PLR0913 -- a request's own fields, all but two optional
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
@@ -131,6 +139,7 @@ class ServedEngine(Protocol):
         tenant: str = "",
         cache_salt: str = "",
         deadline_s: float | None = None,
+        pooling: Pooling | None = None,
     ) -> TokenStream:
         """Queue a request. Raises RequestError for what is known at once; the rest of the
         engine's refusals come with the stream's `accepted`.

@@ -19,6 +19,8 @@ class RequestLimits:
         body_bytes: Size of a request body.
         n: Choices per prompt.
         prompts: Prompts per request.
+        sequences: Prompts times sequences of each (n, best_of or beams).
+        tokens: Tokens of one request: its prompts, and all that its sequences may generate.
         stop: Stop strings per request.
         stop_chars: Characters of one stop string.
         stop_token_ids: Stop token ids, and allowed token ids, per request.
@@ -32,6 +34,8 @@ class RequestLimits:
     body_bytes: int = 4 * 1024 * 1024
     n: int = 32
     prompts: int = 256
+    sequences: int = 512
+    tokens: int = 8 * 1024 * 1024
     stop: int = 16
     stop_chars: int = 256
     stop_token_ids: int = 1024

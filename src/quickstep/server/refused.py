@@ -32,12 +32,7 @@ class Refusal:
         return any(type(value) is type(passing) and value == passing for passing in self.passes)
 
 
-COMPLETION_REFUSED: Mapping[str, Refusal] = MappingProxyType(
-    {
-        "echo": Refusal((False,), "the prompt is not sent back"),
-        "suffix": Refusal(("",), "the model does not fill in the middle"),
-    }
-)
+COMPLETION_REFUSED: Mapping[str, Refusal] = MappingProxyType({})
 
 CHAT_REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from quickstep.server.anthropic import CountTokens, Messages
+from quickstep.server.anthropic_schema import CountTokensRequest, MessagesRequest
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.chat import Chat
+from quickstep.server.choices import ChoicesSurface
 from quickstep.server.completions import Completions
+from quickstep.server.embedding_schema import EmbeddingList, EmbeddingRequest
+from quickstep.server.embeddings import Embeddings
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.probes import Probes
+from quickstep.server.response_messages import MessageResponse, TokenCount
+from quickstep.server.response_responses import DeletedResponse, InputItems, ResponseObject
+from quickstep.server.responses import Responses, StoredResponses
+from quickstep.server.responses_schema import ResponsesRequest
+from quickstep.server.responses_store import ResponseStore
 from quickstep.server.routes import GeneratingRoute
 from quickstep.server.schemas import ChatRequest, CompletionRequest
 from quickstep.server.surface import Served
@@ -19,13 +29,15 @@ def api_routes(served: Served, metrics: Metrics, options: ServerOptions) -> list
     """Every route, in the order of the reference."""
     return [
         *_generating(served, metrics),
+        *_responses(served, metrics),
+        *_anthropic(served, metrics),
         *_models_and_probes(Probes(served, metrics, options.stall_s)),
     ]
 
 
 def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
-    chat = GeneratingRoute(Chat(), served, metrics)
-    completions = GeneratingRoute(Completions(), served, metrics)
+    chat = GeneratingRoute(ChoicesSurface(Chat()), served, metrics)
+    completions = GeneratingRoute(ChoicesSurface(Completions()), served, metrics)
     return [
         ApiRoute(
             "POST",
@@ -42,6 +54,62 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "Text that continues a prompt.",
             request=CompletionRequest,
             streams=True,
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/embeddings",
+            Embeddings(served).answer,
+            "A vector for each input.",
+            request=EmbeddingRequest,
+            response=EmbeddingList,
+        ),
+    ]
+
+
+def _responses(served: Served, metrics: Metrics) -> list[ApiRoute]:
+    store = ResponseStore()
+    stored = StoredResponses(store)
+    one = "/v1/responses/{response_id}"
+    return [
+        ApiRoute(
+            "POST",
+            "/v1/responses",
+            GeneratingRoute(Responses(store), served, metrics).answer,
+            "OpenAI's Responses API.",
+            request=ResponsesRequest,
+            response=ResponseObject,
+            streams=True,
+        ),
+        ApiRoute("GET", one, stored.retrieve, "A stored response.", response=ResponseObject),
+        ApiRoute("DELETE", one, stored.delete, "Forget a response.", response=DeletedResponse),
+        ApiRoute(
+            "GET",
+            f"{one}/input_items",
+            stored.input_items,
+            "What a stored response answers.",
+            response=InputItems,
+        ),
+    ]
+
+
+def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "POST",
+            "/v1/messages",
+            GeneratingRoute(Messages(), served, metrics).answer,
+            "Anthropic's Messages API.",
+            request=MessagesRequest,
+            response=MessageResponse,
+            streams=True,
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/messages/count_tokens",
+            CountTokens(served).answer,
+            "How many tokens a message's input has.",
+            request=CountTokensRequest,
+            response=TokenCount,
         ),
     ]
 

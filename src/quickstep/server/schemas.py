@@ -19,6 +19,7 @@ from quickstep.errors import RequestError
 __all__ = [
     "AssistantMessage",
     "ChatRequest",
+    "ChoiceFields",
     "CompletionRequest",
     "CustomTool",
     "DeveloperMessage",
@@ -37,6 +38,7 @@ __all__ = [
     "TextPart",
     "ToolMessage",
     "UserMessage",
+    "converted",
     "decode",
 ]
 
@@ -116,7 +118,17 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     cache_salt: str | None = None
 
 
-class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """What completions and chat ask for beside the text, by vLLM's names."""
+
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+
+
+class CompletionRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/completions`. A flat list in `prompt` is texts or one prompt's token ids."""
 
     prompt: str | list[str | int | list[int]]
@@ -264,7 +276,7 @@ class CustomTool(msgspec.Struct, frozen=True, tag="custom"):
 Tool = FunctionTool | CustomTool
 
 
-class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/chat/completions`."""
 
     messages: list[Message]
@@ -312,17 +324,26 @@ def decode(body: bytes, schema: type[_Schema]) -> _Schema:
         raise RequestError("the body's JSON is nested too deeply") from None
 
 
-def _named(text: str, schema: type[msgspec.Struct]) -> RequestError:
+def converted(value: object, schema: type[_Schema], path: str) -> _Schema:
+    """A part of a body, at `path`, as its type. Raises RequestError with the whole path."""
+    try:
+        return msgspec.convert(value, schema)
+    except msgspec.ValidationError as error:
+        raise _named(str(error), schema, path) from None
+
+
+def _named(text: str, schema: type[msgspec.Struct], within: str = "") -> RequestError:
     """Msgspec's sentence as ours: unknown, missing or of a wrong type, and where."""
     at = _PATH.search(text)
-    path = at.group("path") if at else ""
+    path = ".".join(part for part in (within, at.group("path") if at else "") if part)
     reason = text[: at.start()] if at else text
     field = _NAMED_FIELD.search(reason)
     if field:
         path = f"{path}.{field.group('field')}" if path else field.group("field")
         if "unknown" not in reason:
             return RequestError(f"{path} is missing", param=path)
-        near = difflib.get_close_matches(path, schema.__struct_fields__, n=1)
+        name = path.removeprefix(f"{within}.")
+        near = difflib.get_close_matches(name, schema.__struct_fields__, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         return RequestError(f"{path} is unknown{hint}", param=path)
     where = f"{path}: " if path else "the body: "

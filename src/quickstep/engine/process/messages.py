@@ -23,7 +23,7 @@ from quickstep.engine.stats import EngineStats
 from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import SamplingParams, StepRecord
+from quickstep.types import Pooling, SamplingParams, StepRecord
 
 __all__ = [
     "FROM_ENGINE",
@@ -69,6 +69,7 @@ class ModelFacts:
     vocab_size: int
     path: str
     default_sampling: dict[str, int | float]
+    default_pooling: Pooling
     load_s: float
     memory_plan: MemoryPlan | None
 
@@ -95,6 +96,7 @@ class Submit(_Message, frozen=True):
     tenant: str
     cache_salt: str
     deadline_s: float | None
+    pooling: Pooling | None
 
 
 class Abort(_Message, frozen=True):

@@ -43,7 +43,12 @@ from quickstep.engine.process.remote_stats import Ledger
 from quickstep.engine.process.remote_streams import RemoteStream, RemoteStreams
 from quickstep.engine.process.restarts import RestartLimits
 from quickstep.engine.process.supervisor import Supervisor
-from quickstep.engine.request_check import check_deadline, check_sampling, check_token_ids
+from quickstep.engine.request_check import (
+    check_deadline,
+    check_pooling,
+    check_sampling,
+    check_token_ids,
+)
 from quickstep.engine.seeds import draw_seed, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
@@ -51,7 +56,7 @@ from quickstep.engine.stream import Stream
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.errors import EngineError, RequestError
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import FinishReason, SamplingParams
+from quickstep.types import FinishReason, Pooling, SamplingParams
 
 __all__ = ["RemoteEngine"]
 
@@ -158,6 +163,11 @@ class RemoteEngine:
         return self._model.facts.default_sampling
 
     @property
+    def default_pooling(self) -> Pooling:
+        """How the model's card says that prompts are embedded."""
+        return self._model.facts.default_pooling
+
+    @property
     def memory_plan(self) -> MemoryPlan | None:
         """What the engine's memory is used for."""
         return self._model.facts.memory_plan
@@ -191,7 +201,7 @@ class RemoteEngine:
     async def prepare(self, sampling: SamplingParams) -> None:
         """Nothing: the engine's process prepares what it takes, and its verdict tells."""
 
-    def submit(
+    def submit(  # noqa: PLR0913 -- a request's own fields, all but two optional
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
@@ -201,10 +211,12 @@ class RemoteEngine:
         tenant: str = "",
         cache_salt: str = "",
         deadline_s: float | None = None,
+        pooling: Pooling | None = None,
     ) -> RemoteStream:
         """Send a request to the engine; its stream says whether it was taken.
 
-        `deadline_s` counts from its arrival there: then, what was generated is the answer.
+        `deadline_s` counts from its arrival there: then, what was generated is the answer. With
+        `pooling` the prompt's embedding is, and nothing is generated.
 
         Raises:
             RequestError: The request cannot be served as it stands.
@@ -214,7 +226,9 @@ class RemoteEngine:
         check_deadline(deadline_s)
         facts = self._model.facts
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        prompt_token_ids = check_token_ids(ids, facts.vocab_size, facts.max_model_len)
+        check_pooling(pooling, sampling)
+        prompt_only = pooling is not None or sampling.max_tokens == 0
+        prompt_token_ids = check_token_ids(ids, facts.vocab_size, facts.max_model_len, prompt_only)
         check_sampling(sampling, facts.vocab_size, self.tokenizer.eos_token_ids)
         name = self._free_request_id() if request_id is None else request_id
         if self._streams.number_of(name) is not None:
@@ -231,6 +245,7 @@ class RemoteEngine:
             tenant=tenant,
             cache_salt=cache_salt,
             deadline_s=deadline_s,
+            pooling=pooling,
         )
         try:
             process.send(message)

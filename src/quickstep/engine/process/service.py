@@ -164,6 +164,7 @@ class EngineService:
                 tenant=message.tenant,
                 cache_salt=message.cache_salt,
                 deadline_s=message.deadline_s,
+                pooling=message.pooling,
             )
         except Exception as error:  # one request's end, not everybody's
             self._refuse(number, error)
@@ -237,6 +238,7 @@ def _facts(engine: Engine) -> ModelFacts:
         vocab_size=model.vocab_size,
         path=str(model.path),
         default_sampling=dict(model.default_sampling),
+        default_pooling=model.default_pooling,
         load_s=model.load_s,
         memory_plan=model.memory_plan,
     )
