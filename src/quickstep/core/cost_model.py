@@ -13,7 +13,7 @@ from quickstep.types import StepPlan, StepRow
 
 __all__ = ["Coefficients", "CostModel", "LinearCostModel", "StepLoad"]
 
-_SWEEPS = 4  # of coordinate descent per observation; it starts at the previous solution
+_SWEEPS = 1  # of coordinate descent per observation; it starts at the previous solution
 _STIFFNESS = 1e-3
 _COLUMNS = range(4)  # of the features: one, tokens, rows, KV tokens
 _OTHERS = ((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2))

@@ -109,7 +109,7 @@ class CapturedSteps:
         call.token_ids = self._token_ids.buffer_info()[0]
         call.emitting_rows = self._emitting.buffer_info()[0] if emitting else None
         bound.program.run(self._call_address)
-        return bound.hidden[:num_tokens], bound.logits[:num_emitting]
+        return bound.results(num_tokens, num_emitting)
 
     def _bound(self, num_tokens: int, num_emitting: int) -> _BoundProgram:
         key = (_bucket(num_tokens, _LEAST_TOKENS), _bucket(num_emitting, _LEAST_EMITTING))
@@ -132,12 +132,22 @@ class CapturedSteps:
 class _BoundProgram:
     """A program and its results, of which a step's first rows are valid."""
 
-    __slots__ = ("hidden", "logits", "program")
+    __slots__ = ("_hidden", "_logits", "_newest", "_newest_counts", "program")
 
     def __init__(self, program: Program, hidden: Tensor, logits: Tensor) -> None:
         self.program = program
-        self.hidden = hidden
-        self.logits = logits
+        self._hidden = hidden
+        self._logits = logits
+        self._newest = (hidden, logits)
+        self._newest_counts = program.capacities
+
+    def results(self, num_tokens: int, num_emitting: int) -> tuple[Tensor, Tensor]:
+        """Hidden states and logits; decode steps of one size share the views."""
+        counts = (num_tokens, num_emitting)
+        if counts != self._newest_counts:
+            self._newest = (self._hidden[:num_tokens], self._logits[:num_emitting])
+            self._newest_counts = counts
+        return self._newest
 
 
 def _bucket(count: int, least: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -56,18 +57,17 @@ class NativeSampler:
     ) -> list[Sample | SampleFailure]:
         """`runtime.sampler.sample`, for contiguous rows on a CPU."""
         calls = self._draws.calls(len(states))
-        address, row_bytes = logits.data_ptr(), logits.stride(0) * logits.element_size()
+        address, row_bytes = logits.data_ptr(), logits.stride(0) * 4
         found: list[Sample | SampleFailure | _Drawing] = []
         num_calls = 0
         for index, state in enumerate(states):
+            call = calls[num_calls]
             if state.is_plain_argmax:
-                call = calls[num_calls]
                 call.logits = address + index * row_bytes
                 call.is_double, call.num_top, call.temperature = 0, -1, 0.0
-                one: Sample | SampleFailure | _Drawing = _Drawing(call, _NO_ROW, None)
+                one: Sample | SampleFailure | _Drawing = _Drawing(call)
             else:
-                row = logits[index].numpy()
-                one = _begun(calls[num_calls], row, state)
+                one = _begun(call, logits[index].numpy(), state)
             num_calls += isinstance(one, _Drawing)
             found.append(one)
         if num_calls:
@@ -78,25 +78,15 @@ class NativeSampler:
         ]
 
 
-_NO_ROW = np.empty(0, dtype=np.float32)
-
-
+@dataclass(slots=True)
 class _Drawing:
-    """A call under way and the arrays that it points to."""
+    """A call under way and the arrays that it points to; a plain argmax has none."""
 
-    __slots__ = ("adjusted", "call", "row", "top_ids", "top_logits")
-
-    def __init__(
-        self,
-        call: DrawCall,
-        row: npt.NDArray[np.float32],
-        logits: npt.NDArray[np.float64] | None,
-    ) -> None:
-        self.call = call
-        self.row = row
-        self.adjusted = logits
-        self.top_ids = np.empty(0, dtype=np.int64)
-        self.top_logits = np.empty(0, dtype=np.float32)
+    call: DrawCall
+    row: npt.NDArray[np.float32] | None = None
+    adjusted: npt.NDArray[np.float64] | None = None
+    top_ids: npt.NDArray[np.int64] | None = None
+    top_logits: npt.NDArray[np.float32] | None = None
 
 
 def _begun(
@@ -119,10 +109,9 @@ def _begun(
     call.key_b, call.key_c = row_keys(state.seed, state.num_outputs)
     if sampling.logprobs is not None:
         call.num_top = min(sampling.logprobs, row.shape[0])
-        drawing.top_ids = np.empty(call.num_top, dtype=np.int64)
-        drawing.top_logits = np.empty(call.num_top, dtype=np.float32)
-        call.top_ids = drawing.top_ids.ctypes.data
-        call.top_logits = drawing.top_logits.ctypes.data
+        top_ids = drawing.top_ids = np.empty(call.num_top, dtype=np.int64)
+        top_logits = drawing.top_logits = np.empty(call.num_top, dtype=np.float32)
+        call.top_ids, call.top_logits = top_ids.ctypes.data, top_logits.ctypes.data
     return drawing
 
 
@@ -137,6 +126,8 @@ def _ended(drawing: _Drawing, state: SamplingState) -> Sample | SampleFailure:
     token_id: int = call.token_id
     if token_id < 0:
         return NO_MAXIMUM
+    if drawing.row is None:
+        return Sample(token_id)
     has_logprobs = call.num_top >= 0
     steered = token_id if drawing.adjusted is None else state.steered(token_id)
     if steered != token_id and has_logprobs:
@@ -146,12 +137,13 @@ def _ended(drawing: _Drawing, state: SamplingState) -> Sample | SampleFailure:
 
 def _logprobs(drawing: _Drawing) -> TokenLogprobs:
     """As `runtime.logprobs.token_logprobs`."""
-    call = drawing.call
+    call, ids, logits = drawing.call, drawing.top_ids, drawing.top_logits
+    assert ids is not None and logits is not None
     log_total = math.log(call.mass / MASS_UNIT)
-    logprobs: list[float] = [x - call.peak - log_total for x in drawing.top_logits.tolist()]
+    logprobs: list[float] = [x - call.peak - log_total for x in logits.tolist()]
     return TokenLogprobs(
         token_id=call.token_id,
         logprob=call.chosen - call.peak - log_total,
         rank=call.rank,
-        top=tuple(zip(drawing.top_ids.tolist(), logprobs, strict=True)),
+        top=tuple(zip(ids.tolist(), logprobs, strict=True)),
     )

@@ -60,8 +60,7 @@ class ModelRunner:
         started = self._clock()
         self._slots.move(plan.released, plan.admitted)
         try:
-            with torch.inference_mode():
-                outputs, failures = self._step(plan)
+            outputs, failures = self._step(plan)
         except BaseException:
             self._slots.fail(plan.rows, f"step {plan.step_id} failed")
             raise
@@ -130,6 +129,7 @@ class ModelRunner:
             start = end
         return outputs
 
+    @torch.inference_mode()
     def _of_prompt(self, row: StepRow, slot: Slot, hidden: Tensor) -> RowOutput:
         """What the row says of its prompt: scores of its tokens, its embedding. `hidden` [T, H]."""
         scores = score_prompt(self._model, hidden, row, slot) if row.num_scored else ()

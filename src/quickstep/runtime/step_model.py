@@ -47,6 +47,7 @@ class EagerSteps:
         model = self._model
         self._batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
 
+    @torch.inference_mode()
     def run(self, emitting: Sequence[int]) -> tuple[Tensor, Tensor]:
         """`StepModel.run`."""
         assert self._batch is not None, "a step is prepared before it runs"
