@@ -41,6 +41,8 @@ class StepLoad:
         return StepLoad(plan.num_tokens, len(plan.rows), num_kv_tokens)
 
     def __add__(self, other: StepLoad) -> StepLoad:
+        if not self.num_rows or not other.num_rows:  # a load without rows is none
+            return self if self.num_rows else other
         return StepLoad(
             self.num_tokens + other.num_tokens,
             self.num_rows + other.num_rows,
@@ -103,14 +105,16 @@ class LinearCostModel:
             return
         if not self._is_scaled:
             self._scale(seconds / max(self.seconds(load), _MIN_SECONDS))
-        features = (1.0, load.num_tokens, load.num_rows, load.num_kv_tokens)
-        scaled = [value / seconds for value in features]
-        kept = self._forgetting
-        self._moment = [
-            kept * moment + value for moment, value in zip(self._moment, scaled, strict=True)
-        ]
-        for left, gram in zip(scaled, self._gram, strict=True):
-            gram[:] = [kept * old + left * right for old, right in zip(gram, scaled, strict=True)]
+        one, tokens = 1.0 / seconds, load.num_tokens / seconds
+        rows, kv_tokens = load.num_rows / seconds, load.num_kv_tokens / seconds
+        kept, moment = self._forgetting, self._moment
+        for row, left in enumerate((one, tokens, rows, kv_tokens)):
+            gram = self._gram[row]
+            moment[row] = kept * moment[row] + left
+            gram[0] = kept * gram[0] + left * one
+            gram[1] = kept * gram[1] + left * tokens
+            gram[2] = kept * gram[2] + left * rows
+            gram[3] = kept * gram[3] + left * kv_tokens
         for _ in range(_SWEEPS):
             self._sweep()
 

@@ -240,7 +240,7 @@ class Scheduler:
             raise EngineError(f"step {plan.step_id} got a result of another shape or step")
         reasons = failure_reasons(plan, result)
         unclaimed_s = charge(step.rows, result.seconds, self._cost_model)
-        self._cost_model.observe(StepLoad.of_plan(plan), result.seconds)
+        self._cost_model.observe(step.decode_load + step.prefill_load, result.seconds)
         outputs = self._end_failed(step, reasons, now)
         self._in_flight.popleft()
         for entry, output in zip(step.rows, result.outputs, strict=True):
@@ -373,13 +373,13 @@ class Scheduler:
 
     def _view(self, draft: StepDraft, now: float) -> StepView:
         head = self._waiting.head
-        starts = [one.resident.planned for one in self._batch if one.in_prefill]
+        prefilling = (one.resident.planned for one in self._batch if one.in_prefill)
         return StepView(
             now=now,
             decode=draft.decode_load,
             prefill=draft.prefill_load,
             room=draft.room,
-            prefill_start=starts[0] if starts else 0,
+            prefill_start=next(prefilling, 0),
             num_running=len(self._batch),
             num_waiting=len(self._waiting),
             oldest_arrival_s=head.arrival_s if head else None,
