@@ -19,7 +19,7 @@ from quickstep.config import SchedulerConfig
 from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record
 from quickstep.core.batch import Batch
 from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.cost_model import CostModel
 from quickstep.core.intake import Limits
 from quickstep.core.policies import Policy, StepView
 from quickstep.core.sequence import Sequence, SequenceState

@@ -23,6 +23,9 @@ __all__ = [
 ]
 
 
+_NO_LOAD = StepLoad()
+
+
 @dataclass(frozen=True, slots=True)
 class FlightRow:
     """A planned row and whose it is. The residency tells rows of an earlier stay apart."""
@@ -53,8 +56,8 @@ class StepDraft:
     decode: list[FlightRow] = field(default_factory=list)
     prefill: list[FlightRow] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
-    decode_load: StepLoad = StepLoad()
-    prefill_load: StepLoad = StepLoad()
+    decode_load: StepLoad = _NO_LOAD
+    prefill_load: StepLoad = _NO_LOAD
     num_preemptions: int = 0
     _holders: set[str] = field(default_factory=set)
 

@@ -27,11 +27,13 @@ class RowDraws:
         self._vocab_size = vocab_size
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._calls = (DrawCall * 0)()
+        self._calls_address = 0
 
     def calls(self, num_rows: int) -> ctypes.Array[DrawCall]:
         """At least `num_rows` calls to fill; what they held before is still in them."""
         if len(self._calls) < num_rows:
             self._calls = (DrawCall * max(num_rows, 2 * len(self._calls)))()
+            self._calls_address = ctypes.addressof(self._calls)
             nbytes = self._scratch_bytes(self._context, self._vocab_size, len(self._calls))
             self._scratch = torch.empty(nbytes, dtype=torch.uint8)
         return self._calls
@@ -40,7 +42,7 @@ class RowDraws:
         """Draw for the first rows; their results stand in the calls."""
         status = self._draw_rows(
             self._context,
-            ctypes.addressof(self._calls),
+            self._calls_address,
             num_rows,
             self._vocab_size,
             self._scratch.data_ptr(),

@@ -56,20 +56,14 @@ class NativeSampler:
         self, logits: Tensor, states: Sequence[SamplingState]
     ) -> list[Sample | SampleFailure]:
         """`runtime.sampler.sample`, for contiguous rows on a CPU."""
+        if all(state.is_plain_argmax for state in states):
+            return self._argmax(logits)
         calls = self._draws.calls(len(states))
-        address, row_bytes = logits.data_ptr(), logits.stride(0) * 4
         found: list[Sample | SampleFailure | _Drawing] = []
         num_calls = 0
         for index, state in enumerate(states):
-            call = calls[num_calls]
-            if state.is_plain_argmax:
-                call.logits = address + index * row_bytes
-                call.is_double, call.num_top, call.temperature = 0, -1, 0.0
-                one: Sample | SampleFailure | _Drawing = _Drawing(call)
-            else:
-                one = _begun(call, logits[index].numpy(), state)
-            num_calls += isinstance(one, _Drawing)
-            found.append(one)
+            found.append(_begun(calls[num_calls], logits[index].numpy(), state))
+            num_calls += isinstance(found[-1], _Drawing)
         if num_calls:
             self._draws.run(num_calls)
         return [
@@ -77,14 +71,26 @@ class NativeSampler:
             for one, state in zip(found, states, strict=True)
         ]
 
+    def _argmax(self, logits: Tensor) -> list[Sample | SampleFailure]:
+        num_rows = logits.shape[0]
+        calls = self._draws.calls(num_rows)
+        address, row_bytes = logits.data_ptr(), logits.stride(0) * logits.element_size()
+        for index in range(num_rows):
+            call = calls[index]
+            call.logits = address + index * row_bytes
+            call.is_double, call.num_top, call.temperature = 0, -1, 0.0
+        self._draws.run(num_rows)
+        token_ids = [calls[index].token_id for index in range(num_rows)]
+        return [Sample(one) if one >= 0 else NO_MAXIMUM for one in token_ids]
+
 
 @dataclass(slots=True)
 class _Drawing:
-    """A call under way and the arrays that it points to; a plain argmax has none."""
+    """A call under way and the arrays that it points to."""
 
     call: DrawCall
-    row: npt.NDArray[np.float32] | None = None
-    adjusted: npt.NDArray[np.float64] | None = None
+    row: npt.NDArray[np.float32]
+    adjusted: npt.NDArray[np.float64] | None
     top_ids: npt.NDArray[np.int64] | None = None
     top_logits: npt.NDArray[np.float32] | None = None
 
@@ -126,8 +132,6 @@ def _ended(drawing: _Drawing, state: SamplingState) -> Sample | SampleFailure:
     token_id: int = call.token_id
     if token_id < 0:
         return NO_MAXIMUM
-    if drawing.row is None:
-        return Sample(token_id)
     has_logprobs = call.num_top >= 0
     steered = token_id if drawing.adjusted is None else state.steered(token_id)
     if steered != token_id and has_logprobs:
