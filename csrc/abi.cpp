@@ -5,26 +5,8 @@
 #include <new>
 
 #include "cpu.h"
-#include "kernels/kernels.h"
 #include "memory.h"
-#include "pool.h"
-#include "quickstep.h"
-
-struct qs_context {
-  const qs::Kernels* kernels;
-  qs::Pool* pool;
-};
-
-struct qs_linear {
-  qs::PackedLinear packed;
-  size_t weight_bytes;
-  size_t bias_bytes;
-};
-
-struct qs_probe {
-  void* data;
-  int64_t num_bytes;
-};
+#include "objects.h"
 
 namespace {
 

@@ -28,6 +28,7 @@ enum qs_activation { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2 };
 
 typedef struct qs_context qs_context;  // a kernel table and a thread pool
 typedef struct qs_linear qs_linear;    // packed weights of one linear layer
+typedef struct qs_quantized qs_quantized;  // packed weights of 4 or 8 bits
 typedef struct qs_probe qs_probe;      // a buffer to measure reads with
 
 QS_API int qs_abi_version(void);
@@ -49,6 +50,38 @@ QS_API int64_t qs_linear_bytes(const qs_linear* linear);
 // out [T, n] = x [T, k] * weight^T + bias, in the dtype of the weight.
 QS_API int qs_linear_run(qs_context* context, const qs_linear* linear, const void* x,
                          int64_t x_stride, int64_t num_tokens, void* out);
+
+// out [T, k] = weight[ids], in the dtype of the weight.
+QS_API int qs_linear_rows(qs_context* context, const qs_linear* linear, const int64_t* ids,
+                          int64_t num_tokens, void* out);
+
+// Weights of 4 or 8 bits: (code - zero) * scale, codes [n, k] of a byte each, scales and zeros
+// [n, k / group_size] float32.
+typedef struct qs_quantized_weight {
+  int32_t bits;
+  int32_t unused;
+  int64_t n, k;
+  int64_t group_size;   // a multiple of 16, or k
+  const void* codes;
+  const float* scales;
+  const float* zeros;   // null: 2^(bits - 1)
+  const float* bias;    // [n], or null
+} qs_quantized_weight;
+
+QS_API int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
+                               qs_quantized** out);
+QS_API void qs_quantized_destroy(qs_quantized* linear);
+QS_API int64_t qs_quantized_bytes(const qs_quantized* linear);
+// Bytes that a run over `num_tokens` needs as scratch, at any address.
+QS_API int64_t qs_quantized_scratch_bytes(const qs_quantized* linear, int64_t num_tokens);
+// As qs_linear_run, for activations of any dtype. They are quantised too: per token, and per group
+// where the weight has groups, to 8 bits with scale max|x| / 127.
+QS_API int qs_quantized_run(qs_context* context, const qs_quantized* linear, int dtype,
+                            const void* x, int64_t x_stride, int64_t num_tokens, void* out,
+                            void* scratch);
+// out [T, k] = weight[ids], each rounded once to `dtype`.
+QS_API int qs_quantized_rows(qs_context* context, const qs_quantized* linear, int dtype,
+                             const int64_t* ids, int64_t num_tokens, void* out);
 
 // out [T, C] = weight[ids]; any dtype of `row_bytes` bytes per row.
 QS_API int qs_embedding(qs_context* context, const int64_t* ids, int64_t num_tokens,

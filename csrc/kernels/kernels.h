@@ -43,6 +43,10 @@ struct LinearArgs {
   void* out;
 };
 
+struct PackedQuantized;  // kernels/quantized.h
+struct PackQuantizedArgs;
+struct QuantizedLinearArgs;
+
 struct NormArgs {
   int dtype;
   const void* x;
@@ -78,6 +82,12 @@ struct Kernels {
   const char* name;
   void (*pack_linear)(Pool* pool, const PackArgs& args);
   void (*linear)(Pool* pool, const LinearArgs& args);
+  void (*linear_rows)(Pool* pool, const PackedLinear& packed, const int64_t* ids,
+                      int64_t num_tokens, void* out);
+  void (*pack_quantized)(Pool* pool, const PackQuantizedArgs& args);
+  void (*quantized_linear)(Pool* pool, const QuantizedLinearArgs& args);
+  void (*quantized_rows)(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,
+                         int64_t num_tokens, void* out);
   void (*rms_norm)(Pool* pool, const NormArgs& args);
   void (*rotary)(Pool* pool, const RotaryArgs& args);
   void (*gated_activation)(Pool* pool, const GatedArgs& args);

@@ -17,7 +17,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
+from quickstep.ops.table import (
+    AttentionParams,
+    LinearWeight,
+    OpTable,
+    PagedLayout,
+    QuantizedWeight,
+)
 
 __all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases", "make_layout"]
 
@@ -30,8 +36,9 @@ Rows = tuple[tuple[int, int], ...]  # per row: (position of the first token, num
 class Case:
     """Inputs of an op that treats each token by itself.
 
-    `tokens` then `fixed` are the op's arguments, but for linear, whose `fixed` is (weight, bias),
-    and write_kv, whose `tokens` are (k, v, slot_mapping) and `fixed` (k_cache, v_cache).
+    `tokens` then `fixed` are the op's arguments, but for the linear ops, whose `fixed` is
+    (weight, bias), the embedding of packed rows, whose weight is not packed yet, and write_kv,
+    whose `tokens` are (k, v, slot_mapping) and `fixed` (k_cache, v_cache).
     """
 
     op: str
@@ -82,9 +89,13 @@ def make_layout(rows: Rows, block_tables: Tensor, block_size: int) -> PagedLayou
 def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
     """The op as a function of `case.tokens` alone; every output has the token axis first."""
     fixed = case.fixed
-    if case.op == "linear":
-        packed = ops.pack_linear(*fixed)  # type: ignore[arg-type]
+    if case.op in ("linear", "quantized_linear"):
+        packed = _pack(ops, *fixed)  # type: ignore[arg-type]
         return lambda x: (ops.linear(x, packed),)
+    if case.op in ("packed_rows", "quantized_rows"):
+        weight, dtype = fixed
+        rows = _pack(ops, weight, None)  # type: ignore[arg-type]
+        return lambda token_ids: (ops.embedding(token_ids, rows, dtype),)  # type: ignore[arg-type]
     if case.op == "write_kv":
         return lambda k, v, slots: _write_and_read(ops, (k, v), slots, fixed)
     functions: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
@@ -101,6 +112,12 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
         return result if isinstance(result, tuple) else (result,)
 
     return call
+
+
+def _pack(ops: OpTable, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> LinearWeight:
+    if isinstance(weight, QuantizedWeight):
+        return ops.pack_quantized(weight, bias)
+    return ops.pack_linear(weight, bias)
 
 
 def _write_and_read(
@@ -128,6 +145,9 @@ class _Source:
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=self.generator) * scale).to(self.dtype)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator)
 
     def permutation(self, n: int) -> Tensor:
         return torch.randperm(n, generator=self.generator)
@@ -186,7 +206,88 @@ def _embedding_cases(dtype: torch.dtype) -> Iterator[Case]:
         name = _label("embedding", dtype, num_tokens, vocabulary, width)
         source = _Source(name, dtype)
         token_ids = source.permutation(vocabulary)[:num_tokens]
-        yield Case("embedding", name, (token_ids,), (source.normal(vocabulary, width),))
+        weight = source.normal(vocabulary, width)
+        yield Case("embedding", name, (token_ids,), (weight, dtype))
+
+
+def _packed_rows_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for num_tokens, vocabulary, width in ((1, 10, 32), (45, 300, 77), (0, 20, 16)):
+        name = _label("packed_rows", dtype, num_tokens, vocabulary, width)
+        source = _Source(name, dtype)
+        token_ids = source.permutation(vocabulary)[:num_tokens]
+        # multiples of 2**-6, which the reference's packing does not round
+        weight = source.integers(-511, 512, vocabulary, width).float() / 64
+        yield Case("packed_rows", name, (token_ids,), (weight.to(dtype), dtype))
+
+
+# (T, C, N, bits, group size, has zeros, has bias): one row, tile, panel and block edges, odd sizes
+_QUANTIZED_SHAPES = (
+    (1, 32, 32, 8, 32, False, False),
+    (3, 77, 33, 8, 77, True, True),
+    (37, 896, 150, 8, 896, False, True),
+    (6, 4864, 65, 8, 4864, False, False),
+    (5, 512, 70, 8, 16, False, True),
+    (7, 640, 64, 8, 320, True, False),
+    (100, 128, 257, 8, 128, False, False),
+    (1, 256, 330, 4, 32, False, False),
+    (1, 1024, 640, 8, 1024, False, False),
+    (2, 92, 140, 4, 92, True, True),
+    (19, 384, 100, 4, 128, True, False),
+    (13, 1152, 130, 4, 48, False, True),
+    (98, 256, 65, 4, 64, True, True),
+    (0, 64, 32, 4, 32, False, False),
+)
+
+
+def _quantized_weight(source: _Source, shape: tuple[int, int], bits: int, group: int, *, zeros: bool
+) -> QuantizedWeight:
+    outputs, inputs = shape
+    codes = source.integers(0, 2**bits, outputs, inputs).to(torch.uint8)
+    groups = (outputs, inputs // group)
+    # half of the cases have scales that f16 holds, the others do not
+    fine = 2.0**-18 if inputs % 128 else 2.0**-26
+    size = inputs**-0.5 / 2 ** (bits - 2)
+    scales = (source.integers(1, 400, *groups).float() / 400 * size / fine).round() * fine
+    offsets = source.integers(0, 2**bits, *groups).float() if zeros else None
+    if offsets is not None and inputs % 3 == 0:
+        offsets += 0.3
+    return QuantizedWeight(codes, scales, offsets, bits, group)
+
+
+def _quantized_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for num_tokens, width, outputs, bits, group, zeros, has_bias in _QUANTIZED_SHAPES:
+        name = _label("quantized_linear", dtype, num_tokens, width, outputs, bits, group, zeros)
+        source = _Source(name, dtype)
+        weight = _quantized_weight(source, (outputs, width), bits, group, zeros=zeros)
+        bias = source.normal(outputs) if has_bias else None
+        x = source.normal(num_tokens, width)
+        x[num_tokens // 2 :, 7] *= 60.0  # as language models have them
+        yield Case("quantized_linear", name, (x,), (weight, bias))
+    yield from _extreme_codes_cases(dtype)
+
+
+def _extreme_codes_cases(dtype: torch.dtype) -> Iterator[Case]:
+    """The largest sums there are, where 16-bit steps would saturate; tiny and no activations."""
+    x = torch.full((4, 2048), 3.0)
+    x[1] = -3.0
+    x[2] = 1e-33 if dtype != torch.float16 else 0.0
+    x[3] = 0.0
+    for bits, group in ((8, 2048), (8, 128), (4, 2048), (4, 64)):
+        for code in (0, 2**bits - 1):
+            name = _label("quantized_linear", dtype, "extreme", bits, group, code)
+            codes = torch.full((66, 2048), code, dtype=torch.uint8)
+            scales = torch.full((66, 2048 // group), 2.0**-12)
+            weight = QuantizedWeight(codes, scales, None, bits, group)
+            yield Case("quantized_linear", name, (x.to(dtype),), (weight, None))
+
+
+def _quantized_rows_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for num_tokens, width, rows, bits, group, zeros, _ in _QUANTIZED_SHAPES[1:]:
+        name = _label("quantized_rows", dtype, num_tokens, width, rows, bits, group)
+        source = _Source(name, dtype)
+        weight = _quantized_weight(source, (rows, width), bits, group, zeros=zeros)
+        token_ids = source.permutation(rows)[:num_tokens]
+        yield Case("quantized_rows", name, (token_ids,), (weight, dtype))
 
 
 _NORM_SHAPES: tuple[tuple[tuple[int, ...], float], ...] = (
@@ -301,7 +402,10 @@ def _attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
 OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = MappingProxyType(
     {
         "linear": _linear_cases,
+        "quantized_linear": _quantized_linear_cases,
         "embedding": _embedding_cases,
+        "packed_rows": _packed_rows_cases,
+        "quantized_rows": _quantized_rows_cases,
         "rms_norm": _rms_norm_cases,
         "add_rms_norm": _add_rms_norm_cases,
         "rotary": _rotary_cases,

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from quickstep.ops.native_library import AttentionCall, raise_for_status
-from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
+from quickstep.ops.native_quantized import NativeQuantized, PackedCodes
+from quickstep.ops.table import (
+    AttentionParams,
+    LinearWeight,
+    OpTable,
+    PagedLayout,
+    QuantizedWeight,
+)
 
 __all__ = ["DTYPES", "NativeOps", "PackedWeight"]
 
@@ -65,6 +72,7 @@ class NativeOps:
         self._context = context
         self._library = library
         self._reference = reference
+        self._quantized = NativeQuantized(library, context)
         self._linear_run = library.qs_linear_run
         self._embedding = library.qs_embedding
         self._rms_norm = library.qs_rms_norm
@@ -83,6 +91,7 @@ class NativeOps:
         return OpTable(
             name=name,
             pack_linear=self.pack_linear,
+            pack_quantized=self.pack_quantized,
             linear=self.linear,
             embedding=self.embedding,
             rms_norm=self.rms_norm,
@@ -124,9 +133,16 @@ class NativeOps:
         packed = PackedWeight(self._library, handle.value, weight.dtype)
         return LinearWeight(packed, bias, outputs, inputs, packed.nbytes)
 
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
+        """`OpTable.pack_quantized`."""
+        return self._quantized.pack(weight, bias)
+
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """`OpTable.linear`."""
         packed = weight.data
+        if isinstance(packed, PackedCodes):
+            assert x.shape[1] == weight.num_inputs
+            return self._quantized.linear(_rows(x), DTYPES[x.dtype], weight, packed)
         if not isinstance(packed, PackedWeight):
             return self._reference.linear(x, weight)
         assert x.dtype == packed.dtype and x.shape[1] == weight.num_inputs
@@ -140,13 +156,18 @@ class NativeOps:
             raise_for_status(status, "linear")
         return out
 
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+    def embedding(
+        self, token_ids: Tensor, weight: Tensor | LinearWeight, dtype: torch.dtype
+    ) -> Tensor:
         """`OpTable.embedding`; a token id outside the table raises EngineError."""
-        assert weight.is_contiguous() and token_ids.dtype == torch.int64
+        assert token_ids.dtype == torch.int64
         token_ids = token_ids.contiguous()
+        if isinstance(weight, LinearWeight):
+            return self._packed_rows(token_ids, weight, dtype)
+        assert weight.is_contiguous() and weight.dtype == dtype
         num_rows, size = weight.shape
         num_tokens = token_ids.numel()
-        out = torch.empty((num_tokens, size), dtype=weight.dtype)
+        out = torch.empty((num_tokens, size), dtype=dtype)
         status = self._embedding(
             self._context,
             token_ids.data_ptr(),
@@ -154,6 +175,26 @@ class NativeOps:
             weight.data_ptr(),
             num_rows,
             size * weight.element_size(),
+            out.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "embedding")
+        return out
+
+    def _packed_rows(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+        packed = weight.data
+        out = torch.empty((token_ids.numel(), weight.num_inputs), dtype=dtype)
+        if isinstance(packed, PackedCodes):
+            self._quantized.rows(token_ids, weight, out, DTYPES[dtype])
+            return out
+        if not isinstance(packed, PackedWeight):
+            return self._reference.embedding(token_ids, weight, dtype)
+        assert packed.dtype == dtype
+        status = self._library.qs_linear_rows(
+            self._context,
+            packed.handle,
+            token_ids.data_ptr(),
+            token_ids.numel(),
             out.data_ptr(),
         )
         if status:
