@@ -8,7 +8,6 @@ others (`fixed`), so that a check can pick tokens, and `bind` turns an op into a
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,6 +16,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from quickstep.ops.case_draws import CaseDraws, label
+from quickstep.ops.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
 from quickstep.ops.table import (
     AttentionParams,
     LinearWeight,
@@ -136,23 +137,6 @@ def _write_and_read(
     return tuple(written)
 
 
-class _Source:
-    """Random inputs of one case; the name is the seed."""
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-
-    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=self.generator) * scale).to(self.dtype)
-
-    def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=self.generator)
-
-    def permutation(self, n: int) -> Tensor:
-        return torch.randperm(n, generator=self.generator)
-
-
 def cases(
     ops: Sequence[str] | None = None, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> Iterator[Case | AttentionCase]:
@@ -160,10 +144,6 @@ def cases(
     for name in OPS if ops is None else ops:
         for dtype in dtypes:
             yield from OPS[name](dtype)
-
-
-def _label(op: str, dtype: torch.dtype, *parts: object) -> str:
-    return "-".join([op, str(dtype).removeprefix("torch."), *(str(part) for part in parts)])
 
 
 def _linear_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -181,8 +161,8 @@ def _linear_cases(dtype: torch.dtype) -> Iterator[Case]:
         (0, 64, 32, True),
     ]
     for num_tokens, width, outputs, has_bias in shapes:
-        name = _label("linear", dtype, num_tokens, width, outputs)
-        source = _Source(name, dtype)
+        name = label("linear", dtype, num_tokens, width, outputs)
+        source = CaseDraws(name, dtype)
         weight = source.normal(outputs, width, scale=width**-0.5)
         bias = source.normal(outputs) if has_bias else None
         yield Case("linear", name, (source.normal(num_tokens, width),), (weight, bias))
@@ -191,20 +171,20 @@ def _linear_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 def _spread_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Activations with one channel far above the others, as language models have them."""
-    name = _label("linear", dtype, "outlier")
-    source = _Source(name, dtype)
+    name = label("linear", dtype, "outlier")
+    source = CaseDraws(name, dtype)
     x = source.normal(9, 512)
     x[:, 7] *= 60.0
     yield Case("linear", name, (x,), (source.normal(64, 512, scale=0.04), None))
-    name = _label("linear", dtype, "zero")
+    name = label("linear", dtype, "zero")
     zero = torch.zeros(5, 96, dtype=dtype)
-    yield Case("linear", name, (zero,), (_Source(name, dtype).normal(40, 96), None))
+    yield Case("linear", name, (zero,), (CaseDraws(name, dtype).normal(40, 96), None))
 
 
 def _embedding_cases(dtype: torch.dtype) -> Iterator[Case]:
     for num_tokens, vocabulary, width in ((1, 10, 32), (45, 300, 77)):
-        name = _label("embedding", dtype, num_tokens, vocabulary, width)
-        source = _Source(name, dtype)
+        name = label("embedding", dtype, num_tokens, vocabulary, width)
+        source = CaseDraws(name, dtype)
         token_ids = source.permutation(vocabulary)[:num_tokens]
         weight = source.normal(vocabulary, width)
         yield Case("embedding", name, (token_ids,), (weight, dtype))
@@ -212,82 +192,22 @@ def _embedding_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 def _packed_rows_cases(dtype: torch.dtype) -> Iterator[Case]:
     for num_tokens, vocabulary, width in ((1, 10, 32), (45, 300, 77), (0, 20, 16)):
-        name = _label("packed_rows", dtype, num_tokens, vocabulary, width)
-        source = _Source(name, dtype)
+        name = label("packed_rows", dtype, num_tokens, vocabulary, width)
+        source = CaseDraws(name, dtype)
         token_ids = source.permutation(vocabulary)[:num_tokens]
         # multiples of 2**-6, which the reference's packing does not round
         weight = source.integers(-511, 512, vocabulary, width).float() / 64
         yield Case("packed_rows", name, (token_ids,), (weight.to(dtype), dtype))
 
 
-# (T, C, N, bits, group size, has zeros, has bias): one row, tile, panel and block edges, odd sizes
-_QUANTIZED_SHAPES = (
-    (1, 32, 32, 8, 32, False, False),
-    (3, 77, 33, 8, 77, True, True),
-    (37, 896, 150, 8, 896, False, True),
-    (6, 4864, 65, 8, 4864, False, False),
-    (5, 512, 70, 8, 16, False, True),
-    (7, 640, 64, 8, 320, True, False),
-    (100, 128, 257, 8, 128, False, False),
-    (1, 256, 330, 4, 32, False, False),
-    (1, 1024, 640, 8, 1024, False, False),
-    (2, 92, 140, 4, 92, True, True),
-    (19, 384, 100, 4, 128, True, False),
-    (13, 1152, 130, 4, 48, False, True),
-    (98, 256, 65, 4, 64, True, True),
-    (0, 64, 32, 4, 32, False, False),
-)
-
-
-def _quantized_weight(source: _Source, shape: tuple[int, int], bits: int, group: int, *, zeros: bool
-) -> QuantizedWeight:
-    outputs, inputs = shape
-    codes = source.integers(0, 2**bits, outputs, inputs).to(torch.uint8)
-    groups = (outputs, inputs // group)
-    # half of the cases have scales that f16 holds, the others do not
-    fine = 2.0**-18 if inputs % 128 else 2.0**-26
-    size = inputs**-0.5 / 2 ** (bits - 2)
-    scales = (source.integers(1, 400, *groups).float() / 400 * size / fine).round() * fine
-    offsets = source.integers(0, 2**bits, *groups).float() if zeros else None
-    if offsets is not None and inputs % 3 == 0:
-        offsets += 0.3
-    return QuantizedWeight(codes, scales, offsets, bits, group)
-
-
 def _quantized_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
-    for num_tokens, width, outputs, bits, group, zeros, has_bias in _QUANTIZED_SHAPES:
-        name = _label("quantized_linear", dtype, num_tokens, width, outputs, bits, group, zeros)
-        source = _Source(name, dtype)
-        weight = _quantized_weight(source, (outputs, width), bits, group, zeros=zeros)
-        bias = source.normal(outputs) if has_bias else None
-        x = source.normal(num_tokens, width)
-        x[num_tokens // 2 :, 7] *= 60.0  # as language models have them
-        yield Case("quantized_linear", name, (x,), (weight, bias))
-    yield from _extreme_codes_cases(dtype)
-
-
-def _extreme_codes_cases(dtype: torch.dtype) -> Iterator[Case]:
-    """The largest sums there are, where 16-bit steps would saturate; tiny and no activations."""
-    x = torch.full((4, 2048), 3.0)
-    x[1] = -3.0
-    x[2] = 1e-33 if dtype != torch.float16 else 0.0
-    x[3] = 0.0
-    for bits, group in ((8, 2048), (8, 128), (4, 2048), (4, 64)):
-        for code in (0, 2**bits - 1):
-            name = _label("quantized_linear", dtype, "extreme", bits, group, code)
-            codes = torch.full((66, 2048), code, dtype=torch.uint8)
-            scales = torch.full((66, 2048 // group), 2.0**-12)
-            weight = QuantizedWeight(codes, scales, None, bits, group)
-            yield Case("quantized_linear", name, (x.to(dtype),), (weight, None))
+    for inputs in quantized_linear_inputs(dtype):
+        yield Case("quantized_linear", *inputs)
 
 
 def _quantized_rows_cases(dtype: torch.dtype) -> Iterator[Case]:
-    for num_tokens, width, rows, bits, group, zeros, _ in _QUANTIZED_SHAPES[1:]:
-        name = _label("quantized_rows", dtype, num_tokens, width, rows, bits, group)
-        source = _Source(name, dtype)
-        weight = _quantized_weight(source, (rows, width), bits, group, zeros=zeros)
-        token_ids = source.permutation(rows)[:num_tokens]
-        yield Case("quantized_rows", name, (token_ids,), (weight, dtype))
+    for inputs in quantized_rows_inputs(dtype):
+        yield Case("quantized_rows", *inputs)
 
 
 _NORM_SHAPES: tuple[tuple[tuple[int, ...], float], ...] = (
@@ -302,19 +222,19 @@ _NORM_SHAPES: tuple[tuple[tuple[int, ...], float], ...] = (
 
 def _rms_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
     for shape, offset in _NORM_SHAPES:
-        name = _label("rms_norm", dtype, *shape)
-        source = _Source(name, dtype)
+        name = label("rms_norm", dtype, *shape)
+        source = CaseDraws(name, dtype)
         fixed = (source.normal(shape[-1]), 1e-6, offset)
         yield Case("rms_norm", name, (source.normal(*shape, scale=3.0),), fixed)
-    name = _label("rms_norm", dtype, "zero")
-    fixed = (_Source(name, dtype).normal(64), 1e-5, 0.0)
+    name = label("rms_norm", dtype, "zero")
+    fixed = (CaseDraws(name, dtype).normal(64), 1e-5, 0.0)
     yield Case("rms_norm", name, (torch.zeros(3, 64, dtype=dtype),), fixed)
 
 
 def _add_rms_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
     for shape, offset in _NORM_SHAPES[:-1]:
-        name = _label("add_rms_norm", dtype, *shape)
-        source = _Source(name, dtype)
+        name = label("add_rms_norm", dtype, *shape)
+        source = CaseDraws(name, dtype)
         tokens = (source.normal(*shape), source.normal(*shape, scale=4.0))
         yield Case("add_rms_norm", name, tokens, (source.normal(shape[-1]), 1e-5, offset))
 
@@ -328,17 +248,17 @@ def _rotary_cases(dtype: torch.dtype) -> Iterator[Case]:
         (5, 4, 18, 6),
     ):
         for interleaved in (False, True):
-            name = _label("rotary", dtype, num_tokens, heads, size, rotated, interleaved)
-            source = _Source(name, dtype)
-            angles = _Source(name, torch.float32).normal(num_tokens, rotated // 2, scale=40.0)
+            name = label("rotary", dtype, num_tokens, heads, size, rotated, interleaved)
+            source = CaseDraws(name, dtype)
+            angles = CaseDraws(name, torch.float32).normal(num_tokens, rotated // 2, scale=40.0)
             tokens = (source.normal(num_tokens, heads, size), angles.cos(), angles.sin())
             yield Case("rotary", name, tokens, (interleaved,))
 
 
 def _write_kv_cases(dtype: torch.dtype) -> Iterator[Case]:
     for num_tokens, heads, size, block_size in ((1, 1, 32, 16), (29, 2, 80, 8)):
-        name = _label("write_kv", dtype, num_tokens, heads, size)
-        source = _Source(name, dtype)
+        name = label("write_kv", dtype, num_tokens, heads, size)
+        source = CaseDraws(name, dtype)
         num_blocks = num_tokens // block_size + 3
         slots = source.permutation(num_blocks * block_size)[:num_tokens]
         shape = (num_blocks, block_size, heads, size)
@@ -350,10 +270,10 @@ def _write_kv_cases(dtype: torch.dtype) -> Iterator[Case]:
 def _gated_activation_cases(dtype: torch.dtype) -> Iterator[Case]:
     for kind in ("silu", "gelu", "gelu_tanh"):
         for num_tokens, width in ((1, 7), (19, 77), (6, 4864), (0, 32)):
-            name = _label("gated_activation", dtype, kind, num_tokens, width)
-            gate_up = _Source(name, dtype).normal(num_tokens, 2 * width, scale=3.0)
+            name = label("gated_activation", dtype, kind, num_tokens, width)
+            gate_up = CaseDraws(name, dtype).normal(num_tokens, 2 * width, scale=3.0)
             yield Case("gated_activation", name, (gate_up,), (kind,))
-        name = _label("gated_activation", dtype, kind, "extremes")
+        name = label("gated_activation", dtype, kind, "extremes")
         gate = torch.tensor([[0.0, -0.0, 1e-4, -1e-4, 8.0, -8.0, 90.0, -90.0, 2e4, -2e4]])
         gate_up = torch.cat((gate, torch.ones_like(gate)), -1).to(dtype)
         yield Case("gated_activation", name, (gate_up,), (kind,))
@@ -378,8 +298,8 @@ def _attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
     for label, rows, heads, block_size, window, softcap in _ATTENTION:
         # large scores: one key takes all the weight, exp underflows for the others
         scale = 40.0 if label == "large-scores" else 1.0
-        name = _label("paged_attention", dtype, label)
-        source = _Source(name, dtype)
+        name = label("paged_attention", dtype, label)
+        source = CaseDraws(name, dtype)
         lengths = [-(-(start + count) // block_size) for start, count in rows]
         num_blocks = sum(lengths) + 2
         order = (source.permutation(num_blocks - 1) + 1).to(torch.int32)

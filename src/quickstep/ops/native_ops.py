@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from quickstep.ops.native_library import AttentionCall, raise_for_status
-from quickstep.ops.native_quantized import NativeQuantized, PackedCodes
+from quickstep.ops.native_packed import PackedCodes, PackedWeight
+from quickstep.ops.native_quantized import NativeQuantized
 from quickstep.ops.table import (
     AttentionParams,
     LinearWeight,
@@ -33,19 +34,6 @@ _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 # Results of ops that are alive together at a layer's widest point, per element of it.
 _SCRATCH_BYTES = 8
-
-
-class PackedWeight:
-    """Owns one `qs_linear`; its memory goes back to the system with this object."""
-
-    __slots__ = ("__weakref__", "dtype", "handle", "nbytes")
-
-    def __init__(self, library: ctypes.CDLL, handle: int, dtype: torch.dtype) -> None:
-        self.handle = handle
-        self.dtype = dtype
-        self.nbytes: int = library.qs_linear_bytes(handle)
-        finalizer = weakref.finalize(self, library.qs_linear_destroy, handle)
-        finalizer.atexit = False  # the process's end frees it, and a daemon thread may still read
 
 
 class _AttentionLayout:

@@ -6,27 +6,15 @@ Used by `ops.native_ops` alone, which checks shapes of activations and picks by 
 from __future__ import annotations
 
 import ctypes
-import weakref
 
 import torch
 from torch import Tensor
 
 from quickstep.ops.native_library import QuantizedWeightCall, raise_for_status
+from quickstep.ops.native_packed import PackedCodes
 from quickstep.ops.table import LinearWeight, QuantizedWeight
 
-__all__ = ["NativeQuantized", "PackedCodes"]
-
-
-class PackedCodes:
-    """Owns one `qs_quantized`; its memory goes back to the system with this object."""
-
-    __slots__ = ("__weakref__", "handle", "nbytes")
-
-    def __init__(self, library: ctypes.CDLL, handle: int) -> None:
-        self.handle = handle
-        self.nbytes: int = library.qs_quantized_bytes(handle)
-        finalizer = weakref.finalize(self, library.qs_quantized_destroy, handle)
-        finalizer.atexit = False  # the process's end frees it, and a daemon thread may still read
+__all__ = ["NativeQuantized"]
 
 
 class NativeQuantized:

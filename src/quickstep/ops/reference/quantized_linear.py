@@ -10,8 +10,6 @@ float64 over integers, so that no product's order can show.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -27,7 +25,8 @@ def pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight
     """The codes as they are, a byte each."""
     parts = [weight.codes, weight.scales]
     parts += [part for part in (weight.zeros, bias) if part is not None]
-    return LinearWeight(weight, bias, *weight.codes.shape, sum(part.nbytes for part in parts))
+    outputs, inputs = weight.codes.shape
+    return LinearWeight(weight, bias, outputs, inputs, sum(part.nbytes for part in parts))
 
 
 def quantize_activations(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
