@@ -295,10 +295,10 @@ _ATTENTION: tuple[tuple[str, Rows, tuple[int, int, int], int, int | None, float 
 
 
 def _attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
-    for label, rows, heads, block_size, window, softcap in _ATTENTION:
+    for title, rows, heads, block_size, window, softcap in _ATTENTION:
         # large scores: one key takes all the weight, exp underflows for the others
-        scale = 40.0 if label == "large-scores" else 1.0
-        name = label("paged_attention", dtype, label)
+        scale = 40.0 if title == "large-scores" else 1.0
+        name = label("paged_attention", dtype, title)
         source = CaseDraws(name, dtype)
         lengths = [-(-(start + count) // block_size) for start, count in rows]
         num_blocks = sum(lengths) + 2
