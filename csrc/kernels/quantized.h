@@ -42,12 +42,12 @@ struct PackedQuantized {
 };
 
 // Activations as the kernels read them: codes in [-127, 127], per token and group their scale and
-// the sum of the codes.
+// correction: -2^(bits - 1) times the sum of the codes, what the weight's codes count too much.
 struct QuantizedRows {
-  int8_t* codes;   // [T, stride]
-  float* scales;   // [T, num_groups]
-  int32_t* sums;   // [T, num_groups]
-  int64_t stride;  // a multiple of 64 bytes, zeros behind the last input
+  int8_t* codes;         // [T, stride]
+  float* scales;         // [T, num_groups]
+  int32_t* corrections;  // [T, num_groups]
+  int64_t stride;        // a multiple of 64 bytes, zeros behind the last input
   int64_t num_groups;
 };
 

@@ -59,9 +59,9 @@ QS_INLINE void store_codes(int8_t* p, vi v) {
 #endif
 }
 
-// `codes` has room for n rounded up to W.
+// Gives the sum of the codes, which have room for n rounded up to W.
 template <typename T>
-QS_INLINE void quantize_group(const T* x, int64_t n, int8_t* codes, float* scale, int32_t* sum) {
+QS_INLINE int32_t quantize_group(const T* x, int64_t n, int8_t* codes, float* scale) {
   constexpr float kMagic = 0x1.8p23f;  // adding it leaves no bits below 1, rounding half to even
   const float most = largest(x, n);
   const bool finite = most < __builtin_inff();
@@ -70,8 +70,7 @@ QS_INLINE void quantize_group(const T* x, int64_t n, int8_t* codes, float* scale
   vi total = {};
   if (inverse == 0.0f) {
     for (int64_t i = 0; i < n; i += W) store_codes(codes + i, total);
-    *sum = 0;
-    return;
+    return 0;
   }
   for (int64_t i = 0; i < n; i += W) {
     const vf scaled = load_up_to(x + i, n - i) * set1(inverse) + set1(kMagic);
@@ -81,7 +80,7 @@ QS_INLINE void quantize_group(const T* x, int64_t n, int8_t* codes, float* scale
   }
   int32_t found = 0;
   for (int lane = 0; lane < W; ++lane) found += total[lane];
-  *sum = found;
+  return found;
 }
 
 template <typename T>
@@ -97,7 +96,8 @@ void quantize_row(const QuantizedLinearArgs& args, int64_t row) {
     const int64_t first = group * packed.group_size;
     const int64_t size = min_of(packed.group_size, packed.k - first);
     const int64_t at = row * packed.num_groups + group;
-    quantize_group(x + first, size, codes + first, rows.scales + at, rows.sums + at);
+    const int32_t sum = quantize_group(x + first, size, codes + first, rows.scales + at);
+    rows.corrections[at] = -(sum << (packed.bits - 1));
   }
 }
 
@@ -136,17 +136,18 @@ void emit(const Problem& problem, Range rows, Range panels, const void* c) {
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     const int64_t base = (row - rows.begin) * stride;
     T* out = static_cast<T*>(args.out) + row * packed.n + first_output;
-    const int32_t x_sum = args.rows.sums[row * packed.num_groups];
-    const vi correction = set1i(offset ? x_sum << (packed.bits - 1) : 0);
+    const int32_t correction = args.rows.corrections[row * packed.num_groups];
+    const vf negative = packed.bits == 4 ? negative_sum<4>(correction) : negative_sum<8>(correction);
+    const vi start = set1i(offset ? correction : 0);
     const vf x_scale = set1(args.rows.scales[row * packed.num_groups]);
     for (int64_t i = 0; i < num_outputs; i += W) {
       vf sum;
       if (single) {
         vi dot;
         memcpy(&dot, static_cast<const int32_t*>(c) + base + i, sizeof(dot));
-        sum = __builtin_convertvector(dot - correction, vf);
+        sum = __builtin_convertvector(dot + start, vf);
         if (packed.zeros != nullptr) {
-          sum = fma(load(packed.zeros + first_output + i), set1(-static_cast<float>(x_sum)), sum);
+          sum = fma(load(packed.zeros + first_output + i), negative, sum);
         }
         sum = sum * x_scale * load(packed.scales + first_output + i);
       } else {
@@ -170,7 +171,7 @@ void run_tile(const Problem& problem, Range rows, Range panels, int64_t block, v
   args.x = x.codes + rows.begin * x.stride + first_input;
   args.x_stride = x.stride;
   args.x_scales = x.scales + rows.begin * packed.num_groups + first_group;
-  args.x_sums = x.sums + rows.begin * packed.num_groups + first_group;
+  args.x_corrections = x.corrections + rows.begin * packed.num_groups + first_group;
   args.x_groups = packed.num_groups;
   args.panel_bytes = packed.panel_bytes;
   args.group_bytes = packed.group_bytes;
@@ -178,9 +179,7 @@ void run_tile(const Problem& problem, Range rows, Range panels, int64_t block, v
   args.num_inputs =
       single ? min_of(problem.block_inputs, packed.group_size - first_input) : packed.group_size;
   args.num_groups = min_of(problem.block_groups, packed.num_groups - first_group);
-  args.has_zeros = packed.has_zeros;
   args.c_stride = panels.size() * kQuantizedPanel;
-  args.first = block == 0;
   const int64_t block_offset = single ? first_input * kQuantizedPanel * packed.bits / 8
                                       : first_group * packed.group_bytes;
   const uint8_t* weights = static_cast<const uint8_t*>(packed.weights) + block_offset;
@@ -217,7 +216,8 @@ void run_item(const Problem& problem, int64_t item) {
       part(args.packed->num_panels, item / problem.num_chunks, problem.num_ranges);
   const Range chunk = part(args.num_tokens, item % problem.num_chunks, problem.num_chunks);
   const int64_t num_tiles = div_up(chunk.size(), kQuantizedRows);
-  alignas(64) int32_t c[kSums];
+  alignas(64) int32_t c[kSums];  // or float, whose zero has the same bits
+  memset(c, 0, chunk.size() * panels.size() * kQuantizedPanel * sizeof(*c));
   for (int64_t block = 0; block < problem.num_blocks; ++block) {
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const Range local = part(chunk.size(), tile, num_tiles);

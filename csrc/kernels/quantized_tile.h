@@ -135,7 +135,7 @@ struct QuantizedTileArgs {
   const int8_t* x;
   int64_t x_stride;
   const float* x_scales;   // of the block's first group
-  const int32_t* x_sums;   // likewise
+  const int32_t* x_corrections;  // likewise: -2^(bits - 1) times the codes' sum
   int64_t x_groups;        // groups per token
   const uint8_t* w;        // the block's codes in the first panel, at the tile's part
   int64_t panel_bytes;
@@ -144,10 +144,8 @@ struct QuantizedTileArgs {
   int64_t part_outputs;    // outputs of the panel before the tile's part
   int64_t num_inputs;      // of a group, or of the block within the one group; padded
   int64_t num_groups;      // of the block
-  bool has_zeros;
-  void* c;                 // int32 sums with one group, fp32 sums with groups
+  void* c;                 // int32 sums with one group, fp32 sums with groups; added to
   int64_t c_stride;
-  bool first;              // the first block: c is written, afterwards added to
 };
 
 using QuantizedTileFn = void (*)(const QuantizedTileArgs& args);
@@ -212,8 +210,9 @@ struct QuantizedTile {
 
 // One group: the block's integer sums, added to c.
 template <int Bits, int R, int S>
-void run_single(const QuantizedTileArgs& args) {
+void run_single(const QuantizedTileArgs& call) {
   constexpr int V = kTileVectors;
+  const QuantizedTileArgs args = call;  // so that no store can be taken to change it
   QuantizedTile<Bits, R, S> tile = {};
   const uint8_t* w[S];
   const int8_t* x[R];
@@ -228,60 +227,61 @@ void run_single(const QuantizedTileArgs& args) {
     for (int v = 0; v < S * V; ++v) {
       int32_t* c = static_cast<int32_t*>(args.c) + r * args.c_stride + v / V * kQuantizedPanel +
                    v % V * W;
-      vi total = tile.sum[r][v];
-      if (!args.first) {
-        vi before;
-        memcpy(&before, c, sizeof(before));
-        total += before;
-      }
+      vi total;
+      memcpy(&total, c, sizeof(total));
+      total += tile.sum[r][v];
       memcpy(c, &total, sizeof(total));
     }
   }
 }
 
+// The codes' sum of activations out of its correction, negative; exact.
+template <int Bits>
+QS_INLINE vf negative_sum(int32_t correction) {
+  return __builtin_convertvector(set1i(correction), vf) * set1(1.0f / (1 << (Bits - 1)));
+}
+
 // Groups in ascending order: c = fma((dot - zero * sum) * x_scale, w_scale, c).
-template <int Bits, int R, int S, typename Scale>
-void run_groups(const QuantizedTileArgs& args) {
+template <int Bits, int R, int S, typename Scale, bool Zeros>
+void run_groups(const QuantizedTileArgs& call) {
   constexpr int V = kTileVectors;
+  const QuantizedTileArgs args = call;  // so that no store can be taken to change it
+  const int64_t to_scales = args.code_bytes - args.part_outputs * kStepInputs;
   for (int64_t group = 0; group < args.num_groups; ++group) {
     QuantizedTile<Bits, R, S> tile;
     const uint8_t* w[S];
     const int8_t* x[R];
 #pragma GCC unroll 8
     for (int s = 0; s < S; ++s) w[s] = args.w + s * args.panel_bytes + group * args.group_bytes;
+    const int32_t* corrections = args.x_corrections + group;
+    const float* x_scales = args.x_scales + group;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       x[r] = args.x + r * args.x_stride + group * args.num_inputs;
-      int32_t start = 0;
-      if (Dot<Bits>::kOffset) start = -(args.x_sums[r * args.x_groups + group] << (Bits - 1));
-      const vi corrected = set1i(start);
+      const vi start = Dot<Bits>::kOffset ? set1i(corrections[r * args.x_groups]) : vi{};
 #pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) tile.sum[r][v] = corrected;
+      for (int v = 0; v < S * V; ++v) tile.sum[r][v] = start;
     }
     tile.run(w, x, args.num_inputs);
-    const bool first = args.first && group == 0;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const int64_t at = r * args.x_groups + group;
-      const vf x_scale = set1(args.x_scales[at]);
-      const vf x_sum = set1(-static_cast<float>(args.x_sums[at]));
 #pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) {
-        const Scale* scales =
-            reinterpret_cast<const Scale*>(w[v / V] - args.part_outputs * kStepInputs +
-                                           args.code_bytes) +
-            args.part_outputs + v % V * W;
+    for (int v = 0; v < S * V; ++v) {
+      const Scale* scales = reinterpret_cast<const Scale*>(w[v / V] + to_scales) +
+                            args.part_outputs + v % V * W;
+      const vf scale = load(scales);
+      const vf zero = Zeros ? load(scales + kQuantizedPanel) : vf{};
+      float* c = static_cast<float*>(args.c) + v / V * kQuantizedPanel + v % V * W;
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
         vf dot = __builtin_convertvector(tile.sum[r][v], vf);
-        if (args.has_zeros) dot = fma(load(scales + kQuantizedPanel), x_sum, dot);
-        float* c = static_cast<float*>(args.c) + r * args.c_stride + v / V * kQuantizedPanel +
-                   v % V * W;
-        store(c, fma(dot * x_scale, load(scales), first ? vf{} : load(c)));
+        if (Zeros) dot = fma(zero, negative_sum<Bits>(corrections[r * args.x_groups]), dot);
+        const vf product = dot * set1(x_scales[r * args.x_groups]);
+        store(c + r * args.c_stride, fma(product, scale, load(c + r * args.c_stride)));
       }
     }
   }
 }
 
-enum QuantizedForm { kSingle, kGroupsF32, kGroupsF16, kNumForms };
+enum QuantizedForm { kSingle, kGroupsF32, kGroupsF16, kZerosF32, kZerosF16, kNumForms };
 
 template <int Bits>
 struct QuantizedTileTable {
@@ -290,8 +290,10 @@ struct QuantizedTileTable {
   template <int R, int S>
   constexpr void fill() {
     entries[kSingle][R - 1][S - 1] = run_single<Bits, R, S>;
-    entries[kGroupsF32][R - 1][S - 1] = run_groups<Bits, R, S, float>;
-    entries[kGroupsF16][R - 1][S - 1] = run_groups<Bits, R, S, f16>;
+    entries[kGroupsF32][R - 1][S - 1] = run_groups<Bits, R, S, float, false>;
+    entries[kGroupsF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, false>;
+    entries[kZerosF32][R - 1][S - 1] = run_groups<Bits, R, S, float, true>;
+    entries[kZerosF16][R - 1][S - 1] = run_groups<Bits, R, S, f16, true>;
     if constexpr (S < max_quantized_panels(R)) {
       fill<R, S + 1>();
     } else if constexpr (R < kQuantizedRows) {
@@ -304,7 +306,10 @@ struct QuantizedTileTable {
 QS_INLINE QuantizedTileFn quantized_tile(const PackedQuantized& packed, int rows, int panels) {
   static constexpr QuantizedTileTable<4> four;
   static constexpr QuantizedTileTable<8> eight;
-  const int form = packed.num_groups == 1 ? kSingle : packed.half_scales ? kGroupsF16 : kGroupsF32;
+  int form = kSingle;
+  if (packed.num_groups > 1) {
+    form = (packed.has_zeros ? kZerosF32 : kGroupsF32) + (packed.half_scales ? 1 : 0);
+  }
   return (packed.bits == 4 ? four.entries : eight.entries)[form][rows - 1][panels - 1];
 }
 

@@ -49,7 +49,15 @@ QS_INLINE To bit_cast(const From& from) {
   return to;
 }
 
-QS_INLINE vf set1(float x) { return vf{} + x; }
+QS_INLINE vf set1(float x) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return _mm256_set1_ps(x);
+#else
+  return vf{} + x;  // an addition, for the sake of -0
+#endif
+}
 QS_INLINE vi set1i(int32_t x) { return vi{} + x; }
 QS_INLINE vu set1u(uint32_t x) { return vu{} + x; }
 
