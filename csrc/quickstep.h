@@ -149,6 +149,8 @@ QS_API int qs_probe_read(qs_context* context, const qs_probe* probe, uint32_t* s
 // Multiplies and adds in registers alone, as qs_linear_run does for the dtype on this level;
 // `num_flops` gets how many operations that were, which `rounds` scales.
 QS_API int qs_probe_multiply(qs_context* context, int dtype, int64_t rounds, int64_t* num_flops);
+// The same for the integers of qs_quantized_run, 8 bits.
+QS_API int qs_probe_multiply_codes(qs_context* context, int64_t rounds, int64_t* num_flops);
 
 // Nanoseconds that the context's parallel loops have taken since it was created, as the calling
 // threads saw them: the time in kernels, without what stands between two of them.

@@ -20,5 +20,6 @@ int64_t attention_scratch_bytes(int num_threads, const qs_attention& call);
 void paged_attention(Pool* pool, const qs_attention& call);
 uint32_t probe_read(Pool* pool, const void* data, int64_t num_bytes);
 int64_t probe_multiply(Pool* pool, int dtype, int64_t rounds);
+int64_t probe_multiply_codes(Pool* pool, int64_t rounds);
 
 }  // namespace qs::QS_LEVEL

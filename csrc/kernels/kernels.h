@@ -95,6 +95,7 @@ struct Kernels {
   void (*paged_attention)(Pool* pool, const qs_attention& call);
   uint32_t (*probe_read)(Pool* pool, const void* data, int64_t num_bytes);
   int64_t (*probe_multiply)(Pool* pool, int dtype, int64_t rounds);
+  int64_t (*probe_multiply_codes)(Pool* pool, int64_t rounds);
 };
 
 }  // namespace qs

@@ -16,7 +16,7 @@ namespace qs::QS_LEVEL {
 namespace {
 
 constexpr int64_t kChunkRows = 96;
-constexpr int64_t kBlockInputs = 256;
+constexpr int64_t kBlockInputs = 512;
 constexpr int64_t kPart = kTileVectors * W;  // outputs of a tile in one panel
 constexpr int64_t kSums = kChunkRows * kQuantizedPanel;
 static_assert(kQuantizedRows * max_quantized_panels(1) * kQuantizedPanel <= kSums);
@@ -44,9 +44,7 @@ QS_INLINE float largest(const T* x, int64_t n) {
     const vi magnitude = bit_cast<vi>(load_up_to(x + i, n - i)) & 0x7fffffff;
     most = magnitude > most ? magnitude : most;
   }
-  int32_t found = 0;
-  for (int lane = 0; lane < W; ++lane) found = most[lane] > found ? most[lane] : found;
-  return bit_cast<float>(found);
+  return bit_cast<float>(reduce_max(most));
 }
 
 QS_INLINE void store_codes(int8_t* p, vi v) {
@@ -78,9 +76,7 @@ QS_INLINE int32_t quantize_group(const T* x, int64_t n, int8_t* codes, float* sc
     total += rounded;
     store_codes(codes + i, rounded);
   }
-  int32_t found = 0;
-  for (int lane = 0; lane < W; ++lane) found += total[lane];
-  return found;
+  return reduce_add(total);
 }
 
 template <typename T>

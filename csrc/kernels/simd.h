@@ -110,6 +110,24 @@ QS_INLINE float reduce_max(vf v) {
   return lanes[0];
 }
 
+QS_INLINE int32_t reduce_add(vi v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32(bit_cast<__m512i>(v));
+#endif
+  int32_t total = 0;
+  for (int lane = 0; lane < W; ++lane) total += v[lane];
+  return total;
+}
+
+QS_INLINE int32_t reduce_max(vi v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32(bit_cast<__m512i>(v));
+#endif
+  int32_t most = v[0];
+  for (int lane = 1; lane < W; ++lane) most = v[lane] > most ? v[lane] : most;
+  return most;
+}
+
 // float16 <-> float32 for levels without instructions for it.
 QS_INLINE vf half_bits_to_float(vu h) {
   // Rescaling by 2^112 moves the exponent and makes denormals exact; inf and NaN are patched.

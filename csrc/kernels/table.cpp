@@ -23,6 +23,7 @@ const Kernels kernels = {
     .paged_attention = paged_attention,
     .probe_read = probe_read,
     .probe_multiply = probe_multiply,
+    .probe_multiply_codes = probe_multiply_codes,
 };
 
 }  // namespace qs::QS_LEVEL

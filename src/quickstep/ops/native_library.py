@@ -102,6 +102,7 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_probe_bytes", _L, (_P,)),
     ("qs_probe_read", _I, (_P, _P, POINTER(c_uint32))),
     ("qs_probe_multiply", _I, (_P, _I, _L, POINTER(_L))),
+    ("qs_probe_multiply_codes", _I, (_P, _L, POINTER(_L))),
     ("qs_context_loop_ns", _L, (_P,)),
 )
 
