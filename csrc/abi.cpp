@@ -263,4 +263,10 @@ int qs_probe_multiply(qs_context* context, int dtype, int64_t rounds, int64_t* n
   return QS_OK;
 }
 
+int qs_probe_multiply_codes(qs_context* context, int64_t rounds, int64_t* num_flops) {
+  if (rounds < 1) return QS_INVALID;
+  *num_flops = context->kernels->probe_multiply_codes(context->pool, rounds);
+  return QS_OK;
+}
+
 }  // extern "C"

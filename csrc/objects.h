@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "kernels/kernels.h"
+#include "kernels/quantized.h"
 #include "pool.h"
 #include "quickstep.h"
 
@@ -16,6 +17,12 @@ struct qs_linear {
   qs::PackedLinear packed;
   size_t weight_bytes;
   size_t bias_bytes;
+};
+
+struct qs_quantized {
+  qs::PackedQuantized packed;
+  size_t weight_bytes;
+  size_t scale_bytes;  // of `scales`, of `zeros` and of `bias`, each
 };
 
 struct qs_probe {

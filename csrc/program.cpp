@@ -131,6 +131,13 @@ int attend(qs_program* program, const qs_op& op) {
   return qs_paged_attention(program->context, &call);
 }
 
+int multiply_quantized(qs_program* program, const qs_op& op, int64_t rows) {
+  const qs_quantized* weight = static_cast<const qs_quantized*>(op.in[1]);
+  if (!program->scratch.reserve(qs_quantized_scratch_bytes(weight, rows))) return QS_OUT_OF_MEMORY;
+  return qs_quantized_run(program->context, weight, op.dtype, op.in[0], op.stride[0], rows,
+                          op.out[0], program->scratch.data);
+}
+
 int run_op(qs_program* program, const qs_op& op) {
   qs_context* context = program->context;
   const int64_t rows = rows_of(*program, op);
@@ -167,6 +174,14 @@ int run_op(qs_program* program, const qs_op& op) {
     case QS_OP_LOGITS:
       return qs_finish_logits(context, op.dtype, op.in[0], rows * op.size[0], op.scalar[0],
                               op.scalar[1], static_cast<float*>(op.out[0]));
+    case QS_OP_QUANTIZED:
+      return multiply_quantized(program, op, rows);
+    case QS_OP_LINEAR_ROWS:
+      return qs_linear_rows(context, static_cast<const qs_linear*>(op.in[1]),
+                            static_cast<const int64_t*>(op.in[0]), rows, op.out[0]);
+    case QS_OP_QUANTIZED_ROWS:
+      return qs_quantized_rows(context, static_cast<const qs_quantized*>(op.in[1]), op.dtype,
+                               static_cast<const int64_t*>(op.in[0]), rows, op.out[0]);
   }
   return QS_INVALID;
 }

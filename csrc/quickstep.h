@@ -28,6 +28,7 @@ enum qs_activation { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2 };
 
 typedef struct qs_context qs_context;  // a kernel table and a thread pool
 typedef struct qs_linear qs_linear;    // packed weights of one linear layer
+typedef struct qs_quantized qs_quantized;  // packed weights of 4 or 8 bits
 typedef struct qs_probe qs_probe;      // a buffer to measure reads with
 
 QS_API int qs_abi_version(void);
@@ -49,6 +50,38 @@ QS_API int64_t qs_linear_bytes(const qs_linear* linear);
 // out [T, n] = x [T, k] * weight^T + bias, in the dtype of the weight.
 QS_API int qs_linear_run(qs_context* context, const qs_linear* linear, const void* x,
                          int64_t x_stride, int64_t num_tokens, void* out);
+
+// out [T, k] = weight[ids], in the dtype of the weight.
+QS_API int qs_linear_rows(qs_context* context, const qs_linear* linear, const int64_t* ids,
+                          int64_t num_tokens, void* out);
+
+// Weights of 4 or 8 bits: (code - zero) * scale, codes [n, k] of a byte each, scales and zeros
+// [n, k / group_size] float32.
+typedef struct qs_quantized_weight {
+  int32_t bits;
+  int32_t unused;
+  int64_t n, k;
+  int64_t group_size;   // a multiple of 16, or k
+  const void* codes;
+  const float* scales;
+  const float* zeros;   // null: 2^(bits - 1)
+  const float* bias;    // [n], or null
+} qs_quantized_weight;
+
+QS_API int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
+                               qs_quantized** out);
+QS_API void qs_quantized_destroy(qs_quantized* linear);
+QS_API int64_t qs_quantized_bytes(const qs_quantized* linear);
+// Bytes that a run over `num_tokens` needs as scratch, at any address.
+QS_API int64_t qs_quantized_scratch_bytes(const qs_quantized* linear, int64_t num_tokens);
+// As qs_linear_run, for activations of any dtype. They are quantised too: per token, and per group
+// where the weight has groups, to 8 bits with scale max|x| / 127.
+QS_API int qs_quantized_run(qs_context* context, const qs_quantized* linear, int dtype,
+                            const void* x, int64_t x_stride, int64_t num_tokens, void* out,
+                            void* scratch);
+// out [T, k] = weight[ids], each rounded once to `dtype`.
+QS_API int qs_quantized_rows(qs_context* context, const qs_quantized* linear, int dtype,
+                             const int64_t* ids, int64_t num_tokens, void* out);
 
 // out [T, C] = weight[ids]; any dtype of `row_bytes` bytes per row.
 QS_API int qs_embedding(qs_context* context, const int64_t* ids, int64_t num_tokens,
@@ -136,6 +169,8 @@ QS_API int qs_finish_logits(qs_context* context, int dtype, const void* x, int64
 //   SCALE      in x                       out y                size: values of a row;
 //                                                              scalar: factor
 //   LOGITS     in x                       out y (float32)      size: V; scalar: divisor, cap
+//   QUANTIZED  in x, qs_quantized         out y                stride[0] of x
+//   LINEAR_ROWS, QUANTIZED_ROWS           in ids, the weight   out rows
 enum qs_op_kind {
   QS_OP_LINEAR = 0,
   QS_OP_GATHER = 1,
@@ -148,6 +183,9 @@ enum qs_op_kind {
   QS_OP_ADD = 8,
   QS_OP_SCALE = 9,
   QS_OP_LOGITS = 10,
+  QS_OP_QUANTIZED = 11,
+  QS_OP_LINEAR_ROWS = 12,
+  QS_OP_QUANTIZED_ROWS = 13,
 };
 enum qs_op_rows { QS_TOKENS = 0, QS_EMITTING = 1 };
 
@@ -232,6 +270,8 @@ QS_API int qs_probe_read(qs_context* context, const qs_probe* probe, uint32_t* s
 // Multiplies and adds in registers alone, as qs_linear_run does for the dtype on this level;
 // `num_flops` gets how many operations that were, which `rounds` scales.
 QS_API int qs_probe_multiply(qs_context* context, int dtype, int64_t rounds, int64_t* num_flops);
+// The same for the integers of qs_quantized_run, 8 bits.
+QS_API int qs_probe_multiply_codes(qs_context* context, int64_t rounds, int64_t* num_flops);
 
 // Nanoseconds that the context's parallel loops have taken since it was created, as the calling
 // threads saw them: the time in kernels, without what stands between two of them.

@@ -43,6 +43,10 @@ struct LinearArgs {
   void* out;
 };
 
+struct PackedQuantized;  // kernels/quantized.h
+struct PackQuantizedArgs;
+struct QuantizedLinearArgs;
+
 struct NormArgs {
   int dtype;
   const void* x;
@@ -96,6 +100,12 @@ struct Kernels {
   const char* name;
   void (*pack_linear)(Pool* pool, const PackArgs& args);
   void (*linear)(Pool* pool, const LinearArgs& args);
+  void (*linear_rows)(Pool* pool, const PackedLinear& packed, const int64_t* ids,
+                      int64_t num_tokens, void* out);
+  void (*pack_quantized)(Pool* pool, const PackQuantizedArgs& args);
+  void (*quantized_linear)(Pool* pool, const QuantizedLinearArgs& args);
+  void (*quantized_rows)(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,
+                         int64_t num_tokens, void* out);
   void (*rms_norm)(Pool* pool, const NormArgs& args);
   void (*rotary)(Pool* pool, const RotaryArgs& args);
   void (*gated_activation)(Pool* pool, const GatedArgs& args);
@@ -107,6 +117,7 @@ struct Kernels {
   void (*draw)(qs_draw& row, int64_t vocab_size, void* scratch);
   uint32_t (*probe_read)(Pool* pool, const void* data, int64_t num_bytes);
   int64_t (*probe_multiply)(Pool* pool, int dtype, int64_t rounds);
+  int64_t (*probe_multiply_codes)(Pool* pool, int64_t rounds);
 };
 
 }  // namespace qs

@@ -12,6 +12,10 @@ const Kernels kernels = {
     .name = QS_NAME(QS_LEVEL),
     .pack_linear = pack_linear,
     .linear = linear,
+    .linear_rows = linear_rows,
+    .pack_quantized = pack_quantized,
+    .quantized_linear = quantized_linear,
+    .quantized_rows = quantized_rows,
     .rms_norm = rms_norm,
     .rotary = rotary,
     .gated_activation = gated_activation,
@@ -23,6 +27,7 @@ const Kernels kernels = {
     .draw = draw,
     .probe_read = probe_read,
     .probe_multiply = probe_multiply,
+    .probe_multiply_codes = probe_multiply_codes,
 };
 
 }  // namespace qs::QS_LEVEL

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 
 from quickstep.errors import ConfigError
 
-__all__ = ["CacheConfig", "EngineConfig", "LoadConfig", "PolicyName", "SchedulerConfig"]
+__all__ = [
+    "QUANTIZATIONS",
+    "CacheConfig",
+    "EngineConfig",
+    "LoadConfig",
+    "PolicyName",
+    "SchedulerConfig",
+]
+
+QUANTIZATIONS = ("int8", "int4")
 
 
 class PolicyName(enum.Enum):
@@ -89,6 +98,8 @@ class LoadConfig:
         device: `auto`, `cpu` or `cuda`.
         offline: Never touch the network; the environment's HF_HUB_OFFLINE is honoured as well.
         num_threads: CPU threads; None for one per core that the process may use.
+        quantization: `int8` or `int4`: matrices are rounded as they are loaded, and computed in
+            integers; None keeps the dtype.
     """
 
     model: str = "demo"
@@ -97,6 +108,12 @@ class LoadConfig:
     device: str = "auto"
     offline: bool = False
     num_threads: int | None = None
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.quantization not in (None, *QUANTIZATIONS):
+            known = " or ".join(QUANTIZATIONS)
+            raise ConfigError(f"--quantization is {self.quantization!r}, it must be {known}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from quickstep.bench.subject import made_up_tokenizer
 from quickstep.bench.traffic import ThroughputOptions, draw_lengths
 from quickstep.cli.main import main
 from quickstep.errors import EngineError
-from quickstep.model.random_weights import random_model
+from quickstep.model.random_weights import RandomDraw, random_model
 from quickstep.model.spec import parse_spec
 from quickstep.ops.reference import reference_ops
 
@@ -111,14 +111,19 @@ def test_the_lengths_of_requests_are_a_function_of_the_seed():
 
 def tiny(seed=0, dtype=torch.float32):
     spec = parse_spec(SHAPES["tiny2"])
-    return random_model(spec, reference_ops(), dtype, CPU, 256, seed)
+    return random_model(spec, reference_ops(), RandomDraw(dtype, CPU, seed), 256)
 
 
 def test_random_weights_are_a_function_of_the_seed():
     one, same, other = tiny(0), tiny(0), tiny(1)
     assert one.fingerprint == same.fingerprint != other.fingerprint
-    assert torch.equal(one.weights.embedding, same.weights.embedding)
-    assert not torch.equal(one.weights.embedding, other.weights.embedding)
+    token_ids = torch.arange(one.vocab_size)
+    rows = [
+        model.ops.embedding(token_ids, model.weights.embedding, torch.float32)
+        for model in (one, same, other)
+    ]
+    assert torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[2])
 
 
 def test_every_shape_is_a_model_that_can_be_read():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
+from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout, QuantizedWeight
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> LinearWeight:
@@ -21,8 +21,13 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return torch.nn.functional.linear(x, weight.data, weight.bias)
 
 
-def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    return weight[token_ids]
+def pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
+    return pack_linear(weight.dequantized(), bias)
+
+
+def embedding(token_ids: Tensor, weight: Tensor | LinearWeight, dtype: torch.dtype) -> Tensor:
+    data = weight.data if isinstance(weight, LinearWeight) else weight
+    return data[token_ids].to(dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -93,6 +98,7 @@ def logits(hidden: Tensor, weight: LinearWeight, divisor: float, cap: float | No
 NAIVE_OPS = OpTable(
     name="naive",
     pack_linear=pack_linear,
+    pack_quantized=pack_quantized,
     linear=linear,
     embedding=embedding,
     rms_norm=rms_norm,

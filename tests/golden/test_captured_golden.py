@@ -11,8 +11,14 @@ from golden_cases import CASES, VOCAB, Case
 from golden_harness import load, random_prompts
 from torch import Tensor
 
+from quickstep.config import LoadConfig
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
+from quickstep.model.interface import Model
+from quickstep.model.loader import load_model
+from quickstep.model.source import Checkpoint
+from quickstep.model.spec import read_spec
+from quickstep.ops.resolve import resolve_ops
 from quickstep.runtime.capture import CapturedSteps, open_steps
 from quickstep.runtime.kv import allocate_kv
 from quickstep.runtime.slots import Slot
@@ -54,11 +60,7 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_captured_steps_have_the_bits_of_eager_ones(case: Case, dtype: str, tmp_path: Path) -> None:
-    case.save(tmp_path)
-    model = load(tmp_path, case.max_model_len, dtype)
+def assert_same_steps(model: Model, case: Case) -> None:
     assert isinstance(model, Decoder) and model.ops.steps is not None
     caches = [allocate_kv(model.kv_shape, 80, BLOCK, model.device) for _ in range(2)]
     eager = open_steps(model, caches[0], BLOCK, enforce_eager=True)
@@ -72,13 +74,32 @@ def test_captured_steps_have_the_bits_of_eager_ones(case: Case, dtype: str, tmp_
             continue
         eager.prepare(rows, slots)
         captured.prepare(rows, slots)
-        with torch.inference_mode():
-            expected, found = eager.run(emitting), captured.run(emitting)
+        expected, found = eager.run(emitting), captured.run(emitting)
         for right, got in zip(expected, found, strict=True):
             assert got.dtype == right.dtype and got.shape == right.shape
             assert torch.equal(bits(got), bits(right))
     for right, got in zip(caches[0].keys, caches[1].keys, strict=True):
         assert right.any() and torch.equal(bits(got), bits(right))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_captured_steps_have_the_bits_of_eager_ones(case: Case, dtype: str, tmp_path: Path) -> None:
+    case.save(tmp_path)
+    assert_same_steps(load(tmp_path, case.max_model_len, dtype), case)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama-biases-mqa", "qwen3", "gemma2"])
+def test_captured_steps_of_low_bit_weights_have_the_bits_of_eager_ones(
+    name: str, quantization: str, tmp_path: Path
+) -> None:
+    case = next(case for case in CASES if case.name == name)
+    case.save(tmp_path)
+    options = LoadConfig(model=str(tmp_path), dtype="bfloat16", quantization=quantization)
+    table, spec = resolve_ops(torch.device("cpu")), read_spec(tmp_path)
+    model = load_model(Checkpoint(tmp_path, name), spec, table, options)
+    assert_same_steps(model, case)
 
 
 def test_a_captured_step_refuses_what_an_eager_one_refuses(tmp_path: Path) -> None:

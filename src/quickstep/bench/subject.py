@@ -33,7 +33,7 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import Model
 from quickstep.model.loader import resolve_device, resolve_dtype
-from quickstep.model.random_weights import random_model
+from quickstep.model.random_weights import RandomDraw, random_model
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec
 from quickstep.model.weights import DenseWeights, LayerWeights
@@ -103,7 +103,8 @@ def open_shape(
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
     ops = resolve_ops(device, "auto", config.load.num_threads, isa)
     plan = plan_for(config, spec, dtype, device, ops)
-    model = random_model(spec, ops, dtype, device, plan.max_model_len, seed, progress)
+    draw = RandomDraw(dtype, device, seed, config.load.quantization)
+    model = random_model(spec, ops, draw, plan.max_model_len, progress)
     description = LoadedModel(
         name=name,
         fingerprint=model.fingerprint,

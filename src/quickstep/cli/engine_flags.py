@@ -6,6 +6,7 @@ import argparse
 
 from quickstep.cli.parsing import bytes_size, positive_int, token_count
 from quickstep.config import (
+    QUANTIZATIONS,
     CacheConfig,
     EngineConfig,
     LoadConfig,
@@ -56,6 +57,11 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         choices=list(_DTYPES),
         default=defaults.dtype,
         help="weights and KV cache; auto takes the checkpoint's (default: %(default)s)",
+    )
+    group.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="round the matrices as they are loaded, and compute in integers (default: do not)",
     )
     group.add_argument(
         "--device",
@@ -168,6 +174,7 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
             device=args.device,
             offline=args.offline,
             num_threads=args.threads,
+            quantization=args.quantization,
         ),
         cache=CacheConfig(
             block_size=args.block_size,

@@ -26,6 +26,7 @@ class LLMOptions(TypedDict, total=False):
 
     revision: str | None
     dtype: str
+    quantization: str | None
     device: str
     offline: bool
     num_threads: int | None
@@ -49,6 +50,7 @@ class LLMOptions(TypedDict, total=False):
 _PLACES: Mapping[str, tuple[str, str]] = {
     "revision": ("load", "revision"),
     "dtype": ("load", "dtype"),
+    "quantization": ("load", "quantization"),
     "device": ("load", "device"),
     "offline": ("load", "offline"),
     "num_threads": ("load", "num_threads"),

@@ -38,7 +38,7 @@ class Decoder:
         self._ops = ops
         self._max_model_len = max_model_len
         self._fingerprint = fingerprint
-        dtype = weights.embedding.dtype
+        dtype = weights.final_norm.dtype
         # rounded to the weights' dtype, as Gemma was trained
         self._multiplier = torch.tensor(spec.embedding_multiplier, dtype=dtype).item()
         self._attention = tuple(
@@ -76,7 +76,7 @@ class Decoder:
     def kv_shape(self) -> KVShape:
         """What to allocate."""
         spec = self._spec
-        dtype = self._weights.embedding.dtype
+        dtype = self._weights.final_norm.dtype
         return KVShape(spec.num_layers, spec.num_kv_heads, spec.head_size, dtype)
 
     @property
@@ -92,7 +92,7 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         """Where weights and KV live."""
-        return self._weights.embedding.device
+        return self._weights.final_norm.device
 
     @property
     def fingerprint(self) -> str:
@@ -103,7 +103,8 @@ class Decoder:
         """Write the step's KV, return the final normed hidden states [T, hidden]."""
         layout = batch.layout
         rotations = tuple(table.at(layout.positions) for table in self._ropes)
-        residual = self._ops.embedding(batch.token_ids, self._weights.embedding)
+        weights = self._weights
+        residual = self._ops.embedding(batch.token_ids, weights.embedding, weights.final_norm.dtype)
         if self._multiplier != 1.0:
             residual = residual * self._multiplier
         delta: Tensor | None = None

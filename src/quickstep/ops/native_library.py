@@ -16,6 +16,7 @@ from quickstep.ops.native_step_abi import STEP_SIGNATURES
 __all__ = [
     "ABI_VERSION",
     "AttentionCall",
+    "QuantizedWeightCall",
     "library_path",
     "open_library",
     "raise_for_status",
@@ -53,6 +54,22 @@ class AttentionCall(ctypes.Structure):
     )
 
 
+class QuantizedWeightCall(ctypes.Structure):
+    """`qs_quantized_weight` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (
+        ("bits", c_int32),
+        ("unused", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("group_size", c_int64),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
 _P, _I, _L, _F = c_void_p, c_int, c_int64, c_float
 
 # name -> (result, arguments), in the order of csrc/quickstep.h
@@ -66,6 +83,13 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_linear_destroy", None, (_P,)),
     ("qs_linear_bytes", _L, (_P,)),
     ("qs_linear_run", _I, (_P, _P, _P, _L, _L, _P)),
+    ("qs_linear_rows", _I, (_P, _P, _P, _L, _P)),
+    ("qs_quantized_create", _I, (_P, POINTER(QuantizedWeightCall), POINTER(_P))),
+    ("qs_quantized_destroy", None, (_P,)),
+    ("qs_quantized_bytes", _L, (_P,)),
+    ("qs_quantized_scratch_bytes", _L, (_P, _L)),
+    ("qs_quantized_run", _I, (_P, _P, _I, _P, _L, _L, _P, _P)),
+    ("qs_quantized_rows", _I, (_P, _P, _I, _P, _L, _P)),
     ("qs_embedding", _I, (_P, _P, _L, _P, _L, _L, _P)),
     ("qs_rms_norm", _I, (_P, _I, _P, _L, _L, _L, _L, _L, _P, _F, _F, _P)),
     ("qs_add_rms_norm", _I, (_P, _I, _P, _P, _L, _L, _P, _F, _F, _P, _P)),
@@ -79,6 +103,7 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_probe_bytes", _L, (_P,)),
     ("qs_probe_read", _I, (_P, _P, POINTER(c_uint32))),
     ("qs_probe_multiply", _I, (_P, _I, _L, POINTER(_L))),
+    ("qs_probe_multiply_codes", _I, (_P, _L, POINTER(_L))),
     ("qs_context_loop_ns", _L, (_P,)),
     *STEP_SIGNATURES,
 )

@@ -15,31 +15,25 @@ import torch
 from torch import Tensor
 
 from quickstep.ops.native_library import AttentionCall, raise_for_status
-from quickstep.ops.reference.logits import finished_logits
-from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
+from quickstep.ops.native_logits import NativeLogits
+from quickstep.ops.native_packed import DTYPES, PackedCodes, PackedWeight
+from quickstep.ops.native_quantized import NativeQuantized
+from quickstep.ops.table import (
+    AttentionParams,
+    LinearWeight,
+    OpTable,
+    PagedLayout,
+    QuantizedWeight,
+)
 
 __all__ = ["DTYPES", "NativeOps", "PackedWeight"]
 
-# qs_dtype and qs_activation of csrc/quickstep.h
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# qs_activation of csrc/quickstep.h
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
 # Results of ops that are alive together at a layer's widest point, per element of it.
 _SCRATCH_BYTES = 8
-
-
-class PackedWeight:
-    """Owns one `qs_linear`; its memory goes back to the system with this object."""
-
-    __slots__ = ("__weakref__", "dtype", "handle", "nbytes")
-
-    def __init__(self, library: ctypes.CDLL, handle: int, dtype: torch.dtype) -> None:
-        self.handle = handle
-        self.dtype = dtype
-        self.nbytes: int = library.qs_linear_bytes(handle)
-        finalizer = weakref.finalize(self, library.qs_linear_destroy, handle)
-        finalizer.atexit = False  # the process's end frees it, and a daemon thread may still read
 
 
 class _AttentionLayout:
@@ -66,6 +60,7 @@ class NativeOps:
         self._context = context
         self._library = library
         self._reference = reference
+        self._quantized = NativeQuantized(library, context)
         self._linear_run = library.qs_linear_run
         self._embedding = library.qs_embedding
         self._rms_norm = library.qs_rms_norm
@@ -74,7 +69,6 @@ class NativeOps:
         self._gated_activation = library.qs_gated_activation
         self._write_kv = library.qs_write_kv
         self._paged_attention = library.qs_paged_attention
-        self._finish_logits = library.qs_finish_logits
         # The layout seen last; replaced whole, so that a reader sees an old one or a new one.
         self._attention_layout: _AttentionLayout | None = None
         finalizer = weakref.finalize(self, library.qs_context_destroy, context)
@@ -85,6 +79,7 @@ class NativeOps:
         return OpTable(
             name=name,
             pack_linear=self.pack_linear,
+            pack_quantized=self.pack_quantized,
             linear=self.linear,
             embedding=self.embedding,
             rms_norm=self.rms_norm,
@@ -93,7 +88,7 @@ class NativeOps:
             write_kv=self.write_kv,
             paged_attention=self.paged_attention,
             gated_activation=self.gated_activation,
-            logits=self.logits,
+            logits=NativeLogits(self._library, self._context, self.linear).logits,
             scratch_bytes=_SCRATCH_BYTES,
             kernel_s=self.kernel_s,
         )
@@ -127,9 +122,16 @@ class NativeOps:
         packed = PackedWeight(self._library, handle.value, weight.dtype)
         return LinearWeight(packed, bias, outputs, inputs, packed.nbytes)
 
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
+        """`OpTable.pack_quantized`."""
+        return self._quantized.pack(weight, bias)
+
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """`OpTable.linear`."""
         packed = weight.data
+        if isinstance(packed, PackedCodes):
+            assert x.shape[1] == weight.num_inputs
+            return self._quantized.linear(_rows(x), DTYPES[x.dtype], weight, packed)
         if not isinstance(packed, PackedWeight):
             return self._reference.linear(x, weight)
         assert x.dtype == packed.dtype and x.shape[1] == weight.num_inputs
@@ -143,13 +145,18 @@ class NativeOps:
             raise_for_status(status, "linear")
         return out
 
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+    def embedding(
+        self, token_ids: Tensor, weight: Tensor | LinearWeight, dtype: torch.dtype
+    ) -> Tensor:
         """`OpTable.embedding`; a token id outside the table raises EngineError."""
-        assert weight.is_contiguous() and token_ids.dtype == torch.int64
+        assert token_ids.dtype == torch.int64
         token_ids = token_ids.contiguous()
+        if isinstance(weight, LinearWeight):
+            return self._packed_rows(token_ids, weight, dtype)
+        assert weight.is_contiguous() and weight.dtype == dtype
         num_rows, size = weight.shape
         num_tokens = token_ids.numel()
-        out = torch.empty((num_tokens, size), dtype=weight.dtype)
+        out = torch.empty((num_tokens, size), dtype=dtype)
         status = self._embedding(
             self._context,
             token_ids.data_ptr(),
@@ -157,6 +164,26 @@ class NativeOps:
             weight.data_ptr(),
             num_rows,
             size * weight.element_size(),
+            out.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "embedding")
+        return out
+
+    def _packed_rows(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+        packed = weight.data
+        out = torch.empty((token_ids.numel(), weight.num_inputs), dtype=dtype)
+        if isinstance(packed, PackedCodes):
+            self._quantized.rows(token_ids, weight, out, DTYPES[dtype])
+            return out
+        if not isinstance(packed, PackedWeight):
+            return self._reference.embedding(token_ids, weight, dtype)
+        assert packed.dtype == dtype
+        status = self._library.qs_linear_rows(
+            self._context,
+            packed.handle,
+            token_ids.data_ptr(),
+            token_ids.numel(),
             out.data_ptr(),
         )
         if status:
@@ -340,28 +367,6 @@ class NativeOps:
         status = self._paged_attention(self._context, ctypes.byref(call))
         if status:
             raise_for_status(status, "paged_attention")
-        return out
-
-    def logits(
-        self, hidden: Tensor, weight: LinearWeight, divisor: float, softcap: float | None
-    ) -> Tensor:
-        """`OpTable.logits`."""
-        product = self.linear(hidden, weight)
-        dtype = DTYPES.get(product.dtype)
-        if dtype is None:
-            return finished_logits(product, divisor, softcap)
-        out = torch.empty(product.shape, dtype=torch.float32)
-        status = self._finish_logits(
-            self._context,
-            dtype,
-            product.data_ptr(),
-            product.numel(),
-            divisor,
-            softcap or 0.0,
-            out.data_ptr(),
-        )
-        if status:
-            raise_for_status(status, "logits")
         return out
 
     def _scratch(self, prepared: _AttentionLayout, call: AttentionCall) -> Tensor:

@@ -90,12 +90,12 @@ def _fill(call: OpCall, record: OpRecord, addresses: Sequence[int], num_rows: in
     call.kind = record.kind
     call.dtype = max(record.dtype, 0)
     call.rows = record.rows
-    call.option = record.option
-    for index, size in enumerate(record.size):
+    call.option = record.numbers.option
+    for index, size in enumerate(record.numbers.size):
         call.size[index] = num_rows if size is None else size
-    for index, stride in enumerate(record.stride):
+    for index, stride in enumerate(record.numbers.stride):
         call.stride[index] = stride
-    for index, scalar in enumerate(record.scalar):
+    for index, scalar in enumerate(record.numbers.scalar):
         call.scalar[index] = scalar
     for index, place in enumerate(record.inputs):
         call.inputs[index] = _address(place, addresses)

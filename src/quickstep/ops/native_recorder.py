@@ -17,22 +17,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quickstep.ops.native_ops import DTYPES, PackedWeight
+from quickstep.ops.native_packed import PackedCodes, PackedWeight
 from quickstep.ops.native_step_abi import OpKind, RowsOf
-from quickstep.ops.recording import Buffer, Operand, OpRecord, Recording
+from quickstep.ops.native_tape import NUM_ROWS, NotCapturable, Tape
+from quickstep.ops.recording import Numbers, Operand, Recording
 from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
 
 __all__ = ["NativeRecorder", "NotCapturable"]
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-_ROWS = 2  # one would let a wrong distance between rows pass unseen
 _MAX_HEAD_SIZE = 256
 
 _aten = torch.ops.aten
-
-
-class NotCapturable(Exception):
-    """The forward pass is more than a list of native calls; the message says where."""
 
 
 class _BesideOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -56,21 +52,18 @@ class NativeRecorder:
     """One recording. Use it as a context around the model's calls, then `finish`."""
 
     def __init__(self, block_size: int) -> None:
-        self._ops: list[OpRecord] = []
-        self._buffers: list[Buffer] = []
-        self._of_storage: dict[int, int] = {}
-        self._kept: list[Tensor | object] = []
+        self._tape = Tape()
         self._mode = _BesideOps(self)
-        self._token_ids = self._new((), torch.int64, RowsOf.TOKENS)
-        self._positions = self._new((), torch.int64, RowsOf.TOKENS)
-        self._emitting = self._new((), torch.int64, RowsOf.EMITTING)
+        self._token_ids = self._tape.new((), torch.int64, RowsOf.TOKENS)
+        self._positions = self._tape.new((), torch.int64, RowsOf.TOKENS)
+        self._emitting = self._tape.new((), torch.int64, RowsOf.EMITTING)
         for inputs in (self._token_ids, self._positions, self._emitting):
             inputs.zero_()
         self._layout = PagedLayout(
             positions=self._positions,
-            slot_mapping=torch.zeros(_ROWS, dtype=torch.int64),
-            row_offsets=(0, _ROWS),
-            context_lens=(_ROWS,),
+            slot_mapping=torch.zeros(NUM_ROWS, dtype=torch.int64),
+            row_offsets=(0, NUM_ROWS),
+            context_lens=(NUM_ROWS,),
             block_tables=torch.zeros((1, 1), dtype=torch.int32),
             block_size=block_size,
         )
@@ -106,6 +99,7 @@ class NativeRecorder:
         return OpTable(
             name=ops.name,
             pack_linear=pack,
+            pack_quantized=pack,
             linear=self._linear,
             embedding=self._embedding,
             rms_norm=self._rms_norm,
@@ -120,156 +114,120 @@ class NativeRecorder:
 
     def emitting_rows(self, hidden: Tensor) -> Tensor:
         """The hidden states of the tokens that emit."""
-        return self._gather(self._emitting, self._operand(hidden), None, hidden)
+        return self._gather(self._emitting, self._tape.operand(hidden), None, hidden)
 
     def finish(self, hidden: Tensor, logits: Tensor) -> Recording:
         """The recording, after the model's calls gave these."""
         token_ids, positions, emitting, final, scores = (
-            self._buffer_of(x)
+            self._tape.buffer_of(x)
             for x in (self._token_ids, self._positions, self._emitting, hidden, logits)
         )
         for index in (token_ids, positions, emitting, final, scores):
-            self._buffers[index].last = len(self._ops)
+            self._tape.buffers[index].last = len(self._tape.ops)
         return Recording(
-            ops=tuple(self._ops),
-            buffers=tuple(self._buffers),
+            ops=tuple(self._tape.ops),
+            buffers=tuple(self._tape.buffers),
             token_ids=token_ids,
             positions=positions,
             emitting=emitting,
             hidden=final,
             logits=scores,
-            weights=tuple(self._kept),
+            weights=tuple(self._tape.kept),
         )
-
-    # -- operands ---------------------------------------------------------------------------------
-
-    def _new(self, tail: Sequence[int], dtype: torch.dtype, rows: int) -> Tensor:
-        """A tensor of a new buffer, which the next op fills."""
-        tensor = torch.empty((_ROWS, *tail), dtype=dtype)
-        self._kept.append(tensor)
-        self._of_storage[tensor.untyped_storage().data_ptr()] = len(self._buffers)
-        now = len(self._ops)
-        self._buffers.append(Buffer(tensor.nbytes // _ROWS, rows, now, now))
-        return tensor
-
-    def _is_recorded(self, x: Tensor) -> bool:
-        return x.untyped_storage().data_ptr() in self._of_storage
-
-    def _buffer_of(self, x: Tensor) -> int:
-        if not self._is_recorded(x):
-            raise NotCapturable("a tensor was computed outside the recorded calls")
-        return self._of_storage[x.untyped_storage().data_ptr()]
-
-    def _operand(self, x: Tensor) -> Operand:
-        """The place of a tensor with a row per token, whose buffer the next op reads."""
-        index = self._buffer_of(x)
-        buffer = self._buffers[index]
-        offset = int(x.storage_offset()) * x.element_size()
-        is_row_view = x.shape[0] == _ROWS and x.stride(0) * x.element_size() == buffer.row_bytes
-        if not is_row_view or offset >= buffer.row_bytes:
-            raise NotCapturable("a view crosses the tokens of a step")
-        buffer.last = len(self._ops)
-        return Operand(index, offset)
-
-    def _whole(self, x: Tensor) -> Operand:
-        """The place of a contiguous tensor."""
-        if not x.is_contiguous():
-            raise NotCapturable("an op would have to copy its input")
-        return self._operand(x)
-
-    def _heads(self, x: Tensor) -> Operand:
-        """The place of [T, H, D] whose tokens are contiguous."""
-        if x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2]):
-            raise NotCapturable("an op would have to copy its heads")
-        return self._operand(x)
-
-    def _fixed(self, x: Tensor, dtype: torch.dtype | None = None) -> int:
-        """The address of a weight or of a KV tensor."""
-        if self._is_recorded(x) or not x.is_contiguous() or x.dtype != (dtype or x.dtype):
-            raise NotCapturable("a weight is not a plain tensor of the activations' dtype")
-        self._kept.append(x)
-        return x.data_ptr()
-
-    def _rows_of(self, x: Tensor) -> int:
-        return self._buffers[self._buffer_of(x)].rows
-
-    def _record(
-        self,
-        kind: int,
-        x: Tensor,
-        inputs: tuple[Operand | int, ...],
-        outputs: Sequence[Tensor] | tuple[int, ...],
-        **rest: Any,
-    ) -> None:
-        places = tuple(one if isinstance(one, int) else self._operand(one) for one in outputs)
-        dtype = DTYPES.get(x.dtype, -1)
-        if dtype < 0 and kind not in (OpKind.GATHER,):
-            raise NotCapturable(f"there are no native kernels for {x.dtype}")
-        self._ops.append(OpRecord(kind, dtype, self._rows_of(x), inputs, places, **rest))
 
     # -- the ops ----------------------------------------------------------------------------------
 
     def _linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         packed = weight.data
-        if not isinstance(packed, PackedWeight) or packed.dtype != x.dtype or x.stride(1) != 1:
+        is_native = isinstance(packed, PackedCodes) or (
+            isinstance(packed, PackedWeight) and packed.dtype == x.dtype
+        )
+        if not is_native or x.stride(1) != 1:
             raise NotCapturable("a weight has no native kernel for these activations")
-        self._kept.append(packed)
-        inputs = (self._operand(x), packed.handle)
-        out = self._new((weight.num_outputs,), x.dtype, self._rows_of(x))
-        self._record(OpKind.LINEAR, x, inputs, (out,), stride=(x.stride(0),))
+        kind = OpKind.QUANTIZED if isinstance(packed, PackedCodes) else OpKind.LINEAR
+        inputs = (self._tape.operand(x), self._handle(weight))
+        out = self._tape.new((weight.num_outputs,), x.dtype, self._tape.rows_of(x))
+        self._tape.record(kind, x, inputs, (out,), Numbers(stride=(x.stride(0),)))
         return out
 
-    def _embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
-        return self._gather(token_ids, self._fixed(weight), weight.shape[0], weight)
+    def _handle(self, weight: LinearWeight) -> int:
+        packed = weight.data
+        assert isinstance(packed, (PackedWeight, PackedCodes))
+        self._tape.kept.append(packed)
+        return packed.handle
+
+    def _embedding(
+        self, token_ids: Tensor, weight: Tensor | LinearWeight, dtype: torch.dtype
+    ) -> Tensor:
+        if isinstance(weight, Tensor):
+            return self._gather(token_ids, self._tape.fixed(weight, dtype), weight.shape[0], weight)
+        packed = weight.data
+        if not isinstance(packed, (PackedWeight, PackedCodes)):
+            raise NotCapturable("the embedding is not packed by the native ops")
+        kind = OpKind.QUANTIZED_ROWS if isinstance(packed, PackedCodes) else OpKind.LINEAR_ROWS
+        inputs = (self._tape.whole(token_ids), self._handle(weight))
+        out = self._tape.new((weight.num_inputs,), dtype, self._tape.rows_of(token_ids))
+        self._tape.record(kind, out, inputs, (out,))
+        return out
 
     def _gather(
         self, ids: Tensor, table: Operand | int, num_rows: int | None, like: Tensor
     ) -> Tensor:
         """Rows of a table [rows, C] that looks `like` this one; None rows: one per token."""
-        out = self._new(like.shape[1:], like.dtype, self._rows_of(ids))
-        size = (num_rows, out.nbytes // _ROWS)
-        self._record(OpKind.GATHER, ids, (self._whole(ids), table), (out,), size=size)
+        out = self._tape.new(like.shape[1:], like.dtype, self._tape.rows_of(ids))
+        size = (num_rows, out.nbytes // NUM_ROWS)
+        self._tape.record(
+            OpKind.GATHER, ids, (self._tape.whole(ids), table), (out,), Numbers(size=size)
+        )
         return out
 
     def _rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         if x.stride(-1) != 1:
             raise NotCapturable("a norm would have to copy its input")
-        inputs = (self._operand(x), self._fixed(weight, x.dtype))
+        inputs = (self._tape.operand(x), self._tape.fixed(weight, x.dtype))
         inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-        out = self._new(x.shape[1:], x.dtype, self._rows_of(x))
-        self._record(
+        out = self._tape.new(x.shape[1:], x.dtype, self._tape.rows_of(x))
+        self._tape.record(
             OpKind.RMS_NORM,
             x,
             inputs,
             (out,),
-            size=(inner, x.shape[-1]),
-            stride=(x.stride(0), inner_stride),
-            scalar=(eps, offset),
+            Numbers(
+                size=(inner, x.shape[-1]), stride=(x.stride(0), inner_stride), scalar=(eps, offset)
+            ),
         )
         return out
 
     def _add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
     ) -> tuple[Tensor, Tensor]:
-        inputs = (self._whole(x), self._whole(residual), self._fixed(weight, x.dtype))
-        out, total = (self._new(x.shape[1:], x.dtype, self._rows_of(x)) for _ in range(2))
+        inputs = (
+            self._tape.whole(x),
+            self._tape.whole(residual),
+            self._tape.fixed(weight, x.dtype),
+        )
+        out, total = (self._tape.new(x.shape[1:], x.dtype, self._tape.rows_of(x)) for _ in range(2))
         size, scalar = (x.shape[-1],), (eps, offset)
-        self._record(OpKind.ADD_NORM, x, inputs, (out, total), size=size, scalar=scalar)
+        self._tape.record(
+            OpKind.ADD_NORM, x, inputs, (out, total), Numbers(size=size, scalar=scalar)
+        )
         return out, total
 
     def _rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         if cos.dtype != torch.float32 or sin.dtype != torch.float32:
             raise NotCapturable("the rotary tables are not float32")
-        inputs = (self._heads(x), self._whole(cos), self._whole(sin))
-        out = self._new(x.shape[1:], x.dtype, self._rows_of(x))
-        self._record(
+        inputs = (self._tape.heads(x), self._tape.whole(cos), self._tape.whole(sin))
+        out = self._tape.new(x.shape[1:], x.dtype, self._tape.rows_of(x))
+        self._tape.record(
             OpKind.ROTARY,
             x,
             inputs,
             (out,),
-            size=(x.shape[1], x.shape[2], cos.shape[1]),
-            stride=(x.stride(0),),
-            option=int(interleaved),
+            Numbers(
+                size=(x.shape[1], x.shape[2], cos.shape[1]),
+                stride=(x.stride(0),),
+                option=int(interleaved),
+            ),
         )
         return out
 
@@ -277,10 +235,12 @@ class NativeRecorder:
         if kind not in _ACTIVATIONS:
             raise NotCapturable(f"there is no native {kind}")
         width = gate_up.shape[1] // 2
-        inputs = (self._whole(gate_up),)
-        out = self._new((width,), gate_up.dtype, self._rows_of(gate_up))
+        inputs = (self._tape.whole(gate_up),)
+        out = self._tape.new((width,), gate_up.dtype, self._tape.rows_of(gate_up))
         option = _ACTIVATIONS[kind]
-        self._record(OpKind.GATED, gate_up, inputs, (out,), size=(width,), option=option)
+        self._tape.record(
+            OpKind.GATED, gate_up, inputs, (out,), Numbers(size=(width,), option=option)
+        )
         return out
 
     def _write_kv(
@@ -288,15 +248,17 @@ class NativeRecorder:
     ) -> None:
         if slot_mapping is not self._layout.slot_mapping:
             raise NotCapturable("KV is written to other slots than the step's")
-        caches = (self._fixed(k_cache, k.dtype), self._fixed(v_cache, v.dtype))
+        caches = (self._tape.fixed(k_cache, k.dtype), self._tape.fixed(v_cache, v.dtype))
         size = k.element_size()
-        self._record(
+        self._tape.record(
             OpKind.WRITE_KV,
             k,
-            (self._heads(k), self._heads(v)),
+            (self._tape.heads(k), self._tape.heads(v)),
             caches,
-            size=(k.shape[1] * k.shape[2] * size, k_cache.shape[0] * k_cache.shape[1]),
-            stride=(k.stride(0) * size, v.stride(0) * size),
+            Numbers(
+                size=(k.shape[1] * k.shape[2] * size, k_cache.shape[0] * k_cache.shape[1]),
+                stride=(k.stride(0) * size, v.stride(0) * size),
+            ),
         )
 
     def _paged_attention(
@@ -309,18 +271,20 @@ class NativeRecorder:
     ) -> Tensor:
         if layout is not self._layout or q.shape[2] > _MAX_HEAD_SIZE:
             raise NotCapturable("attention over another layout, or over too wide heads")
-        caches = (self._fixed(k_cache, q.dtype), self._fixed(v_cache, q.dtype))
-        inputs = (self._heads(q), *caches)
-        out = self._new(q.shape[1:], q.dtype, self._rows_of(q))
+        caches = (self._tape.fixed(k_cache, q.dtype), self._tape.fixed(v_cache, q.dtype))
+        inputs = (self._tape.heads(q), *caches)
+        out = self._tape.new(q.shape[1:], q.dtype, self._tape.rows_of(q))
         num_blocks, _, num_kv_heads, _ = k_cache.shape
-        self._record(
+        self._tape.record(
             OpKind.ATTENTION,
             q,
             inputs,
             (out,),
-            size=(q.shape[1], num_kv_heads, q.shape[2], num_blocks, params.window or 0),
-            stride=(q.stride(0),),
-            scalar=(params.scale, params.softcap or 0.0),
+            Numbers(
+                size=(q.shape[1], num_kv_heads, q.shape[2], num_blocks, params.window or 0),
+                stride=(q.stride(0),),
+                scalar=(params.scale, params.softcap or 0.0),
+            ),
         )
         return out
 
@@ -330,11 +294,11 @@ class NativeRecorder:
         product = self._linear(hidden, weight)
         if product.dtype == torch.float32 and divisor == 1.0 and softcap is None:
             return product
-        out = self._new(product.shape[1:], torch.float32, self._rows_of(product))
+        out = self._tape.new(product.shape[1:], torch.float32, self._tape.rows_of(product))
         scalar = (divisor, softcap or 0.0)
-        inputs = (self._whole(product),)
+        inputs = (self._tape.whole(product),)
         size = (weight.num_outputs,)
-        self._record(OpKind.LOGITS, product, inputs, (out,), size=size, scalar=scalar)
+        self._tape.record(OpKind.LOGITS, product, inputs, (out,), Numbers(size=size, scalar=scalar))
         return out
 
     # -- beside the ops ---------------------------------------------------------------------------
@@ -342,40 +306,42 @@ class NativeRecorder:
     def beside_ops(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What torch is asked to compute: run, if it is about no recorded tensor or a view."""
         tensors = [x for x in _flat(args) if isinstance(x, Tensor)]
-        if not any(self._is_recorded(x) for x in tensors):
+        if not any(self._tape.is_recorded(x) for x in tensors):
             return func(*args, **kwargs)
         call = _CALLS.get(func)
         if call is not None and not kwargs:
             return call(self, *args)
         result = func(*args, **kwargs) if not func._schema.is_mutable else None
         views = result if isinstance(result, (list, tuple)) else (result,)
-        if not all(isinstance(x, Tensor) and self._is_recorded(x) for x in views):
+        if not all(isinstance(x, Tensor) and self._tape.is_recorded(x) for x in views):
             raise NotCapturable(f"{func} is not a native call")
         return result
 
     def _add(self, a: Tensor, b: Tensor) -> Tensor:
         if not isinstance(b, Tensor) or a.dtype != b.dtype or a.shape != b.shape:
             raise NotCapturable("a sum of unlike tensors")
-        inputs = (self._whole(a), self._whole(b))
-        out = self._new(a.shape[1:], a.dtype, self._rows_of(a))
-        self._record(OpKind.ADD, a, inputs, (out,), size=(a.numel() // _ROWS,))
+        inputs = (self._tape.whole(a), self._tape.whole(b))
+        out = self._tape.new(a.shape[1:], a.dtype, self._tape.rows_of(a))
+        self._tape.record(OpKind.ADD, a, inputs, (out,), Numbers(size=(a.numel() // NUM_ROWS,)))
         return out
 
     def _scale(self, x: Tensor, factor: Any) -> Tensor:
-        if isinstance(factor, Tensor) and (factor.dim() or self._is_recorded(factor)):
+        if isinstance(factor, Tensor) and (factor.dim() or self._tape.is_recorded(factor)):
             raise NotCapturable("a product of tensors")
         value = factor.item() if isinstance(factor, Tensor) else factor
-        inputs = (self._whole(x),)
-        out = self._new(x.shape[1:], x.dtype, self._rows_of(x))
-        size = (x.numel() // _ROWS,)
-        self._record(OpKind.SCALE, x, inputs, (out,), size=size, scalar=(float(value),))
+        inputs = (self._tape.whole(x),)
+        out = self._tape.new(x.shape[1:], x.dtype, self._tape.rows_of(x))
+        size = (x.numel() // NUM_ROWS,)
+        self._tape.record(
+            OpKind.SCALE, x, inputs, (out,), Numbers(size=size, scalar=(float(value),))
+        )
         return out
 
     def _index(self, table: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
         ids = indices[0] if len(indices) == 1 else None
         if ids is None or ids.dtype != torch.int64 or table.dim() != 2:
             raise NotCapturable("indexing by other than token")
-        return self._gather(ids, self._fixed(table), table.shape[0], table)
+        return self._gather(ids, self._tape.fixed(table), table.shape[0], table)
 
 
 _CALLS: Mapping[Any, Callable[..., Tensor]] = {

@@ -25,6 +25,7 @@ class OpKind:
 
     LINEAR, GATHER, RMS_NORM, ADD_NORM, ROTARY, GATED = range(6)
     WRITE_KV, ATTENTION, ADD, SCALE, LOGITS = range(6, 11)
+    QUANTIZED, LINEAR_ROWS, QUANTIZED_ROWS = range(11, 14)
 
 
 class RowsOf:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["Buffer", "OpRecord", "Operand", "Recording", "place_buffers"]
+__all__ = ["Buffer", "Numbers", "OpRecord", "Operand", "Recording", "place_buffers"]
 
 _ALIGNMENT = 64
 
@@ -35,18 +35,25 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a call needs beside its operands; `size[0]` of None is the capacity in tokens."""
+
+    size: tuple[int | None, ...] = ()
+    stride: tuple[int, ...] = ()
+    scalar: tuple[float, ...] = ()
+    option: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class OpRecord:
-    """One call. `size[0]` of None is the capacity in tokens; an int operand is an address."""
+    """One call. An int operand is an address."""
 
     kind: int
     dtype: int
     rows: int
     inputs: tuple[Operand | int, ...]
     outputs: tuple[Operand | int, ...]
-    size: tuple[int | None, ...] = ()
-    stride: tuple[int, ...] = ()
-    scalar: tuple[float, ...] = ()
-    option: int = 0
+    numbers: Numbers
 
 
 @dataclass(frozen=True, slots=True)
