@@ -125,6 +125,7 @@ class EngineConfig:
             KV cache holds it.
         seed: Seeds the draws of seeds for unseeded requests; None takes the system's entropy.
         memory_bytes: Cap on the engine's memory in bytes; None uses what the machine has free.
+        enforce_eager: Run the model op by op instead of replaying captured steps; same bits.
     """
 
     load: LoadConfig = field(default_factory=LoadConfig)
@@ -133,6 +134,7 @@ class EngineConfig:
     max_model_len: int | None = None
     seed: int | None = None
     memory_bytes: int | None = None
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 1:

@@ -16,10 +16,13 @@ from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
+from quickstep.model.sizing import activation_bytes
 from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
+from quickstep.ops.native_program import program_bytes
 from quickstep.ops.resolve import resolve_ops
-from quickstep.runtime.capture import CapturedSteps, open_steps
+from quickstep.ops.table import KVCache
+from quickstep.runtime.capture import CapturedSteps, open_steps, record
 from quickstep.runtime.kv import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
@@ -67,6 +70,7 @@ def assert_same_steps(model: Model, case: Case) -> None:
     captured = open_steps(model, caches[1], BLOCK, enforce_eager=False)
     # a mixture of experts chooses by its data, which no list of calls can
     assert isinstance(captured, CapturedSteps) == (model.spec.moe is None)
+    assert_memory_is_planned(model, caches[0])
     longest = case.max_model_len or 256
     order = torch.randperm(80, generator=torch.Generator().manual_seed(3))
     for rows, slots, emitting in steps_of(order):
@@ -80,6 +84,15 @@ def assert_same_steps(model: Model, case: Case) -> None:
             assert torch.equal(bits(got), bits(right))
     for right, got in zip(caches[0].keys, caches[1].keys, strict=True):
         assert right.any() and torch.equal(bits(got), bits(right))
+
+
+def assert_memory_is_planned(model: Decoder, kv: KVCache) -> None:
+    recording = record(model, kv, BLOCK)
+    if recording is None:
+        return
+    counts, element = (256, 16), model.kv_shape.dtype.itemsize
+    planned = activation_bytes(model.spec, element, *counts, model.ops.scratch_bytes)
+    assert program_bytes(recording, counts) < planned
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

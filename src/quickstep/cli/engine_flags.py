@@ -71,6 +71,11 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--offline", action="store_true", help="never touch the network")
     group.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="run the model op by op instead of replaying captured steps; same bits, slower",
+    )
+    group.add_argument(
         "--threads",
         type=positive_int,
         metavar="N",
@@ -193,4 +198,5 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
         max_model_len=args.max_model_len,
         seed=seed,
         memory_bytes=args.memory_bytes,
+        enforce_eager=args.enforce_eager,
     )

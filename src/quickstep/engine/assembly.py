@@ -121,7 +121,9 @@ def wire_engine(
     grammars = description.grammars
     new_matcher = None if grammars is None else grammars.new_matcher
     clock = time.perf_counter
-    runner = ModelRunner(model, kv, block_size, plan.max_num_seqs, clock, new_matcher)
+    runner = ModelRunner(
+        model, kv, block_size, plan.max_num_seqs, clock, new_matcher, config.enforce_eager
+    )
     settings = _fitted(config.scheduler, plan)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
     return Engine(

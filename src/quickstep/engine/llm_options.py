@@ -44,6 +44,7 @@ class LLMOptions(TypedDict, total=False):
     inter_token_target_s: float
     seed: int | None
     memory_bytes: int | None
+    enforce_eager: bool
 
 
 # option -> (section, field); the section "" is EngineConfig itself
@@ -68,6 +69,7 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "inter_token_target_s": ("scheduler", "inter_token_target_s"),
     "seed": ("", "seed"),
     "memory_bytes": ("", "memory_bytes"),
+    "enforce_eager": ("", "enforce_eager"),
 }
 
 

@@ -1,7 +1,7 @@
 """Records a model's forward pass as a list of native calls.
 
 The model runs once, as it always does, on an op table whose ops compute nothing: each notes its
-call and hands out an empty tensor of two rows. What the model does beside its ops, a dispatch mode
+call and hands out an empty tensor of two rows. What the model does beside its ops, a function mode
 sees: views cost nothing, sums, multiples and table rows have calls of their own. Anything else,
 and any tensor that is neither a weight nor the work of a recorded call, raises NotCapturable: such
 a model runs eagerly. Nothing here depends on how many tokens a step has.
@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from quickstep.ops.native_packed import PackedCodes, PackedWeight
 from quickstep.ops.native_step_abi import OpKind, RowsOf
@@ -28,17 +28,18 @@ __all__ = ["NativeRecorder", "NotCapturable"]
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _MAX_HEAD_SIZE = 256
 
-_aten = torch.ops.aten
 
+class _BesideOps(TorchFunctionMode):
+    """Hands what torch is asked while a model is recorded to the recorder.
 
-class _BesideOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands what torch computes while a model is recorded to the recorder."""
+    Not a TorchDispatchMode: the first of those imports torch's compiler, which takes a second.
+    """
 
     def __init__(self, recorder: NativeRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self,
         func: Any,
         types: Sequence[type],
@@ -304,17 +305,21 @@ class NativeRecorder:
     # -- beside the ops ---------------------------------------------------------------------------
 
     def beside_ops(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What torch is asked to compute: run, if it is about no recorded tensor or a view."""
-        tensors = [x for x in _flat(args) if isinstance(x, Tensor)]
-        if not any(self._tape.is_recorded(x) for x in tensors):
-            return func(*args, **kwargs)
+        """What torch is asked: about no recorded tensor, of one's shape, a view, or a call."""
+        recorded = [x for x in _tensors(args) if self._tape.is_recorded(x)]
         call = _CALLS.get(func)
-        if call is not None and not kwargs:
-            return call(self, *args)
-        result = func(*args, **kwargs) if not func._schema.is_mutable else None
+        if recorded and call is not None and not kwargs:
+            found = call(self, *args)
+            if found is not None:
+                return found
+        versions = [x._version for x in recorded]
+        result = func(*args, **kwargs)
+        if not recorded or func.__name__ == "__get__" or func in _QUESTIONS:
+            return result
         views = result if isinstance(result, (list, tuple)) else (result,)
-        if not all(isinstance(x, Tensor) and self._tape.is_recorded(x) for x in views):
-            raise NotCapturable(f"{func} is not a native call")
+        is_view = all(isinstance(x, Tensor) and self._tape.is_recorded(x) for x in views)
+        if not is_view or versions != [x._version for x in recorded]:
+            raise NotCapturable(f"{func.__name__} is not a native call")
         return result
 
     def _add(self, a: Tensor, b: Tensor) -> Tensor:
@@ -337,23 +342,41 @@ class NativeRecorder:
         )
         return out
 
-    def _index(self, table: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-        ids = indices[0] if len(indices) == 1 else None
-        if ids is None or ids.dtype != torch.int64 or table.dim() != 2:
+    def _index(self, table: Tensor, ids: Any) -> Tensor | None:
+        """Rows of a weight; None for a view of a recorded tensor."""
+        if not isinstance(ids, Tensor):
+            return None
+        if ids.dtype != torch.int64 or table.dim() != 2:
             raise NotCapturable("indexing by other than token")
         return self._gather(ids, self._tape.fixed(table), table.shape[0], table)
 
 
-_CALLS: Mapping[Any, Callable[..., Tensor]] = {
-    _aten.add.Tensor: NativeRecorder._add,
-    _aten.mul.Tensor: NativeRecorder._scale,
-    _aten.mul.Scalar: NativeRecorder._scale,
-    _aten.index.Tensor: NativeRecorder._index,
+_CALLS: Mapping[Any, Callable[..., Tensor | None]] = {
+    Tensor.add: NativeRecorder._add,
+    Tensor.__add__: NativeRecorder._add,
+    Tensor.mul: NativeRecorder._scale,
+    Tensor.__mul__: NativeRecorder._scale,
+    Tensor.__getitem__: NativeRecorder._index,
 }
 
+# What does not depend on values.
+_QUESTIONS = frozenset(
+    (
+        Tensor.data_ptr,
+        Tensor.dim,
+        Tensor.element_size,
+        Tensor.is_contiguous,
+        Tensor.numel,
+        Tensor.size,
+        Tensor.storage_offset,
+        Tensor.stride,
+        Tensor.untyped_storage,
+    )
+)
 
-def _flat(args: Sequence[Any]) -> list[Any]:
+
+def _tensors(args: Sequence[Any]) -> list[Tensor]:
     flat: list[Any] = []
     for one in args:
         flat.extend(one if isinstance(one, (list, tuple)) else (one,))
-    return flat
+    return [x for x in flat if isinstance(x, Tensor)]

@@ -32,7 +32,7 @@ from quickstep.runtime.slots import Slot
 from quickstep.runtime.step_model import EagerSteps, StepModel
 from quickstep.types import StepRow
 
-__all__ = ["CapturedSteps", "open_steps"]
+__all__ = ["CapturedSteps", "open_steps", "record"]
 
 _LEAST_TOKENS = 64
 _LEAST_EMITTING = 8
