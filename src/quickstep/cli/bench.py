@@ -235,7 +235,8 @@ def _opened(args: argparse.Namespace, config: EngineConfig) -> Subject:
 
 
 def _measured(subject: Subject, work: Callable[[], Awaitable[_Result]]) -> _Result:
-    """Start the engine, measure, stop it whatever happens."""
+    """Start the engine, measure, stop it whatever happens; in the event loop that serving uses."""
+    import uvloop
 
     async def run() -> _Result:
         await subject.engine.start()
@@ -244,4 +245,5 @@ def _measured(subject: Subject, work: Callable[[], Awaitable[_Result]]) -> _Resu
         finally:
             await subject.engine.stop()
 
-    return asyncio.run(run())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())
