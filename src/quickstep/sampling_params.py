@@ -16,6 +16,7 @@ from quickstep.errors import RequestError
 
 __all__ = [
     "PRESETS",
+    "RANGES",
     "Grammar",
     "GrammarKind",
     "ReasoningTokens",
@@ -224,7 +225,7 @@ class SamplingParams:
         for name in (*_TEXTS, "stop_token_ids", "allowed_token_ids", "shown_special_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name) or ()))
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
-        for name, (low, high) in _RANGES.items():
+        for name, (low, high) in RANGES.items():
             _check_range(name, getattr(self, name), low, high)
         for name in _WHOLE_NUMBERS:
             _check_whole(name, getattr(self, name))
@@ -271,30 +272,32 @@ class SamplingParams:
 _TEXTS = ("stop", "bad_words", "dry_sequence_breakers")
 _WHOLE_NUMBERS = ("dry_allowed_length", "dry_range", "thinking_budget")
 
+_LARGEST = 2**31 - 1  # of what counts tokens and sequences: beyond any machine, within any kernel
+
 # Closed intervals; None where there is no bound. OpenAI's limits where OpenAI states one.
-_RANGES: Mapping[str, tuple[float, float | None]] = MappingProxyType(
+RANGES: Mapping[str, tuple[float, float | None]] = MappingProxyType(
     {
-        "n": (1, None),
+        "n": (1, _LARGEST),
         "temperature": (0.0, None),
         "top_p": (0.0, 1.0),
-        "top_k": (-1, None),
+        "top_k": (-1, _LARGEST),
         "min_p": (0.0, 1.0),
         "presence_penalty": (-2.0, 2.0),
         "frequency_penalty": (-2.0, 2.0),
         "repetition_penalty": (1e-6, None),
         "seed": (-(2**63), 2**64 - 1),
-        "max_tokens": (0, None),
-        "min_tokens": (0, None),
-        "logprobs": (0, None),
+        "max_tokens": (0, _LARGEST),
+        "min_tokens": (0, _LARGEST),
+        "logprobs": (0, _LARGEST),
         "typical_p": (0.0, 1.0),
         "dry_multiplier": (0.0, None),
         "dry_base": (1.0, None),
-        "dry_allowed_length": (1, None),
-        "dry_range": (0, None),
+        "dry_allowed_length": (1, _LARGEST),
+        "dry_range": (0, _LARGEST),
         "xtc_probability": (0.0, 1.0),
         "xtc_threshold": (0.0, 1.0),
-        "thinking_budget": (0, None),
-        "prompt_logprobs": (0, None),
+        "thinking_budget": (0, _LARGEST),
+        "prompt_logprobs": (0, _LARGEST),
     }
 )
 
@@ -306,7 +309,7 @@ def _check_range(name: str, value: float | None, low: float, high: float | None)
     if wrong_type or value != value or value in (float("inf"), float("-inf")):
         raise RequestError(f"{name} is {value!r}, it must be a finite number", param=name)
     if value < low or (high is not None and value > high):
-        limit = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+        limit = f"at least {low:g}" if high is None else f"between {low:.10g} and {high:.10g}"
         raise RequestError(f"{name} is {value}, it must be {limit}", param=name)
 
 

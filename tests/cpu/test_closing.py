@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from grammar_draws import PROMPT
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from quickstep.engine.grammars import GrammarCompiler
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.runtime.sampler import Sample, sample_row
 from quickstep.runtime.sampling_state import SamplingState
+from quickstep.sampling_params import TokenForms
 from quickstep.types import Admission, Grammar, SamplingParams
 
 DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"
@@ -82,17 +84,21 @@ def arrays(inner):
 
 
 def either(inner):
-    """The shorter of two, which another could hide."""
-    return st.tuples(inner, inner).map(
-        lambda both: (
-            {"anyOf": [both[0][0], both[1][0]]},
-            min(both[0][1], both[1][1], key=num_tokens),
+    """The shorter of two. A pattern would hide a literal text: the search tries few characters."""
+    return (
+        st.tuples(inner, inner)
+        .filter(lambda both: "pattern" not in str(both))
+        .map(
+            lambda both: (
+                {"anyOf": [both[0][0], both[1][0]]},
+                min(both[0][1], both[1][1], key=num_tokens),
+            )
         )
     )
 
 
 def num_tokens(value):
-    text = json.dumps(value, separators=(",", ":"))
+    text = json.dumps(value)
     return len(TOKENIZER.encode(text, add_special_tokens=False))
 
 
@@ -123,3 +129,57 @@ def test_what_has_room_for_a_shortest_value_parses(schema, spare, seed, temperat
     )
     json.loads(text_of(tokens))
     assert has_ended or len(tokens) == limit
+
+
+@settings(max_examples=25)
+@given(SCHEMAS, st.integers(0, 20), st.integers(0, 99), st.integers(0, 30))
+def test_a_state_rebuilt_on_the_way_to_the_end_steers_the_same(schema, spare, seed, cut):
+    limit = max(1, num_tokens(schema[1]) + spare)
+    sampling = SamplingParams(grammar=Grammar.of_json_schema(schema[0]), max_tokens=limit)
+    assert drawn(sampling, seed, rebuild_at=min(cut, limit - 1)) == drawn(sampling, seed)
+
+
+@pytest.mark.parametrize("limit", [40, 90, 250])
+def test_any_object_is_closed_whatever_the_model_prefers(limit):
+    for seed in range(4):
+        sampling = SamplingParams(grammar=Grammar.of_json_object(), max_tokens=limit)
+        tokens, has_ended = drawn(sampling, seed)
+        assert isinstance(json.loads(text_of(tokens)), dict)
+        assert has_ended
+
+
+def test_only_the_last_tokens_are_steered():
+    grammar = Grammar.of_regex("[a-z ]*!")
+    steered, _ = drawn(SamplingParams(grammar=grammar, max_tokens=120), seed=5)
+    free, _ = drawn(SamplingParams(grammar=grammar, max_tokens=150), seed=5)
+    assert steered[:118] == free[:118]
+    assert text_of(steered).endswith("!") and "!" not in text_of(free[:119])
+
+
+def test_what_no_ending_can_fit_is_left_undone():
+    schema = {"type": "string", "minLength": 500, "maxLength": 600}
+    sampling = SamplingParams(grammar=Grammar.of_json_schema(schema), max_tokens=8)
+    tokens, has_ended = drawn(sampling)
+    assert len(tokens) == 8 and not has_ended
+
+
+def test_the_context_limits_the_output_as_max_tokens_does():
+    grammar = Grammar.of_json_object()
+    short = SamplingParams(grammar=grammar, max_tokens=None, in_tokens=TokenForms(max_tokens=30))
+    state, tokens = state_for(short), []
+    while len(tokens) < 30:
+        sample = sample_row(row_of(1, len(tokens)), state)
+        assert isinstance(sample, Sample)
+        tokens.append(sample.token_id)
+        state.record(sample.token_id)
+        if sample.token_id in TOKENIZER.eos_token_ids:
+            break
+    json.loads(text_of(tokens[:-1]))
+
+
+@given(st.text(alphabet=" a{}\n", max_size=40))
+def test_a_text_is_spelled_in_no_more_tokens_than_the_tokenizer_takes(text):
+    _, vocabulary = COMPILER.new_matcher(Grammar.of_json_object())
+    ids = vocabulary.spell(text.encode())
+    assert ids is not None and text_of(ids) == text
+    assert len(ids) <= len(TOKENIZER.encode(text, add_special_tokens=False))

@@ -20,6 +20,7 @@ from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import EngineError, RequestError
+from quickstep.model.sizing import MemoryPlan
 from quickstep.types import (
     FinishReason,
     Pooling,
@@ -45,6 +46,9 @@ class FakeTokenizer:
     def token_id(self, text: str) -> int | None:
         return SPECIAL_IDS.get(text)
 
+    def piece(self, token_id: int) -> str | None:
+        return f"piece-{token_id}"
+
     def is_special(self, token_id: int) -> bool:
         return token_id in SPECIAL_IDS.values()
 
@@ -62,6 +66,9 @@ class FakeTemplate:
     formats: OutputFormats = field(
         default_factory=lambda: formats_of("{{ tools }}<tool_call>{{ message.tool_calls }}")
     )
+    rendered: list[Mapping[str, Any]] = field(default_factory=list)
+
+    source: str = "{{ messages }}"
 
     def render(
         self,
@@ -70,6 +77,7 @@ class FakeTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
+        self.rendered.extend(messages)
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         lines += [
             f"calls={message['tool_calls']}" for message in messages if "tool_calls" in message
@@ -92,6 +100,7 @@ class Script:
     endless: bool = False
     gate: asyncio.Event | None = None
     words: tuple[str, ...] = WORDS
+    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
@@ -161,7 +170,8 @@ class FakeStream:
         end = (END_ID,) * (reason is FinishReason.EOS)
         logprobs = self._logprobs(END_ID) if end else ()
         timings = self._timings(emitted + len(end))
-        yield Delta(index, "", end, logprobs, reason, None, timings, script.error)
+        stopped_by = script.stop_reason
+        yield Delta(index, "", end, logprobs, reason, stopped_by, timings, script.error)
 
     def _embedded(self) -> Delta:
         """The prompt's length on a circle tells which prompt it was; MEAN and LAST differ."""
@@ -216,11 +226,13 @@ class FakeEngine:
     now_s: float = 0.0
     last_step_s: float | None = None
     default_sampling: Mapping[str, float] = field(default_factory=dict)
+    memory_plan: MemoryPlan | None = None
     default_pooling: Pooling = Pooling.LAST
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
     submitted: list[Submitted] = field(default_factory=list)
     open_streams: set[FakeStream] = field(default_factory=set)
+    refusals: list[Exception] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -277,6 +289,8 @@ class FakeEngine:
         assert not isinstance(prompt, str), "the server tokenises"
         if self.state is not EngineState.RUNNING:
             raise EngineError("the engine is not running")
+        if self.refusals:
+            raise self.refusals.pop()
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
         if len(prompt) >= self.max_model_len:

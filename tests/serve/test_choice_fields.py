@@ -62,15 +62,18 @@ def streamed(fields: dict[str, Any]) -> list[dict[str, Any]]:
     joined: dict[int, dict[str, Any]] = {}
     for chunk in chunks(post({**fields, "stream": True}).text):
         for word in chunk["choices"]:
-            whole = joined.setdefault(word["index"], {"text": "", "logprobs": None})
-            whole["text"] += word["text"]
-            for name, values in (word["logprobs"] or {}).items():
-                whole["logprobs"] = whole["logprobs"] or {}
-                whole["logprobs"].setdefault(name, []).extend(values)
-            for name in ("token_ids", "prompt_token_ids"):
-                if name in word:
-                    whole.setdefault(name, []).extend(word[name])
+            whole = joined.setdefault(word["index"], {"text": "", "logprobs": {}})
+            append(whole, word)
     return [joined[index] for index in sorted(joined)]
+
+
+def append(whole: dict[str, Any], word: dict[str, Any]) -> None:
+    whole["text"] += word["text"]
+    for name, values in (word["logprobs"] or {}).items():
+        whole["logprobs"].setdefault(name, []).extend(values)
+    for name in ("token_ids", "prompt_token_ids"):
+        if name in word:
+            whole.setdefault(name, []).extend(word[name])
 
 
 def test_echo_puts_the_prompt_before_each_text() -> None:

@@ -171,6 +171,7 @@ def test_fewer_dimensions_are_the_first_ones_at_length_one(client: openai.OpenAI
         ({"input": "a", "pooling": "cls"}, "pooling"),
         ({"input": "a", "model": "other"}, "model"),
         ({"input": "a", "user": "x" * 600}, "user"),
+        ({"input": "a", "timeout_s": 0}, "timeout_s"),
         ({"input": "a", "colour": 1}, "colour"),
         ({}, "input"),
     ],
@@ -189,6 +190,13 @@ def test_base64_is_little_endian_float32(server: LiveServer) -> None:
     plain = httpx.post(url, json={"input": CODE}, timeout=60).json()
     packed = base64.b64decode(text["data"][0]["embedding"])
     assert list(struct.unpack(f"<{len(packed) // 4}f", packed)) == plain["data"][0]["embedding"]
+
+
+def test_timeout_s_gives_what_there_is_and_says_why(server: LiveServer) -> None:
+    fields = {"prompt": CODE, "ignore_eos": True, "max_tokens": 2000, "timeout_s": 0.05}
+    for more in ({}, {"use_beam_search": True, "n": 2}):
+        (choice, *_) = complete(server, **fields, **more)["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline")
 
 
 def complete(server: LiveServer, **fields: Any) -> dict[str, Any]:

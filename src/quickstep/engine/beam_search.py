@@ -71,6 +71,7 @@ class BeamSearchParams:
 
 
 _MAX_PENALTY = 10.0
+_LEAST_S = 1e-6  # a deadline has to be ahead
 
 
 class Continuation(Protocol):
@@ -192,7 +193,9 @@ class BeamSearch:
             logprobs=self._num_candidates,
             prompt_logprobs=self._num_prompt_top if is_prompt else None,
         )
-        left_s = None if self._deadline_s is None else self._deadline_s - self._clock()
+        left_s = None
+        if self._deadline_s is not None:
+            left_s = max(_LEAST_S, self._deadline_s - self._clock())
         return self._submit((*self._prompt, *beam.token_ids), sampling, left_s)
 
     def _submit_all(self, beams: Sequence[Hypothesis]) -> bool:

@@ -42,6 +42,7 @@ from quickstep.engine.seeds import draw_seed
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Stream
+from quickstep.engine.ticket_wait import wait_for
 from quickstep.engine.token_forms import TokenFormFinder
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.errors import EngineError, RequestError
@@ -91,11 +92,7 @@ class Engine:
         self._clock = clock
         self._state = EngineState.NEW
         self._failure = ""
-        template = model.chat_template
-        reasoning = None if template is None else template.formats.reasoning
-        self._token_forms = TokenFormFinder(
-            model.tokenizer, model.vocab_size, model.max_model_len, reasoning
-        )
+        self._token_forms = TokenFormFinder.of_model(model)
         self._live = LiveRequests(model.tokenizer, step_log, self._end_at_stop_string)
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._numbers = itertools.count()
@@ -252,11 +249,10 @@ class Engine:
         prompt_token_ids = self._prompt_token_ids(prompt, prompt_only)
         check_sampling(sampling, self._model.vocab_size, self.tokenizer.eos_token_ids)
         check_grammar(sampling.grammar, self._model.grammars)
-        sampling = self._token_forms.find(sampling, prompt_token_ids)
         request = Request(
             request_id=request_id or self._free_request_id(),
             prompt_token_ids=prompt_token_ids,
-            sampling=sampling,
+            sampling=self._token_forms.find(sampling, prompt_token_ids),
             seed=draw_seed(self._seeds) if sampling.seed is None else sampling.seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
             priority=priority,
@@ -326,7 +322,7 @@ class Engine:
 
     async def _take_oldest_step(self) -> None:
         plan, ticket = self._in_flight[0]
-        await _wait(ticket)
+        await wait_for(ticket)
         try:
             result = ticket.result()
         except Exception as error:  # the executor's thread ended here; its sequences fail
@@ -345,7 +341,7 @@ class Engine:
         """Fail what the broken step and those behind it computed; everything else goes on."""
         _LOGGER.error("step %d failed", self._in_flight[0][0].step_id, exc_info=error)
         for _, ticket in self._in_flight:
-            await _wait(ticket)
+            await wait_for(ticket)
         self._executor.reset()
         plans = [plan for plan, _ in self._in_flight]
         self._in_flight.clear()
@@ -384,22 +380,3 @@ class Engine:
         self._state = EngineState.FAILED
         self._failure = f"{type(error).__name__}: {error}"
         self._live.fail_all(self._failure)
-
-
-async def _wait(ticket: Ticket) -> None:
-    """Until the ticket's result is there; other tasks get a turn in any case."""
-    if ticket.done():
-        await asyncio.sleep(0)
-        return
-    loop = asyncio.get_running_loop()
-    done = loop.create_future()
-
-    def resolve() -> None:
-        if not done.done():
-            done.set_result(None)
-
-    def wake() -> None:
-        loop.call_soon_threadsafe(resolve)
-
-    ticket.add_done_callback(wake)
-    await done

@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.formats import ReasoningFormat
 from quickstep.errors import RequestError
 from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import SamplingParams
+
+if TYPE_CHECKING:
+    from quickstep.engine.loaded_model import LoadedModel
 
 __all__ = ["TokenFormFinder", "check_reasoning_tags"]
 
@@ -44,6 +48,13 @@ class TokenFormFinder:
         self._max_model_len = max_model_len
         self._reasoning = reasoning
         self._breakers: OrderedDict[str, tuple[Spelling, ...]] = OrderedDict()
+
+    @classmethod
+    def of_model(cls, model: LoadedModel) -> TokenFormFinder:
+        """The finder of a loaded model, whose template tells how it reasons."""
+        template = model.chat_template
+        reasoning = None if template is None else template.formats.reasoning
+        return cls(model.tokenizer, model.vocab_size, model.max_model_len, reasoning)
 
     def find(self, sampling: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
         """The parameters with `in_tokens` set if anything asks for it.

@@ -30,12 +30,19 @@ Tokens = tuple[int, ...]
 
 _LONGEST_PIECE = 32  # bytes of a token that an ending is spelled with
 _MANY = 24  # bytes allowed: more of them only inside a string, or in free text
-_FEW = 4  # allowed tokens that are no bytes: markers of a format
-_MAX_STATES = 400  # looked at by one search; a state takes some 20 microseconds
+_FEW = 4  # markers of a format (allowed tokens that are no bytes), or signs in a pattern
+_LONGEST_RUN = 64  # of one character, taken in one step
+_MAX_STATES = 256  # looked at by one search; a state takes some 50 microseconds
 _QUOTE = ord('"')
 _DIGITS = frozenset(b"0123456789")
-_SAMPLES = b" a0A-"  # stand for all characters where many are allowed
-_CLOSERS = b'}]"'
+_SAMPLES = b" a"  # stand for all characters where many are allowed
+_EMPTY_VALUES = (b'""', b"{}", b"[]")  # often one token
+_CLOSERS = b'}],"'
+_OPENERS, _SEPARATORS = frozenset(b"{["), frozenset(b",:")
+_BRACKETS = frozenset(b"}]")  # where one of these may stand, nothing leads to the end sooner
+_STRUCTURE = frozenset(b'{}[],:"')
+_LATE = 4  # tokens by which a path is too late, once another has begun the next member or item
+_LONGER = 2  # steps that a path may take more, and yet be spelled in fewer tokens
 _MARKER = 0xFF  # in forced bytes: a special token follows
 
 # Of the room beyond the ending, a quarter may be drawn without a look; the last of it never.
@@ -78,9 +85,10 @@ class ClosingVocabulary:
             place = step[2]
         return tuple(spelled)
 
-    def token_of_byte(self, byte: int) -> int:
-        """The token that is this byte."""
-        return int(self._id_of_byte[byte])
+    def of_byte(self, byte: int) -> Tokens | None:
+        """The token that is this byte, if there is one."""
+        token_id = int(self._id_of_byte[byte])
+        return None if token_id < 0 else (token_id,)
 
     def allowed_bytes(self, mask: npt.NDArray[np.uint8]) -> list[int]:
         """The bytes whose tokens stand in a matcher's bit mask, ascending."""
@@ -92,57 +100,77 @@ class ClosingVocabulary:
 
 
 class _State(NamedTuple):
-    """A place in the search; `path` holds bytes, and markers as 256 + token id."""
+    """A place in the search, behind the tokens `step` from the place that `before` stands at.
 
-    order: tuple[int, ...]
+    `path` holds bytes, and markers as 256 + token id; `cost` counts the tokens of its steps.
+    """
+
+    order: int
     number: int
+    cost: int
     path: Tokens
-    matcher: LLMatcher
+    step: Tokens
+    before: LLMatcher
 
 
 class ClosingSearch:
-    """One search from one state of a matcher, which it leaves as it is."""
+    """One search from one state of a matcher, which it leaves as it is.
 
-    def __init__(self, matcher: LLMatcher, vocabulary: ClosingVocabulary) -> None:
+    `max_tokens` bounds an ending that is of any use.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: ClosingVocabulary, max_tokens: int) -> None:
         self._matcher = matcher
+        self._max_bytes = _LONGEST_PIECE * max_tokens
         self._vocabulary = vocabulary
 
     def ending(self) -> Tokens | None:
         """Tokens that complete the grammar, () where it is complete; None if none were found."""
-        path = self._search(is_greedy=False)
-        if path is None:
-            path = self._search(is_greedy=True)
-        return None if path is None else self._spelled(path)
+        paths = self._search(is_greedy=False) or self._search(is_greedy=True)
+        endings = [found for path in paths if (found := self._spelled(path)) is not None]
+        return min(endings, key=len, default=None)
 
-    def _search(self, is_greedy: bool) -> Tokens | None:
-        """The path to an end. Greedy: whatever leads on first, for a grammar with many ways."""
-        waiting = [_State((0,), 0, (), self._matcher.deep_copy())]
+    def _search(self, is_greedy: bool) -> list[Tokens]:
+        """Paths to an end. Greedy: whatever leads on first, for a grammar with many ways."""
+        found: list[_State] = []
+        waiting = [_State(0, 0, 0, (), (), self._matcher)]
         seen: set[tuple[object, ...]] = set()
-        num_states = 1
+        first_cost: dict[int, int] = {}  # of the first path that began so many members and items
+        number = 0
         for _ in range(_MAX_STATES):
-            if not waiting:
-                return None
+            if not waiting or (found and waiting[0].cost > found[0].cost + _LONGER):
+                break
             state = heapq.heappop(waiting)
-            matcher = state.matcher
-            if matcher.is_error():
+            matcher = state.before.deep_copy()
+            if not matcher.consume_tokens(list(state.step)):
                 continue
             if matcher.is_accepting() or matcher.is_stopped():
-                return state.path
+                found.append(state)
+                if is_greedy or not state.path:
+                    break
+                continue
             mask = matcher.compute_bitmask()
-            key = (mask, len(state.path), _depth(state.path))
-            if key in seen:
+            progress = _progress(state.path)
+            key, num_begun = (mask, *progress), progress[0]
+            first_cost.setdefault(num_begun, state.cost)
+            is_late = state.cost > first_cost.get(num_begun + 1, state.cost) + _LATE
+            if key in seen or matcher.is_error() or (is_late and not is_greedy):
                 continue
             seen.add(key)
-            for rank, way in enumerate(self._ways(matcher, mask)):
+            ways = self._ways(matcher, mask, state.path)
+            for way in reversed(ways) if is_greedy else ways:
+                fits = len(state.path) + len(way) <= self._max_bytes
+                step = self._spelled(way) if fits else None
+                if step is None:
+                    continue
+                cost = state.cost + len(step)
+                number += 1
+                order = -number if is_greedy else cost
                 path = state.path + way
-                order = (-len(path), rank) if is_greedy else (len(path),)
-                copy = matcher.deep_copy()
-                if self._go(copy, way):
-                    heapq.heappush(waiting, _State(order, num_states, path, copy))
-                    num_states += 1
-        return None
+                heapq.heappush(waiting, _State(order, number, cost, path, step, matcher))
+        return [state.path for state in found]
 
-    def _ways(self, matcher: LLMatcher, mask: bytes) -> list[Tokens]:
+    def _ways(self, matcher: LLMatcher, mask: bytes, path: Tokens) -> list[Tokens]:
         """What to try next, the likeliest to end soon first."""
         forced = matcher.compute_ff_bytes()
         if forced and _MARKER not in forced:
@@ -155,42 +183,70 @@ class ClosingSearch:
         if len(allowed) > _MANY:
             if _QUOTE in allowed:
                 return [(_QUOTE,)]
-            return [(byte,) for byte in _SAMPLES if byte in allowed] or [(allowed[0],)]
+            if path and path[-1] in allowed and path[-1] in _SAMPLES:
+                signs = [way for way in _samples(allowed) if way[0] not in _SAMPLES]
+                return [self._longer_run(matcher, path), *signs]
+            return _samples(allowed)
+        closing = [byte for byte in allowed if byte in _BRACKETS]
+        if closing or ord(",") in allowed:
+            return [(byte,) for byte in closing or allowed if byte in _CLOSERS]
         digits = [byte for byte in allowed if byte in _DIGITS]
         others = [byte for byte in allowed if byte not in _DIGITS]
-        others.sort(key=lambda byte: byte not in _CLOSERS)
         if len(digits) > 3:
-            digits = [digits[0], digits[-1]]
-        return [(byte,) for byte in others + digits]
+            digits = [digits[-1], digits[0]]
+        empty = [tuple(pair) for pair in _EMPTY_VALUES if pair[0] in others]
+        return [*empty, *((byte,) for byte in others + digits)]
 
-    def _go(self, matcher: LLMatcher, way: Tokens) -> bool:
-        """Take bytes or a marker; whether that worked."""
-        if len(way) == 1:
-            token_id = way[0] - 256 if way[0] > 255 else self._vocabulary.token_of_byte(way[0])
-            return matcher.consume_token(token_id)
-        ids = self._vocabulary.spell(bytes(way))
-        return ids is not None and matcher.consume_tokens(list(ids))
+    def _longer_run(self, matcher: LLMatcher, path: Tokens) -> Tokens:
+        """A character again, in strides, since a long text has few tokens."""
+        run_len = next((n for n, item in enumerate(reversed(path)) if item != path[-1]), len(path))
+        run = path[-1:] * max(1, min(run_len // 4, _LONGEST_RUN))
+        step = self._spelled(run)
+        fits = step is not None and matcher.validate_tokens(list(step)) == len(step)
+        return run if fits else path[-1:]
 
     def _spelled(self, path: Tokens) -> Tokens | None:
+        """The fewest tokens for the bytes of a path, its markers as they are; None without any."""
+        if len(path) == 1:
+            return (path[0] - 256,) if path[0] > 255 else self._vocabulary.of_byte(path[0])
         spelled: list[int] = []
-        run: list[int] = []
-        for item in (*path, None):
-            if item is not None and item < 256:
-                run.append(item)
+        start = 0
+        for place, item in enumerate((*path, 256)):
+            if item < 256:
                 continue
-            ids = self._vocabulary.spell(bytes(run))
+            ids = self._vocabulary.spell(bytes(path[start:place]))
             if ids is None:
                 return None
             spelled += ids
-            run = []
-            if item is not None:
+            start = place + 1
+            if place < len(path):
                 spelled.append(item - 256)
         return tuple(spelled)
 
 
-def _depth(path: Tokens) -> int:
-    """Brackets that are open, more or less: those in strings count as well."""
-    return sum((item in b"{[") - (item in b"}]") for item in path if item < 256)
+def _samples(allowed: Sequence[int]) -> list[Tokens]:
+    """A few of many characters: of a pattern's, the signs, since one of them may be its end."""
+    signs = [byte for byte in allowed if byte < 128 and not chr(byte).isalnum()]
+    ends = [byte for byte in signs if byte not in _SAMPLES] if len(signs) <= _FEW else []
+    return [(b,) for b in [*_SAMPLES, *ends] if b in allowed] or [(allowed[0],)]
+
+
+def _progress(path: Tokens) -> tuple[int, bytes, int]:
+    """How far a path has come, more or less (strings are not told apart): members and items begun,
+    brackets open, bytes of the value at its end. Of two that are equally far and allow the same
+    the shorter one is enough.
+    """
+    num_begun, size = 0, 0
+    is_open = bytearray()
+    for item in path:
+        size = 0 if item in _STRUCTURE else size + 1
+        if item in _OPENERS:
+            is_open.append(item)
+        elif item in _BRACKETS:
+            del is_open[-1:]
+        elif item in _SEPARATORS:
+            num_begun += 1
+    return num_begun, bytes(is_open), size
 
 
 class ClosingGuard:
@@ -242,7 +298,7 @@ class ClosingGuard:
 
     def _look(self) -> None:
         """Search from here; give up if the end is out of reach."""
-        self._ending = ClosingSearch(self._matcher, self._vocabulary).ending()
+        self._ending = ClosingSearch(self._matcher, self._vocabulary, self._num_left).ending()
         if self._ending is None or len(self._ending) > self._num_left:
             self._ending = None
             self._has_given_up = True
@@ -263,7 +319,13 @@ class ClosingGuard:
         return len(ending) + self._num_ends <= num_left or not ending
 
     def _behind(self, token_id: int) -> Tokens | None:
+        """An ending behind a token: inside a string, most often the one that is known already."""
         copy = self._matcher.deep_copy()
         if not copy.consume_token(token_id):
             return None
-        return ClosingSearch(copy, self._vocabulary).ending()
+        num_left = self._num_left - 1
+        if self._ending and self._fits(self._ending, num_left):
+            trial = copy.deep_copy()
+            if trial.consume_tokens(list(self._ending)) and trial.is_accepting():
+                return self._ending
+        return ClosingSearch(copy, self._vocabulary, num_left).ending()

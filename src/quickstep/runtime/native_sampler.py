@@ -111,7 +111,7 @@ def _begun(
     call.is_double = logits is not None
     call.temperature = sampling.temperature
     call.num_top = -1
-    _fill_filters(call, sampling)
+    _fill_filters(call, sampling, row.shape[0])
     call.key_b, call.key_c = row_keys(state.seed, state.num_outputs)
     if sampling.logprobs is not None:
         call.num_top = min(sampling.logprobs, row.shape[0])
@@ -121,8 +121,8 @@ def _begun(
     return drawing
 
 
-def _fill_filters(call: DrawCall, sampling: SamplingParams) -> None:
-    call.top_k = max(sampling.top_k, 0)
+def _fill_filters(call: DrawCall, sampling: SamplingParams, vocab_size: int) -> None:
+    call.top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
     call.top_p = sampling.top_p
     call.log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
 

@@ -20,7 +20,6 @@ from quickstep.errors import RequestError
 from quickstep.server.anthropic_messages import template_messages
 from quickstep.server.anthropic_schema import (
     MESSAGES_REFUSED,
-    AdaptiveThinking,
     AnyChoice,
     AnyTool,
     BetweenToolsThinking,
@@ -31,11 +30,10 @@ from quickstep.server.anthropic_schema import (
     MessagesRequest,
     NoChoice,
 )
-from quickstep.server.api_errors import error_of, json_response
-from quickstep.server.body import ClientDisconnect, read_body
+from quickstep.server.api_errors import error_facts, json_response
 from quickstep.server.chat_message import message_reader
 from quickstep.server.conversation import Conversation, conversation_request, told_effort
-from quickstep.server.error_shapes import anthropic_error
+from quickstep.server.error_shapes import anthropic_shape
 from quickstep.server.frames import event_frame
 from quickstep.server.generation import ChoiceDelta, Generation, prompt_ids
 from quickstep.server.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
@@ -49,7 +47,7 @@ from quickstep.server.response_messages import (
     TokenCount,
     ToolUseContent,
 )
-from quickstep.server.routes import CLIENT_CLOSED, request_id
+from quickstep.server.routes import request_id
 from quickstep.server.sampling import label
 from quickstep.server.schemas import SamplingFields, converted, decode
 from quickstep.server.structured import AskedGrammar
@@ -57,7 +55,7 @@ from quickstep.server.surface import Asked, Head, Served
 from quickstep.server.tools import Function, OfferedTools, ToolChoice, offer
 from quickstep.types import FinishReason, Grammar
 
-__all__ = ["CountTokens", "Messages"]
+__all__ = ["TOOL_REFUSED", "CountTokens", "Messages"]
 
 _SAME_NAME = ("temperature", "top_k", "top_p")
 _STOP_REASONS: Mapping[FinishReason, str] = {
@@ -68,7 +66,7 @@ _STOP_REASONS: Mapping[FinishReason, str] = {
     FinishReason.DEADLINE: "max_tokens",
     FinishReason.CONTEXT_LIMIT: "model_context_window_exceeded",
 }
-_TOOL_REFUSED: Mapping[str, Refusal] = {
+TOOL_REFUSED: Mapping[str, Refusal] = {
     "allowed_callers": Refusal((["direct"],), "only the model calls"),
     "defer_loading": Refusal((False,), "every tool is shown"),
     "eager_input_streaming": Refusal((False,), "a call is sent once it is known to be one"),
@@ -90,13 +88,15 @@ class Messages:
                 param="temperature",
             )
         same = {name: getattr(fields, name) for name in _SAME_NAME}
-        shared = SamplingFields(model=fields.model, stop=fields.stop_sequences, **same)
+        shared = SamplingFields(
+            model=fields.model, stop=fields.stop_sequences, thinking_budget=_budget(fields), **same
+        )
         request = conversation_request(
             _conversation(fields, served, len(body)),
             shared,
             served,
             own={"max_tokens": fields.max_tokens},
-            renamed={"stop": "stop_sequences"},
+            renamed={"stop": "stop_sequences", "thinking_budget": "thinking.budget_tokens"},
         )
         user = None if fields.metadata is None else fields.metadata.user_id
         request = replace(
@@ -115,10 +115,7 @@ class CountTokens:
 
     async def answer(self, request: Request) -> Response:
         """The count. Raises RequestError."""
-        try:
-            body = await read_body(request, self._served.limits.body_bytes)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_CLOSED)
+        body = await request.body()
         fields = decode(body, CountTokensRequest)
         self._served.model(fields.model)
         refuse(fields, {name: MESSAGES_REFUSED[name] for name in _refused_of(CountTokensRequest)})
@@ -166,7 +163,7 @@ def _function(tool: dict[str, Any], path: str) -> Function:
             f"{place} is {shown}: the server runs no tools, send custom", param=place
         )
     spec = converted(tool, CustomToolSpec, path)
-    for name, refusal in _TOOL_REFUSED.items():
+    for name, refusal in TOOL_REFUSED.items():
         if not refusal.allows(getattr(spec, name)):
             place = f"{path}.{name}"
             raise RequestError(f"{place} is not supported: {refusal.why}", param=place)
@@ -205,13 +202,22 @@ def _thinking(fields: CountTokensRequest, served: Served) -> Mapping[str, Any]:
             "thinking.display omitted is not supported: the reasoning is shown",
             param="thinking.display",
         )
-    if isinstance(thinking, EnabledThinking):
+    return {"enable_thinking": True}
+
+
+def _budget(fields: MessagesRequest) -> int | None:
+    """The tokens of the reasoning. Raises RequestError."""
+    thinking = fields.thinking
+    if not isinstance(thinking, EnabledThinking):
+        return None
+    budget = thinking.budget_tokens
+    if not 1 <= budget < fields.max_tokens:
         raise RequestError(
-            "thinking.budget_tokens is not supported: send type adaptive, and max_tokens",
+            f"thinking.budget_tokens is {budget}, it must be between 1 and max_tokens - 1 "
+            f"({fields.max_tokens - 1})",
             param="thinking.budget_tokens",
         )
-    assert isinstance(thinking, AdaptiveThinking)
-    return {"enable_thinking": True}
+    return budget
 
 
 class _MessagesWriter:
@@ -243,8 +249,7 @@ class _MessagesWriter:
 
     def failure(self, error: Exception) -> Iterator[bytes]:
         """An error event."""
-        _, body = anthropic_error(*error_of(error))
-        yield event_frame("error", body)
+        yield event_frame("error", anthropic_shape(error_facts(error)))
 
     def note(self, item: ChoiceDelta) -> None:
         """The same blocks, without events."""

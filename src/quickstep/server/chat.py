@@ -19,7 +19,7 @@ from quickstep.server.conversation import (
 )
 from quickstep.server.generation import Generation, GenerationRequest
 from quickstep.server.options import RequestLimits
-from quickstep.server.refused import CHAT_REFUSED, refuse
+from quickstep.server.refused import ASSISTANT_REFUSED, CHAT_REFUSED, refuse
 from quickstep.server.sampling import bounded, label
 from quickstep.server.schemas import (
     AssistantMessage,
@@ -41,9 +41,6 @@ from quickstep.server.surface import Served, stream_flags
 from quickstep.server.tools import offered_tools
 
 __all__ = ["Chat"]
-
-# What an assistant message may carry only as null: clients send back what they were given.
-_NULL_ONLY = ("refusal", "audio", "function_call", "annotations")
 
 
 class Chat:
@@ -151,9 +148,7 @@ def _plain(role: str, content: Content, name: str | None, path: str) -> dict[str
 
 
 def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
-    for name in _NULL_ONLY:
-        if getattr(message, name):
-            raise RequestError(f"{path}.{name} is not supported", param=f"{path}.{name}")
+    refuse(message, ASSISTANT_REFUSED, f"{path}.")
     if message.content is None and not message.tool_calls:
         raise RequestError(f"{path}.content is missing", param=f"{path}.content")
     plain = _plain("assistant", message.content or "", message.name, path)

@@ -18,7 +18,7 @@ from quickstep.server.generation import (
 )
 from quickstep.server.prompts import Prompt
 from quickstep.server.refused import COMPLETION_REFUSED, refuse
-from quickstep.server.sampling import bounded, label, sampling_params, token_ids_of
+from quickstep.server.sampling import bounded, deadline_of, label, sampling_params, token_ids_of
 from quickstep.server.schemas import CompletionRequest, decode
 from quickstep.server.structured import asked_grammar
 from quickstep.server.surface import Served, stream_flags
@@ -56,6 +56,7 @@ class Completions:
             prompts=prompts,
             sampling=sampling,
             priority=fields.priority or 0,
+            deadline_s=deadline_of(fields),
             tenant=label("user", fields.user, served.limits),
             cache_salt=label("cache_salt", fields.cache_salt, served.limits),
             grammar_field="" if asked is None else asked.field,

@@ -16,7 +16,7 @@ from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
 from quickstep.server.generation import ChatPrompt, GenerationRequest, OutputReading
 from quickstep.server.options import RequestLimits
-from quickstep.server.sampling import bounded, label, sampling_params
+from quickstep.server.sampling import bounded, deadline_of, label, sampling_params
 from quickstep.server.schemas import SamplingFields
 from quickstep.server.structured import AskedGrammar
 from quickstep.server.surface import Served
@@ -88,6 +88,7 @@ def conversation_request(
         prompts=(conversation.prompt,),
         sampling=_sampling(fields, served, values, renamed),
         priority=fields.priority or 0,
+        deadline_s=deadline_of(fields),
         cache_salt=label("cache_salt", fields.cache_salt, served.limits),
         output=output,
         grammar_field="" if grammar is None else grammar.field,

@@ -26,6 +26,7 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    timeout_s: float | None = None
 
 
 class Embedding(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Sequence
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,7 +28,7 @@ from quickstep.server.embedding_schema import (
 from quickstep.server.engine_face import TokenStream
 from quickstep.server.prompts import TextPrompt, TokenPrompt, prompt_ids
 from quickstep.server.request_size import check_num_tokens
-from quickstep.server.routes import CLIENT_CLOSED, request_id
+from quickstep.server.routes import CLIENT_CLOSED, caller_of, request_id
 from quickstep.server.sampling import bounded, label, token_ids_of
 from quickstep.server.schemas import decode
 from quickstep.server.surface import Served
@@ -49,12 +50,19 @@ class Embeddings:
         try:
             body = await read_body(request, self._served.limits.body_bytes)
             fields = decode(body, EmbeddingRequest)
-            answer = await unless_disconnected(request.receive, self._embed(fields))
+            work = self._embed(fields, caller_of(request))
+            answer = await unless_disconnected(request.receive, work)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
         return json_response(answer, headers=request_id(request))
 
-    async def _embed(self, fields: EmbeddingRequest) -> EmbeddingList:
+    async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> object:
+        """The JSON answer to a body that came some other way than HTTP: a line of a batch."""
+        fields = decode(body, EmbeddingRequest)
+        priority = (fields.priority or 0) + added_priority
+        return await self._embed(msgspec.structs.replace(fields, priority=priority), caller)
+
+    async def _embed(self, fields: EmbeddingRequest, caller: str) -> EmbeddingList:
         served = self._served
         model = served.model(fields.model)
         if fields.dimensions is not None and fields.dimensions < 1:
@@ -64,7 +72,7 @@ class Embeddings:
         prompts = _prompts(fields, served)
         ids = [await prompt_ids(served.engine, prompt) for prompt in prompts]
         check_num_tokens(ids, _SAMPLING, served.engine.max_model_len, served.limits)
-        vectors = await self._vectors(ids, fields)
+        vectors = await self._vectors(ids, fields, caller)
         as_text = fields.encoding_format == "base64"
         data = [
             Embedding("embedding", index, _base64(vector) if as_text else list(vector))
@@ -74,11 +82,12 @@ class Embeddings:
         return EmbeddingList("list", data, model, EmbeddingUsage(num_tokens, num_tokens))
 
     async def _vectors(
-        self, prompts: Sequence[Sequence[int]], fields: EmbeddingRequest
+        self, prompts: Sequence[Sequence[int]], fields: EmbeddingRequest, caller: str
     ) -> list[Sequence[float]]:
         engine, limits = self._served.engine, self._served.limits
         pooling = engine.default_pooling if fields.pooling is None else Pooling(fields.pooling)
-        tenant = label("user", fields.user, limits)
+        tenant = label("user", fields.user, limits) or caller
+        deadline_s = self._served.deadlines.of(_timeout(fields))
         cache_salt = label("cache_salt", fields.cache_salt, limits)
         streams: list[TokenStream] = []
         try:
@@ -89,6 +98,7 @@ class Embeddings:
                     priority=fields.priority or 0,
                     tenant=tenant,
                     cache_salt=cache_salt,
+                    deadline_s=deadline_s,
                     pooling=pooling,
                 )
                 streams.append(stream)
@@ -123,6 +133,14 @@ def _prompts(fields: EmbeddingRequest, served: Served) -> list[TextPrompt | Toke
     return [*texts, *lists]
 
 
+def _timeout(fields: EmbeddingRequest) -> float | None:
+    if fields.timeout_s is not None and not fields.timeout_s > 0:
+        raise RequestError(
+            f"timeout_s is {fields.timeout_s}, it must be above 0", param="timeout_s"
+        )
+    return fields.timeout_s
+
+
 async def _vector(stream: TokenStream) -> Sequence[float]:
     await stream.accepted()
     async for delta in stream:
@@ -130,6 +148,8 @@ async def _vector(stream: TokenStream) -> Sequence[float]:
             return delta.embedding
         if delta.finish_reason is FinishReason.ERROR:
             raise GenerationFailed(delta.error or "the model failed on this request")
+        if delta.finish_reason is FinishReason.DEADLINE:
+            raise EngineError("the embedding was not there within timeout_s; allow it more time")
     raise EngineError("the server is shutting down; send the request again")
 
 

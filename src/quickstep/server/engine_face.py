@@ -7,12 +7,15 @@ in its own process are the other implementations. No torch here or above.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats
 from quickstep.types import Pooling, SamplingParams
+
+if TYPE_CHECKING:
+    from quickstep.model.sizing import MemoryPlan
 
 __all__ = ["ServedEngine", "Template", "TokenStream", "Vocabulary"]
 
@@ -56,6 +59,9 @@ class Vocabulary(Protocol):
     def token_id(self, text: str) -> int | None:
         """The token that is exactly `text`."""
 
+    def piece(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it."""
+
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves the token out."""
 
@@ -71,6 +77,10 @@ class Vocabulary(Protocol):
 
 class Template(Protocol):
     """A chat template."""
+
+    @property
+    def source(self) -> str:
+        """The template's own text."""
 
     @property
     def formats(self) -> OutputFormats:
@@ -108,6 +118,10 @@ class ServedEngine(Protocol):
     @property
     def default_pooling(self) -> Pooling:
         """How the model's card says that prompts are embedded."""
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """What the memory is used for; None if nothing was planned."""
 
     @property
     def tokenizer(self) -> Vocabulary:

@@ -14,7 +14,15 @@ from typing import Any
 from quickstep.errors import RequestError
 from quickstep.server.engine_face import ServedEngine
 
-__all__ = ["ChatPrompt", "InfillPrompt", "Prompt", "TextPrompt", "TokenPrompt", "prompt_ids"]
+__all__ = [
+    "ChatPrompt",
+    "InfillPrompt",
+    "Prompt",
+    "TextPrompt",
+    "TokenPrompt",
+    "prompt_ids",
+    "rendered",
+]
 
 # Shorter prompts are rendered and tokenised on the event loop: a thread hop costs more.
 _INLINE_CHARS = 2048
@@ -89,16 +97,20 @@ def _encode(engine: ServedEngine, prompt: TextPrompt | ChatPrompt | InfillPrompt
         texts = (encode(prompt.before, False), encode(prompt.behind, False))
         opening = encode("", prompt.add_special_tokens)
         return [*opening, before, *texts[0], behind, *texts[1], middle]
+    # the template has written the special tokens already
+    return encode(rendered(engine, prompt), False)
+
+
+def rendered(engine: ServedEngine, prompt: ChatPrompt) -> str:
+    """The prompt text of a conversation. Raises RequestError."""
     template = engine.chat_template
     if template is None:
         raise RequestError(
             f"{engine.model_name} has no chat template; use /v1/completions", param="messages"
         )
-    text = template.render(
+    return template.render(
         prompt.messages,
         tools=prompt.tools,
         add_generation_prompt=prompt.add_generation_prompt,
         extra=prompt.extra,
     )
-    # the template has written the special tokens already
-    return encode(text, False)

@@ -41,10 +41,11 @@ from quickstep.server.sampling import bounded, label
 from quickstep.server.schemas import decode
 from quickstep.server.surface import Asked, Served, stream_flags
 
-__all__ = ["Responses", "StoredResponses"]
+__all__ = ["INCLUDES", "Responses", "StoredResponses"]
 
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
+INCLUDES = (_LOGPROBS, _SEALED)
 _MAX_PAGE = 100
 _PAGE = 20  # OpenAI's
 
@@ -220,7 +221,7 @@ def _effort(fields: ResponsesRequest, served: Served) -> Mapping[str, Any]:
 def _num_logprobs(fields: ResponsesRequest, limits: RequestLimits) -> int | None:
     """The alternatives per token; they are given where `include` asks for them."""
     for place, name in enumerate(fields.include or ()):
-        if name not in (_LOGPROBS, _SEALED):
+        if name not in INCLUDES:
             path = f"include[{place}]"
             raise RequestError(f"{path} {name[:64]} is not supported", param=path)
     if _LOGPROBS in (fields.include or ()):

@@ -71,7 +71,9 @@ def _item(item: dict[str, Any], path: str) -> InputItem:
         raise RequestError(
             f"{path}.type {str(kind)[:64]} is not supported; it takes {kinds}", param=f"{path}.type"
         )
-    return converted(item, schema, path)
+    # clients send back what they were given, with a null for every field that they know of
+    given = {name: value for name, value in item.items() if value is not None}
+    return converted(given, schema, path)
 
 
 def listed_items(items: Sequence[InputItem]) -> tuple[dict[str, Any], ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +67,14 @@ class ResponseStore:
             self._num_bytes -= dropped
 
     def get(self, caller: str, response_id: str) -> StoredResponse | None:
-        """The caller's response; it is used now."""
+        """The caller's response; it is used now. Any thread may ask."""
         key = (caller, response_id)
-        if key not in self._stored:
+        found = self._stored.get(key)
+        if found is None:
             return None
-        self._stored.move_to_end(key)
-        return self._stored[key][0]
+        with suppress(KeyError):  # deleted meanwhile
+            self._stored.move_to_end(key)
+        return found[0]
 
     def delete(self, caller: str, response_id: str) -> bool:
         """Whether there was such a response."""

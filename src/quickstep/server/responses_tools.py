@@ -14,9 +14,9 @@ from quickstep.server.surface import Served
 from quickstep.server.tools import Function, OfferedTools, ToolChoice, offer
 from quickstep.types import Grammar
 
-__all__ = ["asked_text", "listed_text", "listed_tools", "offered_functions"]
+__all__ = ["TOOL_REFUSED", "asked_text", "listed_text", "listed_tools", "offered_functions"]
 
-_TOOL_REFUSED: Mapping[str, Refusal] = {
+TOOL_REFUSED: Mapping[str, Refusal] = {
     "allowed_callers": Refusal((["direct"],), "only the model calls"),
     "defer_loading": Refusal((False,), "every tool is shown"),
     "output_schema": Refusal((), "what a function gives back is not checked"),
@@ -76,7 +76,7 @@ def _spec(tool: dict[str, Any], path: str) -> FunctionToolSpec:
             f"{kind} {shown} is not supported: the server runs no tools, send function", param=kind
         )
     spec = converted(tool, FunctionToolSpec, path)
-    for name, refusal in _TOOL_REFUSED.items():
+    for name, refusal in TOOL_REFUSED.items():
         if not refusal.allows(getattr(spec, name)):
             place = f"{path}.{name}"
             raise RequestError(f"{place} is not supported: {refusal.why}", param=place)

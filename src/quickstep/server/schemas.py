@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -36,10 +37,12 @@ __all__ = [
     "SystemMessage",
     "TextFormat",
     "TextPart",
+    "Tool",
     "ToolMessage",
     "UserMessage",
     "converted",
     "decode",
+    "decode_values",
 ]
 
 
@@ -92,15 +95,26 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
 
     model: str | None = None
     n: int | None = None
+    preset: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_range: int | None = None
+    dry_sequence_breakers: list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    thinking_budget: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -114,8 +128,9 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    priority: int | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: str | None = None
+    timeout_s: float | None = None
 
 
 class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -206,7 +221,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 
     id: str
     function: CalledFunction
-    type: str = "function"
+    type: Literal["function"] = "function"
     index: int | None = None
 
 
@@ -322,6 +337,14 @@ def decode(body: bytes, schema: type[_Schema]) -> _Schema:
         raise RequestError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise RequestError("the body's JSON is nested too deeply") from None
+
+
+def decode_values(values: Mapping[str, object], schema: type[_Schema]) -> _Schema:
+    """The typed fields of a query or a form, whose numbers are texts. Raises RequestError."""
+    try:
+        return msgspec.convert(dict(values), schema, strict=False)
+    except msgspec.ValidationError as error:
+        raise _named(str(error), schema) from None
 
 
 def converted(value: object, schema: type[_Schema], path: str) -> _Schema:

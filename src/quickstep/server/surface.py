@@ -10,7 +10,7 @@ a list of choices (`completions`, `chat`); `responses` and `anthropic` write the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from quickstep.engine.tool_calls.formats import OutputFormats, reasoning_format, tool_call_format
@@ -18,7 +18,8 @@ from quickstep.errors import RequestError
 from quickstep.server.api_errors import RouteNotFound
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.generation import ChoiceDelta, Generation, GenerationRequest
-from quickstep.server.options import RequestLimits, ServerOptions
+from quickstep.server.options import Deadlines, RequestLimits, ServerOptions
+from quickstep.server.refused import STREAM_OPTIONS_REFUSED, refuse
 from quickstep.server.schemas import SamplingFields
 
 __all__ = [
@@ -35,14 +36,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What an adapter may look at: the engine's facts, the names it goes by, the limits, and how
-    the model writes calls and reasoning.
+    """What an adapter may look at: the engine's facts, the names it goes by, the limits, how the
+    model writes calls and reasoning, and how long requests may take.
     """
 
     engine: ServedEngine
     names: tuple[str, ...]
     limits: RequestLimits
     formats: OutputFormats
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+    @classmethod
+    def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
+        """What `options` make of an engine that is open. Raises ConfigError."""
+        names = options.served_model_names or (engine.model_name,)
+        formats = output_formats(engine, options)
+        return cls(engine, names, options.limits, formats, options.deadlines)
 
     def model(self, name: str | None) -> str:
         """The name to answer with. Raises RequestError 404 for a model that is not served."""
@@ -131,11 +140,7 @@ def stream_flags(fields: SamplingFields) -> dict[str, Any]:
         return {"stream": bool(fields.stream)}
     if not fields.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
-    if options.include_obfuscation:
-        raise RequestError(
-            "stream_options.include_obfuscation is not supported: chunks are not padded",
-            param="stream_options.include_obfuscation",
-        )
+    refuse(options, STREAM_OPTIONS_REFUSED, "stream_options.")
     return {
         "stream": True,
         "include_usage": bool(options.include_usage),

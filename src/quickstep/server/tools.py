@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from quickstep.engine.tool_calls.call_grammar import call_grammar
+from quickstep.engine.tool_calls.formats import ToolCallFormat
 from quickstep.errors import RequestError
 from quickstep.server.sampling import bounded
 from quickstep.server.schemas import ChatRequest, CustomTool
 from quickstep.server.structured import AskedGrammar
 from quickstep.server.surface import Served
 
-__all__ = ["Function", "OfferedTools", "ToolChoice", "offer", "offered_tools"]
+__all__ = ["FUNCTION_NAME", "Function", "OfferedTools", "ToolChoice", "offer", "offered_tools"]
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -95,10 +96,11 @@ def offer(
     forced = _forced_functions(shown, choice) if choice.must_call else ()
     if not choice.may_call or not shown:
         return OfferedTools()
-    _check_model(served)
+    known = _checked_format(served)
     one_call = one_call or (choice.names is not None and len(choice.names) == 1)
     tools = tuple({"type": "function", "function": described} for described in shown.values())
-    return OfferedTools(tools, _grammar(forced, one_call, served) if forced else None, one_call)
+    asked = _grammar(forced, one_call, known, served) if forced else None
+    return OfferedTools(tools, asked, one_call)
 
 
 def _forced_functions(
@@ -120,7 +122,7 @@ def _forced_functions(
 def _described(function: Function, must_call: bool) -> dict[str, Any]:
     """A function as templates read it. Raises RequestError."""
     path = function.path
-    if not _NAME.fullmatch(function.name):
+    if not FUNCTION_NAME.fullmatch(function.name):
         raise RequestError(
             f"{path}.name is {function.name[:64]!r}; it takes 1 to 64 letters, digits, _ and -",
             param=f"{path}.name",
@@ -166,26 +168,21 @@ def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
 
 
 def _grammar(
-    functions: Sequence[Mapping[str, Any]], one_call: bool, served: Served
+    functions: Sequence[Mapping[str, Any]], one_call: bool, known: ToolCallFormat, served: Served
 ) -> AskedGrammar:
-    """The grammar of the calls. Raises RequestError for a format that cannot be forced."""
-    known = served.formats.tool_calls
-    if known is None or known.spelling is None:
-        name = "this model" if known is None else known.name
-        raise RequestError(
-            f"tool_choice cannot be enforced for the format of calls {name}; send auto",
-            param="tool_choice",
-        )
+    """The grammar of the calls. Raises RequestError for a function that it cannot spell."""
     tokenizer = served.engine.tokenizer
 
-    def is_special(text: str) -> bool:
+    def special_id(text: str) -> int | None:
         token_id = tokenizer.token_id(text)
-        return token_id is not None and tokenizer.is_special(token_id)
+        return token_id if token_id is not None and tokenizer.is_special(token_id) else None
 
-    return AskedGrammar(call_grammar(known.spelling, functions, one_call, is_special), "tools")
+    grammar = call_grammar(known.spelling, functions, one_call, special_id)
+    return AskedGrammar(grammar, "tools")
 
 
-def _check_model(served: Served) -> None:
+def _checked_format(served: Served) -> ToolCallFormat:
+    """How the model writes calls. Raises RequestError if it knows no tools."""
     name = served.engine.model_name
     if not served.formats.renders_tools:
         raise RequestError(
@@ -198,3 +195,4 @@ def _check_model(served: Served) -> None:
             "--tool-call-parser",
             param="tools",
         )
+    return served.formats.tool_calls

@@ -11,7 +11,6 @@ newer request that took the same id. Never pickle, and no torch to read any of i
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 
 from quickstep.config import EngineConfig
+from quickstep.engine.logs import LogSetup
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
@@ -49,14 +49,6 @@ __all__ = [
     "ToEngine",
     "encode",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class LogSetup:
-    """How the engine's process writes its log to stderr, which it shares with the server."""
-
-    level: int = logging.WARNING
-    format: str = logging.BASIC_FORMAT
 
 
 @dataclass(frozen=True, slots=True)

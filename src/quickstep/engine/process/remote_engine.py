@@ -72,10 +72,10 @@ class _Served:
     chat_template: ChatTemplate | None
 
     @classmethod
-    def open(cls, facts: ModelFacts) -> _Served:
+    def open(cls, facts: ModelFacts, template_s: float) -> _Served:
         path = Path(facts.path)
         tokenizer = Tokenizer.open(path)
-        template = ChatTemplate.open(path, tokenizer.special_tokens, datetime.now)
+        template = ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, template_s)
         return cls(facts, tokenizer, template)
 
 
@@ -103,6 +103,7 @@ class RemoteEngine:
         )
         self._clock = clock
         self._seeds = open_seeds(config.seed)
+        self._template_s = config.inputs.template_s
         self._ledger = Ledger()
         self._step_log = StepLog()
         self._streams = RemoteStreams(clock)
@@ -253,6 +254,10 @@ class RemoteEngine:
             refusal = RequestError(f"the request holds half a surrogate pair: {error.object!r}")
             self._streams.refuse(number, refusal)
             raise refusal from error
+        except OverflowError as error:
+            refusal = RequestError("the request holds a whole number of more than 64 bits")
+            self._streams.refuse(number, refusal)
+            raise refusal from error
         return remote
 
     def abort(self, request_id: str) -> None:
@@ -264,7 +269,7 @@ class RemoteEngine:
 
     async def opened(self, opened: Opened) -> None:
         """A process has the model loaded (the supervisor only)."""
-        self._served = await asyncio.to_thread(_Served.open, opened.facts)
+        self._served = await asyncio.to_thread(_Served.open, opened.facts, self._template_s)
         self._ledger.update(opened.stats)
 
     def receive(self, message: FromEngine) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
 from quickstep.config import EngineConfig
 from quickstep.engine.engine import Engine
+from quickstep.engine.logs import install
 from quickstep.engine.process.messages import (
     TO_ENGINE,
     Abort,
@@ -130,7 +130,7 @@ class EngineService:
         return self._engine
 
     async def _open(self, opening: Open) -> None:
-        logging.basicConfig(level=opening.log.level, format=opening.log.format, stream=sys.stderr)
+        install(opening.log)
         loop = asyncio.get_running_loop()
 
         def progress(num_bytes: int, total_bytes: int) -> None:
