@@ -133,7 +133,8 @@ void emit(const Problem& problem, Range rows, Range panels, const void* c) {
     const int64_t base = (row - rows.begin) * stride;
     T* out = static_cast<T*>(args.out) + row * packed.n + first_output;
     const int32_t correction = args.rows.corrections[row * packed.num_groups];
-    const vf negative = packed.bits == 4 ? negative_sum<4>(correction) : negative_sum<8>(correction);
+    const vf negative =
+        packed.bits == 4 ? negative_sum<4>(correction) : negative_sum<8>(correction);
     const vi start = set1i(offset ? correction : 0);
     const vf x_scale = set1(args.rows.scales[row * packed.num_groups]);
     for (int64_t i = 0; i < num_outputs; i += W) {

@@ -6,6 +6,8 @@ by row. Matrices are quantised as the loader asks for them, so that one is in me
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from quickstep.ops.table import QuantizedWeight
 __all__ = ["QuantizingSource", "quantize"]
 
 _BLOCK_ELEMENTS = 1 << 20  # in float32 at a time: 4 MiB
+
+_TINY = 1e-30  # weights below count as zero: 127 over them overflows, or nearly
 
 # Shares of a group's range that are tried for its scale, the least squared error wins: clipping
 # the outermost weight can serve the others better.
@@ -74,8 +78,9 @@ def _whole_rows(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Scale = largest / (2**(bits - 1) - 1), codes about the middle."""
     middle = 2 ** (bits - 1)
     most = groups.abs().amax(-1)
+    most = torch.where(most > _TINY, most, 0.0)
     inverse = torch.where(most > 0, (middle - 1) / most, 0.0)
-    codes = groups.mul_(inverse.unsqueeze(-1)).round_().add_(middle)
+    codes = (groups * inverse.unsqueeze(-1)).round_().add_(middle)
     return most / (middle - 1), codes
 
 
@@ -84,19 +89,54 @@ def _symmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     middle = 2 ** (bits - 1)
     at = groups.abs().argmax(-1, keepdim=True)
     extreme = groups.gather(-1, at) / -middle
-    best = (torch.full_like(extreme, torch.inf), extreme, groups)
-    for shrink in _SHRINKS:
+
+    def attempt(shrink: float) -> _Attempt:
         scale = _half(extreme * shrink)
-        inverse = torch.where(scale != 0, 1.0 / scale, 0.0)
-        codes = (groups * inverse).round_().add_(middle).clamp_(0, 2 * middle - 1)
-        error = ((codes - middle) * scale - groups).square_().sum(-1, keepdim=True)
-        best = _better(best, (error, scale, codes))
-    return best[1].squeeze(-1), best[2]
+        codes = (groups * _inverse(scale)).round_().add_(middle).clamp_(0, 2 * middle - 1)
+        return _measured(groups, codes, scale, torch.full_like(scale, middle))
+
+    _, codes, scale, _ = _best(attempt)
+    return scale.squeeze(-1), codes
 
 
 def _asymmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A whole zero point: the range from least to largest over all codes."""
-    raise NotImplementedError
+    """A whole zero point: the range from least to largest, 0 included, over all codes."""
+    last = 2**bits - 1
+    least = groups.amin(-1, keepdim=True).clamp_(max=0.0)
+    largest = groups.amax(-1, keepdim=True).clamp_(min=0.0)
+
+    def attempt(shrink: float) -> _Attempt:
+        scale = _half(largest * (shrink / last) - least * (shrink / last))
+        zero = (least * -shrink * _inverse(scale)).round_()
+        codes = (groups * _inverse(scale)).round_().add_(zero).clamp_(0, last)
+        return _measured(groups, codes, scale, zero)
+
+    _, codes, scale, zero = _best(attempt)
+    return scale.squeeze(-1), zero.squeeze(-1), codes
+
+
+# Squared error of each group, and what gave it: codes, scale, zero.
+_Attempt = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _measured(groups: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> _Attempt:
+    error = ((codes - zero) * scale - groups).square_().sum(-1, keepdim=True)
+    return error, codes, scale, zero
+
+
+def _best(attempt: Callable[[float], _Attempt]) -> _Attempt:
+    """Group by group the attempt with the smallest error, the first where equal."""
+    best = attempt(_SHRINKS[0])
+    for shrink in _SHRINKS[1:]:
+        other = attempt(shrink)
+        wins = other[0] < best[0]
+        best = (
+            torch.where(wins, other[0], best[0]),
+            torch.where(wins, other[1], best[1]),
+            torch.where(wins, other[2], best[2]),
+            torch.where(wins, other[3], best[3]),
+        )
+    return best
 
 
 def _half(scale: Tensor) -> Tensor:
@@ -105,13 +145,5 @@ def _half(scale: Tensor) -> Tensor:
     return torch.where(rounded.isfinite(), rounded, scale)
 
 
-def _better(
-    best: tuple[Tensor, Tensor, Tensor], other: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Group by group the one with the smaller error, the first where equal."""
-    wins = other[0] < best[0]
-    return (
-        torch.where(wins, other[0], best[0]),
-        torch.where(wins, other[1], best[1]),
-        torch.where(wins, other[2], best[2]),
-    )
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale != 0, 1.0 / scale, 0.0)
