@@ -18,12 +18,12 @@ from quickstep.errors import ConfigError
 from quickstep.model.decoder import Decoder
 from quickstep.model.loader import load_model
 from quickstep.model.quantization import SCHEMES, MatrixFormat
-from quickstep.model.quantize import QuantizingSource, quantize
+from quickstep.model.quantize import QuantizingSource
 from quickstep.model.random_weights import RandomDraw, random_model
 from quickstep.model.sizing import weight_bytes
 from quickstep.model.source import find_checkpoint
 from quickstep.model.spec import parse_spec, read_spec
-from quickstep.ops.native import load_native
+from quickstep.ops.native import load_native, native_status
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import OpTable, QuantizedWeight
@@ -119,6 +119,29 @@ def test_inputs_that_no_group_divides_stay_at_8_bits() -> None:
     assert int4.format_of(896, outer=True) == MatrixFormat(8)
 
 
+def quantize(weight: Tensor, form: MatrixFormat, ops: OpTable | None = None) -> QuantizedWeight:
+    table = ops or reference_ops()
+    return table.quantize(weight, form.bits, form.group_size, form.has_zeros)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", FORMATS)
+def test_native_rounding_is_the_reference_s(form: MatrixFormat, dtype: torch.dtype) -> None:
+    weight = torch.randn(70, 192, generator=torch.Generator().manual_seed(2)).to(dtype)
+    weight[3] = 0.0
+    expected = quantize(weight, form)
+    for level in native_status().levels:
+        native = load_native(2, level)
+        assert native is not None
+        got = quantize(weight[:, :], form, native)
+        # a squared error summed in another order may prefer the other of two equal scales
+        same = got.scales == expected.scales
+        assert same.float().mean() > 0.999
+        grouped = (got.codes == expected.codes).reshape(*same.shape, -1)
+        assert bool(grouped[same].all())
+        assert bool((got.dequantized() - expected.dequantized()).abs().max() < 0.2)
+
+
 class Stored:
     """A source with one matrix in codes already, as a quantised checkpoint has them."""
 
@@ -137,7 +160,7 @@ class Stored:
 
 def test_codes_of_a_checkpoint_and_what_is_no_matrix_are_left_alone() -> None:
     stored = Stored()
-    source = QuantizingSource(stored, SCHEMES["int8"], frozenset())
+    source = QuantizingSource(stored, SCHEMES["int8"], frozenset(), reference_ops())
     assert source.linear(("stored",)) is stored.codes
     assert isinstance(source.linear(("other",)), QuantizedWeight)
     assert torch.equal(source.tensor("norm"), torch.ones(4))
