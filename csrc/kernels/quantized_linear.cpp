@@ -212,7 +212,8 @@ void run_item(const Problem& problem, int64_t item) {
   const Range panels =
       part(args.packed->num_panels, item / problem.num_chunks, problem.num_ranges);
   const Range chunk = part(args.num_tokens, item % problem.num_chunks, problem.num_chunks);
-  const int64_t num_tiles = div_up(chunk.size(), max_quantized_rows(*args.packed));
+  const int64_t num_tiles =
+      div_up(chunk.size(), max_quantized_rows(*args.packed, args.num_tokens));
   alignas(64) int32_t c[kSums];  // or float, whose zero has the same bits
   memset(c, 0, chunk.size() * panels.size() * kQuantizedPanel * sizeof(*c));
   for (int64_t block = 0; block < problem.num_blocks; ++block) {
@@ -249,7 +250,7 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& args) {
   }
   // A multiple of the thread count, so that equal threads end together.
   const int64_t threads = pool_size(pool);
-  const bool one_tile = args.num_tokens <= max_quantized_rows(packed);
+  const bool one_tile = args.num_tokens <= kQuantizedRows;
   const int64_t item_panels =
       one_tile ? max_quantized_panels(static_cast<int>(args.num_tokens)) : 1;
   const int64_t ranges = div_up(packed.num_panels, item_panels);

@@ -33,8 +33,10 @@ constexpr int kHeldSums = 0;
 
 // Rows of a tile. For groups of 4 bits fewer, as sums that stay in registers are worth more (Zen 4,
 // groups of 32, 512 rows: 0.32 of 0.47 TOPS, against 0.28 with 6 rows; 8 bits lose, 0.24 for 0.30).
-QS_INLINE int max_quantized_rows(const PackedQuantized& packed) {
-  return packed.num_groups > 1 && packed.bits == 4 ? kGroupRows : kQuantizedRows;
+// One tile is best anyway, as codes are unpacked for each.
+QS_INLINE int max_quantized_rows(const PackedQuantized& packed, int64_t num_tokens) {
+  const bool few = packed.num_groups > 1 && packed.bits == 4 && num_tokens > kQuantizedRows;
+  return few ? kGroupRows : kQuantizedRows;
 }
 
 // Panels that a tile of `rows` runs at once.
