@@ -88,7 +88,7 @@ def load_model(
     total_bytes = sum(files.tensors[name].nbytes for name in expected)
     reader = TensorReader(files, dtype, device, total_bytes, progress)
     names = DecoderNames(prefix, head, head in files.tensors)
-    source = quantizing(reader, load.quantization, names)
+    source = quantizing(reader, load.quantization, names, ops)
     return build_decoder(spec, ops, source, names, max_model_len, fingerprint)
 
 
@@ -106,12 +106,14 @@ class DecoderNames:
         return f"{self.prefix}embed_tokens.weight"
 
 
-def quantizing(source: TensorSource, quantization: str | None, names: DecoderNames) -> TensorSource:
+def quantizing(
+    source: TensorSource, quantization: str | None, names: DecoderNames, ops: OpTable
+) -> TensorSource:
     """`source`, with matrices in the codes that `--quantization` asks for."""
     scheme = find_scheme(quantization)
     if scheme is None:
         return source
-    return QuantizingSource(source, scheme, frozenset((names.embedding, names.head)))
+    return QuantizingSource(source, scheme, frozenset((names.embedding, names.head)), ops)
 
 
 def build_decoder(

@@ -31,7 +31,6 @@ __all__ = ["DTYPES", "NativeOps", "PackedWeight"]
 # qs_activation of csrc/quickstep.h
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
-
 # Results of ops that are alive together at a layer's widest point, per element of it.
 _SCRATCH_BYTES = 8
 
@@ -80,6 +79,7 @@ class NativeOps:
             name=name,
             pack_linear=self.pack_linear,
             pack_quantized=self.pack_quantized,
+            quantize=self.quantize,
             linear=self.linear,
             embedding=self.embedding,
             rms_norm=self.rms_norm,
@@ -125,6 +125,12 @@ class NativeOps:
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
         """`OpTable.pack_quantized`."""
         return self._quantized.pack(weight, bias)
+
+    def quantize(
+        self, weight: Tensor, bits: int, group_size: int | None, has_zeros: bool
+    ) -> QuantizedWeight:
+        """`OpTable.quantize`."""
+        return self._quantized.quantize(_rows(weight), bits, group_size, has_zeros)
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """`OpTable.linear`."""

@@ -101,6 +101,7 @@ class NativeRecorder:
             name=ops.name,
             pack_linear=pack,
             pack_quantized=pack,
+            quantize=ops.quantize,
             linear=self._linear,
             embedding=self._embedding,
             rms_norm=self._rms_norm,
