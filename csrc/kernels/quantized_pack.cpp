@@ -11,7 +11,7 @@ namespace {
 QS_INLINE int64_t code_offset(const PackedQuantized& packed, int64_t k) {
   const int64_t group = packed.num_groups == 1 ? 0 : k / packed.group_size;
   const int64_t within = k - group * packed.group_size;
-  const int64_t step = within / kStepInputs / (packed.bits == 4 ? 2 : 1);
+  const int64_t step = within >> (packed.bits == 4 ? 3 : 2);  // a division would be felt
   return group * packed.group_bytes + step * kStepBytes + within % kStepInputs;
 }
 
