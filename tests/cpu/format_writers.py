@@ -179,7 +179,7 @@ def plain_integers(group: int | None, *, symmetric: bool = True, bits: int = 8) 
 
 def bnb_int8(outputs: int, inputs: int, generator: torch.Generator) -> Written:
     codes = integers(generator, 255, outputs, inputs) - 127
-    scales = torch.rand(outputs, generator=generator) + 0.5
+    scales = (torch.rand(outputs, generator=generator) + 0.5) * 0.3
     tensors = {
         ".weight": codes.to(torch.int8),
         ".SCB": scales,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,16 +12,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quickstep.config import LoadConfig
-from quickstep.model.interface import Model
+from quickstep.model.checkpoint_weights import CheckpointWeights, open_weights
+from quickstep.model.interface import ForwardBatch, Model
 from quickstep.model.loader import load_model
+from quickstep.model.quantized_formats.detect import open_coded_reader
 from quickstep.model.source import Checkpoint
 from quickstep.model.spec import parse_spec, read_spec
+from quickstep.model.tensor_reader import TensorReader, TensorSource
 from quickstep.model.tensor_schema import layer_tensors, outer_tensors
 from quickstep.ops.resolve import resolve_ops
+from quickstep.ops.table import KVCache, PagedLayout
 
 CONFIG: Mapping[str, object] = {
     "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 264,
+    "vocab_size": 272,
     "hidden_size": 128,
     "intermediate_size": 192,
     "num_hidden_layers": 2,
@@ -75,10 +79,38 @@ def write_whole(path: Path, meant: Mapping[str, Tensor], **changes: object) -> P
     return path
 
 
+def opened(path: Path) -> tuple[CheckpointWeights, TensorSource]:
+    """What the checkpoint holds, and its tensors in float32."""
+    weights = open_weights(path, read_spec(path))
+    weights.check()
+    total = sum(weights.files.tensors[name].nbytes for name in weights.stored())
+    reader = TensorReader(weights.files, torch.float32, torch.device("cpu"), total, None)
+    assert weights.storage is not None
+    source = open_coded_reader(
+        reader, weights.storage, weights.shapes, weights.config, weights.spec
+    )
+    return weights, source
+
+
 def load(path: Path, quantization: str | None = None, dtype: str = "float32") -> Model:
     config = LoadConfig(model=str(path), dtype=dtype, device="cpu", quantization=quantization)
     ops = resolve_ops(torch.device("cpu"))
     return load_model(Checkpoint(path, "q"), read_spec(path), ops, config)
+
+
+def logits_of(model: Model, token_ids: Sequence[int]) -> Tensor:
+    """Of every position, in one forward: [T, V]."""
+    count, shape = len(token_ids), model.kv_shape
+    size = (1, count, shape.num_kv_heads, shape.head_size)
+    layers = range(shape.num_layers)
+    kv = KVCache(
+        tuple(torch.zeros(size, dtype=shape.dtype) for _ in layers),
+        tuple(torch.zeros(size, dtype=shape.dtype) for _ in layers),
+    )
+    positions = torch.arange(count)
+    table = torch.zeros((1, 1), dtype=torch.int32)
+    layout = PagedLayout(positions, positions, (0, count), (count,), table, count)
+    return model.logits(model.forward(ForwardBatch(torch.tensor(token_ids), layout), kv))
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:

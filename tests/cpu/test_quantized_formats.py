@@ -7,14 +7,12 @@ from pathlib import Path
 import format_writers as writers
 import pytest
 import torch
-from quantized_checkpoint import write_quantized
+from quantized_checkpoint import opened, write_quantized
 from torch import Tensor
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint_weights import CheckpointWeights, open_weights
-from quickstep.model.quantized_formats.detect import open_coded_reader
+from quickstep.model.checkpoint_weights import open_weights
 from quickstep.model.spec import read_spec
-from quickstep.model.tensor_reader import TensorReader, TensorSource
 from quickstep.ops.table import QuantizedWeight
 
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
@@ -77,18 +75,6 @@ ROUNDED_AGAIN = {
     "nf4-b128": (BNB4, writers.bnb_4bit("nf4", nested=False, block=128)),
     "fp4-nested": (BNB4, writers.bnb_4bit("fp4", nested=True)),
 }
-
-
-def opened(path: Path) -> tuple[CheckpointWeights, TensorSource]:
-    weights = open_weights(path, read_spec(path))
-    weights.check()
-    total = sum(weights.files.tensors[name].nbytes for name in weights.stored())
-    reader = TensorReader(weights.files, torch.float32, torch.device("cpu"), total, None)
-    assert weights.storage is not None
-    source = open_coded_reader(
-        reader, weights.storage, weights.shapes, weights.config, weights.spec
-    )
-    return weights, source
 
 
 def matrices(path: Path, meant: dict[str, Tensor]) -> list[tuple[Tensor, QuantizedWeight]]:

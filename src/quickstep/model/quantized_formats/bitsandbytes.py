@@ -93,6 +93,9 @@ class BitsAndBytesStorage:
         """The codes about the middle."""
         blocks = self._blocks(name, shape)
         if blocks is None:
+            layout = f"{module_of(name)}.weight_format"
+            if layout in self._files.tensors:
+                reader.raw(layout)
             codes = (reader.raw(name) ^ -128).view(torch.uint8)  # -128.. becomes 0..
             scales = reader.raw(f"{module_of(name)}.SCB").float().unsqueeze(1) / 127
             return QuantizedWeight(codes, scales, None, 8, shape[1])
