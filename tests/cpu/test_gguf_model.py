@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from hypothesis import given
+from hypothesis import strategies as st
 from quantized_checkpoint import load, logits_of, opened, write_whole
 from torch import Tensor
 
 from quickstep import LLM, SamplingParams
 from quickstep.config import LoadConfig
+from quickstep.engine.tokenizer import Tokenizer
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint_weights import open_weights
 from quickstep.model.source import find_checkpoint
 from quickstep.model.spec import parse_spec, read_spec
 from quickstep.model.tensor_schema import layer_tensors, outer_tensors
@@ -89,63 +93,63 @@ def test_metadata_reads_as_the_config_it_was_converted_from(
     assert read_spec(llama[0]) == parse_spec(HF)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "section", "config"),
-    [
-        ("qwen2", {}, {"architectures": ["Qwen2ForCausalLM"]}),
-        (
-            "qwen3",
-            {"attention__key_length": 32, "attention__value_length": 32, "rope__freq_base": 1e6},
-            {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "rope_theta": 1e6},
-        ),
-        (
-            "llama",
-            {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0},
-            {"rope_scaling": {"type": "linear", "factor": 4.0}},
-        ),
-        (
-            "qwen2",
-            {
-                "rope__scaling__type": "yarn",
-                "rope__scaling__factor": 4.0,
-                "rope__scaling__original_context_length": 64,
+DIALECTS: list[tuple[str, dict[str, object], dict[str, object]]] = [
+    ("qwen2", {}, {"architectures": ["Qwen2ForCausalLM"]}),
+    (
+        "qwen3",
+        {"attention__key_length": 32, "attention__value_length": 32, "rope__freq_base": 1e6},
+        {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "rope_theta": 1e6},
+    ),
+    (
+        "llama",
+        {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    ),
+    (
+        "qwen2",
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 64,
+        },
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
             },
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "rope_scaling": {
-                    "type": "yarn",
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 64,
-                },
-            },
-        ),
-        (
-            "phi3",
-            {"attention__sliding_window": 128},
-            {"architectures": ["Phi3ForCausalLM"], "sliding_window": 128}
-            | {"original_max_position_embeddings": 256},
-        ),
-        (
-            "gemma2",
-            {
-                "attention__sliding_window": 64,
-                "attn_logit_softcapping": 50.0,
-                "final_logit_softcapping": 30.0,
-                "attention__key_length": 64,
-                "attention__value_length": 64,
-            },
-            {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 64, "head_dim": 64}
-            | {"query_pre_attn_scalar": 64, "hidden_activation": "gelu_pytorch_tanh"},
-        ),
-        (
-            "gemma3",
-            {"attention__sliding_window": 64, "attention__key_length": 64}
-            | {"attention__value_length": 64, "rope__freq_base": 1e6},
-            {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 64, "head_dim": 64}
-            | {"query_pre_attn_scalar": 64, "rope_theta": 1e6},
-        ),
-    ],
-)
+        },
+    ),
+    (
+        "phi3",
+        {"attention__sliding_window": 128},
+        {"architectures": ["Phi3ForCausalLM"], "sliding_window": 128}
+        | {"original_max_position_embeddings": 256},
+    ),
+    (
+        "gemma2",
+        {
+            "attention__sliding_window": 64,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "attention__key_length": 64,
+            "attention__value_length": 64,
+        },
+        {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 64, "head_dim": 64}
+        | {"query_pre_attn_scalar": 64, "hidden_activation": "gelu_pytorch_tanh"},
+    ),
+    (
+        "gemma3",
+        {"attention__sliding_window": 64, "attention__key_length": 64}
+        | {"attention__value_length": 64, "rope__freq_base": 1e6},
+        {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 64, "head_dim": 64}
+        | {"query_pre_attn_scalar": 64, "rope_theta": 1e6},
+    ),
+]
+
+
+@pytest.mark.parametrize(("architecture", "section", "config"), DIALECTS)
 def test_each_architecture_reads_as_its_config(
     architecture: str, section: dict[str, object], config: dict[str, object], tmp_path: Path
 ) -> None:
@@ -305,3 +309,21 @@ def test_another_file_has_another_fingerprint(
     (tmp_path / "other.gguf").write_bytes(content)
     prints = {load(path).fingerprint for path in (llama[0], tmp_path / "other.gguf")}
     assert len(prints) == 2
+
+
+@given(st.integers(0, 1500), st.integers(0, 255))
+def test_a_changed_byte_of_the_header_is_refused_or_harmless(
+    llama: tuple[Path, dict[str, Tensor]], at: int, value: int
+) -> None:
+    content = bytearray(llama[0].read_bytes())
+    content[at] = value
+    changed = llama[0].parent / "changed.bin.gguf"
+    changed.write_bytes(content)
+    try:
+        weights = open_weights(changed, read_spec(changed))
+        weights.check()
+        Tokenizer.open(changed)
+    except ConfigError:
+        pass
+    finally:
+        changed.unlink()

@@ -158,6 +158,7 @@ def refused(path: Path) -> str:
         (GPTQ | {"bits": 2}, "GPTQ of 2 bits"),
         (GPTQ | {"bits": 3}, "GPTQ of 3 bits"),
         (GPTQ | {"bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
+        (GPTQ | {"bits": 4, "dynamic": {"-:.*down.*": {}}}, "dynamic"),
         (compressed("float-quantized", 8, "channel"), "float-quantized"),
         (compressed("marlin-24", 4, "group", 32), "marlin-24"),
         (compressed("pack-quantized", 3, "group", 32), "3 bits"),

@@ -112,12 +112,15 @@ def read_gguf_tokenizer(path: Path) -> GgufTokenizer:
     tokens, kind = values.get("tokens"), values.get("model")
     if not isinstance(tokens, tuple):
         raise ConfigError(f"{path} holds no tokenizer (tokenizer.ggml.tokens)")
-    if kind == "gpt2":
-        library, adds_bos = _byte_level(path, values, tokens)
-    elif kind == "llama":
-        library, adds_bos = _sentence_piece(path, values, tokens)
-    else:
+    if kind not in ("gpt2", "llama"):
         raise ConfigError(f"{path} holds a tokenizer of kind {kind!r}; supported are gpt2, llama")
+    try:
+        build = _byte_level if kind == "gpt2" else _sentence_piece
+        library, adds_bos = build(path, values, tokens)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"the tokenizer of {path} cannot be read: {error}") from error
     kinds = _kinds(values, len(tokens))
     for wanted in (_CONTROL, _USER_DEFINED):
         special = wanted == _CONTROL
@@ -170,12 +173,12 @@ def _sentence_piece(
     if not isinstance(scores, tuple) or len(scores) != len(tokens):
         raise ConfigError(f"{path} holds no scores of its tokenizer (tokenizer.ggml.scores)")
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    unknown = values.get("unknown_token_id", 0)
+    unknown = _token_id(values, "unknown", tokens) or 0
     library = Library(
         models.BPE(
             vocabulary,
             _merges(vocabulary, scores),
-            unk_token=tokens[int(str(unknown))],
+            unk_token=tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -192,13 +195,16 @@ def _sentence_piece(
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All ways to put a piece together from two, the best piece first."""
+    """All ways to put a piece together from two: the best piece first, then the longest halves
+    (as transformers converts such vocabularies).
+    """
     found = []
     for piece, token_id in vocabulary.items():
         for at in range(1, len(piece)):
             left, right = piece[:at], piece[at:]
             if left in vocabulary and right in vocabulary:
-                rank = (-scores[token_id], vocabulary[left], vocabulary[right])
+                lengths = (-len(left), -len(right))
+                rank = (-scores[token_id], *lengths, token_id, vocabulary[left])
                 found.append((rank, left, right))
     found.sort()
     return [(left, right) for _, left, right in found]

@@ -107,14 +107,16 @@ class _Header:
             value = self._value(self._scalar("I"))
             if value is not None:
                 metadata[key] = value
-        if int(str(metadata.get("split.count", 1))) > 1:
+        if metadata.get("split.count", 1) not in (0, 1):
             raise ConfigError(
                 f"{self._path} is one of {metadata['split.count']} parts; merge them into one file "
                 "(llama-gguf-split --merge)"
             )
         described = [self._tensor() for _ in range(num_tensors)]
         header = bytes(self._content[: self._at])
-        alignment = int(str(metadata.get("general.alignment", _ALIGNMENT)))
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"it aligns tensors to {alignment!r}")
         start = -(-self._at // alignment) * alignment
         tensors = {entry[0]: self._stored(entry, start) for entry in described}
         return GgufFile(self._path, MappingProxyType(metadata), MappingProxyType(tensors), header)
@@ -131,7 +133,7 @@ class _Header:
         self._at += length
         if self._at > len(self._content):
             raise ValueError(f"it has {len(self._content)} bytes, a text ends at {self._at}")
-        return self._content[start : self._at].decode("utf-8", "surrogateescape")
+        return self._content[start : self._at].decode("utf-8", "replace")
 
     def _value(self, kind: int) -> object:
         if kind in _SCALARS:

@@ -55,6 +55,7 @@ _OUTER = {
     "output": "lm_head",
     "output_norm": "model.norm",
 }
+_MOST_LAYERS = 10_000  # a damaged count would keep every later step busy for hours
 _BLOCK = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 
 
@@ -143,6 +144,11 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: _Dialect) -> dict[str,
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
     head_size = fields.optional_integer("attention.key_length") or hidden // heads
     value_size = fields.optional_integer("attention.value_length") or head_size
+    if head_size < 1:
+        raise ConfigError(f"{file.path.name} has {heads} heads in {hidden} inputs")
+    layers = fields.integer("block_count")
+    if layers > _MOST_LAYERS:
+        raise ConfigError(f"{file.path.name} has {layers} layers; at most {_MOST_LAYERS} are read")
     if value_size != head_size:
         raise ConfigError(
             f"{file.path.name} has keys of {head_size} and values of {value_size}, they must agree"
@@ -157,7 +163,7 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: _Dialect) -> dict[str,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": fields.integer("feed_forward_length"),
-        "num_hidden_layers": fields.integer("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": fields.optional_integer("attention.head_count_kv") or heads,
         "head_dim": head_size,

@@ -23,7 +23,7 @@ from quickstep.ops.table import QuantizedWeight
 
 __all__ = ["GgufStorage", "gguf_row_order"]
 
-_BLOCKS_AT_ONCE = 1 << 16  # bounds what decoding holds beside the codes: 16 M elements
+_ELEMENTS_AT_ONCE = 1 << 21  # bounds what decoding holds beside the codes, near the caches' size
 
 
 class GgufStorage:
@@ -50,14 +50,22 @@ class GgufStorage:
         """The codes, from some of the blocks at a time."""
         kind = BLOCK_KINDS[self._files.tensors[name].dtype]
         raw = reader.raw(name)
-        starts = range(0, raw.shape[0], _BLOCKS_AT_ONCE)
-        decoded = [kind.decode(raw[start : start + _BLOCKS_AT_ONCE]) for start in starts]
-        zeros = [part[2] for part in decoded if part[2] is not None]
-        groups = (shape[0], shape[1] // kind.group_size)
+        elements = shape[0] * shape[1] // raw.shape[0]
+        groups = (raw.shape[0], elements // kind.group_size)
+        codes = torch.empty((raw.shape[0], elements), dtype=torch.uint8, device=raw.device)
+        scales = torch.empty(groups, device=raw.device)
+        zeros = torch.empty(groups, device=raw.device) if kind.has_zeros else None
+        step = max(1, _ELEMENTS_AT_ONCE // elements)
+        for start in range(0, raw.shape[0], step):
+            part = slice(start, start + step)
+            codes[part], scales[part], lows = kind.decode(raw[part])
+            if zeros is not None and lows is not None:
+                zeros[part] = lows
+        by_row = (shape[0], shape[1] // kind.group_size)
         return QuantizedWeight(
-            torch.cat([part[0] for part in decoded]).view(shape),
-            torch.cat([part[1] for part in decoded]).view(groups),
-            torch.cat(zeros).view(groups) if zeros else None,
+            codes.view(shape),
+            scales.view(by_row),
+            None if zeros is None else zeros.view(by_row),
             kind.bits,
             kind.group_size,
         )

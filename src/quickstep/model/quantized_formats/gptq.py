@@ -47,6 +47,11 @@ class GptqStorage:
                 f"{_SOURCE} asks for GPTQ checkpoint_format {form!r}; gptq and gptq_v2 are "
                 "supported"
             )
+        if fields.mapping("dynamic"):
+            raise ConfigError(
+                f"{_SOURCE} has rules of its own for some modules (dynamic), which are not "
+                "supported"
+            )
         self._bits = bits
         self._less = 1 if form == "gptq" else 0
         self._group_size = fields.optional_integer("group_size")
