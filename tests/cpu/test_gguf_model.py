@@ -189,8 +189,9 @@ def test_tensors_are_the_architectures_own(llama: tuple[Path, dict[str, Tensor]]
     path, meant = llama
     source = opened(path)[1]
     start = "model.layers.1."
-    for parts in (("q", "k", "v"), ("o",)):
-        names = tuple(f"{start}self_attn.{part}_proj.weight" for part in parts)
+    attention, dense = f"{start}self_attn.", f"{start}mlp."
+    for module, parts in ((attention, "qkv"), (attention, "o"), (dense, ("gate", "up"))):
+        names = tuple(f"{module}{part}_proj.weight" for part in parts)
         found = source.linear(names)
         expected = torch.cat([meant[name] for name in names])
         torch.testing.assert_close(found.dequantized(), expected, rtol=2e-6, atol=1e-6)
