@@ -8,10 +8,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test check format bench gpu verify native clean
+.PHONY: help demo test check format bench soak gpu verify native reference clean
 
 help:
-	@echo "make demo | test | check | format | verify | native | bench | gpu | clean"
+	@echo "make demo | test | check | format | reference | verify | native | bench | soak | gpu | clean"
 
 $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/kernels/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -36,10 +36,15 @@ check: $(READY)
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/check_ceilings.py
 	$(BIN)/python tools/check_docs.py
+	$(BIN)/python tools/write_api_reference.py --check
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Write docs/reference from the schemas of the server.
+reference: $(READY)
+	$(BIN)/python tools/write_api_reference.py
 
 # Rebuild the native kernels in place, for work on csrc/.
 native:
@@ -49,6 +54,11 @@ native:
 # Measurements: on a quiet machine, on purpose.
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+# A served model under mixed load with aborts and malformed requests: make soak MINUTES=10
+MINUTES ?= 10
+soak: $(READY)
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
 # On a machine with an NVIDIA GPU, with the Python that has its torch: make gpu PYTHON=python3
 gpu:

@@ -105,6 +105,19 @@ int64_t row_stride(const qs::PackedQuantized& packed) {
 
 extern "C" {
 
+int qs_quantize(qs_context* context, const qs_quantize_call* call) {
+  const bool grouped = call->group_size != 0;
+  if (!valid_dtype(call->dtype) || (call->bits != 4 && call->bits != 8)) return QS_INVALID;
+  if (call->n < 1 || call->k < 1 || call->row_stride < call->k) return QS_INVALID;
+  if (grouped && (call->group_size % 16 != 0 || call->k % call->group_size != 0)) return QS_INVALID;
+  if (!grouped && call->zeros != nullptr) return QS_INVALID;
+  context->kernels->quantize_weights(
+      context->pool,
+      {call->dtype, call->bits, grouped, call->n, call->k, call->row_stride, call->group_size,
+       call->weight, static_cast<uint8_t*>(call->codes), call->scales, call->zeros});
+  return QS_OK;
+}
+
 int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
                         qs_quantized** out) {
   if (!valid(*weight)) return QS_INVALID;

@@ -68,6 +68,20 @@ typedef struct qs_quantized_weight {
   const float* bias;    // [n], or null
 } qs_quantized_weight;
 
+// Rounds weight [n, k] of `dtype` to codes [n, k] of a byte each with scales (and zeros, unless
+// null) [n, k / group_size] float32; group_size 0 for one scale per row.
+typedef struct qs_quantize_call {
+  int32_t dtype;
+  int32_t bits;
+  int64_t n, k, row_stride;
+  int64_t group_size;
+  const void* weight;
+  void* codes;
+  float* scales;
+  float* zeros;
+} qs_quantize_call;
+
+QS_API int qs_quantize(qs_context* context, const qs_quantize_call* call);
 QS_API int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
                                qs_quantized** out);
 QS_API void qs_quantized_destroy(qs_quantized* linear);

@@ -1,10 +1,14 @@
-"""Check that every relative link and every `path` in the Markdown pages leads to something.
+"""Check that links, anchors, paths and flags in the Markdown pages lead to something.
 
-`make check` runs it. Links to other sites are not followed.
+`make check` runs it. Links to other sites are not followed. A flag is looked up in the help of the
+`quickstep` command that it stands behind.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import re
 import subprocess
 import sys
@@ -12,7 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)(#[^)]*)?\)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+COMMAND = re.compile(r"quickstep ([a-z]+)\b([^`#\n]*)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 # Code spans that look like a path of this repository.
 PATH = re.compile(r"`((?:src|csrc|tests|tools|docs|benchmarks|\.ci)/[\w./-]+)`")
 
@@ -28,21 +35,57 @@ def tracked_pages() -> list[Path]:
 def dead_links(page: Path) -> Iterator[str]:
     """Targets that do not exist, relative to the page (links) or the root (code spans)."""
     text = page.read_text(encoding="utf-8")
-    for match in LINK.finditer(text):
-        target = match.group(1)
-        is_local = "://" not in target and not target.startswith("mailto:")
-        if is_local and not (page.parent / target).exists():
+    for target, anchor in LINK.findall(text):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        file = page.parent / target if target else page
+        if not file.exists():
             yield target
+        elif anchor and file.suffix == ".md" and anchor not in anchors(file):
+            yield f"{target}#{anchor}"
     for match in PATH.finditer(text):
         if not (ROOT / match.group(1)).exists():
             yield match.group(1)
 
 
+@functools.cache
+def anchors(page: Path) -> frozenset[str]:
+    """The headings of a page as a web page of it names them."""
+    headings = HEADING.findall(page.read_text(encoding="utf-8"))
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return frozenset(heading.replace(" ", "-") for heading in words)
+
+
+def dead_flags(page: Path) -> Iterator[str]:
+    """Flags behind a command of ours that it does not know."""
+    for command, rest in COMMAND.findall(page.read_text(encoding="utf-8")):
+        flags = FLAG.findall(rest)
+        known = help_of(command) + help_of(command, rest.split()[0]) if flags else ""
+        yield from (f"quickstep {command} {flag}" for flag in flags if f"{flag} " not in known)
+
+
+@functools.cache
+def help_of(*command: str) -> str:
+    """The words of `quickstep COMMAND --help`; the second word may be a command of its own."""
+    sys.path.insert(0, str(ROOT / "src"))
+    from quickstep.cli.main import main as quickstep
+
+    words = io.StringIO()
+    with contextlib.redirect_stdout(words), contextlib.redirect_stderr(io.StringIO()):
+        quickstep([*command, "--help"])
+    return re.sub(r"[\s,\]=]+", " ", words.getvalue())
+
+
 def main() -> int:
     """Print every dead link; exit status 1 when there is one."""
-    faults = [(page, link) for page in tracked_pages() for link in dead_links(page)]
-    for page, link in faults:
-        print(f"{page.relative_to(ROOT)}: {link} leads nowhere")
+    faults = [
+        (page, fault)
+        for page in tracked_pages()
+        for check in (dead_links, dead_flags)
+        for fault in check(page)
+    ]
+    for page, fault in faults:
+        print(f"{page.relative_to(ROOT)}: {fault} leads nowhere")
     return 1 if faults else 0
 
 

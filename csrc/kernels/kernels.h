@@ -45,6 +45,7 @@ struct LinearArgs {
 
 struct PackedQuantized;  // kernels/quantized.h
 struct PackQuantizedArgs;
+struct QuantizeArgs;
 struct QuantizedLinearArgs;
 
 struct NormArgs {
@@ -84,6 +85,7 @@ struct Kernels {
   void (*linear)(Pool* pool, const LinearArgs& args);
   void (*linear_rows)(Pool* pool, const PackedLinear& packed, const int64_t* ids,
                       int64_t num_tokens, void* out);
+  void (*quantize_weights)(Pool* pool, const QuantizeArgs& args);
   void (*pack_quantized)(Pool* pool, const PackQuantizedArgs& args);
   void (*quantized_linear)(Pool* pool, const QuantizedLinearArgs& args);
   void (*quantized_rows)(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,

@@ -51,6 +51,17 @@ struct QuantizedRows {
   int64_t num_groups;
 };
 
+struct QuantizeArgs {
+  int dtype;
+  int bits;
+  bool searches;  // groups, each with the best of a few scales
+  int64_t n, k, row_stride, group_size;
+  const void* weight;
+  uint8_t* codes;
+  float* scales;
+  float* zeros;  // null for symmetric
+};
+
 struct PackQuantizedArgs {
   const uint8_t* codes;  // [n, k]
   const float* scales;   // [n, num_groups]

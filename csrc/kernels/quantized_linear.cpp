@@ -133,7 +133,8 @@ void emit(const Problem& problem, Range rows, Range panels, const void* c) {
     const int64_t base = (row - rows.begin) * stride;
     T* out = static_cast<T*>(args.out) + row * packed.n + first_output;
     const int32_t correction = args.rows.corrections[row * packed.num_groups];
-    const vf negative = packed.bits == 4 ? negative_sum<4>(correction) : negative_sum<8>(correction);
+    const vf negative =
+        packed.bits == 4 ? negative_sum<4>(correction) : negative_sum<8>(correction);
     const vi start = set1i(offset ? correction : 0);
     const vf x_scale = set1(args.rows.scales[row * packed.num_groups]);
     for (int64_t i = 0; i < num_outputs; i += W) {
@@ -211,7 +212,8 @@ void run_item(const Problem& problem, int64_t item) {
   const Range panels =
       part(args.packed->num_panels, item / problem.num_chunks, problem.num_ranges);
   const Range chunk = part(args.num_tokens, item % problem.num_chunks, problem.num_chunks);
-  const int64_t num_tiles = div_up(chunk.size(), kQuantizedRows);
+  const int64_t num_tiles =
+      div_up(chunk.size(), max_quantized_rows(*args.packed, args.num_tokens));
   alignas(64) int32_t c[kSums];  // or float, whose zero has the same bits
   memset(c, 0, chunk.size() * panels.size() * kQuantizedPanel * sizeof(*c));
   for (int64_t block = 0; block < problem.num_blocks; ++block) {

@@ -11,9 +11,19 @@ namespace {
 QS_INLINE int64_t code_offset(const PackedQuantized& packed, int64_t k) {
   const int64_t group = packed.num_groups == 1 ? 0 : k / packed.group_size;
   const int64_t within = k - group * packed.group_size;
-  const int64_t step = within / kStepInputs / (packed.bits == 4 ? 2 : 1);
+  const int64_t step = within >> (packed.bits == 4 ? 3 : 2);  // a division would be felt
   return group * packed.group_bytes + step * kStepBytes + within % kStepInputs;
 }
+
+QS_INLINE uint8_t* panel_of(const PackedQuantized& packed, int64_t output) {
+  return static_cast<uint8_t*>(packed.weights) + output / kQuantizedPanel * packed.panel_bytes;
+}
+
+constexpr int64_t kSegment = 16;  // what every group's size is a multiple of
+
+struct Inputs {
+  int64_t begin, end;
+};
 
 template <typename Scale>
 void pack_group_scales(const PackQuantizedArgs& args, int64_t output, int64_t group, uint8_t* at) {
@@ -27,24 +37,43 @@ void pack_group_scales(const PackQuantizedArgs& args, int64_t output, int64_t gr
   }
 }
 
-void pack_output(const PackQuantizedArgs& args, int64_t output) {
-  const PackedQuantized& packed = *args.packed;
-  uint8_t* panel = static_cast<uint8_t*>(packed.weights) +
-                   output / kQuantizedPanel * packed.panel_bytes;
-  uint8_t* column = panel + output % kQuantizedPanel * kStepInputs;
-  const uint8_t* codes = args.codes + output * packed.k;
-  for (int64_t k = 0; k < packed.k; k += kStepInputs) {
-    uint8_t* step = column + code_offset(packed, k);
-    const int64_t count = min_of(kStepInputs, packed.k - k);
-    if (packed.bits == 8) {
-      memcpy(step, codes + k, count);
-      continue;
-    }
-    const bool upper = k % packed.group_size / kStepInputs % 2 != 0;
-    for (int64_t i = 0; i < count; ++i) {
-      step[i] |= static_cast<uint8_t>(codes[k + i] << (upper ? 4 : 0));  // zeroed memory
-    }
+// 16 codes of one output, of which no two are in different groups, to where the first goes.
+QS_INLINE void pack_segment(const uint8_t* codes, int bits, uint8_t* out) {
+  uint32_t steps[kSegment / kStepInputs];
+  memcpy(steps, codes, sizeof(steps));
+  if (bits == 8) {
+    for (int i = 0; i < 4; ++i) memcpy(out + i * kStepBytes, &steps[i], sizeof(steps[i]));
+    return;
   }
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t pair = steps[2 * i] | steps[2 * i + 1] << 4;
+    memcpy(out + i * kStepBytes, &pair, sizeof(pair));
+  }
+}
+
+// Codes of inputs [begin, end) of one output; `begin` is a multiple of 16.
+QS_INLINE void pack_codes(const PackQuantizedArgs& args, int64_t output, Inputs inputs) {
+  const PackedQuantized& packed = *args.packed;
+  uint8_t* column = panel_of(packed, output) + output % kQuantizedPanel * kStepInputs;
+  const uint8_t* codes = args.codes + output * packed.k;
+  int64_t k = inputs.begin;
+  for (; k + kSegment <= inputs.end; k += kSegment) {
+    pack_segment(codes + k, packed.bits, column + code_offset(packed, k));
+  }
+  if (k == inputs.end) return;
+  uint8_t rest[kSegment] = {};
+  memcpy(rest, codes + k, inputs.end - k);
+  uint8_t packed_rest[kSegment / kStepInputs * kStepBytes];
+  pack_segment(rest, packed.bits, packed_rest);
+  const int64_t inputs_per_step = kStepInputs * (packed.bits == 4 ? 2 : 1);
+  for (int64_t i = 0; k + i < inputs.end; i += inputs_per_step) {
+    memcpy(column + code_offset(packed, k + i), packed_rest + i / inputs_per_step * kStepBytes,
+           kStepInputs);
+  }
+}
+
+void pack_scales(const PackQuantizedArgs& args, int64_t output) {
+  const PackedQuantized& packed = *args.packed;
   if (packed.num_groups == 1) {
     packed.scales[output] = args.scales[output];
     if (packed.zeros == nullptr) return;
@@ -52,13 +81,25 @@ void pack_output(const PackQuantizedArgs& args, int64_t output) {
     return;
   }
   for (int64_t group = 0; group < packed.num_groups; ++group) {
-    uint8_t* at = panel + group * packed.group_bytes + packed.code_bytes();
+    uint8_t* at = panel_of(packed, output) + group * packed.group_bytes + packed.code_bytes();
     if (packed.half_scales) {
       pack_group_scales<f16>(args, output, group, at);
     } else {
       pack_group_scales<float>(args, output, group, at);
     }
   }
+}
+
+// A cache line of every output's codes at a time, so that what is written stays in L1.
+void pack_panel(const PackQuantizedArgs& args, int64_t panel) {
+  constexpr int64_t kAtOnce = 64;
+  const int64_t first = panel * kQuantizedPanel;
+  const int64_t last = min_of(args.packed->n, first + kQuantizedPanel);
+  for (int64_t k = 0; k < args.packed->k; k += kAtOnce) {
+    const Inputs inputs = {k, min_of(args.packed->k, k + kAtOnce)};
+    for (int64_t output = first; output < last; ++output) pack_codes(args, output, inputs);
+  }
+  for (int64_t output = first; output < last; ++output) pack_scales(args, output);
 }
 
 struct Scaling {
@@ -131,12 +172,7 @@ void read_plain_row(const PackedLinear& packed, int64_t output, T* out) {
 
 void pack_quantized(Pool* pool, const PackQuantizedArgs& args) {
   const PackedQuantized& packed = *args.packed;
-  parallel_for(pool, packed.num_panels, [&](int64_t panel) {
-    const int64_t end = min_of(packed.n, (panel + 1) * kQuantizedPanel);
-    for (int64_t output = panel * kQuantizedPanel; output < end; ++output) {
-      pack_output(args, output);
-    }
-  });
+  parallel_for(pool, packed.num_panels, [&](int64_t panel) { pack_panel(args, panel); });
 }
 
 void quantized_rows(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,

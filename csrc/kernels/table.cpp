@@ -13,6 +13,7 @@ const Kernels kernels = {
     .pack_linear = pack_linear,
     .linear = linear,
     .linear_rows = linear_rows,
+    .quantize_weights = quantize_weights,
     .pack_quantized = pack_quantized,
     .quantized_linear = quantized_linear,
     .quantized_rows = quantized_rows,

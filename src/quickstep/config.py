@@ -15,6 +15,7 @@ __all__ = [
     "QUANTIZATIONS",
     "CacheConfig",
     "EngineConfig",
+    "InputConfig",
     "LoadConfig",
     "PolicyName",
     "SchedulerConfig",
@@ -117,6 +118,36 @@ class LoadConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class InputConfig:
+    """What preparing one request may take, before any of it is computed.
+
+    Attributes:
+        schema_bytes: UTF-8 of a JSON schema, a grammar, or all choices.
+        schema_depth: Nested objects and lists of a schema.
+        regex_bytes: UTF-8 of a regular expression.
+        grammar_s: Processor time in seconds to compile a grammar.
+        template_s: Seconds to render a conversation with the chat template.
+    """
+
+    schema_bytes: int = 64 * 1024
+    schema_depth: int = 32
+    regex_bytes: int = 2 * 1024
+    grammar_s: float = 2.0
+    template_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            ("--max-schema-bytes", self.schema_bytes),
+            ("--max-schema-depth", self.schema_depth),
+            ("--max-regex-bytes", self.regex_bytes),
+            ("--grammar-timeout-s", self.grammar_s),
+            ("--template-timeout-s", self.template_s),
+        ):
+            if not value > 0:
+                raise ConfigError(f"{flag} is {value:g}, it must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All sections, as the command line and `LLM(...)` fill them.
 
@@ -130,6 +161,7 @@ class EngineConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    inputs: InputConfig = field(default_factory=InputConfig)
     max_model_len: int | None = None
     seed: int | None = None
     memory_bytes: int | None = None

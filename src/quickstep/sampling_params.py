@@ -7,14 +7,23 @@ Frozen plain data over the standard library. The sampler, the scheduler and the 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from quickstep.errors import RequestError
 
-__all__ = ["Grammar", "GrammarKind", "SamplingParams"]
+__all__ = [
+    "PRESETS",
+    "RANGES",
+    "Grammar",
+    "GrammarKind",
+    "ReasoningTokens",
+    "SamplingParams",
+    "TokenForms",
+    "preset_values",
+]
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
@@ -76,27 +85,99 @@ def _json(value: object) -> str:
         raise RequestError(f"grammar is not JSON: {error}", param="grammar") from None
 
 
-_EMPTY_BIAS: Mapping[int, float] = MappingProxyType({})
+@dataclass(frozen=True, slots=True)
+class ReasoningTokens:
+    """The tags around a model's reasoning in token ids, in each spelling that a tag may have.
+
+    Attributes:
+        openings: Any of these begins the reasoning.
+        closings: Any of these ends it; the first is what a spent budget writes.
+        starts_open: The prompt has opened the reasoning.
+    """
+
+    openings: tuple[tuple[int, ...], ...]
+    closings: tuple[tuple[int, ...], ...]
+    starts_open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenForms:
+    """What the texts of a request are in token ids: the engine's work, read by the sampler.
+
+    Attributes:
+        bad_words: The token sequences that may not be completed.
+        dry_breakers: The token sequences that end a repetition.
+        reasoning: The tags that `thinking_budget` counts between.
+        max_tokens: Output tokens that there is room for: `max_tokens`, or less by the context.
+    """
+
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    dry_breakers: tuple[tuple[int, ...], ...] = ()
+    reasoning: ReasoningTokens | None = None
+    max_tokens: int | None = None
+
+
+PRESETS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "code": MappingProxyType({"temperature": 0.2, "top_p": 0.95}),
+        "factual": MappingProxyType({"temperature": 0.2, "top_p": 1.0}),
+        "chat": MappingProxyType({"temperature": 0.7, "top_p": 0.9}),
+        "creative": MappingProxyType({"temperature": 1.0, "top_p": 0.95}),
+        "brainstorm": MappingProxyType({"temperature": 1.2, "top_p": 1.0}),
+    }
+)
+
+
+def preset_values(name: str | None) -> Mapping[str, float]:
+    """The parameters that a preset sets, none for None. Raises RequestError for no such preset."""
+    if name is None:
+        return {}
+    if name not in PRESETS:
+        raise RequestError(
+            f"preset is {name[:64]!r}, it must be one of {', '.join(PRESETS)}", param="preset"
+        )
+    return PRESETS[name]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How output tokens are chosen and when a sequence ends. Names are vLLM's.
+    """How output tokens are chosen and when a sequence ends. Names are vLLM's and llama.cpp's.
 
-    Order of effects: penalties and bias -> allowed mask (ids, grammar) -> temperature -> top-k
-    -> top-p -> min-p -> draw. Temperature 0 is argmax. Repetition penalty covers prompt and output;
-    presence and frequency cover generated tokens only (OpenAI). Logprobs are of the raw logits.
+    Order of effects, fixed: penalties (repetition, presence and frequency, DRY) and bias -> masks
+    (allowed ids, grammar, ends before `min_tokens`, bad words, reasoning budget) -> temperature ->
+    top-k -> typical-p -> top-p -> min-p -> XTC -> draw. Each filter sees the shares of what the one
+    before it left. Temperature 0 is argmax, so that what follows it has no effect. Repetition and
+    DRY cover prompt and output; presence and frequency cover generated tokens only (OpenAI).
+    Logprobs are of the raw logits.
 
     Attributes:
         n: Sequences per request, at least 1.
         seed: Noise seed; None lets the engine draw one (the response names it).
         top_k: 0 or -1 keeps all tokens.
-        max_tokens: None generates up to the context limit.
+        max_tokens: None generates up to the context limit; 0, with `prompt_logprobs` only, scores
+            the prompt and generates nothing.
         min_tokens: No EOS, stop token or stop string ends the sequence before this many tokens.
         logprobs: None for none; k >= 0 gives the chosen token's and the k most likely tokens'.
+        prompt_logprobs: The same for each token of the prompt behind the first. Such a request
+            computes its whole prompt: it reads no cached prefix.
         shown_special_token_ids: What `skip_special_tokens` leaves in: markup for a parser.
         grammar: What the output must match, None for anything. It ends the output: where it is
             complete only an end token may follow, even before `min_tokens` if nothing else may.
+            Near the limit of tokens, what would leave no room to complete it is not drawn.
+        typical_p: Keeps the tokens whose surprise is nearest to the expected one, up to this mass.
+        dry_multiplier: Above 0, a token that would extend a repetition of L tokens (L at least
+            `dry_allowed_length`) loses dry_multiplier x dry_base ^ (L - dry_allowed_length).
+        dry_range: Tokens looked back, 0 for the whole context.
+        dry_sequence_breakers: A repetition does not reach over a token that holds one of these
+            texts, nor over a text's own tokens in a row.
+        xtc_probability: How often, at each token, all tokens of at least `xtc_threshold` but the
+            least likely one of them are left out. A threshold above 0.5 never does anything.
+        bad_words: Texts that may not be written, with or without a space before them: the last
+            token of one is banned where the output ends in the tokens before it, unless nothing
+            else may follow.
+        thinking_budget: Tokens inside the reasoning after which its end is written; None for any.
+        reasoning_tags: Texts that open and close the reasoning; None takes the chat template's.
+        in_tokens: The texts in token ids; the engine sets it.
 
     Raises:
         RequestError: A value is outside its range; `param` names the field.
@@ -123,27 +204,48 @@ class SamplingParams:
     logprobs: int | None = None
     shown_special_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
+    typical_p: float = 1.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    bad_words: tuple[str, ...] = ()
+    thinking_budget: int | None = None
+    reasoning_tags: tuple[str, str] | None = None
+    in_tokens: TokenForms | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "allowed_token_ids", "shown_special_token_ids"):
+        for name in _TEXTS:
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
+        for name in (*_TEXTS, "stop_token_ids", "allowed_token_ids", "shown_special_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name) or ()))
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
-        for name, (low, high) in _RANGES.items():
+        for name, (low, high) in RANGES.items():
             _check_range(name, getattr(self, name), low, high)
-        if self.min_p > 1.0 or not 0.0 < self.top_p <= 1.0:
-            name = "min_p" if self.min_p > 1.0 else "top_p"
-            raise RequestError(f"{name} is {getattr(self, name)}, it must be in (0, 1]", param=name)
+        for name in _WHOLE_NUMBERS:
+            _check_whole(name, getattr(self, name))
+        for name in ("top_p", "typical_p"):
+            if getattr(self, name) == 0.0:
+                raise RequestError(f"{name} is 0, it must be in (0, 1]", param=name)
+        for name in _TEXTS:
+            _check_texts(name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}",
                 param="min_tokens",
             )
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError(
+                "max_tokens is 0, it must be at least 1 unless prompt_logprobs is asked for",
+                param="max_tokens",
+            )
         if self.grammar is not None:
             self._check_grammar(self.grammar)
-        if any(not text for text in self.stop):
-            raise RequestError("stop holds an empty string, which would end at once", param="stop")
 
     def _check_grammar(self, grammar: object) -> None:
         if not isinstance(grammar, Grammar):
@@ -160,23 +262,42 @@ class SamplingParams:
                 "allowed_token_ids cannot go with a grammar, which allows tokens by itself",
                 param="allowed_token_ids",
             )
+        if self.thinking_budget is not None:
+            raise RequestError(
+                "thinking_budget cannot go with a grammar, which leaves no room for reasoning",
+                param="thinking_budget",
+            )
 
+
+_TEXTS = ("stop", "bad_words", "dry_sequence_breakers")
+_WHOLE_NUMBERS = ("dry_allowed_length", "dry_range", "thinking_budget")
+
+_LARGEST = 2**31 - 1  # of what counts tokens and sequences: beyond any machine, within any kernel
 
 # Closed intervals; None where there is no bound. OpenAI's limits where OpenAI states one.
-_RANGES: Mapping[str, tuple[float, float | None]] = MappingProxyType(
+RANGES: Mapping[str, tuple[float, float | None]] = MappingProxyType(
     {
-        "n": (1, None),
+        "n": (1, _LARGEST),
         "temperature": (0.0, None),
         "top_p": (0.0, 1.0),
-        "top_k": (-1, None),
+        "top_k": (-1, _LARGEST),
         "min_p": (0.0, 1.0),
         "presence_penalty": (-2.0, 2.0),
         "frequency_penalty": (-2.0, 2.0),
         "repetition_penalty": (1e-6, None),
         "seed": (-(2**63), 2**64 - 1),
-        "max_tokens": (1, None),
-        "min_tokens": (0, None),
-        "logprobs": (0, None),
+        "max_tokens": (0, _LARGEST),
+        "min_tokens": (0, _LARGEST),
+        "logprobs": (0, _LARGEST),
+        "typical_p": (0.0, 1.0),
+        "dry_multiplier": (0.0, None),
+        "dry_base": (1.0, None),
+        "dry_allowed_length": (1, _LARGEST),
+        "dry_range": (0, _LARGEST),
+        "xtc_probability": (0.0, 1.0),
+        "xtc_threshold": (0.0, 1.0),
+        "thinking_budget": (0, _LARGEST),
+        "prompt_logprobs": (0, _LARGEST),
     }
 )
 
@@ -188,5 +309,18 @@ def _check_range(name: str, value: float | None, low: float, high: float | None)
     if wrong_type or value != value or value in (float("inf"), float("-inf")):
         raise RequestError(f"{name} is {value!r}, it must be a finite number", param=name)
     if value < low or (high is not None and value > high):
-        limit = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+        limit = f"at least {low:g}" if high is None else f"between {low:.10g} and {high:.10g}"
         raise RequestError(f"{name} is {value}, it must be {limit}", param=name)
+
+
+def _check_whole(name: str, value: float | None) -> None:
+    if value is not None and not isinstance(value, int):
+        raise RequestError(f"{name} is {value!r}, it must be a whole number", param=name)
+
+
+def _check_texts(name: str, texts: Iterable[object]) -> None:
+    for text in texts:
+        if not isinstance(text, str):
+            raise RequestError(f"{name} holds {text!r}, it takes texts", param=name)
+        if not text:
+            raise RequestError(f"{name} holds an empty text, which is everywhere", param=name)

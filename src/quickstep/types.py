@@ -24,6 +24,7 @@ __all__ = [
     "FinishReason",
     "Grammar",
     "Phase",
+    "Pooling",
     "Request",
     "RowFailure",
     "RowOutput",
@@ -47,6 +48,13 @@ class Phase(enum.Enum):
     DECODE = "decode"
 
 
+class Pooling(enum.Enum):
+    """How the final hidden states of a prompt become one embedding, of length 1."""
+
+    MEAN = "mean"
+    LAST = "last"
+
+
 class FinishReason(enum.Enum):
     """Why a sequence ended. Each end has one reason of its own; `openai` folds them."""
 
@@ -55,6 +63,7 @@ class FinishReason(enum.Enum):
     STOP_STRING = "stop_string"
     MAX_TOKENS = "max_tokens"
     CONTEXT_LIMIT = "context_limit"
+    POOLED = "pooled"
     ABORTED = "aborted"
     DEADLINE = "deadline"
     ERROR = "error"
@@ -63,11 +72,19 @@ class FinishReason(enum.Enum):
     @property
     def openai(self) -> str:
         """The `finish_reason` of OpenAI's API: `stop`, `length`, `abort` or `error`."""
-        if self in (FinishReason.EOS, FinishReason.STOP_TOKEN, FinishReason.STOP_STRING):
+        if self in _STOPS:
             return "stop"
         if self in (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_LIMIT, FinishReason.DEADLINE):
             return "length"
         return "error" if self is FinishReason.ERROR else "abort"
+
+
+_STOPS = (
+    FinishReason.EOS,
+    FinishReason.STOP_TOKEN,
+    FinishReason.STOP_STRING,
+    FinishReason.POOLED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +99,7 @@ class Request:
         deadline_s: Absolute time on the scheduler's clock at which the partial output is
             returned; None for no deadline.
         seed: Resolved noise seed; the engine draws one for unseeded requests.
+        pooling: The prompt's embedding is the answer, and nothing is generated.
     """
 
     request_id: str
@@ -94,6 +112,12 @@ class Request:
     adapter: str = ""
     cache_salt: str = ""
     deadline_s: float | None = None
+    pooling: Pooling | None = None
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether it ends with its prompt: nothing is generated."""
+        return self.pooling is not None or self.sampling.max_tokens == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +137,7 @@ class Admission:
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
     adapter: str = ""
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +153,9 @@ class StepRow:
         output_position: Index among the sequence's output tokens of the token this row emits
             (the noise counter): 0 for the first.
         num_drafts: Trailing inputs that are speculative drafts.
+        score_start: First position whose logits score the prompt token behind it.
+        num_scored: How many positions from there on do, all of them in this row.
+        pools: The row ends the prompt of a request with `pooling`, and gives its embedding.
     """
 
     slot: int
@@ -140,6 +168,9 @@ class StepRow:
     output_position: int
     num_drafts: int = 0
     adapter: str = ""
+    score_start: int = 0
+    num_scored: int = 0
+    pools: bool = False
 
     @property
     def end(self) -> int:
@@ -169,7 +200,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities of one output token, from the raw logits (before any sampling).
+    """Natural-log probabilities of one token, from the raw logits (before any sampling).
 
     `rank` is 1 for the most likely token; `top` holds (token id, logprob), most likely first.
     """
@@ -182,10 +213,15 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RowOutput:
-    """What a row emitted: no token (a prompt chunk), one, or several (accepted drafts + 1)."""
+    """What a row emitted: no token (a prompt chunk), one, or several (accepted drafts + 1).
+
+    `prompt_logprobs` has one entry per scored position: of the prompt token behind it.
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    embedding: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +268,9 @@ class SequenceTimings:
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """New tokens of one sequence, or its end. The last one of a sequence carries `timings`.
+    """News of one sequence: tokens, prompt logprobs, its end. The last one carries `timings`.
 
+    Prompt logprobs come in order and once, with index 0: one per prompt token, None for the first.
     `index` counts the sequences of a request (0 to n-1); `stop_token_id` is the token that ended
     it, for EOS and STOP_TOKEN (it is part of `token_ids`); `error` says why for ERROR.
     """
@@ -246,6 +283,8 @@ class SequenceOutput:
     stop_token_id: int | None = None
     timings: SequenceTimings | None = None
     error: str = ""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    embedding: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,6 @@ def drawn_tokens(compiler, tokenizer, sampling, seed=1, outputs=(), limit=3000, 
 
 
 def drawn_text(compiler, tokenizer, grammar, seed=1, **sampling):
-    params = SamplingParams(grammar=grammar, **{"temperature": 2.0, **sampling})
+    params = SamplingParams(grammar=grammar, **{"temperature": 2.0, "max_tokens": None, **sampling})
     tokens = drawn_tokens(compiler, tokenizer, params, seed)
     return b"".join(tokenizer.token_bytes(token_id) for token_id in tokens[:-1]).decode()

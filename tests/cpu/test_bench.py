@@ -55,6 +55,19 @@ def test_a_step_on_a_shape_has_times_and_shares(capsys, flags):
     assert set(found["measured_how"]) == {"read", "peak", "overhead"}
 
 
+@pytest.mark.parametrize(
+    ("weights", "dtype", "quantization"),
+    [("int8", "bfloat16", "int8"), ("int4", "bfloat16", "int4"), ("fp32", "float32", None)],
+)
+def test_a_step_names_the_weights_it_ran_on(capsys, weights, dtype, quantization):
+    found = report(capsys, *STEP, *SMALL, "--shape", "tiny2", "--weights", weights)
+    assert (found["dtype"], found["quantization"]) == (dtype, quantization)
+    counted = "int8" if quantization else dtype
+    assert counted in found["measured_how"]["peak"]
+    assert 0 < found["decode_bandwidth_share"] < 1.5
+    assert 0 < found["prefill_peak_share"] < 1.5
+
+
 def test_a_step_on_a_checkpoint_and_as_a_table(capsys, tmp_path):
     path = str(write_checkpoint(tmp_path / "tiny"))
     text = printed(capsys, *STEP, *SMALL, path, "--dtype", "float32", "--threads", "1")

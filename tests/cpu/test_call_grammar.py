@@ -12,8 +12,9 @@ from tiny_checkpoint import write_checkpoint
 from quickstep.engine.grammars import GrammarCompiler
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.call_grammar import call_grammar
-from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS
+from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, formats_of
 from quickstep.engine.tool_calls.parser import MessageParser
+from quickstep.errors import RequestError
 
 FUNCTIONS = [
     {"name": "now", "parameters": {"properties": {}, "additionalProperties": False}},
@@ -21,13 +22,20 @@ FUNCTIONS = [
         "name": "find-it",
         "parameters": {
             "type": "object",
-            "properties": {"text": {"type": "string", "maxLength": 9}, "n": {"enum": [1, None]}},
+            "properties": {
+                "text": {"type": "string", "maxLength": 9},
+                "many": {"type": "array", "items": {"$ref": "#/$defs/flag"}, "maxItems": 2},
+                "n": {"enum": [1, None]},
+            },
             "required": ["text", "n"],
             "additionalProperties": False,
+            "$defs": {"flag": {"type": "boolean"}},
         },
     },
 ]
-FORCED = [known for known in TOOL_CALL_FORMATS.values() if known.spelling is not None]
+TEMPLATES = {"mistral, named": "[TOOL_CALLS][ARGS]", "deepseek, fenced": "tool▁call▁begin```json"}
+FORMATS = dict(TOOL_CALL_FORMATS)
+FORMATS |= {name: formats_of(text).tool_calls for name, text in TEMPLATES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +55,63 @@ def calls_in(text, known):
     return whole.content, [(call.name, json.loads(call.arguments)) for call in whole.calls]
 
 
-def test_the_json_formats_can_be_forced():
-    assert {known.name for known in FORCED} == {"hermes", "llama3_json"}
-
-
-@pytest.mark.parametrize("known", FORCED, ids=lambda known: known.name)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("one_call", [True, False])
-def test_forced_text_reads_back_as_calls(compiler, tokenizer, known, one_call):
-    grammar = call_grammar(known.spelling, FUNCTIONS, one_call, is_special=lambda text: False)
+def test_forced_text_reads_back_as_calls(compiler, tokenizer, name, one_call):
+    known = FORMATS[name]
+    grammar = call_grammar(known.spelling, FUNCTIONS, one_call, special_id=lambda text: None)
     seen = set()
     for seed in range(12):
         text = drawn_text(compiler, tokenizer, grammar, seed, temperature=30.0)
         content, calls = calls_in(text, known)
-        assert content.strip() == ""
+        assert content.strip() == "", text
         assert len(calls) == 1 if one_call else calls
         seen.add(len(calls))
         for name, arguments in calls:
             assert name in ("now", "find-it")
-            assert set(arguments) == (set() if name == "now" else {"text", "n"})
-            assert len(arguments.get("text", "")) <= 9
-    assert one_call or len(seen) > 1
+            if name == "now":
+                assert arguments == {}
+                continue
+            assert {"text", "n"} <= set(arguments) <= {"text", "many", "n"}
+            assert len(arguments["text"]) <= 9
+            assert arguments["n"] in (1, None)
+            assert set(arguments.get("many", ())) <= {True, False}
+    assert one_call or not known.spelling.repeats or len(seen) > 1
+
+
+def test_optional_keywords_come_with_commas_that_fit(compiler, tokenizer):
+    known = TOOL_CALL_FORMATS["pythonic"]
+    flag = {"type": "boolean"}
+    parameters = {"properties": {"a": flag, "b": flag, "c": flag}, "required": ["b"]}
+    function = {"name": "f", "parameters": parameters}
+    grammar = call_grammar(known.spelling, [function], True, special_id=lambda text: None)
+    seen = set()
+    for seed in range(40):
+        content, calls = calls_in(drawn_text(compiler, tokenizer, grammar, seed), known)
+        assert content == ""
+        ((_, arguments),) = calls
+        seen.add("".join(arguments))
+    assert seen == {"b", "ab", "bc", "abc"}
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ({"name": "1st", "parameters": {}}, "begins with no letter"),
+        ({"name": "f", "parameters": {"anyOf": [{}]}}, "has anyOf in its parameters"),
+        ({"name": "f", "parameters": {"properties": {"a-b": {}}}}, "'a-b'"),
+        ({"name": "f", "parameters": {"properties": [1]}}, "no JSON schema"),
+        ({"name": "f", "parameters": {"required": 5}}, "no JSON schema"),
+        ({"name": "f", "parameters": {"properties": {"from": {}}}}, "'from'"),
+    ],
+)
+def test_what_python_cannot_spell_is_refused_by_name(function, why):
+    spelling = TOOL_CALL_FORMATS["pythonic"].spelling
+    with pytest.raises(RequestError, match=f"tools has the function {function['name']}.*{why}"):
+        call_grammar(spelling, [function], True, special_id=lambda text: None)
+
+
+def test_special_tokens_stand_for_the_markers_that_they_are():
+    ids = {"[TOOL_CALLS]": 7, "[ARGS]": 8}
+    grammar = call_grammar(FORMATS["mistral, named"].spelling, FUNCTIONS[:1], True, ids.get)
+    assert '<[7]> "now" <[8]> %json' in grammar.text

@@ -16,8 +16,10 @@ from quickstep.engine.verification_requests import (
     draw_requests,
 )
 from quickstep.errors import ConfigError, EngineError
-from quickstep.runtime import batch, sampler, slots
+from quickstep.runtime import batch, runner, sampler, slots
 from quickstep.runtime.noise import gumbel
+from quickstep.runtime.pooling import Pool
+from quickstep.runtime.prompt_scores import score_prompt
 from quickstep.runtime.sampling_state import SamplingState
 
 EOS = frozenset({3})
@@ -129,6 +131,34 @@ def test_an_overlapped_step_that_reads_a_stale_token_is_caught(monkeypatch):
     report = verified(PagedHashModel())
     overlapping = {"overlapped", "all together"}
     assert {name for name, counts in report.scenarios.items() if counts.mismatches} == overlapping
+
+
+def test_a_mean_that_depends_on_chunks_is_caught(monkeypatch):
+    whole = Pool.add
+
+    def in_halves(pool, hidden):
+        """Adds each chunk by itself first: the order of additions follows the chunks."""
+        before, pool._sum = pool._sum, None
+        whole(pool, hidden)
+        if before is not None:
+            pool._sum = before + pool._sum
+
+    monkeypatch.setattr(Pool, "add", in_halves)
+    report = verified(PagedHashModel(), VerifyOptions(num_requests=100, threads=(1,), rounds=3))
+    assert report.mismatches > 0
+
+
+def test_scores_that_read_the_row_beside_are_caught(monkeypatch):
+    monkeypatch.setattr(
+        runner, "score_prompt", lambda model, hidden, row, slot: shifted(model, hidden, row, slot)
+    )
+    assert verified(PagedHashModel()).mismatches > 0
+
+
+def shifted(model, hidden, row, slot):
+    """The chunk's last position is scored with the first one's logits."""
+    scores = score_prompt(model, hidden, row, slot)
+    return (*scores[:-1], scores[0]) if len(scores) > 1 else scores
 
 
 class GivesNaN(PagedHashModel):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quickstep.ops.reference.quantize import quantize
 from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout, QuantizedWeight
 
 
@@ -94,6 +95,7 @@ NAIVE_OPS = OpTable(
     name="naive",
     pack_linear=pack_linear,
     pack_quantized=pack_quantized,
+    quantize=quantize,
     linear=linear,
     embedding=embedding,
     rms_norm=rms_norm,

@@ -14,7 +14,7 @@ from shadow_executor import EOS, STOP, Trouble
 from quickstep.config import PolicyName
 from quickstep.core.prefix import chain_digest
 from quickstep.core.scheduler import Scheduler
-from quickstep.types import Request, SamplingParams, StepPlan
+from quickstep.types import Pooling, Request, SamplingParams, StepPlan
 
 
 def draw_setup(rng: Random) -> Setup:
@@ -42,10 +42,13 @@ def draw_request(
     head, tail = (0, 0) if alike else rng.choice(((0, 0), (0, 1), (1, 0)))
     turn = rng.choice((0, 1, setup.block_size, 2 * setup.block_size))
     prompt = tuple(head if position < turn else tail for position in range(length))
+    pooling = rng.choice((None, None, None, None, Pooling.MEAN, Pooling.LAST))
+    max_tokens = rng.choice((0, 1, 2, 3, 5, 8, 12, None))
     sampling = SamplingParams(
-        n=rng.choice((1, 1, 1, 2, 3)) if setup.max_num_seqs > 2 else 1,
-        max_tokens=rng.choice((1, 2, 3, 5, 8, 12, None)),
-        min_tokens=rng.choice((0, 0, 1)),
+        n=rng.choice((1, 1, 1, 2, 3)) if setup.max_num_seqs > 2 and not pooling else 1,
+        max_tokens=max_tokens,
+        min_tokens=0 if max_tokens == 0 else rng.choice((0, 0, 1)),
+        prompt_logprobs=0 if max_tokens == 0 else rng.choice((None, None, None, 0)),
         stop_token_ids=rng.choice(((), (STOP,))),
         ignore_eos=rng.random() < 0.3,
     )
@@ -59,6 +62,7 @@ def draw_request(
         adapter="" if alike else rng.choice(("", "", "", "poet")),
         cache_salt="" if alike else rng.choice(("", "", "", "tenant")),
         deadline_s=rng.choice((None, None, None, now + rng.choice((0.0, 0.01, 0.1)))),
+        pooling=pooling,
     )
 
 

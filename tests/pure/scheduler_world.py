@@ -30,6 +30,7 @@ from quickstep.types import (
     SequenceTimings,
     StepPlan,
     StepRecord,
+    TokenLogprobs,
 )
 
 NATURAL_ENDS = frozenset(
@@ -38,6 +39,7 @@ NATURAL_ENDS = frozenset(
         FinishReason.STOP_TOKEN,
         FinishReason.MAX_TOKENS,
         FinishReason.CONTEXT_LIMIT,
+        FinishReason.POOLED,
     }
 )
 
@@ -97,6 +99,12 @@ class Received:
     reason: FinishReason | None = None
     timings: SequenceTimings | None = None
     error: str = ""
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    embedding: tuple[float, ...] | None = None
+
+    @property
+    def gained(self) -> tuple[object, ...]:
+        return (self.token_ids, self.reason, self.prompt_logprobs, self.embedding)
 
 
 @dataclass(frozen=True)
@@ -246,10 +254,10 @@ class World:
         alone = run_alone(one.request, self.setup)[one.index]
         name = f"{one.request.request_id}#{one.index}"
         expected = alone.token_ids
+        scores = alone.prompt_logprobs[: len(one.prompt_logprobs)]
+        assert one.prompt_logprobs == scores, f"{name} got other prompt logprobs than alone"
         if one.reason in NATURAL_ENDS:
-            assert (one.token_ids, one.reason) == (expected, alone.reason), (
-                f"{name} got {one.token_ids} ({one.reason}), alone {expected} ({alone.reason})"
-            )
+            assert one.gained == alone.gained, f"{name} got {one.gained}, alone {alone.gained}"
         else:
             start = expected[: len(one.token_ids)]
             assert one.token_ids == start, f"{name} got {one.token_ids}, alone {expected}"
@@ -269,7 +277,15 @@ class World:
         for output in outputs:
             one = self.received[f"{output.request_id}#{output.index}"]
             assert one.reason is None, "output after the end"
-            assert output.token_ids or output.finish_reason, "an output that says nothing"
+            says = output.token_ids or output.prompt_logprobs or output.finish_reason
+            assert says, "an output that says nothing"
+            one.prompt_logprobs += output.prompt_logprobs
+            one.embedding = output.embedding
+            wanted = one.request.sampling.prompt_logprobs is not None and one.index == 0
+            num_prompt = len(one.request.prompt_token_ids) if wanted else 0
+            assert len(one.prompt_logprobs) <= num_prompt, "more prompt logprobs than tokens"
+            ahead = one.token_ids or output.token_ids
+            assert not ahead or len(one.prompt_logprobs) == num_prompt, "a token before the prompt"
             assert reason is None or output.finish_reason is reason
             one.token_ids.extend(output.token_ids)
             one.reason = output.finish_reason

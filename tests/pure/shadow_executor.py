@@ -13,19 +13,22 @@ wrong token, which the scheduler has to discard.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from quickstep.types import (
     Phase,
+    Pooling,
     RowFailure,
     RowOutput,
     SamplingParams,
     StepPlan,
     StepResult,
     StepRow,
+    TokenLogprobs,
 )
 
 EOS = 2
@@ -56,9 +59,15 @@ class Slot:
     sampling: SamplingParams
     seed: int
     adapter: str
+    pooling: Pooling | None
     table: list[int] = field(default_factory=list)
     computed: int | None = None
     chain: list[int] = field(default_factory=list)  # fingerprint after each token of `history`
+    pooled: list[int] = field(default_factory=list)  # what a mean has taken in
+
+    @property
+    def prompt_only(self) -> bool:
+        return self.pooling is not None or self.sampling.max_tokens == 0
 
 
 @dataclass(frozen=True)
@@ -138,8 +147,9 @@ class ShadowExecutor:
         assert len(row.token_ids) in (0, row.num_tokens), "token_ids differ from num_tokens"
         assert row.token_ids or row.phase is Phase.DECODE, "a prefill row without tokens"
         assert row.emits or row.phase is Phase.PREFILL, "a decode row that emits nothing"
-        # The last token of the longest sequence is never computed.
-        assert row.end < self.sizes.max_model_len, "planned past the context limit"
+        assert row.end <= self.sizes.max_model_len, "planned past the context limit"
+        assert row.start <= row.score_start or not row.num_scored, "scores another row's position"
+        assert row.score_start + row.num_scored <= row.end, "scores another row's position"
         assert all(0 <= block_id < self.sizes.num_blocks for block_id in row.new_block_ids)
 
     # -- slots and tables -------------------------------------------------------------------------
@@ -161,6 +171,7 @@ class ShadowExecutor:
                 one.sampling,
                 one.seed,
                 one.adapter,
+                one.pooling,
             )
             self.slots[one.slot] = slot_now
             self._extend_chain(slot_now)
@@ -221,7 +232,15 @@ class ShadowExecutor:
         assert row.end <= len(slot.history), f"{name} is planned past its tokens"
         expected = tuple(slot.history[row.start : row.end])
         assert row.token_ids in ((), expected), f"{name} got {row.token_ids}, not {expected}"
-        assert row.emits == (row.end == len(slot.history)), f"{name}: wrong emits"
+        ends = row.end == len(slot.history)
+        assert row.emits == (ends and not slot.prompt_only), f"{name}: wrong emits"
+        assert row.pools == (ends and slot.pooling is not None), f"{name}: wrong pools"
+        # the last token of the longest sequence is never computed
+        assert slot.prompt_only or row.end < self.sizes.max_model_len, f"{name} is too long"
+        scored_end = row.score_start + row.num_scored
+        assert not row.num_scored or (
+            slot.sampling.prompt_logprobs is not None and scored_end < slot.prompt_len
+        ), f"{name} scores what nobody asked for"
         assert row.end <= len(slot.table) * self.sizes.block_size, f"{name} has too few blocks"
         needed = -(-max(row.end, slot.prefill_end) // self.sizes.block_size)
         assert len(slot.table) == needed, f"{name} has {len(slot.table)} blocks, not {needed}"
@@ -237,15 +256,44 @@ class ShadowExecutor:
         sound = self._sound_rows(rows, lenient)
         outputs = []
         for row in plan.rows:
-            if not row.emits or row.slot in bad:
+            if row.slot in bad:
                 outputs.append(RowOutput())
+                continue
+            output = self._of_prompt(row, row.slot in sound, lenient)
+            if not row.emits:
+                outputs.append(output)
                 continue
             token_id = self._next_token(row) if row.slot in sound else WRONG
             if row.slot in self.slots:
                 self.slots[row.slot].history.append(token_id)
                 self._extend_chain(self.slots[row.slot])
-            outputs.append(RowOutput((token_id,)))
+            outputs.append(replace(output, token_ids=(token_id,)))
         return tuple(outputs)
+
+    def _of_prompt(self, row: StepRow, is_sound: bool, lenient: bool) -> RowOutput:
+        """Scores and embedding out of what each position read; wrong ones where it read poison."""
+        if not is_sound:
+            wrong = (TokenLogprobs(WRONG, math.nan, 0),) * row.num_scored
+            return RowOutput(prompt_logprobs=wrong, embedding=(math.nan,) if row.pools else None)
+        slot = self.slots[row.slot]
+        end = row.score_start + row.num_scored
+        scores = tuple(self._score(slot, position) for position in range(row.score_start, end))
+        if slot.pooling is None:
+            return RowOutput(prompt_logprobs=scores)
+        if slot.pooling is Pooling.LAST:
+            slot.pooled.clear()
+        else:
+            assert lenient or len(slot.pooled) == row.start, f"{slot.sequence_id} misses a mean"
+        slot.pooled += slot.chain[row.start : row.end]
+        pooled = slot.pooled[-1:] if slot.pooling is Pooling.LAST else slot.pooled
+        value = float(hash(tuple(pooled)) % 1009)
+        return RowOutput(prompt_logprobs=scores, embedding=(value,) if row.pools else None)
+
+    def _score(self, slot: Slot, position: int) -> TokenLogprobs:
+        """A function of the position's fingerprint and of the token behind it."""
+        token_id = slot.history[position + 1]
+        value = -float(hash((slot.chain[position], token_id)) % 97)
+        return TokenLogprobs(token_id, value, 1)
 
     def _next_token(self, row: StepRow) -> int:
         slot = self.slots[row.slot]

@@ -1,6 +1,7 @@
 """The command line without an engine: flags, sizes, suggestions, exit codes."""
 
 import argparse
+import logging
 import os
 import socket
 import subprocess
@@ -12,9 +13,17 @@ from quickstep.cli import generate, serve
 from quickstep.cli.engine_flags import engine_config, model_of
 from quickstep.cli.main import main
 from quickstep.cli.parsing import Parser, bytes_size, token_count
-from quickstep.cli.sampling_flags import sampling_params
-from quickstep.config import EngineConfig, PolicyName
+from quickstep.cli.sampling_flags import sampling_params, say_defaults
+from quickstep.cli.serve_flags import input_config, log_setup, server_options
+from quickstep.config import EngineConfig, InputConfig, PolicyName
 from quickstep.errors import ConfigError, RequestError
+from quickstep.server.options import (
+    ConnectionOptions,
+    CorsOptions,
+    Deadlines,
+    RequestLimits,
+    TlsOptions,
+)
 
 
 def parsed(*argv: str) -> argparse.Namespace:
@@ -65,6 +74,58 @@ def test_every_engine_flag_reaches_the_configuration() -> None:
     assert scheduler.inter_token_target_s == 0.5
 
 
+def test_no_flags_give_the_default_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUICKSTEP_API_KEY", raising=False)
+    options = server_options(parsed("serve"))
+    assert not options.api_keys
+    assert options.limits == RequestLimits()
+    assert (options.connections, options.cors, options.tls) == (
+        ConnectionOptions(),
+        CorsOptions(),
+        TlsOptions(),
+    )
+    assert options.deadlines == Deadlines()
+    assert input_config(parsed("serve")) == InputConfig()
+
+
+def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUICKSTEP_API_KEY", "third")
+    args = parsed(
+        *("serve", "--api-key", "a=first", "second", "--allowed-origins", "https://a", "https://b"),
+        *("--allowed-methods", "POST", "--allowed-headers", "x-a", "--allow-credentials"),
+        *("--ssl-certfile", "c", "--ssl-keyfile", "k", "--ssl-ca-certs", "ca"),
+        *("--root-path", "/llm", "--unknown-fields", "warn", "--access-log"),
+        *("--default-timeout-s", "5", "--max-timeout-s", "9", "--drain-timeout-s", "1"),
+        *("--keep-alive-timeout-s", "1", "--header-timeout-s", "2", "--upload-timeout-s", "3"),
+        *("--slow-reader-timeout-s", "4", "--stream-comment-s", "0"),
+        *("--max-body-bytes", "1Ki", "--max-header-bytes", "2Ki", "--max-url-bytes", "3Ki"),
+        *("--max-json-depth", "4", "--max-n", "5", "--max-prompts", "6", "--max-stop", "7"),
+        *("--max-stop-chars", "8", "--max-logit-bias", "9", "--max-logprobs", "3"),
+        *("--max-tools", "2", "--max-schema-bytes", "1k", "--max-schema-depth", "3"),
+        *("--max-regex-bytes", "2k", "--grammar-timeout-s", "0.5", "--template-timeout-s", "3"),
+    )
+    options = server_options(args)
+    assert options.api_keys.names == ("a", "key-2", "key-3")
+    assert "QUICKSTEP_API_KEY" not in os.environ
+    assert options.cors == CorsOptions(("https://a", "https://b"), ("POST",), ("x-a",), True)
+    assert options.tls == TlsOptions("c", "k", "ca")
+    assert (options.root_path, options.ignore_unknown_fields) == ("/llm", True)
+    assert (options.access_log, options.drain_s) == (True, 1)
+    assert options.deadlines == Deadlines(5, 9)
+    assert options.connections == ConnectionOptions(1, 2, 3, 4, 0)
+    limits = options.limits
+    assert (limits.body_bytes, limits.header_bytes, limits.url_bytes) == (1024, 2048, 3072)
+    assert (limits.json_depth, limits.n, limits.prompts) == (4, 5, 6)
+    assert (limits.stop, limits.stop_chars, limits.logit_bias) == (7, 8, 9)
+    assert (limits.logprobs, limits.tools) == (3, 2)
+    assert input_config(args) == InputConfig(1000, 3, 2000, 0.5, 3)
+
+
+def test_the_log_flags_reach_both_processes() -> None:
+    setup = log_setup(parsed("serve", "--log-format", "json", "--log-level", "warning"))
+    assert (setup.as_json, setup.level) == (True, logging.WARNING)
+
+
 @pytest.mark.parametrize("argv", [["m"], ["--model", "m"], ["m", "--model", "m"]])
 def test_the_model_has_a_place_and_a_flag(argv: list[str]) -> None:
     assert model_of(parsed("serve", *argv)) == "m"
@@ -84,6 +145,41 @@ def test_sampling_flags_go_over_the_checkpoints_defaults() -> None:
     sampling = sampling_params(args, {"top_k": 9, "top_p": 0.5}, n=2)
     assert (sampling.top_k, sampling.top_p, sampling.temperature) == (3, 0.5, 0.0)
     assert (sampling.stop, sampling.seed, sampling.n) == (("a", "b"), 5, 2)
+
+
+def test_a_flag_goes_before_the_preset_and_the_preset_before_the_models_defaults() -> None:
+    defaults = {"temperature": 0.6, "top_p": 0.8, "top_k": 20}
+
+    def of(*flags: str) -> tuple[float, float, int]:
+        sampling = sampling_params(parsed("generate", "hi", *flags), defaults)
+        return sampling.temperature, sampling.top_p, sampling.top_k
+
+    assert of() == (0.6, 0.8, 20)
+    assert of("--preset", "brainstorm") == (1.2, 1.0, 20)
+    assert of("--preset", "brainstorm", "--temperature", "0") == (0.0, 1.0, 20)
+    assert sampling_params(parsed("generate", "hi"), {}).temperature == 0.0
+
+
+def test_every_sampling_flag_reaches_the_parameters() -> None:
+    args = parsed(
+        *("generate", "hi", "--typical-p", "0.9", "--xtc-probability", "0.5"),
+        *("--xtc-threshold", "0.2", "--dry-multiplier", "0.8", "--dry-base", "2"),
+        *("--dry-allowed-length", "3", "--dry-range", "64", "--dry-sequence-breakers", "."),
+        *("--bad-words", "no", "--bad-words", "never", "--thinking-budget", "99"),
+    )
+    sampling = sampling_params(args, {})
+    assert (sampling.typical_p, sampling.xtc_probability, sampling.xtc_threshold) == (0.9, 0.5, 0.2)
+    assert (sampling.dry_multiplier, sampling.dry_base) == (0.8, 2.0)
+    assert (sampling.dry_allowed_length, sampling.dry_range) == (3, 64)
+    assert sampling.dry_sequence_breakers == (".",)
+    assert sampling.bad_words == ("no", "never")
+    assert sampling.thinking_budget == 99
+
+
+def test_the_models_own_defaults_are_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    say_defaults({"temperature": 0.6, "max_tokens": 9})
+    say_defaults({})
+    assert capsys.readouterr().err == "the model's own sampling defaults: temperature 0.6\n"
 
 
 def test_bad_sampling_values_are_request_errors() -> None:
@@ -171,6 +267,13 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_2() -> None:
         (["serve", "--host", "no.such.host.invalid"], "is not an address"),
         (["serve", "a", "--model", "b"], "MODEL is a and --model is b"),
         (["serve", "--drain-timeout-s", "-1"], "--drain-timeout-s is -1"),
+        (["serve", "--upload-timeout-s", "0"], "--upload-timeout-s is 0"),
+        (["serve", "--template-timeout-s", "0"], "--template-timeout-s is 0"),
+        (["serve", "--api-key", "a=x", "a=y"], "two API keys have the name a"),
+        (["serve", "--api-key-file", "/nowhere"], "--api-key-file /nowhere cannot be read"),
+        (["serve", "--ssl-keyfile", "k"], "--ssl-keyfile needs --ssl-certfile"),
+        (["serve", "--ssl-certfile", "/nowhere"], "no certificate with its key can be read"),
+        (["serve", "--max-json-depth", "0"], "0 is below 1"),
         (["serve", "--tool-call-parser", "xml"], "--tool-call-parser is 'xml'; known are hermes"),
         (["serve", "--reasoning-parser", "x"], "--reasoning-parser is 'x'; known are think"),
         (["generate", "hi", "--stream", "--json"], "--stream prints one text"),

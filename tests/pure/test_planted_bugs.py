@@ -23,7 +23,11 @@ alone. The bugs, all of kinds that engines have shipped:
 17 admitted-with-tokens-in-flight a preempted sequence returns before its token is known
 18 hit-without-reference          prefix-hit blocks are not referenced
 19 tokens-after-the-end           a row in flight extends a sequence that has ended
-20 allocation-evicts-first        cached blocks are evicted while free ones are left
+20 scored-prompt-from-the-cache   prompt logprobs skip positions that are cached
+21 scores-lost-by-preemption      the recomputed prompt starts behind what nobody scored
+22 mean-from-the-cache            a mean misses the hidden states of cached blocks
+23 prompt-only-goes-on            a request that ends with its prompt decodes
+24 allocation-evicts-first        cached blocks are evicted while free ones are left
 
 The last one wastes and never corrupts: tokens cannot show it, `test_block_pool` does.
 """
@@ -97,9 +101,9 @@ _BUGS = {
         "        if not",
     ),
     "hit-covers-the-prompt": (
-        "batch",
-        "(len(sequence.token_ids) - 1) // self._pool.block_size",
-        "len(sequence.token_ids) // self._pool.block_size",
+        "sequence",
+        "return len(self.token_ids) - 1\n",
+        "return len(self.token_ids)\n",
     ),
     "outputs-lost-by-preemption": (
         "sequence",
@@ -107,8 +111,8 @@ _BUGS = {
         "token_ids=tuple(self.token_ids[: self.prompt_len]),",
     ),
     "output-position-restarts": (
-        "scheduler",
-        "output_position=end - sequence.prompt_len",
+        "sequence",
+        "output_position=end - self.prompt_len",
         "output_position=end - residency.prefill_end",
     ),
     "failed-blocks-stay-indexed": (
@@ -149,6 +153,18 @@ _BUGS = {
         "is_over = sequence.state is SequenceState.FINISHED or residency.spoiled",
         "is_over = residency.spoiled",
     ),
+    "scored-prompt-from-the-cache": (
+        "sequence",
+        "if self._num_scored_tokens < self.prompt_len:\n            return max",
+        "if False:\n            return max",
+    ),
+    "scores-lost-by-preemption": (
+        "sequence",
+        "return max(0, self._num_scored_tokens - 1)",
+        "return max(0, self._num_scored_tokens + 1)",
+    ),
+    "mean-from-the-cache": ("sequence", "if self.request.pooling is Pooling.MEAN:", "if False:"),
+    "prompt-only-goes-on": ("intake", "if request.prompt_only:", "if False:"),
     "allocation-evicts-first": (
         "block_pool",
         "self._free.pop() if self._free else self._evict()",

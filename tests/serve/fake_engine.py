@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +20,14 @@ from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import EngineError, RequestError
-from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
+from quickstep.model.sizing import MemoryPlan
+from quickstep.types import (
+    FinishReason,
+    Pooling,
+    SamplingParams,
+    SequenceTimings,
+    TokenLogprobs,
+)
 
 WORDS = ("Hello", " world", ",", " this", " is", " a", " test", ".")
 END_ID = 255
@@ -30,12 +38,16 @@ class FakeTokenizer:
     """Ids 0-7 are the script's words, the others bytes; text is encoded by its bytes."""
 
     vocab_size = 256
+    eos_token_ids = frozenset({END_ID})
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [1] * add_special_tokens + list(text.encode())
 
     def token_id(self, text: str) -> int | None:
         return SPECIAL_IDS.get(text)
+
+    def piece(self, token_id: int) -> str | None:
+        return f"piece-{token_id}"
 
     def is_special(self, token_id: int) -> bool:
         return token_id in SPECIAL_IDS.values()
@@ -54,6 +66,9 @@ class FakeTemplate:
     formats: OutputFormats = field(
         default_factory=lambda: formats_of("{{ tools }}<tool_call>{{ message.tool_calls }}")
     )
+    rendered: list[Mapping[str, Any]] = field(default_factory=list)
+
+    source: str = "{{ messages }}"
 
     def render(
         self,
@@ -62,6 +77,7 @@ class FakeTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
+        self.rendered.extend(messages)
         lines = [f"{message['role']}: {message['content']}" for message in messages]
         lines += [
             f"calls={message['tool_calls']}" for message in messages if "tool_calls" in message
@@ -84,6 +100,7 @@ class Script:
     endless: bool = False
     gate: asyncio.Event | None = None
     words: tuple[str, ...] = WORDS
+    stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
@@ -95,6 +112,8 @@ class Submitted:
     priority: int
     tenant: str
     cache_salt: str
+    deadline_s: float | None = None
+    pooling: Pooling | None = None
 
 
 class FakeStream:
@@ -103,6 +122,7 @@ class FakeStream:
         self.prompt_token_ids = item.prompt
         self.seed = 1234 if item.sampling.seed is None else item.sampling.seed
         self._engine = engine
+        self._item = item
         self._sampling = item.sampling
         self._deltas = self._run()
 
@@ -119,6 +139,10 @@ class FakeStream:
         script = self._engine.script
         if script.raises:
             raise script.raises
+        if self._item.pooling is not None:
+            yield self._embedded()
+            self._engine.open_streams.discard(self)
+            return
         for index in range(self._sampling.n):
             async for delta in self._sequence(index):
                 yield delta
@@ -126,9 +150,11 @@ class FakeStream:
 
     async def _sequence(self, index: int) -> AsyncIterator[Delta]:
         script = self._engine.script
-        limit = self._sampling.max_tokens or 1000
+        limit = 1000 if self._sampling.max_tokens is None else self._sampling.max_tokens
         emitted = 0
         words = script.words
+        if not index and self._sampling.prompt_logprobs is not None:
+            yield Delta(index, prompt_logprobs=self._prompt_logprobs())
         while script.endless or emitted < min(limit, len(words)):
             if script.gate:
                 await script.gate.wait()
@@ -144,7 +170,20 @@ class FakeStream:
         end = (END_ID,) * (reason is FinishReason.EOS)
         logprobs = self._logprobs(END_ID) if end else ()
         timings = self._timings(emitted + len(end))
-        yield Delta(index, "", end, logprobs, reason, None, timings, script.error)
+        stopped_by = script.stop_reason
+        yield Delta(index, "", end, logprobs, reason, stopped_by, timings, script.error)
+
+    def _embedded(self) -> Delta:
+        """The prompt's length on a circle tells which prompt it was; MEAN and LAST differ."""
+        angle = float(len(self.prompt_token_ids)) + (self._item.pooling is Pooling.MEAN)
+        vector = (math.cos(angle), math.sin(angle))
+        return Delta(0, finish_reason=FinishReason.POOLED, embedding=vector)
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        num_top = self._sampling.prompt_logprobs or 0
+        top = tuple((other, -0.5 - other) for other in range(num_top))
+        scored = self.prompt_token_ids[1:]
+        return (None, *(TokenLogprobs(token_id, -1.0, 2, top) for token_id in scored))
 
     def _logprobs(self, token_id: int) -> tuple[TokenLogprobs, ...]:
         num_top = self._sampling.logprobs
@@ -187,10 +226,13 @@ class FakeEngine:
     now_s: float = 0.0
     last_step_s: float | None = None
     default_sampling: Mapping[str, float] = field(default_factory=dict)
+    memory_plan: MemoryPlan | None = None
+    default_pooling: Pooling = Pooling.LAST
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
     submitted: list[Submitted] = field(default_factory=list)
     open_streams: set[FakeStream] = field(default_factory=set)
+    refusals: list[Exception] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -232,7 +274,7 @@ class FakeEngine:
     async def prepare(self, sampling: SamplingParams) -> None:
         """Every grammar is fine: the script follows none."""
 
-    def submit(
+    def submit(  # noqa: PLR0913
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
@@ -242,15 +284,18 @@ class FakeEngine:
         tenant: str = "",
         cache_salt: str = "",
         deadline_s: float | None = None,
+        pooling: Pooling | None = None,
     ) -> FakeStream:
         assert not isinstance(prompt, str), "the server tokenises"
         if self.state is not EngineState.RUNNING:
             raise EngineError("the engine is not running")
+        if self.refusals:
+            raise self.refusals.pop()
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
         if len(prompt) >= self.max_model_len:
             raise RequestError(f"prompt has {len(prompt)} tokens", param="prompt")
-        item = Submitted(tuple(prompt), sampling, priority, tenant, cache_salt)
+        item = Submitted(tuple(prompt), sampling, priority, tenant, cache_salt, deadline_s, pooling)
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")
         self.open_streams.add(stream)

@@ -12,7 +12,7 @@ from client import CHAT, MESSAGES, chunks, client_of
 from fake_engine import SPECIAL_IDS, FakeEngine, FakeTemplate, Script
 from live_server import live_server
 
-from quickstep.engine.tool_calls.formats import formats_of
+from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, ToolCallFormat, formats_of
 from quickstep.server.app import create_app
 from quickstep.server.options import ServerOptions
 from quickstep.types import FinishReason
@@ -284,24 +284,34 @@ def test_a_forced_call_is_a_grammar_around_the_functions_schema(
     assert post(body, engine).json()["choices"][0]["finish_reason"] == "tool_calls"
     grammar = engine.submitted[0].sampling.grammar
     assert grammar is not None
-    start, call, functions, *rules = grammar.text.splitlines()
+    start, call, *rules = grammar.text.splitlines()
     assert start == ("start: call" if one_call else 'start: call ("\\n" call)*')
+    assert len(rules) == len(call.split("|")) == (1 if one_call else 2)
     # the marker is a special token here, which is no text to the grammar
-    assert call == 'call: <tool_call> "\\n" function "\\n" "</tool_call>"'
-    assert len(rules) == len(functions.split("|")) == (1 if one_call else 2)
+    assert rules[0].startswith(f"function_0: <[{SPECIAL_IDS['<tool_call>']}]> ")
     assert '"city"' in rules[0]
     one = post({**body, "tool_choice": "required", "parallel_tool_calls": False}, engine)
     assert one.status_code == 200
     assert engine.submitted[1].sampling.grammar.text.startswith("start: call\n")
 
 
-@pytest.mark.parametrize("sign", ["[TOOL_CALLS]", "[func_name1(", "<|channel|>commentary"])
-def test_a_format_that_no_grammar_spells_cannot_be_forced(sign: str) -> None:
-    engine = engine_saying("x", "{{ tools }}" + sign)
-    response = post({"tools": [TOOL], "tool_choice": "required"}, engine)
+@pytest.mark.parametrize("known", TOOL_CALL_FORMATS.values(), ids=lambda known: known.name)
+def test_calls_can_be_forced_in_every_format(known: ToolCallFormat) -> None:
+    engine = FakeEngine()
+    options = ServerOptions(tool_call_parser=known.name)
+    response = post({"tools": [TOOL], "tool_choice": "required"}, engine, options)
+    assert response.status_code == 200
+    grammar = engine.submitted[0].sampling.grammar
+    assert grammar is not None
+    assert "get_weather" in grammar.text
+
+
+def test_a_function_that_the_format_cannot_spell_is_refused_by_name() -> None:
+    options = ServerOptions(tool_call_parser="pythonic")
+    body = {"tools": function(name="1st"), "tool_choice": "required"}
+    response = post(body, FakeEngine(), options)
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "tool_choice"
-    assert post({"tools": [TOOL]}, engine).status_code == 200
+    assert response.json()["error"]["param"] == "tools"
 
 
 def test_a_grammar_is_refused_where_the_prompt_opens_the_reasoning() -> None:

@@ -36,6 +36,7 @@ def test_a_text_prompt_is_completed_with_usage_and_seed() -> None:
         "text": TEXT,
         "logprobs": None,
         "finish_reason": "stop",
+        "stop_reason": None,
         "seed": 1234,
     }
     assert answer["usage"] == {

@@ -48,6 +48,21 @@ REQUESTS: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {"prompt": CODE, "structured_outputs": {"regex": "[0-9]{4}"}, "seed": 4}),
     (CHAT, {"messages": QUESTION, "response_format": SCHEMA_FORMAT, "seed": 5, "n": 2}),
     (CHAT, {"messages": QUESTION, "structured_outputs": {"json": {"not": {}}}}),
+    (
+        COMPLETIONS,
+        {
+            "prompt": CODE,
+            "bad_words": ["first", " second", "self."],
+            "dry_multiplier": 0.8,
+            "xtc_probability": 0.5,
+            "typical_p": 0.9,
+            "preset": "creative",
+            "seed": 6,
+            "max_tokens": 40,
+        },
+    ),
+    (COMPLETIONS, {"prompt": "a", "bad_words": ["a"], "allowed_token_ids": [67, 271], "seed": 7}),
+    (CHAT, {"messages": QUESTION, "thinking_budget": 9}),
     (COMPLETIONS, {"prompt": "a", "stop_token_ids": [10**6]}),
     (COMPLETIONS, {"prompt": "a " * 20_000}),
 )

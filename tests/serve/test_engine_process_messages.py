@@ -56,6 +56,17 @@ st.register_type_strategy(
         ignore_eos=st.booleans(),
         skip_special_tokens=st.booleans(),
         logprobs=st.none() | st.integers(0, 99),
+        typical_p=st.floats(0.01, 1),
+        xtc_probability=st.floats(0, 1),
+        xtc_threshold=st.floats(0, 1),
+        dry_multiplier=st.floats(0, 9),
+        dry_base=st.floats(1, 9),
+        dry_allowed_length=st.integers(1, 99),
+        dry_range=st.integers(0, 2**31 - 1),
+        dry_sequence_breakers=st.lists(TEXTS.filter(bool), max_size=3).map(tuple),
+        bad_words=st.lists(TEXTS.filter(bool), max_size=3).map(tuple),
+        thinking_budget=st.none() | st.integers(0, 2**31 - 1),
+        reasoning_tags=st.none() | st.tuples(TEXTS, TEXTS),
     ),
 )
 CONFIGS = st.builds(

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from client import CHAT, COMPLETIONS, client_of
 from fake_engine import FakeEngine, FakeStream, Submitted
+from live_server import live_server
 
 from quickstep.engine.stats import EngineState
 from quickstep.server.app import create_app
@@ -81,7 +82,7 @@ def test_a_body_of_unknown_length_is_limited_as_well() -> None:
     assert ask("POST", CHAT, options=options, content=pieces()).status_code == 413
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/embeddings", "/v1/chat/completions/x"])
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/images", "/v1/chat/completions/x"])
 def test_an_unknown_route_is_404(path: str) -> None:
     response = ask("GET", path)
     assert response.status_code == 404
@@ -159,6 +160,23 @@ def test_an_engine_that_does_not_run_is_503_and_not_ready() -> None:
     assert not_ready.status_code == 503
     assert unhealthy.status_code == 503
     assert unhealthy.json()["status"] == "failed"
+
+
+def test_a_fault_of_ours_is_500_in_openais_shape_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(FakeEngine):
+        def submit(self, *prompt: Any, **more: Any) -> FakeStream:
+            raise ZeroDivisionError("a secret of the inside")
+
+    with live_server(Broken()) as server:
+        response = httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": "a"})
+        assert httpx.get(f"{server.url}/health").status_code == 200
+    assert response.status_code == 500
+    assert error_of(response)["code"] == "internal_error"
+    assert "secret" not in response.text
+    traces = [record for record in caplog.records if record.exc_info]
+    assert len(traces) == 1
 
 
 def test_health_fails_when_work_is_pending_and_no_step_finishes() -> None:

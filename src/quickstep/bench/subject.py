@@ -51,6 +51,7 @@ class Subject:
         kernels: The kernel set's name, `native-avx512`.
         kernel_s: Seconds computed so far; `kernel_how` says what they are the time in.
         num_threads: torch's, which the kernels follow.
+        quantization: `LoadConfig.quantization`.
     """
 
     engine: Engine
@@ -60,16 +61,22 @@ class Subject:
     kernel_s: Callable[[], float]
     kernel_how: str
     num_threads: int
+    quantization: str | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """Of weights and KV."""
         return self.model.kv_shape.dtype
 
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Of the products that the layers spend their time in: int8 for quantised weights."""
+        return self.dtype if self.quantization is None else torch.int8
+
     def weight_bytes_read(self, batch: int) -> float:
         """Bytes of packed weights that a decode step of `batch` rows reads, each once."""
         if not isinstance(self.model, Decoder):
-            return weight_bytes(self.spec, self.dtype.itemsize)
+            return weight_bytes(self.spec, self.dtype.itemsize, self.quantization)
         weights = self.model.weights
         layers = sum(
             _bytes_read(layer, read_share(self.spec, kind, batch))
@@ -147,6 +154,7 @@ def _wired(
         kernel_s=kernel_s,
         kernel_how=kernel_how,
         num_threads=torch.get_num_threads(),
+        quantization=config.load.quantization,
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
 from quickstep.cli.parsing import Parser, command
-from quickstep.cli.sampling_flags import add_sampling_flags, sampling_params
+from quickstep.cli.sampling_flags import add_sampling_flags, sampling_params, say_defaults
 from quickstep.errors import RequestError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     sampling_params(args, {})  # a wrong value is told before the model is loaded
 
     async def work(engine: Engine) -> None:
+        say_defaults(engine.default_sampling)
         conversation = Conversation(
             engine, sampling_params(args, engine.default_sampling), args.system
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quickstep.cli.engine_flags import add_engine_flags, engine_config
 from quickstep.cli.parsing import Parser, command, positive_int
-from quickstep.cli.sampling_flags import add_sampling_flags, sampling_params
+from quickstep.cli.sampling_flags import add_sampling_flags, sampling_params, say_defaults
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     live = live and not args.json and args.n == 1
 
     async def work(engine: Engine) -> None:
+        say_defaults(engine.default_sampling)
         sampling = sampling_params(args, engine.default_sampling, args.n)
         stream = engine.submit(prompt, sampling)
         answers = await collect(stream, args.n, _write if live else None)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from quickstep import __version__
-from quickstep.cli import bench, chat, demo, doctor, generate, serve, verify
+from quickstep.cli import batch, bench, chat, demo, doctor, generate, serve, verify
 from quickstep.cli.parsing import Parser
 from quickstep.errors import ConfigError, QuickstepError, RequestError
 
@@ -51,7 +51,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"quickstep {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (serve, generate, chat, demo, verify, doctor, bench):
+    for command in (serve, generate, chat, batch, demo, verify, doctor, bench):
         command.add_parser(subparsers)
     args, unknown = parser.parse_known_args(argv)
     if unknown:

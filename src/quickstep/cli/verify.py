@@ -16,11 +16,17 @@ from typing import TYPE_CHECKING
 
 from quickstep.cli.parsing import Parser, command, positive_int
 from quickstep.cli.screen import console_on, print_table
+from quickstep.config import QUANTIZATIONS
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from quickstep.engine.grammars import GrammarCompiler
     from quickstep.engine.verification import Progress
     from quickstep.engine.verification_report import Mismatch, VerifyReport
     from quickstep.model.interface import Model
+    from quickstep.runtime.closing import ClosingVocabulary
+    from quickstep.types import Grammar
 
 __all__ = ["add_parser", "run"]
 
@@ -66,6 +72,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         default="auto",
         help="weights and KV cache (default: the checkpoint's)",
     )
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="round the matrices as they are loaded (default: do not)",
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--block-size", type=positive_int, default=16, metavar="TOKENS")
     parser.add_argument("--revision", help="hub revision")
@@ -92,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
     )
     subject = _Subject(args)
     with _progress_bar() as progress:
-        report = verify(subject.load, options, subject.eos_token_ids, progress)
+        new_matcher = subject.new_matcher if subject.eos_token_ids else None
+        report = verify(subject.load, options, subject.eos_token_ids, progress, new_matcher)
     if args.json:
         facts = {"model": subject.checkpoint.name, "fingerprint": subject.fingerprint}
         json.dump({**facts, **report.to_json()}, sys.stdout)
@@ -114,15 +126,19 @@ class _Subject:
             model=args.model,
             revision=args.revision,
             dtype=args.dtype,
+            quantization=args.quantization,
             device=args.device,
             offline=args.offline,
         )
         self._isa = os.environ.get("QUICKSTEP_CPU_ISA")
         self.checkpoint = find_checkpoint(self._config)
-        self.eos_token_ids = Tokenizer.open(self.checkpoint.path).eos_token_ids
+        self._tokenizer = Tokenizer.open(self.checkpoint.path)
+        self._grammars: GrammarCompiler | None = None
+        self.eos_token_ids = self._tokenizer.eos_token_ids
         self.fingerprint = ""
 
     def load(self, threads: int) -> Model:
+        from quickstep.engine.grammars import GrammarCompiler
         from quickstep.model.loader import load_model, resolve_device
         from quickstep.model.spec import read_spec
         from quickstep.ops.resolve import resolve_ops
@@ -131,7 +147,13 @@ class _Subject:
         spec = read_spec(self.checkpoint.path)
         model = load_model(self.checkpoint, spec, ops, self._config, None)
         self.fingerprint = model.fingerprint
+        self._grammars = GrammarCompiler(self._tokenizer, model.vocab_size)
         return model
+
+    def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingVocabulary]:
+        """Of the model that was loaded last."""
+        assert self._grammars is not None, "requests follow the loading"
+        return self._grammars.new_matcher(grammar)
 
 
 @contextmanager

@@ -131,8 +131,7 @@ class Batch:
     def _lookup(self, sequence: Sequence) -> tuple[int, ...]:
         if not self._pool.prefix_caching:
             return ()
-        # At least one token is left to compute: its logits give the next one.
-        num_blocks = (len(sequence.token_ids) - 1) // self._pool.block_size
+        num_blocks = sequence.num_reusable // self._pool.block_size
         tokens, digests = sequence.token_ids, sequence.digests
         self._pool.extend_digests(digests, sequence.root, tokens, num_blocks)
         return self._pool.lookup(sequence.root, tokens, digests[:num_blocks])

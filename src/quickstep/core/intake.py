@@ -42,6 +42,8 @@ class Limits:
 
     def output_limit(self, request: Request) -> int:
         """Output tokens after which a sequence of `request` ends in any case."""
+        if request.prompt_only:
+            return 0
         room = self.max_outputs(len(request.prompt_token_ids))
         max_tokens = request.sampling.max_tokens
         return room if max_tokens is None else min(room, max_tokens)
@@ -51,16 +53,18 @@ class Limits:
         num_tokens = len(request.prompt_token_ids)
         if not num_tokens:
             raise RequestError("prompt has no tokens, it needs at least 1", param="prompt")
-        if num_tokens >= self.max_model_len:
+        least_outputs = 0 if request.prompt_only else 1
+        room = f"prompt has {num_tokens} tokens, with {least_outputs} output tokens"
+        if num_tokens + least_outputs > self.max_model_len:
             raise RequestError(
-                f"prompt has {num_tokens} tokens, with one output token the limit is"
-                f" {self.max_model_len}; raise --max-model-len or shorten the prompt",
+                f"{room} the limit is {self.max_model_len}; raise --max-model-len or shorten the"
+                " prompt",
                 param="prompt",
             )
-        if num_tokens >= self.pool_tokens:
+        if num_tokens + least_outputs > self.pool_tokens:
             raise RequestError(
-                f"prompt has {num_tokens} tokens, with one output token the KV cache holds"
-                f" {self.pool_tokens}; raise --num-blocks or shorten the prompt",
+                f"{room} the KV cache holds {self.pool_tokens}; raise --num-blocks or shorten the"
+                " prompt",
                 param="prompt",
             )
         if request.sampling.n > self.max_num_seqs:

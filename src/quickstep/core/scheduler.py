@@ -42,7 +42,6 @@ from quickstep.types import (
     StepOutcome,
     StepPlan,
     StepResult,
-    StepRow,
 )
 
 __all__ = ["Scheduler"]
@@ -190,22 +189,9 @@ class Scheduler:
     ) -> None:
         """Add a row to the draft; from here on others may share the blocks that it fills."""
         residency = sequence.resident
-        start = residency.planned
-        end = start + num_tokens
-        emits = end == len(sequence.token_ids) + residency.pending
-        row = StepRow(
-            slot=residency.slot,
-            start=start,
-            num_tokens=num_tokens,
-            token_ids=tuple(sequence.token_ids[start:end]),
-            new_block_ids=new_block_ids,
-            phase=Phase.PREFILL if start < residency.prefill_end else Phase.DECODE,
-            emits=emits,
-            output_position=end - sequence.prompt_len if emits else 0,
-            adapter=sequence.request.adapter,
-        )
-        residency.planned = end
-        residency.pending += emits
+        row = sequence.row(num_tokens, new_block_ids)
+        residency.planned = row.end
+        residency.pending += row.emits
         draft.add(FlightRow(sequence, residency, row))
         self._batch.register(sequence)
 
@@ -301,19 +287,17 @@ class Scheduler:
     ) -> SequenceOutput | None:
         sequence, residency = entry.sequence, entry.residency
         is_over = sequence.state is SequenceState.FINISHED or residency.spoiled
-        if is_over or not entry.row.emits:
+        if is_over:
             return None
-        residency.pending -= 1
+        residency.pending -= entry.row.emits
         max_outputs = self._limits.max_outputs(sequence.prompt_len)
-        num_taken, reason = sequence.receive(output.token_ids, now, max_outputs)
-        self._totals.num_output_tokens += num_taken
+        new, reason = sequence.receive(entry.row, output, now, max_outputs)
+        self._totals.num_output_tokens += len(new.token_ids)
         if sequence.state is SequenceState.RUNNING:
             self._batch.register(sequence)
-        new = RowOutput(output.token_ids[:num_taken], output.logprobs[:num_taken])
         if reason is not None:
             return self._finish(sequence, reason, now, new=new)
-        name = sequence.request.request_id
-        return SequenceOutput(name, sequence.index, new.token_ids, new.logprobs)
+        return new if new.token_ids or new.prompt_logprobs else None
 
     def _finish(
         self,
@@ -321,7 +305,7 @@ class Scheduler:
         reason: FinishReason,
         now: float,
         error: str = "",
-        new: RowOutput | None = None,
+        new: SequenceOutput | None = None,
     ) -> SequenceOutput:
         """End a sequence wherever it stands and free what it holds at once."""
         if sequence.state is SequenceState.RUNNING:
@@ -329,16 +313,14 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         timings = sequence.finish(now)
-        name, new = sequence.request.request_id, new or RowOutput()
+        name = sequence.request.request_id
+        new = new or SequenceOutput(name, sequence.index)
         self._requests[name].remove(sequence)
         if not self._requests[name]:
             del self._requests[name]
         stopped = reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
-        return SequenceOutput(
-            request_id=name,
-            index=sequence.index,
-            token_ids=new.token_ids,
-            logprobs=new.logprobs,
+        return replace(
+            new,
             finish_reason=reason,
             stop_token_id=new.token_ids[-1] if stopped and new.token_ids else None,
             timings=timings,

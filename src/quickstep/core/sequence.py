@@ -10,7 +10,18 @@ import enum
 from dataclasses import dataclass, field
 
 from quickstep.core.prefix import BlockKey, ChainRoot
-from quickstep.types import Admission, FinishReason, Request, SequenceTimings
+from quickstep.types import (
+    Admission,
+    FinishReason,
+    Phase,
+    Pooling,
+    Request,
+    RowOutput,
+    SequenceOutput,
+    SequenceTimings,
+    StepRow,
+    TokenLogprobs,
+)
 
 __all__ = ["Residency", "Sequence", "SequenceState", "sequence_seed"]
 
@@ -104,6 +115,9 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # None until first admitted
         self.device_s = 0.0
         self.arrival_s = now
+        # prompt tokens that are scored and delivered; of a request's sequences the first does it
+        scores = index == 0 and request.sampling.prompt_logprobs is not None
+        self._num_scored_tokens = 0 if scores else self.prompt_len
         self._first_scheduled_s: float | None = None
         self._first_token_s: float | None = None
         self._num_preemptions = 0
@@ -114,6 +128,16 @@ class Sequence:
     def num_outputs(self) -> int:
         """Output tokens known."""
         return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens whose KV may come from the prefix cache: their hidden states do not."""
+        if self.request.pooling is Pooling.MEAN:
+            return 0
+        if self._num_scored_tokens < self.prompt_len:
+            return max(0, self._num_scored_tokens - 1)
+        # At least one token is left to compute: its logits give the next one.
+        return len(self.token_ids) - 1
 
     @property
     def queue_rank(self) -> tuple[int, bool, int]:
@@ -152,6 +176,32 @@ class Sequence:
             seed=self.seed,
             eos_token_ids=self.request.eos_token_ids,
             adapter=self.request.adapter,
+            pooling=self.request.pooling,
+        )
+
+    def row(self, num_tokens: int, new_block_ids: tuple[int, ...]) -> StepRow:
+        """The row that computes the next `num_tokens` tokens."""
+        residency, request = self.resident, self.request
+        start = residency.planned
+        end = start + num_tokens
+        ends = end == len(self.token_ids) + residency.pending
+        emits = ends and not request.prompt_only
+        # the logits of the prompt's last token belong to the output
+        score_start = max(start, self._num_scored_tokens - 1)
+        num_scored = max(0, min(end, self.prompt_len - 1) - score_start)
+        return StepRow(
+            slot=residency.slot,
+            start=start,
+            num_tokens=num_tokens,
+            token_ids=tuple(self.token_ids[start:end]),
+            new_block_ids=new_block_ids,
+            phase=Phase.PREFILL if start < residency.prefill_end else Phase.DECODE,
+            emits=emits,
+            output_position=end - self.prompt_len if emits else 0,
+            adapter=request.adapter,
+            score_start=score_start if num_scored else 0,
+            num_scored=num_scored,
+            pools=ends and request.pooling is not None,
         )
 
     def preempt(self, now: float) -> None:
@@ -162,12 +212,30 @@ class Sequence:
         self._clock.enter(_Activity.PREEMPTED, now)
 
     def receive(
+        self, row: StepRow, output: RowOutput, now: float, max_outputs: int
+    ) -> tuple[SequenceOutput, FinishReason | None]:
+        """Take what a row gave, up to a token that ends the sequence: what is new, and the end.
+
+        `max_outputs` is the room that the context leaves for output tokens.
+        """
+        num_taken, reason = 0, None
+        if row.emits:
+            num_taken, reason = self._append(output.token_ids, now, max_outputs)
+        elif self.request.prompt_only and row.end == self.prompt_len:
+            reason = FinishReason.POOLED if row.pools else FinishReason.MAX_TOKENS
+        new = SequenceOutput(
+            request_id=self.request.request_id,
+            index=self.index,
+            token_ids=output.token_ids[:num_taken],
+            logprobs=output.logprobs[:num_taken],
+            prompt_logprobs=self._score(row, output),
+            embedding=output.embedding if row.pools else None,
+        )
+        return new, reason
+
+    def _append(
         self, token_ids: tuple[int, ...], now: float, max_outputs: int
     ) -> tuple[int, FinishReason | None]:
-        """Append output tokens up to one that ends the sequence: how many, and why it ends.
-
-        `max_outputs` is the room that the context leaves for them.
-        """
         if self._first_token_s is None:
             self._first_token_s = now
         if self.state is SequenceState.RUNNING:
@@ -178,6 +246,19 @@ class Sequence:
             if reason is not None:
                 return count, reason
         return len(token_ids), None
+
+    def _score(self, row: StepRow, output: RowOutput) -> tuple[TokenLogprobs | None, ...]:
+        """The prompt logprobs that nobody has delivered yet: a row may repeat those of a row that
+        was in flight when the sequence was preempted.
+        """
+        num_known = self._num_scored_tokens
+        if num_known == self.prompt_len:
+            return ()
+        first = (None,) if num_known == 0 else ()
+        num_repeated = max(0, max(num_known, 1) - (row.score_start + 1))
+        new = first + output.prompt_logprobs[num_repeated:]
+        self._num_scored_tokens += len(new)
+        return new
 
     @property
     def resident(self) -> Residency:

@@ -88,6 +88,10 @@ def failure_reasons(plan: StepPlan, result: StepResult) -> dict[int, str]:
     for index, (row, output) in enumerate(zip(plan.rows, result.outputs, strict=True)):
         if row.emits and not output.token_ids:
             reasons.setdefault(index, "the executor returned no token")
+        if row.pools and output.embedding is None:
+            reasons.setdefault(index, "the executor returned no embedding")
+        if len(output.prompt_logprobs) != row.num_scored:
+            reasons.setdefault(index, "the executor did not score the prompt")
     return reasons
 
 

@@ -18,13 +18,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from quickstep.config import EngineConfig, SchedulerConfig
+from quickstep.config import EngineConfig, InputConfig, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.chat_template import ChatTemplate
 from quickstep.engine.engine import Engine
+from quickstep.engine.grammar_source import GrammarLimits
+from quickstep.engine.grammar_trial import TrialLimits
 from quickstep.engine.grammars import GrammarCompiler
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, usable_cores
@@ -32,6 +34,7 @@ from quickstep.engine.seeds import open_seeds
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.tokenizer import Tokenizer, read_json
 from quickstep.errors import ConfigError
+from quickstep.types import Pooling
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +103,7 @@ def open_engine(
     loaded = load_weights(config, progress)
     model, plan = loaded.model, loaded.plan
     kv = allocate_kv(model.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
-    description = describe(loaded, time.monotonic() - started_s)
+    description = describe(loaded, time.monotonic() - started_s, config.inputs)
     return wire_engine(config, model, kv, plan, description, step_log_path)
 
 
@@ -224,8 +227,11 @@ def _fitted(scheduler: SchedulerConfig, plan: MemoryPlan) -> SchedulerConfig:
     )
 
 
-def describe(loaded: LoadedWeights, load_s: float) -> LoadedModel:
+def describe(
+    loaded: LoadedWeights, load_s: float, inputs: InputConfig | None = None
+) -> LoadedModel:
     """What the engine serves: the checkpoint's tokenizer, template and sampling values read."""
+    inputs = inputs or InputConfig()
     path = loaded.checkpoint.path
     tokenizer = Tokenizer.open(path)
     return LoadedModel(
@@ -234,12 +240,20 @@ def describe(loaded: LoadedWeights, load_s: float) -> LoadedModel:
         max_model_len=loaded.plan.max_model_len,
         vocab_size=loaded.model.vocab_size,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.open(path, tokenizer.special_tokens, datetime.now),
+        chat_template=ChatTemplate.open(
+            path, tokenizer.special_tokens, datetime.now, inputs.template_s
+        ),
         default_sampling=_default_sampling(path),
         load_s=load_s,
         memory_plan=loaded.plan,
         path=path,
-        grammars=GrammarCompiler(tokenizer, loaded.model.vocab_size),
+        grammars=GrammarCompiler(
+            tokenizer,
+            loaded.model.vocab_size,
+            GrammarLimits.of(inputs),
+            TrialLimits(cpu_s=inputs.grammar_s),
+        ),
+        default_pooling=_default_pooling(path),
     )
 
 
@@ -248,3 +262,9 @@ def _default_sampling(path: Path) -> Mapping[str, float]:
     values = read_json(path / "generation_config.json")
     named = {ours: values[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if theirs in values}
     return MappingProxyType({name: value for name, value in named.items() if value is not None})
+
+
+def _default_pooling(path: Path) -> Pooling:
+    """The mean where the checkpoint's sentence-transformers card has it, else the last token."""
+    card = read_json(path / "1_Pooling" / "config.json")
+    return Pooling.MEAN if card.get("pooling_mode_mean_tokens") is True else Pooling.LAST

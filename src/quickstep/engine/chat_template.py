@@ -1,6 +1,7 @@
 """A conversation to prompt text, through the template that the checkpoint brings.
 
-The template is code from a stranger: it runs in Jinja's immutable sandbox, with the additions
+The template is code from a stranger: it runs in Jinja's immutable sandbox, within bounds of time
+and size (`template_limits`), with the additions
 that Hugging Face's templates rely on (`tojson` without HTML escapes, `raise_exception`,
 `strftime_now`, loop controls, `generation` blocks). Called by the engine's users before
 `Engine.submit`. Whatever a template or a conversation does wrong is a RequestError.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -20,9 +22,9 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quickstep.engine.gguf_tokenizer import gguf_templates
+from quickstep.engine.template_limits import BoundedEnvironment
 from quickstep.engine.tokenizer import read_json
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import ConfigError, RequestError
@@ -72,7 +74,7 @@ class ChatTemplate:
     """The templates of one checkpoint, by name; `default` renders unless another one fits.
 
     `special_tokens` are visible to templates (`bos_token`, ...); `now` gives the date that a
-    template may print.
+    template may print. A render that takes longer than `limit_s` by the `clock` is refused.
     """
 
     def __init__(
@@ -80,9 +82,14 @@ class ChatTemplate:
         templates: Mapping[str, str],
         special_tokens: Mapping[str, str],
         now: Callable[[], datetime],
+        *,
+        limit_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        environment = _environment(now)
+        self._environment = environment = _environment(now, clock)
+        self._limit_s = limit_s
         self._formats = _formats(templates)
+        self._source = templates.get("default", next(iter(templates.values()), ""))
         self._empty_content = None if any(map(_TESTS_NONE.search, templates.values())) else ""
         self._special_tokens = dict(special_tokens)
         try:
@@ -94,11 +101,20 @@ class ChatTemplate:
 
     @classmethod
     def open(
-        cls, path: Path, special_tokens: Mapping[str, str], now: Callable[[], datetime]
+        cls,
+        path: Path,
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime],
+        limit_s: float = 1.0,
     ) -> ChatTemplate | None:
         """The templates of the checkpoint directory `path`; None if it has none."""
         templates = find_templates(path)
-        return cls(templates, special_tokens, now) if templates else None
+        return cls(templates, special_tokens, now, limit_s=limit_s) if templates else None
+
+    @property
+    def source(self) -> str:
+        """The text of the template that renders unless another one fits."""
+        return self._source
 
     @property
     def formats(self) -> OutputFormats:
@@ -135,7 +151,8 @@ class ChatTemplate:
         }
         template = self._choose(with_tools=bool(tools))
         try:
-            return template.render(variables)
+            with self._environment.within(self._limit_s):
+                return template.render(variables)
         except Exception as error:  # a template may raise anything, on any conversation
             raise RequestError(
                 f"the chat template refused the conversation: {error}", param="messages"
@@ -190,17 +207,15 @@ def _template_files(path: Path) -> Iterable[tuple[str, str]]:
         yield "default", file.read_text(encoding="utf-8")
 
 
-def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
-    )
+def _environment(now: Callable[[], datetime], clock: Callable[[], float]) -> BoundedEnvironment:
+    environment = BoundedEnvironment(clock, [_GenerationBlock, jinja2.ext.loopcontrols])
 
     def strftime_now(format: str) -> str:
         return now().strftime(format)
 
     environment.filters["tojson"] = _tojson
+    environment.bound_filters()
+    del environment.globals["lipsum"]
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = strftime_now
     return environment

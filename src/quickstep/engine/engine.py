@@ -32,16 +32,24 @@ from quickstep.engine.chat_template import ChatTemplate, Message
 from quickstep.engine.grammars import check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
-from quickstep.engine.request_check import check_deadline, check_sampling, check_token_ids
+from quickstep.engine.request_check import (
+    check_deadline,
+    check_pooling,
+    check_sampling,
+    check_token_ids,
+)
 from quickstep.engine.seeds import draw_seed
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Stream
+from quickstep.engine.ticket_wait import wait_for
+from quickstep.engine.token_forms import TokenFormFinder
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import (
     Executor,
     FinishReason,
+    Pooling,
     Request,
     SamplingParams,
     SequenceOutput,
@@ -84,6 +92,7 @@ class Engine:
         self._clock = clock
         self._state = EngineState.NEW
         self._failure = ""
+        self._token_forms = TokenFormFinder.of_model(model)
         self._live = LiveRequests(model.tokenizer, step_log, self._end_at_stop_string)
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._numbers = itertools.count()
@@ -126,6 +135,11 @@ class Engine:
     def default_sampling(self) -> Mapping[str, float]:
         """The checkpoint's own sampling values (`generation_config.json`), by our names."""
         return self._model.default_sampling
+
+    @property
+    def default_pooling(self) -> Pooling:
+        """How the model's card says that prompts are embedded."""
+        return self._model.default_pooling
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
@@ -206,7 +220,7 @@ class Engine:
         """Compile what `submit` will need of it, in a thread. Raises RequestError as `submit`."""
         await prepare_grammar(sampling.grammar, self._model.grammars)
 
-    def submit(
+    def submit(  # noqa: PLR0913 -- a request's own fields, all but two optional
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
@@ -216,10 +230,12 @@ class Engine:
         tenant: str = "",
         cache_salt: str = "",
         deadline_s: float | None = None,
+        pooling: Pooling | None = None,
     ) -> Stream:
         """Queue a request; its stream starts at once. Call it in the engine's event loop.
 
-        `deadline_s` counts from now: when it has passed, what was generated is the answer.
+        `deadline_s` counts from now: when it has passed, what was generated is the answer. With
+        `pooling` the prompt's embedding is, and nothing is generated.
 
         Raises:
             RequestError: The request cannot be served as it stands.
@@ -228,19 +244,22 @@ class Engine:
         self._require_running()
         now = self._clock()
         check_deadline(deadline_s)
-        prompt_token_ids = self._prompt_token_ids(prompt)
+        check_pooling(pooling, sampling)
+        prompt_only = pooling is not None or sampling.max_tokens == 0
+        prompt_token_ids = self._prompt_token_ids(prompt, prompt_only)
         check_sampling(sampling, self._model.vocab_size, self.tokenizer.eos_token_ids)
         check_grammar(sampling.grammar, self._model.grammars)
         request = Request(
             request_id=request_id or self._free_request_id(),
             prompt_token_ids=prompt_token_ids,
-            sampling=sampling,
+            sampling=self._token_forms.find(sampling, prompt_token_ids),
             seed=draw_seed(self._seeds) if sampling.seed is None else sampling.seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
             priority=priority,
             tenant=tenant,
             cache_salt=cache_salt,
             deadline_s=None if deadline_s is None else now + deadline_s,
+            pooling=pooling,
         )
         self._scheduler.add(request, now)
         if not self._live:
@@ -262,9 +281,9 @@ class Engine:
             name for number in self._numbers if (name := f"request-{number}") not in self._live
         )
 
-    def _prompt_token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def _prompt_token_ids(self, prompt: str | Sequence[int], prompt_only: bool) -> tuple[int, ...]:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return check_token_ids(ids, self._model.vocab_size, self.max_model_len)
+        return check_token_ids(ids, self._model.vocab_size, self.max_model_len, prompt_only)
 
     async def _run(self) -> None:
         try:
@@ -303,7 +322,7 @@ class Engine:
 
     async def _take_oldest_step(self) -> None:
         plan, ticket = self._in_flight[0]
-        await _wait(ticket)
+        await wait_for(ticket)
         try:
             result = ticket.result()
         except Exception as error:  # the executor's thread ended here; its sequences fail
@@ -322,7 +341,7 @@ class Engine:
         """Fail what the broken step and those behind it computed; everything else goes on."""
         _LOGGER.error("step %d failed", self._in_flight[0][0].step_id, exc_info=error)
         for _, ticket in self._in_flight:
-            await _wait(ticket)
+            await wait_for(ticket)
         self._executor.reset()
         plans = [plan for plan, _ in self._in_flight]
         self._in_flight.clear()
@@ -361,22 +380,3 @@ class Engine:
         self._state = EngineState.FAILED
         self._failure = f"{type(error).__name__}: {error}"
         self._live.fail_all(self._failure)
-
-
-async def _wait(ticket: Ticket) -> None:
-    """Until the ticket's result is there; other tasks get a turn in any case."""
-    if ticket.done():
-        await asyncio.sleep(0)
-        return
-    loop = asyncio.get_running_loop()
-    done = loop.create_future()
-
-    def resolve() -> None:
-        if not done.done():
-            done.set_result(None)
-
-    def wake() -> None:
-        loop.call_soon_threadsafe(resolve)
-
-    ticket.add_done_callback(wake)
-    await done

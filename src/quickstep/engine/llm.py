@@ -18,22 +18,33 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar, Unpack, cast
 
 from quickstep.engine.assembly import open_engine
+from quickstep.engine.beam_search import BeamSearch, BeamSearchParams
 from quickstep.engine.chat_template import Message
 from quickstep.engine.engine import Engine
 from quickstep.engine.llm_options import LLMOptions, engine_config
-from quickstep.engine.outputs import RequestOutput, collect
+from quickstep.engine.outputs import (
+    BeamSearchOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    beam_search_output,
+    collect,
+    collect_embedding,
+)
+from quickstep.engine.request_check import check_token_ids
 from quickstep.engine.stream import Stream
 from quickstep.errors import EngineError, RequestError
-from quickstep.types import SamplingParams
+from quickstep.types import Pooling, SamplingParams
 
 __all__ = ["LLM", "Prompt"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _T = TypeVar("_T")
+_Submitted = TypeVar("_Submitted", Stream, BeamSearch)
 
 
 class _Tokenised(NamedTuple):
@@ -82,14 +93,7 @@ class LLM:
         Raises:
             RequestError: One of the prompts or parameters is invalid; then none is served.
         """
-        plain = [_plain_prompt(prompt) for prompt in _as_prompts(prompts)]
-        # tokenised here, in the caller's thread, so that others' streams go on meanwhile
-        encode = self._engine.tokenizer.encode
-        tokenised = [
-            _Tokenised(one, encode(one)) if isinstance(one, str) else _Tokenised(None, one)
-            for one in plain
-        ]
-        return self._serve(tokenised, sampling_params, use_tqdm)
+        return self._serve(self._tokenised(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -113,6 +117,55 @@ class LLM:
         ]
         return self._serve(tokenised, sampling_params, use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        pooling: Pooling | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of one prompt or many: the pooled final hidden states, of length 1.
+
+        `pooling` None takes what the model's card says, else the last token's state.
+
+        Raises:
+            RequestError: One of the prompts is invalid; then none is served.
+            EngineError: The model failed on one.
+        """
+        sampling = SamplingParams(max_tokens=1)  # of which nothing is drawn
+        how = pooling or self._engine.default_pooling
+
+        submits = [
+            partial(self._engine.submit, prompt.token_ids, sampling, pooling=how)
+            for prompt in self._tokenised(prompts)
+        ]
+
+        async def answer(stream: Stream, number: int) -> EmbeddingRequestOutput:
+            return await collect_embedding(stream)
+
+        with _progress_bar("Embedding", is_wanted=use_tqdm) as show:
+            return self._wait_for(_all_answers(submits, answer, show))
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
+    ) -> list[BeamSearchOutput]:
+        """Search the most likely answers of one prompt or many (see `engine.beam_search`).
+
+        Raises:
+            RequestError: One of the prompts is invalid.
+            EngineError: The model failed on one.
+        """
+        tokenised = self._tokenised(prompts)
+        submits = [partial(self._start_search, prompt.token_ids, params) for prompt in tokenised]
+        tokenizer = self._engine.tokenizer
+
+        async def answer(search: BeamSearch, number: int) -> BeamSearchOutput:
+            best = await search.run()
+            return beam_search_output(tokenised[number].token_ids, best, tokenizer)
+
+        with _progress_bar("Searching", is_wanted=use_tqdm) as show:
+            return self._wait_for(_all_answers(submits, answer, show))
+
     def close(self) -> None:
         """End what runs and free everything. Idempotent."""
         self._end()
@@ -130,37 +183,40 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         sampling = _as_many(sampling_params, len(prompts))
-        with _progress_bar("Generating", is_wanted=use_tqdm) as show:
-            return self._wait_for(self._serve_all(prompts, sampling, show))
-
-    async def _serve_all(
-        self,
-        prompts: Sequence[_Tokenised],
-        sampling: Sequence[SamplingParams],
-        show: Callable[[int, int], None] | None,
-    ) -> list[RequestOutput]:
-        streams: list[Stream] = []
-        num_done = 0
+        submits = [
+            partial(self._engine.submit, prompt.token_ids, params)
+            for prompt, params in zip(prompts, sampling, strict=True)
+        ]
+        tokenizer = self._engine.tokenizer
 
         async def answer(stream: Stream, number: int) -> RequestOutput:
-            nonlocal num_done
-            text = prompts[number].text
-            output = await collect(stream, text, sampling[number], self._engine.tokenizer)
-            num_done += 1
-            if show is not None:
-                show(num_done, len(prompts))
-            return output
+            return await collect(stream, prompts[number].text, sampling[number], tokenizer)
 
-        try:
-            for prompt, params in zip(prompts, sampling, strict=True):
-                streams.append(self._engine.submit(prompt.token_ids, params))
-            answers: list[Awaitable[RequestOutput]] = [
-                answer(stream, number) for number, stream in enumerate(streams)
-            ]
-            return list(await asyncio.gather(*answers))
-        finally:
-            for stream in streams:
-                await stream.aclose()
+        with _progress_bar("Generating", is_wanted=use_tqdm) as show:
+            return self._wait_for(_all_answers(submits, answer, show))
+
+    def _start_search(self, token_ids: Sequence[int], params: BeamSearchParams) -> BeamSearch:
+        engine = self._engine
+        ids = check_token_ids(token_ids, engine.model.vocab_size, engine.max_model_len)
+
+        def submit(
+            prompt: Sequence[int], sampling: SamplingParams, deadline_s: float | None
+        ) -> Stream:
+            return engine.submit(prompt, sampling, deadline_s=deadline_s)
+
+        limits = (engine.max_model_len, engine.model.vocab_size)
+        ends = engine.tokenizer.eos_token_ids
+        search = BeamSearch(submit, ids, params, ends, limits=limits)
+        search.start()
+        return search
+
+    def _tokenised(self, prompts: Prompt | Sequence[Prompt]) -> list[_Tokenised]:
+        """In the caller's thread, so that others' streams go on meanwhile."""
+        encode = self._engine.tokenizer.encode
+        return [
+            _Tokenised(one, encode(one)) if isinstance(one, str) else _Tokenised(None, one)
+            for one in map(_plain_prompt, _as_prompts(prompts))
+        ]
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         if not self._end.alive:
@@ -171,6 +227,32 @@ class LLM:
             return future.result()
         finally:
             future.cancel()
+
+
+async def _all_answers(
+    submits: Sequence[Callable[[], _Submitted]],
+    answer: Callable[[_Submitted, int], Awaitable[_T]],
+    show: Callable[[int, int], None] | None,
+) -> list[_T]:
+    """Submit all, then wait for all. Whatever happens, nothing stays submitted."""
+    submitted: list[_Submitted] = []
+    num_done = 0
+
+    async def counted(number: int) -> _T:
+        nonlocal num_done
+        result = await answer(submitted[number], number)
+        num_done += 1
+        if show is not None:
+            show(num_done, len(submits))
+        return result
+
+    try:
+        for submit in submits:
+            submitted.append(submit())
+        return list(await asyncio.gather(*map(counted, range(len(submitted)))))
+    finally:
+        for one in submitted:
+            await one.aclose()
 
 
 def _shut_down(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from quickstep.engine.chat_template import ChatTemplate
 from quickstep.engine.grammars import GrammarCompiler
 from quickstep.engine.tokenizer import Tokenizer
+from quickstep.types import Pooling
 
 if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan
@@ -35,6 +36,7 @@ class LoadedModel:
         memory_plan: What the memory is used for; None if nothing was planned.
         path: The checkpoint's directory or GGUF file; None if there is none.
         grammars: Compiles the grammars of requests; None refuses them.
+        default_pooling: How the model's card says that prompts are embedded.
     """
 
     name: str
@@ -48,3 +50,4 @@ class LoadedModel:
     memory_plan: MemoryPlan | None = None
     path: Path | None = None
     grammars: GrammarCompiler | None = None
+    default_pooling: Pooling = Pooling.LAST

@@ -59,9 +59,11 @@ class OutputText:
             token_ids=output.token_ids[:num_taken],
             logprobs=output.logprobs[:num_taken],
             finish_reason=output.finish_reason,
-            stop_reason=_stop_token(output),
+            stop_reason=_stop_reason(output),
             timings=output.timings,
             error=output.error,
+            prompt_logprobs=output.prompt_logprobs,
+            embedding=output.embedding,
         )
         if stop is None:
             return delta
@@ -85,5 +87,7 @@ class OutputText:
         return match.text + self._stops.finish(), match.stop
 
 
-def _stop_token(output: SequenceOutput) -> int | None:
+def _stop_reason(output: SequenceOutput) -> int | str | None:
+    if output.finish_reason is FinishReason.DEADLINE:
+        return FinishReason.DEADLINE.value
     return output.stop_token_id if output.finish_reason is FinishReason.STOP_TOKEN else None

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from quickstep.engine.beam_search import Hypothesis
 from quickstep.engine.stream import Delta, Stream
 from quickstep.engine.tokenizer import Tokenizer
+from quickstep.errors import EngineError
 from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 
-__all__ = ["CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "collect"]
+__all__ = [
+    "BeamSearchOutput",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "Logprob",
+    "Readable",
+    "RequestMetrics",
+    "RequestOutput",
+    "beam_search_output",
+    "collect",
+    "collect_embedding",
+    "ranked_logprobs",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +83,11 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request. `prompt` is None if token ids were given."""
+    """A finished request. `prompt` is None if token ids were given.
+
+    `prompt_logprobs` has an entry per prompt token, None for the first; itself None unless asked
+    for.
+    """
 
     request_id: str
     prompt: str | None
@@ -74,6 +95,54 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     metrics: RequestMetrics
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """A hypothesis, best first in its output. As vLLM's, `tokens` and `text` begin with the prompt.
+
+    `score` is what it was ranked by; `logprobs` are those of the generated tokens.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[dict[int, Logprob], ...]
+    cum_logprob: float
+    finish_reason: str
+    stop_reason: int | str | None
+    score: float
+    output_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The `beam_width` hypotheses of a prompt."""
+
+    sequences: tuple[BeamSearchSequence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """A vector of length 1, as float32 values."""
+
+    embedding: tuple[float, ...]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its dimensions."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """A prompt's embedding."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: tuple[int, ...]
+    num_cached_tokens: int
+    finished: bool
 
 
 class _Collected:
@@ -83,23 +152,46 @@ class _Collected:
         self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.last: Delta | None = None
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
         self.last = delta
 
 
+class Readable(Protocol):
+    """A request's stream, or what is made of several (`beam_search`, `best_of`)."""
+
+    @property
+    def request_id(self) -> str:
+        """The engine's id."""
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt as the model reads it."""
+
+    @property
+    def seed(self) -> int:
+        """The noise seed that is used."""
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        """Iterate the deltas."""
+
+
 async def collect(
-    stream: Stream, prompt: str | None, sampling: SamplingParams, tokenizer: Tokenizer
+    stream: Readable, prompt: str | None, sampling: SamplingParams, tokenizer: Tokenizer
 ) -> RequestOutput:
     """Read a stream to its end."""
     sequences = [_Collected() for _ in range(sampling.n)]
     async for delta in stream:
         sequences[delta.index].add(delta)
     with_logprobs = sampling.logprobs is not None
+    scores = sequences[0].prompt_logprobs
+    scored = sampling.prompt_logprobs is not None
     outputs = tuple(_completion(one, tokenizer, with_logprobs) for one in sequences)
     timings = tuple(one.last.timings if one.last else None for one in sequences)
     return RequestOutput(
@@ -109,7 +201,50 @@ async def collect(
         outputs=outputs,
         finished=True,
         metrics=RequestMetrics(stream.seed, timings),
+        prompt_logprobs=_by_token(scores, tokenizer) if scored else None,
     )
+
+
+async def collect_embedding(stream: Stream) -> EmbeddingRequestOutput:
+    """Read the one delta of a request with `pooling`.
+
+    Raises:
+        EngineError: The model failed, or the engine was stopped.
+    """
+    last: Delta | None = None
+    async for delta in stream:
+        last = delta
+    if last is None or last.embedding is None:
+        raise EngineError(last.error if last and last.error else "the prompt was not embedded")
+    return EmbeddingRequestOutput(
+        request_id=stream.request_id,
+        outputs=EmbeddingOutput(last.embedding),
+        prompt_token_ids=stream.prompt_token_ids,
+        num_cached_tokens=last.timings.num_cached_tokens if last.timings else 0,
+        finished=True,
+    )
+
+
+def beam_search_output(
+    prompt_token_ids: Sequence[int], hypotheses: Sequence[Hypothesis], tokenizer: Tokenizer
+) -> BeamSearchOutput:
+    """What a search found, in vLLM's form."""
+    sequences = []
+    for one in hypotheses:
+        assert one.reason is not None, "a search ends with ends"
+        tokens = (*prompt_token_ids, *one.token_ids)
+        sequence = BeamSearchSequence(
+            tokens=tokens,
+            text=tokenizer.decode(tokens),
+            logprobs=tuple(ranked_logprobs(token, tokenizer) for token in one.logprobs),
+            cum_logprob=one.total,
+            finish_reason=one.reason.openai,
+            stop_reason=None,
+            score=one.score,
+            output_token_ids=one.token_ids,
+        )
+        sequences.append(sequence)
+    return BeamSearchOutput(tuple(sequences))
 
 
 def _completion(
@@ -123,7 +258,9 @@ def _completion(
         text="".join(collected.text),
         token_ids=tuple(collected.token_ids),
         cumulative_logprob=math.fsum(one.logprob for one in logprobs) if with_logprobs else None,
-        logprobs=_by_token(logprobs, tokenizer) if with_logprobs else None,
+        logprobs=tuple(ranked_logprobs(one, tokenizer) for one in logprobs)
+        if with_logprobs
+        else None,
         finish_reason=last.finish_reason.openai,
         stop_reason=last.stop_reason,
         ended_by=last.finish_reason,
@@ -132,18 +269,21 @@ def _completion(
 
 
 def _by_token(
-    logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer
-) -> tuple[dict[int, Logprob], ...]:
+    logprobs: Sequence[TokenLogprobs | None], tokenizer: Tokenizer
+) -> tuple[dict[int, Logprob] | None, ...]:
+    return tuple(None if one is None else ranked_logprobs(one, tokenizer) for one in logprobs)
+
+
+def ranked_logprobs(one: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """By token id: the token itself, then the most likely ones."""
+
     def entry(token_id: int, logprob: float, rank: int) -> Logprob:
         decoded = tokenizer.token_bytes(token_id).decode(errors="replace")
         return Logprob(logprob, rank, decoded)
 
-    positions = []
-    for one in logprobs:
-        top = {
-            token_id: entry(token_id, logprob, rank)
-            for rank, (token_id, logprob) in enumerate(one.top, 1)
-        }
-        chosen = {one.token_id: entry(one.token_id, one.logprob, one.rank)}
-        positions.append(chosen | top | chosen)
-    return tuple(positions)
+    chosen = {one.token_id: entry(one.token_id, one.logprob, one.rank)}
+    top = {
+        token_id: entry(token_id, logprob, rank)
+        for rank, (token_id, logprob) in enumerate(one.top, 1)
+    }
+    return chosen | top | chosen

@@ -9,21 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from quickstep.errors import RequestError
-from quickstep.types import SamplingParams
+from quickstep.types import Pooling, SamplingParams
 
-__all__ = ["check_deadline", "check_sampling", "check_token_ids"]
+__all__ = ["check_deadline", "check_pooling", "check_sampling", "check_token_ids"]
 
 
-def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> tuple[int, ...]:
-    """A prompt's token ids, checked: integers in the vocabulary, some, and not too many."""
+def check_token_ids(
+    ids: Sequence[int], vocab_size: int, max_model_len: int, prompt_only: bool = False
+) -> tuple[int, ...]:
+    """A prompt's token ids, checked: integers in the vocabulary, some, and not too many.
+
+    Behind a prompt there is room for one token of output, unless `prompt_only`.
+    """
     if not isinstance(ids, Sequence):
         raise RequestError("a prompt is text or a list of integer token ids", param="prompt")
     if not ids:
         raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
-    if len(ids) >= max_model_len:
+    if len(ids) + (not prompt_only) > max_model_len:
+        room = "" if prompt_only else " with at least one of output"
         raise RequestError(
-            f"prompt has {len(ids)} tokens, the model takes {max_model_len} with at least one of "
-            "output; raise `--max-model-len` or shorten the prompt",
+            f"prompt has {len(ids)} tokens, the model takes {max_model_len}{room}; raise "
+            "`--max-model-len` or shorten the prompt",
             param="prompt",
         )
     if any(type(token_id) is not int for token_id in ids):
@@ -39,11 +45,12 @@ def check_sampling(
     _check_ids("logit_bias", sampling.logit_bias, vocab_size)
     _check_ids("allowed_token_ids", sampling.allowed_token_ids, vocab_size)
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
-    if sampling.logprobs is not None and sampling.logprobs > vocab_size:
-        raise RequestError(
-            f"logprobs is {sampling.logprobs}, the vocabulary has {vocab_size} tokens",
-            param="logprobs",
-        )
+    asked = {"logprobs": sampling.logprobs, "prompt_logprobs": sampling.prompt_logprobs}
+    for name, num_top in asked.items():
+        if num_top is not None and num_top > vocab_size:
+            raise RequestError(
+                f"{name} is {num_top}, the vocabulary has {vocab_size} tokens", param=name
+            )
     ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
     if (
         sampling.min_tokens
@@ -61,6 +68,12 @@ def check_deadline(deadline_s: float | None) -> None:
     """A deadline is in the future."""
     if deadline_s is not None and not deadline_s > 0:
         raise RequestError(f"deadline_s is {deadline_s}, it must be above 0", param="deadline_s")
+
+
+def check_pooling(pooling: Pooling | None, sampling: SamplingParams) -> None:
+    """A prompt has one embedding."""
+    if pooling is not None and sampling.n != 1:
+        raise RequestError(f"n is {sampling.n}, a prompt has one embedding", param="n")
 
 
 def _check_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -28,8 +28,11 @@ class Delta:
         token_ids: New tokens, an end token included.
         logprobs: One per new token, if asked for.
         finish_reason: Set on the last delta of a sequence, as are `stop_reason` and `timings`.
-        stop_reason: The stop string or the stop token that ended it; None for EOS.
+        stop_reason: The stop string or the stop token that ended it, `deadline` for a deadline;
+            None for EOS.
         error: Why, when the finish reason is ERROR.
+        prompt_logprobs: One per prompt token in order, None for the first; with index 0 only.
+        embedding: The prompt's, on the one delta of a request with `pooling`.
     """
 
     index: int
@@ -40,6 +43,8 @@ class Delta:
     stop_reason: int | str | None = None
     timings: SequenceTimings | None = None
     error: str = ""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    embedding: tuple[float, ...] | None = None
 
 
 class Stream:

@@ -31,6 +31,7 @@ from quickstep.engine.verification_requests import (
 from quickstep.engine.verification_run import Event, Trace, run_requests
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
+from quickstep.runtime.grammar_constraint import NewMatcher
 from quickstep.runtime.kv import allocate_kv
 from quickstep.types import FinishReason, Request
 
@@ -92,18 +93,19 @@ def verify(
     options: VerifyOptions,
     eos_token_ids: frozenset[int] = frozenset(),
     progress: Progress | None = None,
+    new_matcher: NewMatcher | None = None,
 ) -> VerifyReport:
     """Draw, run and compare. Sets torch's thread count, and puts it back.
 
     `load` is called once per thread count, since native kernels keep theirs for life; the model of
-    one count is dropped before the next is loaded.
+    one count is dropped before the next is loaded. Without `new_matcher` no request has a grammar.
 
     Raises:
         EngineError: A request fails even alone, a block leaked, or the scheduler is stuck.
     """
     threads_before = torch.get_num_threads()
     try:
-        return _Verifier(load, options, eos_token_ids, progress or _no_progress).run()
+        return _Verifier(load, options, eos_token_ids, progress or _no_progress, new_matcher).run()
     finally:
         torch.set_num_threads(threads_before)
 
@@ -119,8 +121,10 @@ class _Verifier:
         options: VerifyOptions,
         eos_token_ids: frozenset[int],
         progress: Progress,
+        new_matcher: NewMatcher | None,
     ) -> None:
         self._load = load
+        self._new_matcher = new_matcher
         self._threads = options.threads[0]
         torch.set_num_threads(self._threads)
         self._model = model = load(self._threads)
@@ -133,7 +137,7 @@ class _Verifier:
         self._requests = draw_requests(
             options.num_requests,
             options.seed,
-            Vocabulary(model.vocab_size, eos_token_ids),
+            Vocabulary(model.vocab_size, eos_token_ids, new_matcher is not None),
             options.block_size,
             self._max_model_len,
         )
@@ -174,10 +178,12 @@ class _Verifier:
         traces: dict[tuple[str, int], Trace] = {}
         for index in range(request.sampling.n):
             seed = sequence_seed(request.seed, index)
-            one = replace(request, sampling=replace(request.sampling, n=1), seed=seed)
+            scores = request.sampling.prompt_logprobs if index == 0 else None
+            sampling = replace(request.sampling, n=1, prompt_logprobs=scores)
+            one = replace(request, sampling=sampling, seed=seed)
             pool = self._pool(self._num_blocks, prefix_caching=False)
             event = Event(0, one.request_id, one)
-            ran, _ = run_requests(self._model, self._kv, config, pool, [event])
+            ran, _ = run_requests(self._model, self._kv, config, pool, [event], self._new_matcher)
             trace = ran[request.request_id, 0]
             if trace.finish_reason is FinishReason.ERROR:
                 raise EngineError(f"{request.request_id} fails even alone: {trace.error}")
@@ -233,7 +239,9 @@ class _Verifier:
         pool = self._pool(num_blocks, scenario.prefix_caching)
         span = 4 if scenario.is_starved else 2 * len(group)
         events = _events(group, span, scenario.has_aborts, draws)
-        traces, counts = run_requests(self._model, self._kv, config, pool, events)
+        traces, counts = run_requests(
+            self._model, self._kv, config, pool, events, self._new_matcher
+        )
         self._compare(scenario, threads, traces)
         self._report.of(scenario.name).runs.add(counts)
 

@@ -95,6 +95,21 @@ class VerifyReport:
         """Hold one sequence against its run alone, and count."""
         counts = self.of(scenario)
         counts.comparisons += 1
+        prompt_position = _first_prompt_difference(expected, got)
+        if prompt_position is not None:
+            counts.mismatches += 1
+            self.first_mismatch = self.first_mismatch or Mismatch(
+                scenario=scenario,
+                threads=threads,
+                sequence_id=sequence_id,
+                position=prompt_position,
+                expected_token=None,
+                got_token=None,
+                expected_logprobs=_hex(_at(expected.prompt_bits, prompt_position)),
+                got_logprobs=_hex(_at(got.prompt_bits, prompt_position)),
+                detail="a score of the prompt or its embedding; the position is the prompt's",
+            )
+            return
         position = _first_difference(expected, got)
         if position is None:
             return
@@ -121,6 +136,16 @@ class VerifyReport:
             "scenarios": {name: asdict(counts) for name, counts in self.scenarios.items()},
             "first_mismatch": asdict(self.first_mismatch) if self.first_mismatch else None,
         }
+
+
+def _first_prompt_difference(expected: Trace, got: Trace) -> int | None:
+    """The first of the prompt's values that differ; an aborted run may have fewer."""
+    wanted, have = expected.prompt_bits, got.prompt_bits
+    for position, (one, other) in enumerate(zip(wanted, have, strict=False)):
+        if one != other:
+            return position
+    is_whole = len(wanted) == len(have) or got.finish_reason is FinishReason.ABORTED
+    return None if is_whole else min(len(wanted), len(have))
 
 
 def _first_difference(expected: Trace, got: Trace) -> int | None:

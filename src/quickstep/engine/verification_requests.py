@@ -1,16 +1,18 @@
 """Random requests for the exactness checker: narrow where batching has edges.
 
-Prompt lengths sit at and around block edges, prompts share prefixes, seeds and penalties vary, and
-every request asks for logprobs, because their bits show what token ids hide. A function of the
-seed alone. Called by `engine.verification`.
+Prompt lengths sit at and around block edges, prompts share prefixes, seeds, penalties and filters
+vary, some outputs follow a grammar, and every request asks for logprobs, because their bits show
+what token ids hide. A function of the seed alone. Called by `engine.verification`.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from quickstep.types import Request, SamplingParams
+from quickstep.sampling_params import ReasoningTokens, TokenForms
+from quickstep.types import Grammar, Pooling, Request, SamplingParams
 
 __all__ = ["LONG_OUTPUTS", "MAX_OUTPUTS", "MAX_PROMPT_LEN", "Vocabulary", "draw_requests"]
 
@@ -19,14 +21,35 @@ MAX_OUTPUTS = 64
 # Some grow by several blocks: only those can starve a pool that has admitted them.
 LONG_OUTPUTS = 40
 _NUM_DOCUMENTS = 4
+# Two in sixteen requests ask for an embedding.
+_POOLINGS = MappingProxyType({7: Pooling.MEAN, 11: Pooling.LAST})
+_GRAMMARS = (
+    Grammar.of_json_object(),
+    Grammar.of_json_schema(
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 20},
+                "sizes": {"type": "array", "items": {"type": "integer"}, "maxItems": 5},
+            },
+            "required": ["name", "sizes"],
+            "additionalProperties": False,
+        }
+    ),
+    Grammar.of_regex("[a-z ]{3,30}[0-9.]"),
+    Grammar.of_choice(["yes", "no", "it depends on the weather"]),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Token ids that requests may name, and those that end a sequence."""
+    """Token ids that requests may name, those that end a sequence, and whether there is somebody
+    who compiles grammars.
+    """
 
     size: int
     eos_token_ids: frozenset[int] = frozenset()
+    has_grammars: bool = False
 
 
 def draw_requests(
@@ -42,10 +65,16 @@ def draw_requests(
         Request(
             request_id=f"r{index}",
             prompt_token_ids=_prompt(draws, documents, vocabulary.size, block_size),
-            sampling=_sampling(draws, vocabulary.size, is_long=index < 5 or index % 32 == 0),
+            sampling=_with_features(
+                draws,
+                _sampling(draws, vocabulary.size, is_long=index < 5 or index % 32 == 0),
+                documents,
+                vocabulary,
+            ),
             seed=draws.getrandbits(64),
             eos_token_ids=vocabulary.eos_token_ids,
             priority=draws.choice((0, 0, 0, 1)),
+            pooling=_POOLINGS.get(index % 16),
         )
         for index in range(count)
     ]
@@ -99,4 +128,49 @@ def _sampling(draws: random.Random, vocab_size: int, is_long: bool) -> SamplingP
         else (),
         ignore_eos=draws.random() < 0.5,
         logprobs=draws.choice((0, 0, 3)),
+        prompt_logprobs=draws.choice((0, 2)) if draws.random() < 0.15 else None,
+    )
+
+
+def _with_features(
+    draws: random.Random,
+    sampling: SamplingParams,
+    documents: list[list[int]],
+    vocabulary: Vocabulary,
+) -> SamplingParams:
+    """About half of the requests as they are, the others with one to three of what has a state, or
+    draws, of its own.
+    """
+    if draws.random() < 0.5:
+        return sampling
+    names = ["typical", "xtc", "dry", "bad words", "thinking"]
+    names += ["grammar"] * vocabulary.has_grammars
+    chosen = draws.sample(names, draws.randint(1, 3))
+    follows_grammar = "grammar" in chosen
+    words = tuple(
+        tuple(draws.choices(draws.choice(documents), k=draws.randint(1, 2))) for _ in range(8)
+    )
+    tags = [(draws.randrange(vocabulary.size),) for _ in range(3)]
+    thinks = "thinking" in chosen and not follows_grammar
+    return replace(
+        sampling,
+        temperature=0.8 if {"typical", "xtc"} & set(chosen) else sampling.temperature,
+        typical_p=0.8 if "typical" in chosen else 1.0,
+        xtc_probability=0.5 if "xtc" in chosen else 0.0,
+        dry_multiplier=0.8 if "dry" in chosen else 0.0,
+        dry_allowed_length=draws.choice((1, 2)),
+        dry_range=draws.choice((0, 20)),
+        thinking_budget=draws.randint(0, 6) if thinks else None,
+        grammar=draws.choice(_GRAMMARS) if follows_grammar else None,
+        ignore_eos=sampling.ignore_eos and not follows_grammar,
+        in_tokens=TokenForms(
+            bad_words=words if "bad words" in chosen else (),
+            dry_breakers=words[:3],
+            reasoning=ReasoningTokens(
+                openings=(tags[0],),
+                closings=((*tags[1], *tags[2]), tags[1]),
+                starts_open=draws.random() < 0.7,
+            ),
+            max_tokens=sampling.max_tokens,
+        ),
     )

@@ -20,6 +20,7 @@ from quickstep.core.scheduler import Scheduler
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache
+from quickstep.runtime.grammar_constraint import NewMatcher
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import (
     FinishReason,
@@ -38,10 +39,13 @@ _STEP_S = 1e-3  # what each step pretends to take: measured time would make runs
 
 @dataclass(slots=True)
 class Trace:
-    """What one sequence gave: token ids, the bits of each token's logprobs, and its end."""
+    """What one sequence gave: token ids, the bits of each token's logprobs, and its end; of its
+    prompt the bits of each token's score, and of its embedding.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprob_bits: list[bytes] = field(default_factory=list)
+    prompt_bits: list[bytes] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str = ""
 
@@ -76,13 +80,23 @@ class RunCounts:
 
 class _Run:
     def __init__(
-        self, model: Model, kv: KVCache, config: SchedulerConfig, pool: KVBlockPool
+        self,
+        model: Model,
+        kv: KVCache,
+        config: SchedulerConfig,
+        pool: KVBlockPool,
+        new_matcher: NewMatcher | None,
     ) -> None:
         self._pool = pool
         self._scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel())
         self._step = 0
         self._runner = ModelRunner(
-            model, kv, pool.block_size, config.max_num_seqs, clock=lambda: self._step * _STEP_S
+            model,
+            kv,
+            pool.block_size,
+            config.max_num_seqs,
+            clock=lambda: self._step * _STEP_S,
+            new_matcher=new_matcher,
         )
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.counts = RunCounts()
@@ -140,6 +154,11 @@ class _Run:
             trace = self.traces[output.request_id, output.index]
             trace.token_ids.extend(output.token_ids)
             trace.logprob_bits.extend(_bits(logprobs) for logprobs in output.logprobs)
+            trace.prompt_bits.extend(_bits(score) for score in output.prompt_logprobs if score)
+            if output.embedding is not None:
+                trace.prompt_bits.append(
+                    struct.pack(f"<{len(output.embedding)}d", *output.embedding)
+                )
             self.counts.output_tokens += len(output.token_ids)
             if output.finish_reason is not None:
                 trace.finish_reason, trace.error = output.finish_reason, output.error
@@ -157,6 +176,7 @@ def run_requests(
     config: SchedulerConfig,
     pool: KVBlockPool,
     events: Iterable[Event],
+    new_matcher: NewMatcher | None = None,
 ) -> tuple[dict[tuple[str, int], Trace], RunCounts]:
     """The trace of each (request id, index), and what happened on the way.
 
@@ -165,7 +185,7 @@ def run_requests(
     Raises:
         EngineError: A block leaked, or the scheduler is stuck.
     """
-    run = _Run(model, kv, config, pool)
+    run = _Run(model, kv, config, pool, new_matcher)
     run.drive(events)
     return run.traces, run.counts
 

@@ -92,9 +92,8 @@ def load_model(
     weights = open_weights(checkpoint.path, spec)
     weights.check()
     check_requantization(weights, load.quantization)
-    source = quantizing(
-        _open_source(weights, dtype, device, progress), load.quantization, weights.names
-    )
+    stored = _open_source(weights, dtype, device, progress)
+    source = quantizing(stored, load.quantization, weights.names, ops)
     return build_decoder(spec, ops, source, weights.names, max_model_len, fingerprint)
 
 
@@ -121,12 +120,14 @@ def _open_source(
     return open_coded_reader(reader, weights.storage, weights.shapes, weights.config, weights.spec)
 
 
-def quantizing(source: TensorSource, quantization: str | None, names: DecoderNames) -> TensorSource:
+def quantizing(
+    source: TensorSource, quantization: str | None, names: DecoderNames, ops: OpTable
+) -> TensorSource:
     """`source`, with matrices in the codes that `--quantization` asks for."""
     scheme = find_scheme(quantization)
     if scheme is None:
         return source
-    return QuantizingSource(source, scheme, frozenset((names.embedding, names.head)))
+    return QuantizingSource(source, scheme, frozenset((names.embedding, names.head)), ops)
 
 
 def build_decoder(

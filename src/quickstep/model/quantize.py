@@ -1,34 +1,32 @@
 """On-the-fly quantisation: a `TensorSource` whose matrices come out as integer codes.
 
-Deterministic: codes are a function of the weight and its format alone, element by element and row
-by row. Matrices are quantised as the loader asks for them, so that one is in memory twice at most.
+The codes are a function of the weight and its format alone (`OpTable.quantize`). Matrices are
+quantised as the loader asks for them, so that one is in memory twice at most.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from quickstep.model.quantization import MatrixFormat, QuantizationScheme
+from quickstep.model.quantization import QuantizationScheme
 from quickstep.model.tensor_reader import TensorSource
-from quickstep.ops.table import QuantizedWeight
+from quickstep.ops.table import OpTable, QuantizedWeight
 
-__all__ = ["QuantizingSource", "quantize"]
-
-_BLOCK_ELEMENTS = 1 << 20  # in float32 at a time: 4 MiB
-
-# Shares of a group's range that are tried for its scale, the least squared error wins: clipping
-# the outermost weight can serve the others better.
-_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+__all__ = ["QuantizingSource"]
 
 
 class QuantizingSource:
     """Quantises what `linear` gives; `outer` names the embeddings and the output projection."""
 
     def __init__(
-        self, source: TensorSource, scheme: QuantizationScheme, outer: frozenset[str]
+        self,
+        source: TensorSource,
+        scheme: QuantizationScheme,
+        outer: frozenset[str],
+        ops: OpTable,
     ) -> None:
         self._source = source
+        self._ops = ops
         self._scheme = scheme
         self._outer = outer
 
@@ -46,72 +44,5 @@ class QuantizingSource:
         if isinstance(weight, QuantizedWeight):
             return weight
         outer = not self._outer.isdisjoint(names)
-        return quantize(weight, self._scheme.format_of(weight.shape[1], outer))
-
-
-def quantize(weight: Tensor, form: MatrixFormat) -> QuantizedWeight:
-    """Codes of weight [N, C] (any floating dtype)."""
-    outputs, inputs = weight.shape
-    group_size = form.group_size or inputs
-    codes = torch.empty((outputs, inputs), dtype=torch.uint8, device=weight.device)
-    scales = weight.new_empty((outputs, inputs // group_size), dtype=torch.float32)
-    zeros = torch.empty_like(scales) if form.has_zeros else None
-    step = max(1, _BLOCK_ELEMENTS // inputs)
-    for start in range(0, outputs, step):
-        block = slice(start, start + step)
-        groups = weight[block].float().reshape(-1, inputs // group_size, group_size)
-        if form.group_size is None:
-            scales[block], part = _whole_rows(groups, form.bits)
-        elif zeros is None:
-            scales[block], part = _symmetric(groups, form.bits)
-        else:
-            scales[block], zeros[block], part = _asymmetric(groups, form.bits)
-        codes[block] = part.reshape(-1, inputs).to(torch.uint8)
-    return QuantizedWeight(codes, scales, zeros, form.bits, group_size)
-
-
-def _whole_rows(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Scale = largest / (2**(bits - 1) - 1), codes about the middle."""
-    middle = 2 ** (bits - 1)
-    most = groups.abs().amax(-1)
-    inverse = torch.where(most > 0, (middle - 1) / most, 0.0)
-    codes = groups.mul_(inverse.unsqueeze(-1)).round_().add_(middle)
-    return most / (middle - 1), codes
-
-
-def _symmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The weight of the largest magnitude at code 0, or nearer: 2**bits codes, none in vain."""
-    middle = 2 ** (bits - 1)
-    at = groups.abs().argmax(-1, keepdim=True)
-    extreme = groups.gather(-1, at) / -middle
-    best = (torch.full_like(extreme, torch.inf), extreme, groups)
-    for shrink in _SHRINKS:
-        scale = _half(extreme * shrink)
-        inverse = torch.where(scale != 0, 1.0 / scale, 0.0)
-        codes = (groups * inverse).round_().add_(middle).clamp_(0, 2 * middle - 1)
-        error = ((codes - middle) * scale - groups).square_().sum(-1, keepdim=True)
-        best = _better(best, (error, scale, codes))
-    return best[1].squeeze(-1), best[2]
-
-
-def _asymmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A whole zero point: the range from least to largest over all codes."""
-    raise NotImplementedError
-
-
-def _half(scale: Tensor) -> Tensor:
-    """Rounded to what float16 holds, as kernels keep scales of groups."""
-    rounded = scale.half().float()
-    return torch.where(rounded.isfinite(), rounded, scale)
-
-
-def _better(
-    best: tuple[Tensor, Tensor, Tensor], other: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Group by group the one with the smaller error, the first where equal."""
-    wins = other[0] < best[0]
-    return (
-        torch.where(wins, other[0], best[0]),
-        torch.where(wins, other[1], best[1]),
-        torch.where(wins, other[2], best[2]),
-    )
+        form = self._scheme.format_of(weight.shape[1], outer)
+        return self._ops.quantize(weight, form.bits, form.group_size, form.has_zeros)

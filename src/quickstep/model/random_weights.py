@@ -49,7 +49,7 @@ def random_model(
     settings = f"random {draw} {ops.name} {spec!r}"
     fingerprint = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
     names = DecoderNames(prefix, head, not spec.tied)
-    source = quantizing(RandomTensors(shapes, draw, progress), draw.quantization, names)
+    source = quantizing(RandomTensors(shapes, draw, progress), draw.quantization, names, ops)
     return build_decoder(spec, ops, source, names, max_model_len, fingerprint)
 
 

@@ -179,7 +179,7 @@ def _quantized_linear(
     for start in range(0, x.shape[1], weight.group_size):
         part = x[:, start : start + weight.group_size].float()
         most = part.abs().max(dim=1, keepdim=True).values
-        codes = (part * (127 / most)).round()
+        codes = (part * torch.div(torch.full_like(most, 127), most)).round()
         scaled = codes.double() * (most / 127).double()
         values[:, start : start + part.shape[1]] = scaled.masked_fill(most < 1e-30, 0.0)
     return _linear(values, weight.dequantized().double(), bias)

@@ -15,6 +15,7 @@ from quickstep.errors import ConfigError, EngineError
 __all__ = [
     "ABI_VERSION",
     "AttentionCall",
+    "QuantizeCall",
     "QuantizedWeightCall",
     "library_path",
     "open_library",
@@ -69,6 +70,23 @@ class QuantizedWeightCall(ctypes.Structure):
     )
 
 
+class QuantizeCall(ctypes.Structure):
+    """`qs_quantize_call` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("bits", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("row_stride", c_int64),
+        ("group_size", c_int64),
+        ("weight", c_void_p),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+    )
+
+
 _P, _I, _L, _F = c_void_p, c_int, c_int64, c_float
 
 # name -> (result, arguments), in the order of csrc/quickstep.h
@@ -83,6 +101,7 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_linear_bytes", _L, (_P,)),
     ("qs_linear_run", _I, (_P, _P, _P, _L, _L, _P)),
     ("qs_linear_rows", _I, (_P, _P, _P, _L, _P)),
+    ("qs_quantize", _I, (_P, POINTER(QuantizeCall))),
     ("qs_quantized_create", _I, (_P, POINTER(QuantizedWeightCall), POINTER(_P))),
     ("qs_quantized_destroy", None, (_P,)),
     ("qs_quantized_bytes", _L, (_P,)),

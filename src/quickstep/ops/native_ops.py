@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quickstep.ops.native_library import AttentionCall, raise_for_status
-from quickstep.ops.native_packed import PackedCodes, PackedWeight
+from quickstep.ops.native_packed import DTYPES, PackedCodes, PackedWeight
 from quickstep.ops.native_quantized import NativeQuantized
 from quickstep.ops.table import (
     AttentionParams,
@@ -27,8 +27,7 @@ from quickstep.ops.table import (
 
 __all__ = ["DTYPES", "NativeOps", "PackedWeight"]
 
-# qs_dtype and qs_activation of csrc/quickstep.h
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# qs_activation of csrc/quickstep.h
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
@@ -80,6 +79,7 @@ class NativeOps:
             name=name,
             pack_linear=self.pack_linear,
             pack_quantized=self.pack_quantized,
+            quantize=self.quantize,
             linear=self.linear,
             embedding=self.embedding,
             rms_norm=self.rms_norm,
@@ -124,6 +124,12 @@ class NativeOps:
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
         """`OpTable.pack_quantized`."""
         return self._quantized.pack(weight, bias)
+
+    def quantize(
+        self, weight: Tensor, bits: int, group_size: int | None, has_zeros: bool
+    ) -> QuantizedWeight:
+        """`OpTable.quantize`."""
+        return self._quantized.quantize(_rows(weight), bits, group_size, has_zeros)
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """`OpTable.linear`."""

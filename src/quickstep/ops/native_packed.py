@@ -7,7 +7,10 @@ import weakref
 
 import torch
 
-__all__ = ["PackedCodes", "PackedWeight"]
+__all__ = ["DTYPES", "PackedCodes", "PackedWeight"]
+
+# qs_dtype of csrc/quickstep.h
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class PackedWeight:

@@ -12,7 +12,7 @@ import weakref
 import torch
 
 from quickstep.ops.native_library import raise_for_status
-from quickstep.ops.native_ops import DTYPES
+from quickstep.ops.native_packed import DTYPES
 
 __all__ = ["NativeProbe"]
 

@@ -10,8 +10,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from quickstep.ops.native_library import QuantizedWeightCall, raise_for_status
-from quickstep.ops.native_packed import PackedCodes
+from quickstep.ops.native_library import QuantizeCall, QuantizedWeightCall, raise_for_status
+from quickstep.ops.native_packed import DTYPES, PackedCodes
 from quickstep.ops.table import LinearWeight, QuantizedWeight
 
 __all__ = ["NativeQuantized"]
@@ -25,6 +25,31 @@ class NativeQuantized:
         self._library = library
         self._run = library.qs_quantized_run
         self._scratch_bytes = library.qs_quantized_scratch_bytes
+
+    def quantize(
+        self, weight: Tensor, bits: int, group_size: int | None, has_zeros: bool
+    ) -> QuantizedWeight:
+        """Codes of a weight [N, C] with contiguous rows."""
+        outputs, inputs = weight.shape
+        groups = 1 if group_size is None else inputs // group_size
+        codes = torch.empty((outputs, inputs), dtype=torch.uint8)
+        scales = torch.empty((outputs, groups), dtype=torch.float32)
+        zeros = torch.empty_like(scales) if has_zeros else None
+        call = QuantizeCall(
+            dtype=DTYPES[weight.dtype],
+            bits=bits,
+            n=outputs,
+            k=inputs,
+            row_stride=weight.stride(0) if outputs > 1 else inputs,
+            group_size=group_size or 0,
+            weight=weight.data_ptr(),
+            codes=codes.data_ptr(),
+            scales=scales.data_ptr(),
+            zeros=None if zeros is None else zeros.data_ptr(),
+        )
+        status = self._library.qs_quantize(self._context, ctypes.byref(call))
+        raise_for_status(status, f"rounding a {outputs} x {inputs} weight to {bits} bits")
+        return QuantizedWeight(codes, scales, zeros, bits, group_size or inputs)
 
     def pack(self, weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
         """Copy codes and scales into the kernel's layout, in memory of the library's own."""

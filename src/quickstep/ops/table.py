@@ -125,6 +125,8 @@ class OpTable:
         pack_linear: (weight [N, C], bias [N] | None) -> LinearWeight. Called once at load.
         pack_quantized: (QuantizedWeight, bias [N] | None) -> LinearWeight, for activations of any
             dtype; `linear` then quantises them as well, per token and group of the weight.
+        quantize: (weight [N, C], bits, group size or None for whole rows, has zeros) ->
+            QuantizedWeight: on-the-fly rounding, row by row. Called once at load.
         linear: (x [T, C], LinearWeight) -> [T, N] in x's dtype; fp32 accumulation in one order.
         embedding: (token_ids [T], weight [V, C] or LinearWeight, dtype) -> [T, C]: rows of the
             weight. `dtype` is the weight's own where it has one, else what its rows are rounded to.
@@ -146,6 +148,7 @@ class OpTable:
     name: str
     pack_linear: Callable[[Tensor, Tensor | None], LinearWeight]
     pack_quantized: Callable[[QuantizedWeight, Tensor | None], LinearWeight]
+    quantize: Callable[[Tensor, int, int | None, bool], QuantizedWeight]
     linear: Callable[[Tensor, LinearWeight], Tensor]
     embedding: Callable[[Tensor, Tensor | LinearWeight, torch.dtype], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]

@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p over one row of scaled logits.
+"""Top-k, typical-p, top-p, min-p and XTC over one row of scaled logits.
 
 Tokens stand in one canonical order everywhere: larger value first, lower id first among equals.
 So each filter keeps an exact number of tokens, ties included, and a row's result depends on the
@@ -32,21 +32,61 @@ def largest(values: Floats, count: int) -> Ids:
     return np.sort(np.concatenate((above, equal)))
 
 
-def kept_token_ids(scaled: npt.NDArray[np.float64], sampling: SamplingParams) -> Ids:
-    """The token ids that may be drawn, ascending: top-k, then top-p of those, then min-p.
+def kept_token_ids(
+    scaled: npt.NDArray[np.float64], sampling: SamplingParams, excludes_top: bool = False
+) -> Ids:
+    """The token ids that may be drawn, ascending: top-k -> typical-p -> top-p -> min-p -> XTC.
 
-    `scaled` [V] holds (logit - largest logit) / temperature: its maximum is 0, and tokens that are
-    not allowed hold -inf. At least one token is always kept.
+    Each filter sees the shares of what the one before it left. `scaled` [V] holds (logit - largest
+    logit) / temperature: its maximum is 0, and tokens that are not allowed hold -inf. At least one
+    token is always kept. `excludes_top`: XTC strikes this row.
     """
     ids = np.flatnonzero(scaled > -np.inf)
     if 0 < sampling.top_k < ids.shape[0]:
         ids = ids[largest(scaled[ids], sampling.top_k)]
+    if sampling.typical_p < 1.0:
+        ids = ids[_typical(scaled[ids], sampling.typical_p)]
     if sampling.top_p < 1.0:
         values = scaled[ids]
-        ids = ids[largest(values, _nucleus_size(np.exp(values), sampling.top_p))]
+        ids = ids[largest(values, _nucleus_size(_weights(values), sampling.top_p))]
     if sampling.min_p > 0.0:
-        ids = ids[np.exp(scaled[ids]) >= sampling.min_p]
+        ids = ids[_weights(scaled[ids]) >= sampling.min_p]
+    if excludes_top:
+        ids = ids[_without_top(scaled[ids], sampling.xtc_threshold)]
     return ids
+
+
+def _weights(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Relative to the largest, which is 1."""
+    peak = values.max()
+    return np.exp(values - peak if peak else values)
+
+
+def _typical(values: npt.NDArray[np.float64], typical_p: float) -> Ids:
+    """Places of the smallest set whose share reaches `typical_p`, taking first the tokens whose
+    surprise -log p is nearest to its mean, the entropy (Meister et al. 2022, arXiv:2202.00666).
+    """
+    weights = _weights(values)
+    total = weights.sum()
+    surprise = np.log(total) - (values - values.max())
+    shares = weights / total
+    entropy = (shares * surprise).sum()
+    order = np.argsort(np.abs(surprise - entropy), kind="stable")
+    mass = np.cumsum(shares[order])
+    size = int(np.searchsorted(mass, typical_p * mass[-1])) + 1
+    return np.sort(order[:size])
+
+
+def _without_top(values: npt.NDArray[np.float64], threshold: float) -> Ids:
+    """Places of all but the tokens whose share is at least `threshold`, and of the last of these
+    in canonical order, so that something likely stays.
+    """
+    weights = _weights(values)
+    top = np.flatnonzero(weights >= threshold * weights.sum())
+    if top.shape[0] < 2:
+        return np.arange(values.shape[0])
+    least = top[values[top] == values[top].min()][-1]
+    return np.setdiff1d(np.arange(values.shape[0]), top[top != least], assume_unique=True)
 
 
 def _nucleus_size(weights: npt.NDArray[np.float64], top_p: float) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import RequestError
+from quickstep.runtime.closing import ClosingGuard, ClosingVocabulary
 from quickstep.types import Admission, Grammar
 
 if TYPE_CHECKING:
@@ -22,18 +23,29 @@ if TYPE_CHECKING:
 
 __all__ = ["GrammarConstraint", "NewMatcher", "constraint_of"]
 
-# A matcher of its own for one sequence, at the grammar's start. Raises RequestError.
-NewMatcher = Callable[[Grammar], "LLMatcher"]
+# A matcher of its own for one sequence, at the grammar's start, and what an ending is spelled with.
+# Raises RequestError.
+NewMatcher = Callable[[Grammar], "tuple[LLMatcher, ClosingVocabulary]"]
 
 # Ends that are the grammar's own; any other one is a limit that was hit.
 _COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
 
 
 class GrammarConstraint:
-    """A grammar's state after the output so far. `end_ids` are what may follow its end."""
+    """A grammar's state after the output so far. `end_ids` are what may follow its end.
 
-    def __init__(self, matcher: LLMatcher, end_ids: npt.NDArray[np.int64], vocab_size: int) -> None:
+    `guard` keeps the end in reach; None where the output has no limit.
+    """
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        end_ids: npt.NDArray[np.int64],
+        vocab_size: int,
+        guard: ClosingGuard | None = None,
+    ) -> None:
         self._matcher = matcher
+        self._guard = guard
         self._end_ids = end_ids
         self._vocab_size = vocab_size
         self.failure = ""
@@ -51,7 +63,7 @@ class GrammarConstraint:
             forbidden[self._end_ids] = False
         return forbidden
 
-    def consume(self, token_id: int) -> None:
+    def record(self, token_id: int) -> None:
         """Take an output token that was allowed. After the end nothing changes any more.
 
         A row that was planned before the end was known runs after it; its token is dropped.
@@ -61,6 +73,14 @@ class GrammarConstraint:
         if not self._matcher.consume_token(token_id):
             self._note_failure()
             self.failure = self.failure or f"the grammar does not take token {token_id}"
+        elif self._guard is not None:
+            self._guard.record(token_id)
+
+    def steered(self, token_id: int) -> int:
+        """The drawn token, or one that leads to the end if the limit would cut the output."""
+        if self._guard is None or self._is_complete or self.failure:
+            return token_id
+        return self._guard.steered(token_id)
 
     @property
     def _is_complete(self) -> bool:
@@ -89,9 +109,14 @@ def constraint_of(
     if new_matcher is None:
         raise RequestError("grammar is not supported by this engine", param="grammar")
     ends = sorted(i for i in admission.eos_token_ids if 0 <= i < vocab_size)
-    constraint = GrammarConstraint(new_matcher(grammar), np.array(ends, dtype=np.int64), vocab_size)
+    matcher, vocabulary = new_matcher(grammar)
+    in_tokens = admission.sampling.in_tokens
+    limit = admission.sampling.max_tokens if in_tokens is None else in_tokens.max_tokens
+    guard = None if limit is None else ClosingGuard(matcher, vocabulary, limit)
+    end_ids = np.array(ends, dtype=np.int64)
+    constraint = GrammarConstraint(matcher, end_ids, vocab_size, guard)
     for token_id in admission.token_ids[admission.prompt_len :]:
-        constraint.consume(token_id)
+        constraint.record(token_id)
     return constraint
 
 

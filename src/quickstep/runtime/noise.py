@@ -21,6 +21,9 @@ The definition, in unsigned 64-bit integers that wrap (`>>` is logical), for any
 
 `key_c` enters between the rounds, so that two rows never see shifted copies of one stream. `v` is
 small where the noise is large: its resolution is finest where a winner is decided.
+
+`chance` is `v` of a token id that no vocabulary has (2**40): a stream of its own for decisions that
+are not about one token.
 """
 
 from __future__ import annotations
@@ -28,11 +31,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["gumbel", "gumbel_of_bits", "noise_bits"]
+__all__ = ["chance", "gumbel", "gumbel_of_bits", "noise_bits"]
 
 Ids = npt.NDArray[np.int64]
 
 _MASK = 2**64 - 1
+_CHANCE_ID = 2**40
 _WEYL = 0x9E3779B97F4A7C15
 _POSITION_STEP = 0xD1342543DE82EF95
 _MIX_A = 0xBF58476D1CE4E5B9
@@ -86,3 +90,9 @@ def gumbel_of_bits(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 def gumbel(seed: int, position: int, token_ids: Ids) -> npt.NDArray[np.float64]:
     """The noise that the draw at an output position adds to each token's scaled logit."""
     return gumbel_of_bits(noise_bits(seed, position, token_ids))
+
+
+def chance(seed: int, position: int) -> float:
+    """A uniform number in (0, 1) that belongs to an output position."""
+    [bits] = noise_bits(seed, position, np.array([_CHANCE_ID])).tolist()
+    return float((bits + 0.5) * 2.0**-52)

@@ -9,14 +9,17 @@ up its slots, its rows have not run, and their sequences cannot go on unless adm
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache
 from quickstep.runtime.batch import build_batch
 from quickstep.runtime.grammar_constraint import NewMatcher
+from quickstep.runtime.prompt_scores import score_prompt
 from quickstep.runtime.sampler import Sample, SampleFailure, sample
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
@@ -97,29 +100,47 @@ class ModelRunner:
     ) -> tuple[tuple[RowOutput, ...], tuple[RowFailure, ...]]:
         model = self._model
         batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
-        hidden = model.forward(batch, self._kv)
+        hidden, offsets = model.forward(batch, self._kv), batch.layout.row_offsets
+        outputs = [RowOutput()] * len(rows)
+        for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+            if (row.num_scored or slot.pool is not None) and not slot.failure:
+                of_row = hidden[offsets[index] : offsets[index + 1]]
+                outputs[index] = self._of_prompt(row, slot, of_row)
         emitting = [
             index
             for index, (row, slot) in enumerate(zip(rows, slots, strict=True))
             if row.emits and not slot.failure
         ]
-        outputs = [RowOutput()] * len(rows)
         if emitting:
-            ends = [batch.layout.row_offsets[index + 1] - 1 for index in emitting]
+            ends = [offsets[index + 1] - 1 for index in emitting]
             logits = model.logits(hidden[torch.tensor(ends, device=model.device)])
             states = [state for i in emitting if (state := slots[i].state) is not None]
             for index, drawn in zip(emitting, sample(logits, states), strict=True):
-                outputs[index] = _recorded(slots[index], drawn)
+                outputs[index] = _recorded(slots[index], drawn, outputs[index])
         failures = tuple(
             RowFailure(index, slot.failure) for index, slot in enumerate(slots) if slot.failure
         )
         return tuple(outputs), failures
 
+    def _of_prompt(self, row: StepRow, slot: Slot, hidden: Tensor) -> RowOutput:
+        """What the row says of its prompt: scores of its tokens, its embedding. `hidden` [T, H]."""
+        scores = score_prompt(self._model, hidden, row, slot) if row.num_scored else ()
+        if slot.pool is None:
+            return RowOutput(prompt_logprobs=scores)
+        if slot.pool.needs_all and slot.pool.num_tokens != row.start:
+            raise EngineError(f"{slot.sequence_id} pools its prompt, a row begins at {row.start}")
+        slot.pool.add(hidden)
+        embedding = slot.pool.embedding() if row.pools else None
+        if row.pools and embedding is None:
+            slot.failure = "the hidden states hold NaN or infinity"
+        return RowOutput(prompt_logprobs=scores, embedding=embedding)
 
-def _recorded(slot: Slot, drawn: Sample | SampleFailure) -> RowOutput:
-    """The row's output, after its slot has taken note of it."""
+
+def _recorded(slot: Slot, drawn: Sample | SampleFailure, output: RowOutput) -> RowOutput:
+    """The row's output with its token, after the slot has taken note of it."""
     if isinstance(drawn, SampleFailure):
         slot.failure = drawn.reason
         return RowOutput()
     slot.record(drawn.token_id)
-    return RowOutput((drawn.token_id,), (drawn.logprobs,) if drawn.logprobs else ())
+    logprobs = (drawn.logprobs,) if drawn.logprobs else ()
+    return replace(output, token_ids=(drawn.token_id,), logprobs=logprobs)

@@ -1,8 +1,8 @@
 """From logits to tokens, row by row.
 
-The order is fixed: penalties and bias -> allowed mask (ids, grammar) and ban of early ends ->
-temperature -> top-k -> top-p -> min-p -> draw. The draw is an argmax over scaled logits plus
-counter-based noise (`runtime.noise`), so no generator state exists. Each row is one contiguous
+The order is fixed, and stated once, in `SamplingParams`: `SamplingState.adjust_` does what stands
+before temperature, `kept_token_ids` the filters behind it. The draw is an argmax over scaled logits
+plus counter-based noise (`runtime.noise`), so no generator state exists. Each row is one contiguous
 NumPy vector in float64 on one thread: the rows beside it and the thread count change no bit. A row
 whose logits have no finite maximum, or whose grammar cannot be followed, fails alone.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quickstep.runtime.filters import kept_token_ids
 from quickstep.runtime.logprobs import token_logprobs
-from quickstep.runtime.noise import gumbel
+from quickstep.runtime.noise import chance, gumbel
 from quickstep.runtime.sampling_state import SamplingState
 from quickstep.types import TokenLogprobs
 
@@ -66,7 +66,7 @@ def sample_row(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | S
             return SampleFailure(state.failure)
         if not np.isfinite(logits.max()):
             return _NOTHING_ALLOWED
-        token_id = _choose(logits, state)
+        token_id = state.steered(_choose(logits, state))
     else:
         token_id = _choose(row, state)
     num_top = state.sampling.logprobs
@@ -94,12 +94,16 @@ def _argmax(logits: Tensor) -> list[Sample | SampleFailure]:
 
 
 def _choose(logits: npt.NDArray[np.floating], state: SamplingState) -> int:
-    temperature = state.sampling.temperature
+    sampling, seed, position = state.sampling, state.seed, state.num_outputs
+    temperature = sampling.temperature
     if temperature == 0.0:
         return int(logits.argmax())
     scaled = logits.astype(np.float64)
     scaled -= scaled.max()
     with np.errstate(over="ignore"):  # a tiny temperature sends the tail to -inf: it is dropped
         scaled /= temperature
-    ids = kept_token_ids(scaled, state.sampling)
-    return int(ids[np.argmax(scaled[ids] + gumbel(state.seed, state.num_outputs, ids))])
+    excludes_top = sampling.xtc_probability > 0.0 and chance(seed, position) < (
+        sampling.xtc_probability
+    )
+    ids = kept_token_ids(scaled, sampling, excludes_top)
+    return int(ids[np.argmax(scaled[ids] + gumbel(seed, position, ids))])

@@ -1,8 +1,9 @@
 """What the sampler knows of one resident sequence: its parameters and the tokens it has seen.
 
 Owned by the sequence's slot. It is a function of the admission and of the tokens recorded since,
-so a sequence that was preempted and admitted again continues exactly as if it had stayed. A grammar
-is followed in the same way: its state is rebuilt from the output tokens.
+so a sequence that was preempted and admitted again continues exactly as if it had stayed. What has
+a state of its own (grammar, DRY, bad words, reasoning budget) is rebuilt in the same way, and is
+None for a request that does not ask for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import RequestError
+from quickstep.runtime.bad_words import BadWords
+from quickstep.runtime.dry import DryPenalty
 from quickstep.runtime.grammar_constraint import GrammarConstraint, NewMatcher, constraint_of
+from quickstep.runtime.thinking_budget import ThinkingBudget
+from quickstep.sampling_params import TokenForms
 from quickstep.types import Admission, SamplingParams
 
 __all__ = ["SamplingState"]
@@ -28,7 +33,8 @@ class SamplingState:
         """Rebuild from an admission.
 
         Raises:
-            RequestError: A token id is not in the model, or the grammar cannot be followed.
+            RequestError: A token id is not in the model, the grammar cannot be followed, or texts
+                are not in token ids.
         """
         sampling = admission.sampling
         self.sampling: SamplingParams = sampling
@@ -48,6 +54,12 @@ class SamplingState:
         if self._additive:
             outputs = np.array(admission.token_ids[admission.prompt_len :], dtype=np.int64)
             np.add.at(self._output_counts, outputs, 1)
+        in_tokens = _token_forms(sampling)
+        self._dry = _dry(admission, in_tokens, vocab_size)
+        self._bad_words = _bad_words(admission, in_tokens, vocab_size)
+        self._thinking = _thinking(admission, in_tokens, vocab_size)
+        followers = (self._grammar, self._dry, self._bad_words, self._thinking)
+        self._followers = [follower for follower in followers if follower is not None]
 
     @property
     def adjusts_logits(self) -> bool:
@@ -57,7 +69,7 @@ class SamplingState:
             or self._additive
             or self._bias_ids.size
             or self._allowed_ids.size
-            or self._grammar is not None
+            or self._followers
             or self._bans_ends
         )
 
@@ -77,10 +89,13 @@ class SamplingState:
         return self.num_outputs < self.sampling.min_tokens and self._end_ids.size > 0
 
     def adjust_(self, logits: npt.NDArray[np.float64]) -> None:
-        """Penalties and bias, then the allowed mask and the ban of ends before `min_tokens`.
+        """What stands before temperature: penalties and bias, then the masks."""
+        self._penalise_(logits)
+        if self._bias_ids.size:
+            logits[self._bias_ids] += self._biases
+        self._mask_(logits)
 
-        The ban gives way where a grammar allows nothing but ends.
-        """
+    def _penalise_(self, logits: npt.NDArray[np.float64]) -> None:
         sampling = self.sampling
         if self._repetition:
             seen = np.flatnonzero(self._is_seen)
@@ -92,8 +107,13 @@ class SamplingState:
             used = np.flatnonzero(self._output_counts)
             counts = self._output_counts[used]
             logits[used] -= sampling.presence_penalty + sampling.frequency_penalty * counts
-        if self._bias_ids.size:
-            logits[self._bias_ids] += self._biases
+        if self._dry is not None:
+            self._dry.penalise_(logits)
+
+    def _mask_(self, logits: npt.NDArray[np.float64]) -> None:
+        """The ban of ends gives way where a grammar allows nothing but ends, and then the one of
+        bad words where nothing else is left. What closes the reasoning goes before everything.
+        """
         if self._allowed_ids.size:
             allowed = logits[self._allowed_ids]
             logits.fill(-np.inf)
@@ -105,12 +125,22 @@ class SamplingState:
             logits[self._end_ids] = -np.inf
             if self._grammar is not None and not np.isfinite(logits.max()):
                 logits[self._end_ids] = ends
+        if self._bad_words is not None:
+            self._bad_words.ban_(logits)
+        forced = None if self._thinking is None else self._thinking.forced_token
+        if forced is not None:
+            logits.fill(-np.inf)
+            logits[forced] = 0.0
+
+    def steered(self, token_id: int) -> int:
+        """The drawn token, or another one if it would leave a grammar no room for its end."""
+        return token_id if self._grammar is None else self._grammar.steered(token_id)
 
     def record(self, token_id: int) -> None:
         """Count an emitted token."""
         self.num_outputs += 1
-        if self._grammar is not None:
-            self._grammar.consume(token_id)
+        for follower in self._followers:
+            follower.record(token_id)
         if self._repetition:
             self._is_seen[token_id] = True
         if self._additive:
@@ -133,3 +163,45 @@ def _end_ids(admission: Admission, vocab_size: int) -> npt.NDArray[np.int64]:
     if not admission.sampling.ignore_eos:
         ends |= admission.eos_token_ids
     return np.array(sorted(i for i in ends if 0 <= i < vocab_size), dtype=np.int64)
+
+
+def _token_forms(sampling: SamplingParams) -> TokenForms:
+    """The texts in token ids. Raises RequestError if nobody has put them there."""
+    if sampling.in_tokens is not None:
+        return sampling.in_tokens
+    has_breakers = sampling.dry_multiplier > 0.0 and sampling.dry_sequence_breakers
+    needed = {
+        "bad_words": bool(sampling.bad_words),
+        "dry_sequence_breakers": bool(has_breakers),
+        "thinking_budget": sampling.thinking_budget is not None,
+    }
+    for param, is_needed in needed.items():
+        if is_needed:
+            raise RequestError(f"{param} is not in token ids; submit to an engine", param=param)
+    return TokenForms()
+
+
+def _dry(admission: Admission, in_tokens: TokenForms, vocab_size: int) -> DryPenalty | None:
+    sampling = admission.sampling
+    if sampling.dry_multiplier == 0.0:
+        return None
+    return DryPenalty(sampling, in_tokens.dry_breakers, admission.token_ids, vocab_size)
+
+
+def _bad_words(admission: Admission, in_tokens: TokenForms, vocab_size: int) -> BadWords | None:
+    if not in_tokens.bad_words:
+        return None
+    outputs = admission.token_ids[admission.prompt_len :]
+    return BadWords(in_tokens.bad_words, outputs, vocab_size)
+
+
+def _thinking(
+    admission: Admission, in_tokens: TokenForms, vocab_size: int
+) -> ThinkingBudget | None:
+    budget, tags = admission.sampling.thinking_budget, in_tokens.reasoning
+    if budget is None:
+        return None
+    if tags is None or max(tags.closings[0]) >= vocab_size:
+        raise RequestError("thinking_budget has no tag to write", param="thinking_budget")
+    outputs = admission.token_ids[admission.prompt_len :]
+    return ThinkingBudget(budget, tags, outputs)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from quickstep.errors import EngineError, RequestError
 from quickstep.runtime.grammar_constraint import NewMatcher
+from quickstep.runtime.pooling import Pool
 from quickstep.runtime.sampling_state import SamplingState
 from quickstep.types import Admission, StepRow
 
@@ -22,7 +23,8 @@ __all__ = ["Slot", "SlotTable"]
 class Slot:
     """One resident sequence.
 
-    `last_token` is the newest sampled token, None before the first. `failure` says why the
+    `token_ids` are those known at its admission. `last_token` is the newest sampled token, None
+    before the first. `pool` takes the hidden states of a prompt to embed. `failure` says why the
     sequence cannot go on; its rows then fail, and the sequences beside it do not notice.
     """
 
@@ -30,6 +32,9 @@ class Slot:
         self, admission: Admission, vocab_size: int, new_matcher: NewMatcher | None = None
     ) -> None:
         self.sequence_id = admission.sequence_id
+        self.token_ids = admission.token_ids
+        self.num_prompt_logprobs = admission.sampling.prompt_logprobs or 0
+        self.pool = None if admission.pooling is None else Pool(admission.pooling)
         self.last_token: int | None = None
         self.failure = ""
         self.state: SamplingState | None = None

@@ -1,14 +1,16 @@
 """Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, on every status.
 
 Routes raise `RequestError` (4xx) or `EngineError` (503); `error_response` is the one place that
-turns either, and Starlette's own 404 and 405, into a body. What nobody expected becomes a 500
-that does not show its insides; the trace is logged once.
+turns either, and Starlette's own 404 and 405, into a body. A surface with another shape names it
+in `ApiRoute.error_shape`; the gate puts it into the request's state. What nobody expected becomes
+a 500 that does not show its insides; the trace is logged once.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,12 +21,17 @@ from starlette.responses import Response
 from quickstep.errors import EngineError, RequestError
 
 __all__ = [
+    "ErrorFacts",
+    "ErrorShape",
     "GenerationFailed",
     "RouteNotFound",
     "error_body",
+    "error_facts",
     "error_of",
     "error_response",
+    "facts_of",
     "json_response",
+    "openai_shape",
 ]
 
 _LOG = logging.getLogger("quickstep.server")
@@ -34,12 +41,29 @@ _TYPES: Mapping[int, tuple[str, str | None]] = {
     401: ("authentication_error", "invalid_api_key"),
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
+    408: ("invalid_request_error", "request_timeout"),
     413: ("invalid_request_error", "request_too_large"),
+    414: ("invalid_request_error", "url_too_long"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
+    431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal_error"),
     503: ("server_error", "engine_unavailable"),
 }
 _RETRY = {"retry-after": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFacts:
+    """All that an error answer says, whatever its shape; `kind` and `code` are OpenAI's words."""
+
+    status: int
+    message: str
+    kind: str
+    param: str | None
+    code: str | None
+
+
+ErrorShape = Callable[[ErrorFacts], dict[str, Any]]
 
 
 class GenerationFailed(EngineError):
@@ -54,27 +78,51 @@ class RouteNotFound(RequestError):
         self.code = code
 
 
-def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """The body of an error answer, and of an error event in a stream."""
+def openai_shape(facts: ErrorFacts) -> dict[str, Any]:
+    """OpenAI's body."""
+    return {
+        "error": {
+            "message": facts.message,
+            "type": facts.kind,
+            "param": facts.param,
+            "code": facts.code,
+        }
+    }
+
+
+def facts_of(status: int, message: str, param: str | None = None) -> ErrorFacts:
+    """An error with the type and the code that its status has."""
     kind, code = _TYPES.get(status, _TYPES[400 if status < 500 else 500])
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return ErrorFacts(status, message, kind, param, code)
+
+
+def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
+    """The body of an error answer, and of an error event in a stream, in OpenAI's shape."""
+    return openai_shape(facts_of(status, message, param))
+
+
+def error_facts(error: Exception) -> ErrorFacts:
+    """What to say of any exception; logs those that are our fault."""
+    if isinstance(error, RouteNotFound):
+        return ErrorFacts(
+            error.status, str(error), "invalid_request_error", error.param, error.code
+        )
+    if isinstance(error, RequestError):
+        return facts_of(error.status, str(error), error.param)
+    if isinstance(error, GenerationFailed):
+        _LOG.warning("a request failed: %s", error)
+        return facts_of(500, str(error))
+    if isinstance(error, EngineError):
+        _LOG.error("the engine refused a request: %s", error)
+        return facts_of(503, str(error))
+    _LOG.error("a request failed unexpectedly", exc_info=error)
+    return facts_of(500, "the server failed to answer; its log says why")
 
 
 def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body of any exception; logs those that are our fault."""
-    if isinstance(error, RequestError):
-        body = error_body(str(error), error.status, error.param)
-        if isinstance(error, RouteNotFound):
-            body["error"]["code"] = error.code
-        return error.status, body
-    if isinstance(error, GenerationFailed):
-        _LOG.warning("a request failed: %s", error)
-        return 500, error_body(str(error), 500)
-    if isinstance(error, EngineError):
-        _LOG.error("the engine refused a request: %s", error)
-        return 503, error_body(str(error), 503)
-    _LOG.error("a request failed unexpectedly", exc_info=error)
-    return 500, error_body("the server failed to answer; its log says why", 500)
+    """Status and body of any exception, in OpenAI's shape; logs those that are our fault."""
+    facts = error_facts(error)
+    return facts.status, openai_shape(facts)
 
 
 def json_response(
@@ -85,10 +133,18 @@ def json_response(
 
 
 async def error_response(request: Request, error: Exception) -> Response:
-    """Starlette's exception hook for everything."""
-    if not isinstance(error, HTTPException):
-        status, body = error_of(error)
-        return json_response(body, status, _RETRY if status in (429, 503) else None)
+    """Starlette's exception hook for everything; the gate's as well."""
+    headers: Mapping[str, str] | None = None
+    if isinstance(error, HTTPException):
+        facts, headers = _of_starlette(request, error), error.headers
+    else:
+        facts = error_facts(error)
+        headers = _RETRY if facts.status in (429, 503) else None
+    shape: ErrorShape = request.scope.get("state", {}).get("error_shape", openai_shape)
+    return json_response(shape(facts), facts.status, headers)
+
+
+def _of_starlette(request: Request, error: HTTPException) -> ErrorFacts:
     place = f"{request.method} {request.url.path}"
     message = error.detail
     if error.status_code == 404:
@@ -96,4 +152,4 @@ async def error_response(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "another method")
         message = f"{place} is not allowed; use {allowed}"
-    return json_response(error_body(message, error.status_code), error.status_code, error.headers)
+    return facts_of(error.status_code, message)

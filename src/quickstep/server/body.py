@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from quickstep.errors import RequestError
+from quickstep.server.options import ConnectionOptions
 
 __all__ = ["ClientDisconnect", "read_body", "unless_disconnected"]
 
@@ -19,7 +20,24 @@ _DRAINED_LIMITS = 16
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises RequestError 413 beyond `limit` bytes, ClientDisconnect if it ends."""
+    """The whole body, within the time that the gate's `connections` allow for it.
+
+    Raises:
+        RequestError: It has more than `limit` bytes (413), or is not there in time (408).
+        ClientDisconnect: The client went away.
+    """
+    connections: ConnectionOptions | None = request.scope.get("state", {}).get("connections")
+    upload_s = None if connections is None else connections.upload_s
+    try:
+        async with asyncio.timeout(upload_s):
+            return await _read(request, limit)
+    except TimeoutError:
+        raise RequestError(
+            f"the body did not arrive within {upload_s:g} s; send it faster", status=408
+        ) from None
+
+
+async def _read(request: Request, limit: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():

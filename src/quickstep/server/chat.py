@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import msgspec
-
-from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
+from quickstep.server.asked_output import beam_params, own_values, shown_of
 from quickstep.server.chat_message import ChatRendering
-from quickstep.server.generation import (
-    ChatPrompt,
-    Generation,
-    GenerationRequest,
-    OutputReading,
+from quickstep.server.conversation import (
+    Conversation,
+    check_shows_calls,
+    checked_metadata,
+    conversation_request,
+    past_call,
+    tenant_of,
 )
+from quickstep.server.generation import Generation, GenerationRequest
 from quickstep.server.options import RequestLimits
-from quickstep.server.refused import CHAT_REFUSED, refuse
-from quickstep.server.sampling import bounded, label, sampling_params
+from quickstep.server.refused import ASSISTANT_REFUSED, CHAT_REFUSED, refuse
+from quickstep.server.sampling import bounded, label
 from quickstep.server.schemas import (
     AssistantMessage,
     ChatRequest,
@@ -34,14 +36,11 @@ from quickstep.server.schemas import (
     UserMessage,
     decode,
 )
-from quickstep.server.structured import AskedGrammar, asked_grammar
+from quickstep.server.structured import asked_grammar
 from quickstep.server.surface import Served, stream_flags
-from quickstep.server.tools import OfferedTools, offered_tools
+from quickstep.server.tools import offered_tools
 
 __all__ = ["Chat"]
-
-# What an assistant message may carry only as null: clients send back what they were given.
-_NULL_ONLY = ("refusal", "audio", "function_call", "annotations")
 
 
 class Chat:
@@ -59,84 +58,35 @@ class Chat:
         if not fields.messages:
             raise RequestError("messages is an empty list", param="messages")
         messages = tuple(_message(place, item) for place, item in enumerate(fields.messages))
-        _check_history(messages, served)
-        offered = offered_tools(fields, served)
-        asked = _asked(fields, offered, served)
-        output = _output(fields, served, bool(offered.tools))
-        max_tokens, max_tokens_name = _max_tokens(fields)
-        own: dict[str, Any] = {
-            "logprobs": _num_logprobs(fields, served.limits),
-            "shown_special_token_ids": _markers(output, served),
-            "grammar": None if asked is None else asked.grammar,
-        }
-        if max_tokens is not None or "max_tokens" not in served.engine.default_sampling:
-            own["max_tokens"] = max_tokens
-        sampling = sampling_params(
-            fields,
-            served,
-            own,
-            {"max_tokens": max_tokens_name, "logprobs": "top_logprobs"},
-        )
-        prompt = ChatPrompt(
+        for place, message in enumerate(messages):
+            if "tool_calls" in message:
+                check_shows_calls(served, f"messages[{place}].tool_calls")
+        conversation = Conversation(
             messages,
             num_chars=len(body),
+            offered=offered_tools(fields, served),
+            asked=asked_grammar(fields),
             add_generation_prompt=fields.add_generation_prompt is not False,
-            tools=offered.tools,
             extra=fields.chat_template_kwargs or {},
         )
-        return GenerationRequest(
+        max_tokens, max_tokens_name = _max_tokens(fields)
+        shown = shown_of(fields, served, _num_logprobs(fields, served.limits))
+        own = {**own_values(fields, served, shown), "max_tokens": max_tokens}
+        renamed = {"max_tokens": max_tokens_name, "logprobs": "top_logprobs"}
+        request = conversation_request(conversation, fields, served, own, renamed)
+        return replace(
+            request,
             model=model,
-            prompts=(prompt,),
-            sampling=sampling,
-            priority=fields.priority or 0,
-            tenant=_tenant(fields, served.limits),
-            cache_salt=label("cache_salt", fields.cache_salt, served.limits),
-            output=output,
-            grammar_field="" if asked is None else asked.field,
+            tenant=tenant_of(fields.user, fields.safety_identifier, served.limits),
             echoed=_echoed(fields, served.limits),
+            shown=shown,
+            beams=beam_params(fields, served, request.sampling),
             **stream_flags(fields),
         )
 
     def rendering(self, generation: Generation, served: Served) -> ChatRendering:
         """The renderer of one request."""
         return ChatRendering(generation, served.engine.tokenizer)
-
-
-def _asked(fields: ChatRequest, offered: OfferedTools, served: Served) -> AskedGrammar | None:
-    """The grammar of the message: of the calls that are forced, or of its content."""
-    asked = asked_grammar(fields)
-    if asked is not None and offered.tools:
-        raise RequestError(
-            f"{asked.field} cannot go with tools that may be called; send tool_choice none",
-            param=asked.field,
-        )
-    grammar = asked or offered.forced
-    if grammar is not None and served.formats.reasoning is REASONING_FORMATS["harmony"]:
-        raise RequestError(
-            f"{grammar.field} is not supported: {served.engine.model_name} writes its messages "
-            "into channels",
-            param=grammar.field,
-        )
-    return grammar
-
-
-def _output(fields: ChatRequest, served: Served, with_tools: bool) -> OutputReading | None:
-    """What to read out of the text; a call is one only if tools were offered."""
-    tool_calls = served.formats.tool_calls if with_tools else None
-    reasoning = served.formats.reasoning
-    if tool_calls is None and reasoning is None:
-        return None
-    return OutputReading(tool_calls, reasoning, one_call=fields.parallel_tool_calls is False)
-
-
-def _markers(output: OutputReading | None, served: Served) -> tuple[int, ...]:
-    """The formats' markers that are tokens, so that none of them is skipped as special."""
-    if output is None:
-        return ()
-    formats = (output.tool_calls, output.reasoning)
-    texts = [marker for known in formats if known is not None for marker in known.markers]
-    ids = map(served.engine.tokenizer.token_id, texts)
-    return tuple(token_id for token_id in ids if token_id is not None)
 
 
 def _max_tokens(fields: ChatRequest) -> tuple[int | None, str]:
@@ -159,25 +109,13 @@ def _num_logprobs(fields: ChatRequest, limits: RequestLimits) -> int | None:
     return fields.top_logprobs or 0
 
 
-def _tenant(fields: ChatRequest, limits: RequestLimits) -> str:
-    """`safety_identifier` is OpenAI's new name of `user`; the prompt cache's key is a hint that
-    one engine has no use for, since every prefix is in its reach.
-    """
-    label("prompt_cache_key", fields.prompt_cache_key, limits)
-    identifier = label("safety_identifier", fields.safety_identifier, limits)
-    return label("user", fields.user, limits) or identifier
-
-
 def _echoed(fields: ChatRequest, limits: RequestLimits) -> dict[str, Any]:
     """Fields whose effect is to stand in the response."""
+    # a hint that one engine has no use for, since every prefix is in its reach
+    label("prompt_cache_key", fields.prompt_cache_key, limits)
     echoed: dict[str, Any] = {}
     if fields.metadata is not None:
-        bounded("metadata", len(fields.metadata), limits.metadata, "entries")
-        if any(len(key) > 64 or len(value) > 512 for key, value in fields.metadata.items()):
-            raise RequestError(
-                "metadata has a key above 64 or a value above 512 characters", param="metadata"
-            )
-        echoed["metadata"] = fields.metadata
+        echoed["metadata"] = checked_metadata(fields.metadata, limits)
     if fields.service_tier is not None:
         echoed["service_tier"] = "default"
     return echoed
@@ -202,18 +140,6 @@ def _message(place: int, message: Message) -> Mapping[str, Any]:
             )
 
 
-def _check_history(messages: Sequence[Mapping[str, Any]], served: Served) -> None:
-    """Earlier calls must not vanish: the template has to write them."""
-    for place, message in enumerate(messages):
-        if "tool_calls" in message and not served.formats.renders_calls:
-            path = f"messages[{place}].tool_calls"
-            name = served.engine.model_name
-            raise RequestError(
-                f"{path} is not supported: the chat template of {name} does not show calls",
-                param=path,
-            )
-
-
 def _plain(role: str, content: Content, name: str | None, path: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role, "content": _text(content, f"{path}.content")}
     if name is not None:
@@ -222,9 +148,7 @@ def _plain(role: str, content: Content, name: str | None, path: str) -> dict[str
 
 
 def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
-    for name in _NULL_ONLY:
-        if getattr(message, name):
-            raise RequestError(f"{path}.{name} is not supported", param=f"{path}.{name}")
+    refuse(message, ASSISTANT_REFUSED, f"{path}.")
     if message.content is None and not message.tool_calls:
         raise RequestError(f"{path}.content is missing", param=f"{path}.content")
     plain = _plain("assistant", message.content or "", message.name, path)
@@ -243,14 +167,11 @@ def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
 
 
 def _tool_call(call: ToolCall, path: str) -> dict[str, Any]:
-    """A call; its arguments stay the text that the model wrote, once it is known to be JSON."""
-    try:
-        msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        place = f"{path}.function.arguments"
-        raise RequestError(f"{place} is not the JSON text of an object", param=place) from None
-    function = {"name": call.function.name, "arguments": call.function.arguments}
-    return {"id": call.id, "type": call.type, "function": function}
+    if call.type != "function":
+        kind = f"{path}.type"
+        raise RequestError(f"{kind} {call.type[:64]} is not supported; send function", param=kind)
+    function = call.function
+    return past_call(call.id, function.name, function.arguments, f"{path}.function.arguments")
 
 
 def _text(content: Content, path: str) -> str:

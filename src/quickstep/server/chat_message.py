@@ -1,7 +1,8 @@
 """A chat's answer as JSON: content, reasoning and tool calls, read out of the model's text.
 
-`ChatRendering` belongs to one request and holds one reader per choice; `chat` makes it, `routes`
-calls it. A stream's words add up to the whole message.
+`MessageReader` reads one choice's text, for every surface. `ChatRendering` belongs to one request
+and holds one reader per choice; `chat` makes it, `choices` calls it. A stream's words add up to
+the whole message.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import message_grammar
 from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
 from quickstep.engine.tool_calls.parser import MessageParser
+from quickstep.server.completion_choice import prompt_logprobs_json
 from quickstep.server.engine_face import Vocabulary
-from quickstep.server.generation import Choice, Generation, OutputReading, opens_reasoning
+from quickstep.server.generation import Choice, Generation, opens_reasoning
 from quickstep.types import TokenLogprobs
 
-__all__ = ["ChatRendering"]
+__all__ = ["ChatRendering", "MessageReader", "logprob_entry", "message_reader"]
 
 
-class _Message:
+class MessageReader:
     """One choice's message as it is read. `parser` is None if all of its text is content."""
 
     def __init__(self, parser: MessageParser | None, one_call: bool) -> None:
@@ -47,16 +49,27 @@ class ChatRendering:
 
     def __init__(self, generation: Generation, tokenizer: Vocabulary) -> None:
         self._tokenizer = tokenizer
-        self._with_logprobs = generation.request.sampling.logprobs is not None
-        output = generation.request.output
+        self._generation = generation
+        self._shown = generation.request.shown
         self._messages = [
-            _message(output, tokenizer, generation.prompt_token_ids(choice))
-            for choice in generation.choices
+            message_reader(generation, choice, tokenizer) for choice in generation.choices
         ]
 
     def opening(self) -> Mapping[str, Any]:
         """The role, before any content."""
         return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+
+    def beside(self) -> Mapping[str, Any]:
+        """The one prompt's token ids and scores, where they were asked for."""
+        first = self._generation.choices[0]
+        beside: dict[str, Any] = {}
+        if self._shown.token_ids:
+            beside["prompt_token_ids"] = list(self._generation.prompt_token_ids(first))
+        num_top = self._shown.prompt_logprobs
+        if num_top is not None:
+            scores = self._generation.prompt_logprobs(first)
+            beside["prompt_logprobs"] = prompt_logprobs_json(scores, num_top, self._tokenizer)
+        return beside
 
     def news(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         """What became certain of the message, with the new tokens' logprobs."""
@@ -69,9 +82,12 @@ class ChatRendering:
             words["content"] = said.content
         if said.calls:
             words["tool_calls"] = [{"index": call.index, **_call(call)} for call in said.calls]
-        if not words and not (self._with_logprobs and delta.token_ids):
+        shows_tokens = self._shown.logprobs is not None or self._shown.token_ids
+        if not words and not (shows_tokens and delta.token_ids):
             return None
-        return {"delta": words or {"content": ""}, "logprobs": self._listed(delta.logprobs)}
+        logprobs = self._listed(delta.logprobs)
+        word = {"delta": words or {"content": ""}, "logprobs": logprobs}
+        return {**word, **self._token_ids(delta.token_ids)}
 
     def ending(self) -> dict[str, Any]:
         """No content."""
@@ -86,7 +102,8 @@ class ChatRendering:
         if said.calls:
             message["content"] = said.content or None
             message["tool_calls"] = [_call(call) for call in said.calls]
-        return {"message": message, "logprobs": self._listed(choice.logprobs)}
+        logprobs = self._listed(choice.logprobs)
+        return {"message": message, "logprobs": logprobs, **self._token_ids(choice.token_ids)}
 
     def finish_reason(self, choice: Choice) -> str | None:
         """In OpenAI's words: `tool_calls` where the model stopped after a call."""
@@ -96,8 +113,11 @@ class ChatRendering:
         called = self._messages[choice.index].has_calls
         return "tool_calls" if called and reason == "stop" else reason
 
+    def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(token_ids)} if self._shown.token_ids else {}
+
     def _listed(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        if not self._with_logprobs:
+        if self._shown.logprobs is None:
             return None
         content = [
             {
@@ -109,28 +129,37 @@ class ChatRendering:
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._tokenizer.decode([token_id], skip_special_tokens=False),
-            "logprob": logprob,
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-        }
+        return logprob_entry(self._tokenizer, token_id, logprob)
 
 
-def _message(
-    output: OutputReading | None, tokenizer: Vocabulary, prompt: Sequence[int]
-) -> _Message:
+def logprob_entry(tokenizer: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
+    """A token with its logprob, in OpenAI's shape."""
+    return {
+        "token": tokenizer.decode([token_id], skip_special_tokens=False),
+        "logprob": logprob,
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
+
+
+def message_reader(
+    generation: Generation, choice: Choice, tokenizer: Vocabulary, call_prefix: str = "call_"
+) -> MessageReader:
+    """The reader of a choice's message. `call_prefix` begins the ids of its calls, unless the
+    model's template takes short ones only.
+    """
+    output = generation.request.output
     if output is None:
-        return _Message(None, one_call=False)
-    inside = opens_reasoning(output, tokenizer, prompt)
+        return MessageReader(None, one_call=False)
+    inside = opens_reasoning(output, tokenizer, generation.prompt_token_ids(choice))
     grammar = message_grammar(output.tool_calls, output.reasoning, inside)
     short = output.tool_calls is not None and output.tool_calls.short_ids
-    return _Message(MessageParser(grammar, _call_ids(short)), output.one_call)
+    return MessageReader(MessageParser(grammar, _call_ids(short, call_prefix)), output.one_call)
 
 
-def _call_ids(short: bool) -> Callable[[], str]:
+def _call_ids(short: bool, prefix: str) -> Callable[[], str]:
     if short:
         return lambda: uuid.uuid4().hex[:9]
-    return lambda: f"call_{uuid.uuid4().hex[:24]}"
+    return lambda: f"{prefix}{uuid.uuid4().hex[:24]}"
 
 
 def _call(call: CallDelta) -> dict[str, Any]:

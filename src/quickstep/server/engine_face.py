@@ -7,12 +7,15 @@ in its own process are the other implementations. No torch here or above.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats
-from quickstep.types import SamplingParams
+from quickstep.types import Pooling, SamplingParams
+
+if TYPE_CHECKING:
+    from quickstep.model.sizing import MemoryPlan
 
 __all__ = ["ServedEngine", "Template", "TokenStream", "Vocabulary"]
 
@@ -49,8 +52,15 @@ class Vocabulary(Protocol):
     def vocab_size(self) -> int:
         """Token ids are below this."""
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+
     def token_id(self, text: str) -> int | None:
         """The token that is exactly `text`."""
+
+    def piece(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it."""
 
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves the token out."""
@@ -67,6 +77,10 @@ class Vocabulary(Protocol):
 
 class Template(Protocol):
     """A chat template."""
+
+    @property
+    def source(self) -> str:
+        """The template's own text."""
 
     @property
     def formats(self) -> OutputFormats:
@@ -102,6 +116,14 @@ class ServedEngine(Protocol):
         """Sampling values of the checkpoint, for what a request does not set."""
 
     @property
+    def default_pooling(self) -> Pooling:
+        """How the model's card says that prompts are embedded."""
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """What the memory is used for; None if nothing was planned."""
+
+    @property
     def tokenizer(self) -> Vocabulary:
         """The model's tokenizer."""
 
@@ -121,7 +143,7 @@ class ServedEngine(Protocol):
     async def prepare(self, sampling: SamplingParams) -> None:
         """Compile what `submit` needs of it, off the event loop. Raises RequestError."""
 
-    def submit(
+    def submit(  # noqa: PLR0913 -- a request's own fields, all but two optional
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
@@ -131,6 +153,7 @@ class ServedEngine(Protocol):
         tenant: str = "",
         cache_salt: str = "",
         deadline_s: float | None = None,
+        pooling: Pooling | None = None,
     ) -> TokenStream:
         """Queue a request. Raises RequestError for what is known at once; the rest of the
         engine's refusals come with the stream's `accepted`.

@@ -13,14 +13,28 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from quickstep.core.sequence import sequence_seed
+from quickstep.engine.beam_search import BeamSearchParams
+from quickstep.engine.best_of import best_indices
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import ReasoningFormat, ToolCallFormat
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_errors import GenerationFailed
+from quickstep.server.beam_stream import open_beams
 from quickstep.server.engine_face import ServedEngine, TokenStream, Vocabulary
+from quickstep.server.options import RequestLimits
+from quickstep.server.prompts import (
+    ChatPrompt,
+    InfillPrompt,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    prompt_ids,
+)
+from quickstep.server.request_size import check_num_tokens
 from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 
 __all__ = [
@@ -29,47 +43,20 @@ __all__ = [
     "ChoiceDelta",
     "Generation",
     "GenerationRequest",
+    "InfillPrompt",
     "OutputReading",
+    "Shown",
     "TextPrompt",
     "TokenPrompt",
     "Usage",
     "open_generation",
     "opens_reasoning",
+    "prompt_ids",
 ]
 
-# Shorter prompts are rendered and tokenised on the event loop: a thread hop costs more.
-_INLINE_CHARS = 2048
+_LIMITS = RequestLimits()
 _QUEUED_DELTAS = 256
 _PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of the reasoning
-
-
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """Text to tokenise; special tokens in the text itself are recognised."""
-
-    text: str
-    add_special_tokens: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """Token ids as the client gave them."""
-
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation for the model's chat template. `num_chars` estimates its size."""
-
-    messages: tuple[Mapping[str, Any], ...]
-    num_chars: int
-    add_generation_prompt: bool = True
-    tools: tuple[Mapping[str, Any], ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-
-Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +69,23 @@ class OutputReading:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """What an answer says beside its text; a surface asks the engine for at least as much.
+
+    Attributes:
+        echo: The prompt stands before the text.
+        logprobs: Alternatives per token of the text; None shows none.
+        prompt_logprobs: Alternatives per token of the prompt; None shows none.
+        token_ids: The token ids of prompt and text.
+    """
+
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """What a client asked, whichever surface it came through.
 
@@ -91,6 +95,11 @@ class GenerationRequest:
         grammar_field: The client's name of what became `sampling.grammar`.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
         tenant: Whom the work is accounted to.
+        shown: What completions and chat say beside the text.
+        deadline_s: Seconds after which what there is is the answer; None for no limit.
+        num_kept: Of the `sampling.n` sequences, how many are the answer: those with the highest
+            mean logprob. None for all.
+        beams: Search instead of drawing; `sampling.n` hypotheses are the answer.
         include_usage: One usage chunk ends the stream.
         continuous_usage: Every chunk carries the usage so far.
     """
@@ -107,6 +116,10 @@ class GenerationRequest:
     output: OutputReading | None = None
     grammar_field: str = ""
     echoed: Mapping[str, Any] = field(default_factory=dict)
+    shown: Shown = field(default_factory=Shown)
+    deadline_s: float | None = None
+    num_kept: int | None = None
+    beams: BeamSearchParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +140,9 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
     timings: SequenceTimings | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         """Append a delta. Raises EngineError if it says that the sequence could not end."""
@@ -135,7 +150,8 @@ class Choice:
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs or ())
         self.timings = delta.timings or self.timings
-        self.finish_reason = delta.finish_reason
+        self.prompt_logprobs.extend(delta.prompt_logprobs)
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.finish_reason is FinishReason.ERROR:
             raise GenerationFailed(delta.error or "the model failed on this request")
         if delta.finish_reason is FinishReason.SHUTDOWN:
@@ -188,6 +204,23 @@ class Generation:
         """The prompt that a choice continues."""
         return self._streams[choice.index // self._n].prompt_token_ids
 
+    def prompt_logprobs(self, choice: Choice) -> Sequence[TokenLogprobs | None]:
+        """Those of the prompt that a choice continues; complete before its first delta."""
+        return self.choices[choice.index // self._n * self._n].prompt_logprobs
+
+    @property
+    def kept(self) -> tuple[Choice, ...]:
+        """The choices that are the answer, once all have ended: of each prompt the best."""
+        num_kept = self.request.num_kept
+        if num_kept is None:
+            return self.choices
+        kept: list[Choice] = []
+        for start in range(0, len(self.choices), self._n):
+            drawn = self.choices[start : start + self._n]
+            logprobs = [[one.logprob for one in choice.logprobs] for choice in drawn]
+            kept += [drawn[index] for index in best_indices(logprobs, num_kept)]
+        return tuple(kept)
+
     @property
     def usage(self) -> Usage:
         """Tokens so far; the cached ones of a prompt are known once its first choice has ended."""
@@ -218,8 +251,25 @@ class Generation:
             await stream.aclose()
 
     async def _of_stream(self, prompt: int) -> AsyncGenerator[ChoiceDelta, None]:
+        first = prompt * self._n
+        if self.request.sampling.prompt_logprobs is None or self._n == 1:
+            async for delta in self._streams[prompt]:
+                yield ChoiceDelta(first + delta.index, delta)
+            return
+        # the prompt's scores come with index 0; who is faster waits for them
+        held: list[Delta] = []
+        num_missing = len(self._streams[prompt].prompt_token_ids)
         async for delta in self._streams[prompt]:
-            yield ChoiceDelta(prompt * self._n + delta.index, delta)
+            num_missing -= len(delta.prompt_logprobs)
+            if delta.index and num_missing:
+                held.append(delta)
+                continue
+            yield ChoiceDelta(first + delta.index, delta)
+            if delta.finish_reason is not None and not delta.index:
+                num_missing = 0
+            while held and not num_missing:
+                late = held.pop(0)
+                yield ChoiceDelta(first + late.index, late)
 
     async def _merged(self) -> AsyncGenerator[ChoiceDelta, None]:
         queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(_QUEUED_DELTAS)
@@ -252,7 +302,9 @@ class Generation:
             await queue.put(error)
 
 
-async def open_generation(engine: ServedEngine, request: GenerationRequest) -> Generation:
+async def open_generation(
+    engine: ServedEngine, request: GenerationRequest, limits: RequestLimits = _LIMITS
+) -> Generation:
     """Tokenise and submit every prompt; returns when the engine has taken them all.
 
     Raises:
@@ -260,20 +312,13 @@ async def open_generation(engine: ServedEngine, request: GenerationRequest) -> G
         EngineError: The engine takes no requests.
     """
     await _prepare(engine, request)
-    prompts = [await _token_ids(engine, prompt) for prompt in request.prompts]
+    prompts = [await prompt_ids(engine, prompt) for prompt in request.prompts]
     _check_reasoning(engine, request, prompts)
+    check_num_tokens(prompts, request.sampling, engine.max_model_len, limits)
     streams: list[TokenStream] = []
     try:
         for token_ids in prompts:
-            streams.append(
-                engine.submit(
-                    token_ids,
-                    request.sampling,
-                    priority=request.priority,
-                    tenant=request.tenant,
-                    cache_salt=request.cache_salt,
-                )
-            )
+            streams.append(_submit(engine, token_ids, request))
         for stream in streams:
             await stream.accepted()
     except BaseException as error:
@@ -281,6 +326,22 @@ async def open_generation(engine: ServedEngine, request: GenerationRequest) -> G
             await stream.aclose()
         raise _in_clients_words(error, request) from None
     return Generation(request, streams)
+
+
+def _submit(
+    engine: ServedEngine, token_ids: Sequence[int], request: GenerationRequest
+) -> TokenStream:
+    submit = partial(
+        engine.submit,
+        priority=request.priority,
+        tenant=request.tenant,
+        cache_salt=request.cache_salt,
+    )
+    if request.beams is not None:
+        return open_beams(
+            engine, submit, token_ids, request.sampling, request.beams, request.deadline_s
+        )
+    return submit(token_ids, request.sampling, deadline_s=request.deadline_s)
 
 
 async def _prepare(engine: ServedEngine, request: GenerationRequest) -> None:
@@ -322,30 +383,3 @@ def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequen
         return False
     end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
     return end.rstrip().endswith(reasoning.opening)
-
-
-async def _token_ids(engine: ServedEngine, prompt: Prompt) -> Sequence[int]:
-    if isinstance(prompt, TokenPrompt):
-        return prompt.token_ids
-    num_chars = prompt.num_chars if isinstance(prompt, ChatPrompt) else len(prompt.text)
-    if num_chars <= _INLINE_CHARS:
-        return _encode(engine, prompt)
-    return await asyncio.to_thread(_encode, engine, prompt)
-
-
-def _encode(engine: ServedEngine, prompt: TextPrompt | ChatPrompt) -> Sequence[int]:
-    if isinstance(prompt, TextPrompt):
-        return engine.tokenizer.encode(prompt.text, prompt.add_special_tokens)
-    template = engine.chat_template
-    if template is None:
-        raise RequestError(
-            f"{engine.model_name} has no chat template; use /v1/completions", param="messages"
-        )
-    text = template.render(
-        prompt.messages,
-        tools=prompt.tools,
-        add_generation_prompt=prompt.add_generation_prompt,
-        extra=prompt.extra,
-    )
-    # the template has written the special tokens already
-    return engine.tokenizer.encode(text, add_special_tokens=False)

@@ -8,38 +8,188 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["RequestLimits", "ServerOptions"]
+from quickstep.errors import ConfigError, RequestError
+from quickstep.server.api_keys import ApiKeys
+from quickstep.server.file_options import BatchOptions, FileOptions
+
+__all__ = [
+    "ConnectionOptions",
+    "CorsOptions",
+    "Deadlines",
+    "RequestLimits",
+    "ServerOptions",
+    "TlsOptions",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Bounds on one request; beyond one the answer is 400 (413 for the body).
+    """Bounds on one request; beyond one the answer is 400 (413 for the body, 414 for the URL, 431
+    for the headers).
 
     Attributes:
         body_bytes: Size of a request body.
+        header_bytes: Size of the request line and all headers.
+        url_bytes: Size of the path with its query.
+        json_depth: Nested objects and lists of a body.
         n: Choices per prompt.
         prompts: Prompts per request.
+        sequences: Prompts times sequences of each (n, best_of or beams).
+        tokens: Tokens of one request: its prompts, and all that its sequences may generate.
         stop: Stop strings per request.
         stop_chars: Characters of one stop string.
         stop_token_ids: Stop token ids, and allowed token ids, per request.
         logit_bias: Entries of `logit_bias`.
+        bad_words: Bad words per request.
+        bad_word_chars: Characters of one bad word.
+        dry_breakers: DRY's sequence breakers per request.
+        dry_breaker_chars: Characters of one breaker.
         logprobs: Alternatives per token.
         label_chars: Characters of `user`, `cache_salt` and the other labels, which logs keep.
         tools: Functions that a request may offer to the model.
         metadata: Entries of `metadata`; keys have at most 64 and values at most 512 characters.
+        detokenized: Tokens of one `/detokenize`: the library turns them into text in one piece,
+            in which nothing else runs.
     """
 
     body_bytes: int = 4 * 1024 * 1024
+    header_bytes: int = 32 * 1024
+    url_bytes: int = 8 * 1024
+    json_depth: int = 64
     n: int = 32
     prompts: int = 256
+    sequences: int = 512
+    tokens: int = 8 * 1024 * 1024
     stop: int = 16
     stop_chars: int = 256
     stop_token_ids: int = 1024
     logit_bias: int = 1024
+    bad_words: int = 64
+    bad_word_chars: int = 64
+    dry_breakers: int = 16
+    dry_breaker_chars: int = 32
     logprobs: int = 20
     label_chars: int = 512
     tools: int = 128
     metadata: int = 16
+    detokenized: int = 500_000
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionOptions:
+    """How long a client may take over its part of a connection, in seconds.
+
+    Attributes:
+        keep_alive_s: An idle connection between two requests.
+        header_s: From the first byte of a request (or a new connection) to the end of its headers.
+        upload_s: A request's body, from the end of the headers to its last byte.
+        slow_reader_s: A stream whose client reads nothing more; then the request is ended.
+        comment_every_s: A stream that has nothing to say gets a comment this often, so that
+            proxies keep it open; 0 for never.
+    """
+
+    keep_alive_s: float = 5.0
+    header_s: float = 20.0
+    upload_s: float = 120.0
+    slow_reader_s: float = 60.0
+    comment_every_s: float = 15.0
+
+    def __post_init__(self) -> None:
+        for name in ("keep_alive_s", "header_s", "upload_s", "slow_reader_s"):
+            value = getattr(self, name)
+            if not value > 0:
+                flag = _FLAGS[name]
+                raise ConfigError(f"{flag} is {value:g}, it must be above 0")
+        if not self.comment_every_s >= 0:
+            raise ConfigError(
+                f"--stream-comment-s is {self.comment_every_s:g}, it must be at least 0"
+            )
+
+
+_FLAGS = {
+    "keep_alive_s": "--keep-alive-timeout-s",
+    "header_s": "--header-timeout-s",
+    "upload_s": "--upload-timeout-s",
+    "slow_reader_s": "--slow-reader-timeout-s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CorsOptions:
+    """Which web pages of other origins may call; none unless asked.
+
+    Attributes:
+        origins: Origins such as `https://example.com`, or `*`.
+        methods: Allowed methods.
+        headers: Allowed request headers, or `*`.
+        credentials: Whether browsers may send cookies and the like along.
+    """
+
+    origins: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ("*",)
+    headers: tuple[str, ...] = ("*",)
+    credentials: bool = False
+
+    def __post_init__(self) -> None:
+        if self.credentials and "*" in self.origins:
+            raise ConfigError(
+                "--allow-credentials cannot go with --allowed-origins *: name the origins"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TlsOptions:
+    """Files in PEM form; no certificate, no TLS.
+
+    Attributes:
+        certfile: The server's certificate with its chain.
+        keyfile: Its key; None if it stands in `certfile`.
+        ca_certs: With it, clients have to show a certificate that one of these signed.
+    """
+
+    certfile: str | None = None
+    keyfile: str | None = None
+    ca_certs: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.certfile is None and (self.keyfile or self.ca_certs):
+            flag = "--ssl-keyfile" if self.keyfile else "--ssl-ca-certs"
+            raise ConfigError(f"{flag} needs --ssl-certfile")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long a request may take, in seconds; then what was generated is the answer.
+
+    Attributes:
+        default_s: For requests that do not say; None for no end.
+        max_s: What a request may ask for at most; None for no limit.
+    """
+
+    default_s: float | None = None
+    max_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for flag, value in (
+            ("--default-timeout-s", self.default_s),
+            ("--max-timeout-s", self.max_s),
+        ):
+            if value is not None and not value > 0:
+                raise ConfigError(f"{flag} is {value:g}, it must be above 0")
+        if self.default_s and self.max_s and self.default_s > self.max_s:
+            raise ConfigError(
+                f"--default-timeout-s is {self.default_s:g}, --max-timeout-s allows {self.max_s:g}"
+            )
+
+    def of(self, asked_s: float | None) -> float | None:
+        """What holds for a request that asks for `asked_s`. Raises RequestError."""
+        if asked_s is None:
+            return self.max_s if self.default_s is None else self.default_s
+        if self.max_s is not None and asked_s > self.max_s:
+            raise RequestError(
+                f"timeout_s is {asked_s:g}, the limit is {self.max_s:g}", param="timeout_s"
+            )
+        return asked_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +200,17 @@ class ServerOptions:
         served_model_names: Names that clients may use; empty takes the engine's model name. The
             first one stands in the responses.
         limits: Bounds on one request.
+        connections: How long clients may take.
+        api_keys: Who may call; no keys, everybody.
+        cors: Which web pages may call.
+        tls: The certificate, if there is one.
+        deadlines: How long requests may take.
+        ignore_unknown_fields: Drop fields that no schema has, and name them in the answer's
+            header `x-quickstep-ignored-fields` and in the log, instead of refusing them.
+        root_path: The path under which a proxy shows this server, and which it cuts off.
+        access_log: One log line per request.
+        files: Where clients' files stand, and how much of them.
+        batches: How batches run.
         stall_s: `/health` fails when work is pending and no step has finished for this long.
         drain_s: How long SIGTERM lets running requests go on before they are ended.
         tool_call_parser: Name of the format of tool calls, `none` for no tools; None takes what
@@ -59,7 +220,23 @@ class ServerOptions:
 
     served_model_names: tuple[str, ...] = ()
     limits: RequestLimits = field(default_factory=RequestLimits)
+    connections: ConnectionOptions = field(default_factory=ConnectionOptions)
+    api_keys: ApiKeys = field(default_factory=ApiKeys)
+    cors: CorsOptions = field(default_factory=CorsOptions)
+    tls: TlsOptions = field(default_factory=TlsOptions)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    ignore_unknown_fields: bool = False
+    root_path: str = ""
+    access_log: bool = False
+    files: FileOptions = field(default_factory=FileOptions)
+    batches: BatchOptions = field(default_factory=BatchOptions)
     stall_s: float = 60.0
     drain_s: float = 30.0
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(
+                f"--root-path is {self.root_path!r}, it must begin with a slash and not end in one"
+            )

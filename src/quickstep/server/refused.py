@@ -15,7 +15,14 @@ import msgspec
 
 from quickstep.errors import RequestError
 
-__all__ = ["CHAT_REFUSED", "COMPLETION_REFUSED", "Refusal", "refuse"]
+__all__ = [
+    "ASSISTANT_REFUSED",
+    "CHAT_REFUSED",
+    "COMPLETION_REFUSED",
+    "STREAM_OPTIONS_REFUSED",
+    "Refusal",
+    "refuse",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +39,7 @@ class Refusal:
         return any(type(value) is type(passing) and value == passing for passing in self.passes)
 
 
-COMPLETION_REFUSED: Mapping[str, Refusal] = MappingProxyType(
-    {
-        "echo": Refusal((False,), "the prompt is not sent back"),
-        "suffix": Refusal(("",), "the model does not fill in the middle"),
-    }
-)
+COMPLETION_REFUSED: Mapping[str, Refusal] = MappingProxyType({})
 
 CHAT_REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
@@ -58,9 +60,28 @@ CHAT_REFUSED: Mapping[str, Refusal] = MappingProxyType(
 )
 
 
-def refuse(request: msgspec.Struct, refusals: Mapping[str, Refusal]) -> None:
-    """Raise RequestError for the first field of `request` that asks for what we do not do."""
+STREAM_OPTIONS_REFUSED: Mapping[str, Refusal] = MappingProxyType(
+    {"include_obfuscation": Refusal((False,), "chunks are not padded")}
+)
+
+# Clients send back what they were given, and that is null or empty.
+ASSISTANT_REFUSED: Mapping[str, Refusal] = MappingProxyType(
+    {
+        "refusal": Refusal(("",), "the model has no refusals"),
+        "annotations": Refusal(([],), "the model gives text only"),
+        "audio": Refusal((), "the model gives text only"),
+        "function_call": Refusal((), "it is deprecated; send tool_calls"),
+    }
+)
+
+
+def refuse(request: msgspec.Struct, refusals: Mapping[str, Refusal], path: str = "") -> None:
+    """Raise RequestError for the first field of `request` that asks for what we do not do.
+
+    `path` leads to `request` in the body, its last dot included.
+    """
     values: dict[str, Any] = msgspec.structs.asdict(request)
     for name, refusal in refusals.items():
         if not refusal.allows(values[name]):
-            raise RequestError(f"{name} is not supported: {refusal.why}", param=name)
+            place = f"{path}{name}"
+            raise RequestError(f"{place} is not supported: {refusal.why}", param=place)

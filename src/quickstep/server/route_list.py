@@ -2,30 +2,67 @@
 
 from __future__ import annotations
 
+from quickstep.server.anthropic import CountTokens, Messages
+from quickstep.server.anthropic_schema import CountTokensRequest, MessagesRequest
+from quickstep.server.api_pages import ApiPages
 from quickstep.server.api_route import ApiRoute
+from quickstep.server.batches import LocalBatches
 from quickstep.server.chat import Chat
+from quickstep.server.choices import ChoicesSurface
 from quickstep.server.completions import Completions
+from quickstep.server.embedding_schema import EmbeddingList, EmbeddingRequest
+from quickstep.server.embeddings import Embeddings
+from quickstep.server.error_shapes import anthropic_shape
+from quickstep.server.llama_cpp_routes import llama_cpp_routes
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.probes import Probes
+from quickstep.server.response_messages import MessageResponse, TokenCount
+from quickstep.server.response_openai import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    Model,
+    ModelList,
+)
+from quickstep.server.response_probes import ApiDocument, Health, Pong, Readiness, Version
+from quickstep.server.response_responses import DeletedResponse, InputItems, ResponseObject
+from quickstep.server.responses import Responses, StoredResponses
+from quickstep.server.responses_schema import ResponsesRequest
+from quickstep.server.responses_store import ResponseStore
 from quickstep.server.routes import GeneratingRoute
 from quickstep.server.schemas import ChatRequest, CompletionRequest
 from quickstep.server.surface import Served
+from quickstep.server.tokenize import Tokenizing
 
 __all__ = ["api_routes"]
 
 
-def api_routes(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
-    """Every route, in the order of the reference."""
-    return [
+def api_routes(
+    served: Served, metrics: Metrics, options: ServerOptions, batches: LocalBatches | None = None
+) -> list[ApiRoute]:
+    """Every route, in the order of the reference. The app starts and stops `batches`."""
+    batches = batches or LocalBatches(served, metrics, options)
+    probes = Probes(served, metrics, options.stall_s)
+    routes = [
         *_generating(served, metrics),
-        *_models_and_probes(Probes(served, metrics, options.stall_s)),
+        *_responses(served, metrics),
+        *_anthropic(served, metrics),
+        *batches.routes(),
+        *Tokenizing(served).routes(),
+        *llama_cpp_routes(served, metrics),
+        *_models(probes),
+        *_probes(probes),
     ]
+    pages = ApiPages(routes, served)  # they tell of themselves, too
+    routes += _pages(pages)
+    return routes
 
 
 def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
-    chat = GeneratingRoute(Chat(), served, metrics)
-    completions = GeneratingRoute(Completions(), served, metrics)
+    chat = GeneratingRoute(ChoicesSurface(Chat()), served, metrics)
+    completions = GeneratingRoute(ChoicesSurface(Completions()), served, metrics)
     return [
         ApiRoute(
             "POST",
@@ -33,7 +70,10 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
             chat.answer,
             "The assistant's next message.",
             request=ChatRequest,
+            response=ChatCompletion,
             streams=True,
+            events=(ChatCompletionChunk,),
+            aliases=("/chat/completions",),
         ),
         ApiRoute(
             "POST",
@@ -41,19 +81,121 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
             completions.answer,
             "Text that continues a prompt.",
             request=CompletionRequest,
+            response=Completion,
             streams=True,
+            events=(CompletionChunk,),
+            aliases=("/completions",),
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/embeddings",
+            Embeddings(served).answer,
+            "A vector for each input.",
+            request=EmbeddingRequest,
+            response=EmbeddingList,
+            aliases=("/embeddings",),
         ),
     ]
 
 
-def _models_and_probes(probes: Probes) -> list[ApiRoute]:
+def _responses(served: Served, metrics: Metrics) -> list[ApiRoute]:
+    store = ResponseStore()
+    stored = StoredResponses(store)
+    one = "/v1/responses/{response_id}"
     return [
-        ApiRoute("GET", "/v1/models", probes.models, "All names that are served."),
-        ApiRoute("GET", "/v1/models/{model:path}", probes.model, "One served name."),
-        ApiRoute("GET", "/health", probes.health, "Whether steps finish.", is_probe=True),
-        ApiRoute("GET", "/ready", probes.ready, "Whether requests are welcome.", is_probe=True),
+        ApiRoute(
+            "POST",
+            "/v1/responses",
+            GeneratingRoute(Responses(store), served, metrics).answer,
+            "OpenAI's Responses API.",
+            request=ResponsesRequest,
+            response=ResponseObject,
+            streams=True,
+        ),
+        ApiRoute("GET", one, stored.retrieve, "A stored response.", response=ResponseObject),
+        ApiRoute("DELETE", one, stored.delete, "Forget a response.", response=DeletedResponse),
+        ApiRoute(
+            "GET",
+            f"{one}/input_items",
+            stored.input_items,
+            "What a stored response answers.",
+            response=InputItems,
+        ),
+    ]
+
+
+def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "POST",
+            "/v1/messages",
+            GeneratingRoute(Messages(), served, metrics).answer,
+            "Anthropic's Messages API.",
+            request=MessagesRequest,
+            response=MessageResponse,
+            streams=True,
+            error_shape=anthropic_shape,
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/messages/count_tokens",
+            CountTokens(served).answer,
+            "How many tokens a message's input has.",
+            request=CountTokensRequest,
+            response=TokenCount,
+            error_shape=anthropic_shape,
+        ),
+    ]
+
+
+def _models(probes: Probes) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "GET",
+            "/v1/models",
+            probes.models,
+            "All names that are served.",
+            None,
+            ModelList,
+            aliases=("/models",),
+        ),
+        ApiRoute("GET", "/v1/models/{model:path}", probes.model, "One served name.", None, Model),
+    ]
+
+
+def _probes(probes: Probes) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "GET", "/health", probes.health, "Whether steps finish.", None, Health, is_probe=True
+        ),
+        ApiRoute(
+            "GET",
+            "/ready",
+            probes.ready,
+            "Whether requests are welcome.",
+            None,
+            Readiness,
+            is_probe=True,
+        ),
         ApiRoute("GET", "/metrics", probes.metrics, "Prometheus text."),
-        ApiRoute("GET", "/version", probes.version, "The version of Quickstep."),
-        ApiRoute("GET", "/ping", probes.ping, "The process answers.", is_probe=True),
-        ApiRoute("POST", "/ping", probes.ping, "The process answers.", is_probe=True),
+        ApiRoute("GET", "/version", probes.version, "The version of Quickstep.", None, Version),
+        ApiRoute("GET", "/ping", probes.ping, "The process answers.", None, Pong, is_probe=True),
+        ApiRoute("POST", "/ping", probes.ping, "The process answers.", None, Pong, is_probe=True),
+    ]
+
+
+def _pages(pages: ApiPages) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "GET", "/openapi.json", pages.document, "This API as OpenAPI 3.1.", None, ApiDocument
+        ),
+        # the same page for everybody, so it needs no key; the document that it reads does
+        ApiRoute(
+            "GET",
+            "/docs",
+            pages.page,
+            "This API as a page.",
+            is_probe=True,
+            content_type="text/html",
+        ),
     ]

@@ -12,6 +12,7 @@ import errno
 import logging
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -23,9 +24,10 @@ import uvloop
 from quickstep.errors import ConfigError
 from quickstep.server.app import create_app
 from quickstep.server.engine_face import ServedEngine
-from quickstep.server.options import ServerOptions
+from quickstep.server.http_protocol import bounded_protocol
+from quickstep.server.options import ServerOptions, TlsOptions
 
-__all__ = ["DrainingServer", "bind", "serve", "server_for"]
+__all__ = ["DrainingServer", "bind", "check_tls", "serve", "server_for"]
 
 _LOG = logging.getLogger("quickstep.server")
 _BACKLOG = 2048
@@ -63,6 +65,29 @@ def _refusal(host: str, port: int, error: OSError) -> str:
     return f"cannot listen on {host}:{port}: {error.strerror}"
 
 
+def check_tls(options: TlsOptions) -> None:
+    """Raise ConfigError if the files are no certificate and key, before a model is loaded."""
+    if options.certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(options.certfile, options.keyfile, password=_no_password)
+    except (OSError, ValueError) as error:
+        names = " and ".join(name for name in (options.certfile, options.keyfile) if name)
+        raise ConfigError(
+            f"no certificate with its key can be read from {names}: {error}"
+        ) from None
+    try:
+        if options.ca_certs is not None:
+            context.load_verify_locations(options.ca_certs)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--ssl-ca-certs {options.ca_certs} cannot be read: {error}") from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; decrypt it first")
+
+
 class DrainingServer(uvicorn.Server):
     """uvicorn, except that it drains the engine, that a second signal of any kind ends the wait,
     and that the process goes on to its own end.
@@ -75,6 +100,7 @@ class DrainingServer(uvicorn.Server):
         self._engine = engine
         self._drain_s = options.drain_s
         self._names = ", ".join(options.served_model_names or (engine.model_name,))
+        self._scheme = "https" if options.tls.certfile else "http"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then say so."""
@@ -82,7 +108,7 @@ class DrainingServer(uvicorn.Server):
         for sock in sockets or []:
             host, port = sock.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
-            _LOG.info("serving %s at http://%s:%d/v1", self._names, shown, port)
+            _LOG.info("serving %s at %s://%s:%d/v1", self._names, self._scheme, shown, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, let running ones go on, then end them with an error event."""
@@ -134,15 +160,23 @@ class DrainingServer(uvicorn.Server):
 
 def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
     """The configured server of an engine, not running."""
+    tls = options.tls
     config = uvicorn.Config(
         create_app(engine, options),
         loop="none",  # the caller's
-        http="httptools",
+        http=bounded_protocol(options.limits, options.connections),
         ws="none",
         backlog=_BACKLOG,
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # whoever connects may write them
+        root_path=options.root_path,
+        timeout_keep_alive=options.connections.keep_alive_s,  # type: ignore[arg-type]
+        ssl_certfile=tls.certfile,
+        ssl_keyfile=tls.keyfile,
+        ssl_ca_certs=tls.ca_certs,
+        ssl_cert_reqs=ssl.CERT_REQUIRED if tls.ca_certs else ssl.CERT_NONE,
         # the engine ends the streams in time; this is for clients that do not read their end
         timeout_graceful_shutdown=round(options.drain_s) + _FLUSH_S,
     )

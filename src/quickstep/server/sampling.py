@@ -1,5 +1,7 @@
 """From the request schema's sampling fields to bounded, frozen `SamplingParams`.
 
+A field that the client gave goes before its preset, the preset before the checkpoint's own values.
+
 `SamplingParams` checks the ranges of its own fields; here stand the bounds of the HTTP surface
 (how many stops, how many choices) and the names that differ between the two.
 """
@@ -9,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quickstep.engine.token_forms import check_reasoning_tags
 from quickstep.errors import RequestError
+from quickstep.sampling_params import preset_values
 from quickstep.server.options import RequestLimits
 from quickstep.server.schemas import SamplingFields
 from quickstep.server.surface import Served
 from quickstep.types import SamplingParams
 
-__all__ = ["bounded", "label", "sampling_params", "token_ids_of"]
+__all__ = ["bounded", "deadline_of", "label", "sampling_params", "token_ids_of"]
 
 _SAME_NAME = (
     "n",
@@ -23,6 +27,14 @@ _SAME_NAME = (
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
+    "xtc_probability",
+    "xtc_threshold",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_range",
+    "thinking_budget",
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
@@ -43,14 +55,19 @@ def sampling_params(
 ) -> SamplingParams:
     """The request's sampling parameters. Raises RequestError that names the client's field.
 
-    What it leaves open comes from the checkpoint, then `SamplingParams`. `own` goes first: what
-    the surface resolved by itself (`max_tokens`, `logprobs`); `renamed` says under which name the
-    client gave it.
+    What it leaves open comes from its preset, the checkpoint, then `SamplingParams`. `own` goes
+    first: what the surface resolved by itself (`max_tokens`, `logprobs`); `renamed` says under
+    which name the client gave it.
     """
     limits, vocab_size = served.limits, served.engine.tokenizer.vocab_size
-    values: dict[str, Any] = dict(served.engine.default_sampling)
+    values: dict[str, Any] = {
+        **served.engine.default_sampling,
+        **preset_values(fields.preset),
+        **_texts(fields, limits),
+    }
     values |= {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
-    values["stop"] = _stops(fields.stop, limits)
+    if fields.thinking_budget is not None:
+        values["reasoning_tags"] = _reasoning_tags(served)
     values["logit_bias"] = _logit_bias(fields.logit_bias or {}, limits, vocab_size)
     for name in ("stop_token_ids", "allowed_token_ids"):
         ids = getattr(fields, name) or ()
@@ -89,11 +106,39 @@ def token_ids_of(name: str, ids: Sequence[int], vocab_size: int) -> tuple[int, .
     return tuple(ids)
 
 
-def _stops(stop: str | list[str] | None, limits: RequestLimits) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    bounded("stop", len(stops), limits.stop, "entries")
-    bounded("stop", max(map(len, stops), default=0), limits.stop_chars, "characters in one entry")
-    return stops
+def deadline_of(fields: SamplingFields) -> float | None:
+    """Seconds after which what was generated is the answer. Raises RequestError."""
+    timeout_s = fields.timeout_s
+    if timeout_s is not None and not timeout_s > 0:
+        raise RequestError(f"timeout_s is {timeout_s:g}, it must be above 0", param="timeout_s")
+    return timeout_s
+
+
+def _texts(fields: SamplingFields, limits: RequestLimits) -> dict[str, tuple[str, ...]]:
+    """The fields that hold texts, those that were given, within their bounds."""
+    stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+    given = {
+        "stop": (stop, limits.stop, limits.stop_chars),
+        "bad_words": (fields.bad_words, limits.bad_words, limits.bad_word_chars),
+        "dry_sequence_breakers": (
+            fields.dry_sequence_breakers,
+            limits.dry_breakers,
+            limits.dry_breaker_chars,
+        ),
+    }
+    texts = {}
+    for name, (values, most, longest) in given.items():
+        if values is not None:
+            bounded(name, len(values), most, "entries")
+            bounded(name, max(map(len, values), default=0), longest, "characters in one entry")
+            texts[name] = tuple(values)
+    return texts
+
+
+def _reasoning_tags(served: Served) -> tuple[str, str]:
+    reasoning = served.formats.reasoning
+    tags = None if reasoning is None else (reasoning.opening, reasoning.closing)
+    return check_reasoning_tags(tags, served.engine.model_name)
 
 
 def _logit_bias(

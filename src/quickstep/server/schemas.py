@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -19,6 +20,7 @@ from quickstep.errors import RequestError
 __all__ = [
     "AssistantMessage",
     "ChatRequest",
+    "ChoiceFields",
     "CompletionRequest",
     "CustomTool",
     "DeveloperMessage",
@@ -35,9 +37,12 @@ __all__ = [
     "SystemMessage",
     "TextFormat",
     "TextPart",
+    "Tool",
     "ToolMessage",
     "UserMessage",
+    "converted",
     "decode",
+    "decode_values",
 ]
 
 
@@ -90,15 +95,26 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
 
     model: str | None = None
     n: int | None = None
+    preset: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_range: int | None = None
+    dry_sequence_breakers: list[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    thinking_budget: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -112,11 +128,22 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    priority: int | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: str | None = None
+    timeout_s: float | None = None
 
 
-class CompletionRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """What completions and chat ask for beside the text, by vLLM's names."""
+
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+
+
+class CompletionRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/completions`. A flat list in `prompt` is texts or one prompt's token ids."""
 
     prompt: str | list[str | int | list[int]]
@@ -194,7 +221,7 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 
     id: str
     function: CalledFunction
-    type: str = "function"
+    type: Literal["function"] = "function"
     index: int | None = None
 
 
@@ -264,7 +291,7 @@ class CustomTool(msgspec.Struct, frozen=True, tag="custom"):
 Tool = FunctionTool | CustomTool
 
 
-class ChatRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
+class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/chat/completions`."""
 
     messages: list[Message]
@@ -312,17 +339,34 @@ def decode(body: bytes, schema: type[_Schema]) -> _Schema:
         raise RequestError("the body's JSON is nested too deeply") from None
 
 
-def _named(text: str, schema: type[msgspec.Struct]) -> RequestError:
+def decode_values(values: Mapping[str, object], schema: type[_Schema]) -> _Schema:
+    """The typed fields of a query or a form, whose numbers are texts. Raises RequestError."""
+    try:
+        return msgspec.convert(dict(values), schema, strict=False)
+    except msgspec.ValidationError as error:
+        raise _named(str(error), schema) from None
+
+
+def converted(value: object, schema: type[_Schema], path: str) -> _Schema:
+    """A part of a body, at `path`, as its type. Raises RequestError with the whole path."""
+    try:
+        return msgspec.convert(value, schema)
+    except msgspec.ValidationError as error:
+        raise _named(str(error), schema, path) from None
+
+
+def _named(text: str, schema: type[msgspec.Struct], within: str = "") -> RequestError:
     """Msgspec's sentence as ours: unknown, missing or of a wrong type, and where."""
     at = _PATH.search(text)
-    path = at.group("path") if at else ""
+    path = ".".join(part for part in (within, at.group("path") if at else "") if part)
     reason = text[: at.start()] if at else text
     field = _NAMED_FIELD.search(reason)
     if field:
         path = f"{path}.{field.group('field')}" if path else field.group("field")
         if "unknown" not in reason:
             return RequestError(f"{path} is missing", param=path)
-        near = difflib.get_close_matches(path, schema.__struct_fields__, n=1)
+        name = path.removeprefix(f"{within}.")
+        near = difflib.get_close_matches(name, schema.__struct_fields__, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         return RequestError(f"{path} is unknown{hint}", param=path)
     where = f"{path}: " if path else "the body: "

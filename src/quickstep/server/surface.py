@@ -1,37 +1,57 @@
-"""What a surface is: a thin adapter from a body to a `GenerationRequest`, and back to JSON.
+"""What a surface is: a thin adapter from a body to a `GenerationRequest`, and back to bytes.
 
-`completions` and `chat` implement it; `routes` runs any of them in the same way, streamed or not.
-A `Rendering` belongs to one request, since some fields (`text_offset`) count along.
+    Surface.parse: bytes -> Asked (GenerationRequest, and who writes its answer)
+    Writer: ChoiceDelta -> frames of a stream, or the whole answer
+
+`routes` runs any surface in the same way, streamed or not. `choices` adapts those that answer with
+a list of choices (`completions`, `chat`); `responses` and `anthropic` write their own frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats, reasoning_format, tool_call_format
 from quickstep.errors import RequestError
 from quickstep.server.api_errors import RouteNotFound
 from quickstep.server.engine_face import ServedEngine
-from quickstep.server.generation import Choice, Generation, GenerationRequest
-from quickstep.server.options import RequestLimits, ServerOptions
+from quickstep.server.generation import ChoiceDelta, Generation, GenerationRequest
+from quickstep.server.options import Deadlines, RequestLimits, ServerOptions
+from quickstep.server.refused import STREAM_OPTIONS_REFUSED, refuse
 from quickstep.server.schemas import SamplingFields
 
-__all__ = ["Rendering", "Served", "Surface", "check_names", "output_formats", "stream_flags"]
+__all__ = [
+    "Asked",
+    "Head",
+    "Served",
+    "Surface",
+    "Writer",
+    "check_names",
+    "output_formats",
+    "stream_flags",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What an adapter may look at: the engine's facts, the names it goes by, the limits, and how
-    the model writes calls and reasoning.
+    """What an adapter may look at: the engine's facts, the names it goes by, the limits, how the
+    model writes calls and reasoning, and how long requests may take.
     """
 
     engine: ServedEngine
     names: tuple[str, ...]
     limits: RequestLimits
     formats: OutputFormats
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+    @classmethod
+    def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
+        """What `options` make of an engine that is open. Raises ConfigError."""
+        names = options.served_model_names or (engine.model_name,)
+        formats = output_formats(engine, options)
+        return cls(engine, names, options.limits, formats, options.deadlines)
 
     def model(self, name: str | None) -> str:
         """The name to answer with. Raises RequestError 404 for a model that is not served."""
@@ -46,45 +66,51 @@ class Served:
         return name
 
 
-class Rendering(Protocol):
-    """One request's answer in the surface's words."""
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What an answer begins with, beside its request: seconds since 1970, and the engine's
+    fingerprint.
+    """
 
-    def opening(self) -> Mapping[str, Any] | None:
-        """What a stream says of each choice before its first token, without `index`."""
+    created: int
+    fingerprint: str
 
-    def news(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
-        """A stream's word for a delta, without `index` and `finish_reason`; None for nothing."""
 
-    def ending(self) -> dict[str, Any]:
-        """A stream's empty word beside the finish reason."""
+class Writer(Protocol):
+    """One request's answer in the surface's words: either a stream's frames or one whole."""
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        """A finished choice, without `index` and `finish_reason`."""
+    def opening(self) -> Iterable[bytes]:
+        """The frames before the first token."""
 
-    def finish_reason(self, choice: Choice) -> str | None:
-        """Why the choice ended, once its end has been rendered."""
+    def news(self, item: ChoiceDelta) -> Iterable[bytes]:
+        """The frames of a delta."""
+
+    def ending(self) -> Iterable[bytes]:
+        """The frames behind the last delta."""
+
+    def failure(self, error: Exception) -> Iterable[bytes]:
+        """The last frames of a stream that failed; its status was sent long ago."""
+
+    def note(self, item: ChoiceDelta) -> None:
+        """A delta of an answer that is not streamed."""
+
+    def whole(self) -> object:
+        """The answer that is not streamed, for the JSON encoder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A parsed request, and who will write its answer."""
+
+    request: GenerationRequest
+    writer: Callable[[Generation, Head], Writer]
 
 
 class Surface(Protocol):
-    """One of OpenAI's generating routes."""
+    """One generating route."""
 
-    @property
-    def id_prefix(self) -> str:
-        """Response ids start with it."""
-
-    @property
-    def object_name(self) -> str:
-        """The `object` of a whole response."""
-
-    @property
-    def chunk_object_name(self) -> str:
-        """The `object` of a stream's chunk."""
-
-    def parse(self, body: bytes, served: Served) -> GenerationRequest:
-        """Validate. Raises RequestError."""
-
-    def rendering(self, generation: Generation, served: Served) -> Rendering:
-        """The renderer of one request."""
+    def parse(self, body: bytes, served: Served, caller: str) -> Asked:
+        """Validate. `caller` is whose API key it is, "" without one. Raises RequestError."""
 
 
 def output_formats(engine: ServedEngine, options: ServerOptions) -> OutputFormats:
@@ -114,11 +140,7 @@ def stream_flags(fields: SamplingFields) -> dict[str, Any]:
         return {"stream": bool(fields.stream)}
     if not fields.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
-    if options.include_obfuscation:
-        raise RequestError(
-            "stream_options.include_obfuscation is not supported: chunks are not padded",
-            param="stream_options.include_obfuscation",
-        )
+    refuse(options, STREAM_OPTIONS_REFUSED, "stream_options.")
     return {
         "stream": True,
         "include_usage": bool(options.include_usage),

@@ -1,4 +1,4 @@
-"""The tools of a chat request: checked, as the template reads them, and forced where asked.
+"""The tools of a request: checked, as the template reads them, and forced where asked.
 
 A refusal names the field by its path. `tool_choice` required or a function's name is enforced by
 a grammar, which also makes `strict` true; where the model may choose, `strict` is refused.
@@ -12,111 +12,150 @@ from dataclasses import dataclass
 from typing import Any
 
 from quickstep.engine.tool_calls.call_grammar import call_grammar
+from quickstep.engine.tool_calls.formats import ToolCallFormat
 from quickstep.errors import RequestError
 from quickstep.server.sampling import bounded
-from quickstep.server.schemas import ChatRequest, CustomTool, FunctionSpec
+from quickstep.server.schemas import ChatRequest, CustomTool
 from quickstep.server.structured import AskedGrammar
 from quickstep.server.surface import Served
 
-__all__ = ["OfferedTools", "offered_tools"]
+__all__ = ["FUNCTION_NAME", "Function", "OfferedTools", "ToolChoice", "offer", "offered_tools"]
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """The tools that the model is shown, and the grammar of the calls that it has to make."""
+    """The tools that the model is shown, and the grammar of the calls that it has to make.
+
+    `one_call`: a second call of a message is dropped.
+    """
 
     tools: tuple[Mapping[str, Any], ...] = ()
     forced: AskedGrammar | None = None
+    one_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
-    """`tool_choice`: `name` is the one function that has to be called."""
+class Function:
+    """A function as a client describes it, whichever surface it came through.
+
+    `path` is where it stands in the body, `parameters_field` the name of its schema there.
+    """
+
+    name: str
+    description: str | None
+    parameters: Mapping[str, Any] | None
+    strict: bool
+    path: str
+    parameters_field: str = "parameters"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`tool_choice`: `names` are the functions of which one has to be called, None for any."""
 
     may_call: bool = True
     must_call: bool = False
-    name: str | None = None
+    names: tuple[str, ...] | None = None
 
 
 def offered_tools(fields: ChatRequest, served: Served) -> OfferedTools:
-    """The tools and what is forced: with `tool_choice: "none"` there are none of them.
-
-    Raises:
-        RequestError: A tool is wrong, the choice cannot be honoured, or the model knows no tools.
-    """
-    bounded("tools", len(fields.tools or ()), served.limits.tools, "entries")
-    choice = _choice(fields.tool_choice)
-    functions: dict[str, Mapping[str, Any]] = {}
+    """The tools of a chat request. Raises RequestError."""
+    functions: list[Function] = []
     for place, tool in enumerate(fields.tools or ()):
         path = f"tools[{place}]"
         if isinstance(tool, CustomTool):
             kind = f"{path}.type"
             raise RequestError(f"{kind} custom is not supported; send function", param=kind)
-        function = _function(tool.function, path, choice.must_call)
-        if tool.function.name in functions:
-            name = f"{path}.function.name"
-            raise RequestError(f"{name} {tool.function.name} stands there twice", param=name)
-        functions[tool.function.name] = function
-    forced = _forced_functions(functions, choice) if choice.must_call else ()
-    if not choice.may_call or not functions:
+        told = tool.function
+        strict, path = bool(told.strict), f"{path}.function"
+        functions.append(Function(told.name, told.description, told.parameters, strict, path))
+    return offer(
+        functions, _choice(fields.tool_choice), fields.parallel_tool_calls is False, served
+    )
+
+
+def offer(
+    functions: Sequence[Function], choice: ToolChoice, one_call: bool, served: Served
+) -> OfferedTools:
+    """The tools and what is forced; a choice that forbids calls leaves none of them.
+
+    Raises:
+        RequestError: A tool is wrong, the choice cannot be honoured, or the model knows no tools.
+    """
+    bounded("tools", len(functions), served.limits.tools, "entries")
+    shown: dict[str, Mapping[str, Any]] = {}
+    for function in functions:
+        described = _described(function, choice.must_call)
+        if function.name in shown:
+            name = f"{function.path}.name"
+            raise RequestError(f"{name} {function.name} stands there twice", param=name)
+        shown[function.name] = described
+    forced = _forced_functions(shown, choice) if choice.must_call else ()
+    if not choice.may_call or not shown:
         return OfferedTools()
-    _check_model(served)
-    one_call = choice.name is not None or fields.parallel_tool_calls is False
-    tools = tuple({"type": "function", "function": function} for function in functions.values())
-    return OfferedTools(tools, _grammar(forced, one_call, served) if forced else None)
+    known = _checked_format(served)
+    one_call = one_call or (choice.names is not None and len(choice.names) == 1)
+    tools = tuple({"type": "function", "function": described} for described in shown.values())
+    asked = _grammar(forced, one_call, known, served) if forced else None
+    return OfferedTools(tools, asked, one_call)
 
 
 def _forced_functions(
-    functions: Mapping[str, Mapping[str, Any]], choice: _Choice
+    functions: Mapping[str, Mapping[str, Any]], choice: ToolChoice
 ) -> Sequence[Mapping[str, Any]]:
     """The functions of which one has to be called. Raises RequestError if there is none."""
-    name = choice.name
-    if name is None and functions:
+    names = choice.names
+    if names is None and functions:
         return tuple(functions.values())
-    if name is not None and name in functions:
-        return (functions[name],)
-    missing = "tools is empty" if name is None else f"no tool is named {name[:64]!r}"
+    if names and all(name in functions for name in names):
+        return tuple(functions[name] for name in names)
+    missing = "tools is empty"
+    if names is not None:
+        unknown = next((name for name in names if name not in functions), "")
+        missing = f"no tool is named {unknown[:64]!r}"
     raise RequestError(f"tool_choice asks for a call, but {missing}", param="tool_choice")
 
 
-def _function(function: FunctionSpec, path: str, must_call: bool) -> dict[str, Any]:
-    path = f"{path}.function"
-    if not _NAME.fullmatch(function.name):
+def _described(function: Function, must_call: bool) -> dict[str, Any]:
+    """A function as templates read it. Raises RequestError."""
+    path = function.path
+    if not FUNCTION_NAME.fullmatch(function.name):
         raise RequestError(
             f"{path}.name is {function.name[:64]!r}; it takes 1 to 64 letters, digits, _ and -",
             param=f"{path}.name",
         )
     if function.strict and not must_call:
         raise RequestError(
-            f"{path}.strict is not supported where the model may choose to call; send tool_choice "
-            "required or the function's name",
+            f"{path}.strict is not supported where the model may choose to call; force a call "
+            "with tool_choice",
             param=f"{path}.strict",
         )
     parameters = function.parameters or _NO_ARGUMENTS
     if parameters.get("type", "object") != "object":
         raise RequestError(
-            f"{path}.parameters describes a {parameters['type']!r}, it must be an object",
-            param=f"{path}.parameters",
+            f"{path}.{function.parameters_field} describes a {parameters['type']!r}, it must be an "
+            "object",
+            param=f"{path}.{function.parameters_field}",
         )
     described = {} if function.description is None else {"description": function.description}
     return {"name": function.name, **described, "parameters": parameters}
 
 
-def _choice(choice: str | dict[str, Any] | None) -> _Choice:
+def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
     match choice:
         case None | "auto":
-            return _Choice()
+            return ToolChoice()
         case "none":
-            return _Choice(may_call=False)
+            return ToolChoice(may_call=False)
         case "required":
-            return _Choice(must_call=True)
+            return ToolChoice(must_call=True)
         case {"type": "function", "function": {"name": str(name), **others}, **more} if not (
             others or more
         ):
-            return _Choice(must_call=True, name=name)
+            return ToolChoice(must_call=True, names=(name,))
         case str():
             shown = repr(choice[:64])
         case _:
@@ -129,26 +168,21 @@ def _choice(choice: str | dict[str, Any] | None) -> _Choice:
 
 
 def _grammar(
-    functions: Sequence[Mapping[str, Any]], one_call: bool, served: Served
+    functions: Sequence[Mapping[str, Any]], one_call: bool, known: ToolCallFormat, served: Served
 ) -> AskedGrammar:
-    """The grammar of the calls. Raises RequestError for a format that cannot be forced."""
-    known = served.formats.tool_calls
-    if known is None or known.spelling is None:
-        name = "this model" if known is None else known.name
-        raise RequestError(
-            f"tool_choice cannot be enforced for the format of calls {name}; send auto",
-            param="tool_choice",
-        )
+    """The grammar of the calls. Raises RequestError for a function that it cannot spell."""
     tokenizer = served.engine.tokenizer
 
-    def is_special(text: str) -> bool:
+    def special_id(text: str) -> int | None:
         token_id = tokenizer.token_id(text)
-        return token_id is not None and tokenizer.is_special(token_id)
+        return token_id if token_id is not None and tokenizer.is_special(token_id) else None
 
-    return AskedGrammar(call_grammar(known.spelling, functions, one_call, is_special), "tools")
+    grammar = call_grammar(known.spelling, functions, one_call, special_id)
+    return AskedGrammar(grammar, "tools")
 
 
-def _check_model(served: Served) -> None:
+def _checked_format(served: Served) -> ToolCallFormat:
+    """How the model writes calls. Raises RequestError if it knows no tools."""
     name = served.engine.model_name
     if not served.formats.renders_tools:
         raise RequestError(
@@ -161,3 +195,4 @@ def _check_model(served: Served) -> None:
             "--tool-call-parser",
             param="tools",
         )
+    return served.formats.tool_calls

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.types import RowOutput, StepPlan, StepResult
+from quickstep.types import RowOutput, StepPlan, StepResult, StepRow, TokenLogprobs
 
 __all__ = ["ClockExecutor", "ClockTicket", "VirtualClock"]
 
@@ -53,10 +53,19 @@ class ClockExecutor:
         """Start the step when those before it are done."""
         seconds = self._cost_model.seconds(StepLoad.of_plan(plan))
         self._free_at_s = max(self._clock.now, self._free_at_s) + seconds
-        token = (_TOKEN_ID,)
-        outputs = tuple(RowOutput(token if row.emits else ()) for row in plan.rows)
+        outputs = tuple(map(_output, plan.rows))
         result = StepResult(plan.step_id, outputs, seconds)
         return ClockTicket(self._clock, self._free_at_s, result)
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+def _output(row: StepRow) -> RowOutput:
+    """What the row has to give, without content."""
+    score = TokenLogprobs(_TOKEN_ID, 0.0, 1)
+    return RowOutput(
+        token_ids=(_TOKEN_ID,) if row.emits else (),
+        prompt_logprobs=(score,) * row.num_scored,
+        embedding=() if row.pools else None,
+    )

@@ -11,7 +11,6 @@ newer request that took the same id. Never pickle, and no torch to read any of i
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,11 +18,12 @@ from typing import Any
 import msgspec
 
 from quickstep.config import EngineConfig
+from quickstep.engine.logs import LogSetup
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import SamplingParams, StepRecord
+from quickstep.types import Pooling, SamplingParams, StepRecord
 
 __all__ = [
     "FROM_ENGINE",
@@ -52,14 +52,6 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class LogSetup:
-    """How the engine's process writes its log to stderr, which it shares with the server."""
-
-    level: int = logging.WARNING
-    format: str = logging.BASIC_FORMAT
-
-
-@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """`LoadedModel` as it travels: the receiver opens tokenizer and template at `path` itself."""
 
@@ -69,6 +61,7 @@ class ModelFacts:
     vocab_size: int
     path: str
     default_sampling: dict[str, int | float]
+    default_pooling: Pooling
     load_s: float
     memory_plan: MemoryPlan | None
 
@@ -95,6 +88,7 @@ class Submit(_Message, frozen=True):
     tenant: str
     cache_salt: str
     deadline_s: float | None
+    pooling: Pooling | None
 
 
 class Abort(_Message, frozen=True):

@@ -43,7 +43,12 @@ from quickstep.engine.process.remote_stats import Ledger
 from quickstep.engine.process.remote_streams import RemoteStream, RemoteStreams
 from quickstep.engine.process.restarts import RestartLimits
 from quickstep.engine.process.supervisor import Supervisor
-from quickstep.engine.request_check import check_deadline, check_sampling, check_token_ids
+from quickstep.engine.request_check import (
+    check_deadline,
+    check_pooling,
+    check_sampling,
+    check_token_ids,
+)
 from quickstep.engine.seeds import draw_seed, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
@@ -51,7 +56,7 @@ from quickstep.engine.stream import Stream
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.errors import EngineError, RequestError
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import FinishReason, SamplingParams
+from quickstep.types import FinishReason, Pooling, SamplingParams
 
 __all__ = ["RemoteEngine"]
 
@@ -67,10 +72,10 @@ class _Served:
     chat_template: ChatTemplate | None
 
     @classmethod
-    def open(cls, facts: ModelFacts) -> _Served:
+    def open(cls, facts: ModelFacts, template_s: float) -> _Served:
         path = Path(facts.path)
         tokenizer = Tokenizer.open(path)
-        template = ChatTemplate.open(path, tokenizer.special_tokens, datetime.now)
+        template = ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, template_s)
         return cls(facts, tokenizer, template)
 
 
@@ -98,6 +103,7 @@ class RemoteEngine:
         )
         self._clock = clock
         self._seeds = open_seeds(config.seed)
+        self._template_s = config.inputs.template_s
         self._ledger = Ledger()
         self._step_log = StepLog()
         self._streams = RemoteStreams(clock)
@@ -158,6 +164,11 @@ class RemoteEngine:
         return self._model.facts.default_sampling
 
     @property
+    def default_pooling(self) -> Pooling:
+        """How the model's card says that prompts are embedded."""
+        return self._model.facts.default_pooling
+
+    @property
     def memory_plan(self) -> MemoryPlan | None:
         """What the engine's memory is used for."""
         return self._model.facts.memory_plan
@@ -191,7 +202,7 @@ class RemoteEngine:
     async def prepare(self, sampling: SamplingParams) -> None:
         """Nothing: the engine's process prepares what it takes, and its verdict tells."""
 
-    def submit(
+    def submit(  # noqa: PLR0913 -- a request's own fields, all but two optional
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
@@ -201,10 +212,12 @@ class RemoteEngine:
         tenant: str = "",
         cache_salt: str = "",
         deadline_s: float | None = None,
+        pooling: Pooling | None = None,
     ) -> RemoteStream:
         """Send a request to the engine; its stream says whether it was taken.
 
-        `deadline_s` counts from its arrival there: then, what was generated is the answer.
+        `deadline_s` counts from its arrival there: then, what was generated is the answer. With
+        `pooling` the prompt's embedding is, and nothing is generated.
 
         Raises:
             RequestError: The request cannot be served as it stands.
@@ -214,7 +227,9 @@ class RemoteEngine:
         check_deadline(deadline_s)
         facts = self._model.facts
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        prompt_token_ids = check_token_ids(ids, facts.vocab_size, facts.max_model_len)
+        check_pooling(pooling, sampling)
+        prompt_only = pooling is not None or sampling.max_tokens == 0
+        prompt_token_ids = check_token_ids(ids, facts.vocab_size, facts.max_model_len, prompt_only)
         check_sampling(sampling, facts.vocab_size, self.tokenizer.eos_token_ids)
         name = self._free_request_id() if request_id is None else request_id
         if self._streams.number_of(name) is not None:
@@ -231,11 +246,16 @@ class RemoteEngine:
             tenant=tenant,
             cache_salt=cache_salt,
             deadline_s=deadline_s,
+            pooling=pooling,
         )
         try:
             process.send(message)
         except UnicodeEncodeError as error:
             refusal = RequestError(f"the request holds half a surrogate pair: {error.object!r}")
+            self._streams.refuse(number, refusal)
+            raise refusal from error
+        except OverflowError as error:
+            refusal = RequestError("the request holds a whole number of more than 64 bits")
             self._streams.refuse(number, refusal)
             raise refusal from error
         return remote
@@ -249,7 +269,7 @@ class RemoteEngine:
 
     async def opened(self, opened: Opened) -> None:
         """A process has the model loaded (the supervisor only)."""
-        self._served = await asyncio.to_thread(_Served.open, opened.facts)
+        self._served = await asyncio.to_thread(_Served.open, opened.facts, self._template_s)
         self._ledger.update(opened.stats)
 
     def receive(self, message: FromEngine) -> None:

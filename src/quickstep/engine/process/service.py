@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
 from quickstep.config import EngineConfig
 from quickstep.engine.engine import Engine
+from quickstep.engine.logs import install
 from quickstep.engine.process.messages import (
     TO_ENGINE,
     Abort,
@@ -130,7 +130,7 @@ class EngineService:
         return self._engine
 
     async def _open(self, opening: Open) -> None:
-        logging.basicConfig(level=opening.log.level, format=opening.log.format, stream=sys.stderr)
+        install(opening.log)
         loop = asyncio.get_running_loop()
 
         def progress(num_bytes: int, total_bytes: int) -> None:
@@ -164,6 +164,7 @@ class EngineService:
                 tenant=message.tenant,
                 cache_salt=message.cache_salt,
                 deadline_s=message.deadline_s,
+                pooling=message.pooling,
             )
         except Exception as error:  # one request's end, not everybody's
             self._refuse(number, error)
@@ -237,6 +238,7 @@ def _facts(engine: Engine) -> ModelFacts:
         vocab_size=model.vocab_size,
         path=str(model.path),
         default_sampling=dict(model.default_sampling),
+        default_pooling=model.default_pooling,
         load_s=model.load_s,
         memory_plan=model.memory_plan,
     )

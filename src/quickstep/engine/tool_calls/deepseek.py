@@ -14,17 +14,38 @@ from __future__ import annotations
 
 import re
 
+from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
 from quickstep.engine.tool_calls.json_text import json_object, known_name
 from quickstep.engine.tool_calls.message_delta import FunctionCall
 from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
 
-__all__ = ["DEEPSEEK_MARKERS", "deepseek"]
+__all__ = ["DEEPSEEK_FENCED", "DEEPSEEK_MARKERS", "DEEPSEEK_PLAIN", "deepseek"]
 
 _BAR = "\uff5c"  # a bar of full width
 _CALLS, _CALLS_END = f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁calls▁end{_BAR}>"
 _CALL, _CALL_END = f"<{_BAR}tool▁call▁begin{_BAR}>", f"<{_BAR}tool▁call▁end{_BAR}>"
 _SEPARATOR = f"<{_BAR}tool▁sep{_BAR}>"
 DEEPSEEK_MARKERS = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
+DEEPSEEK_PLAIN = CallSpelling(
+    begin=(_CALLS,),
+    call=(_CALL, Slot.NAME, _SEPARATOR, Slot.ARGUMENTS, _CALL_END),
+    end=(_CALLS_END,),
+)
+DEEPSEEK_FENCED = CallSpelling(
+    begin=(_CALLS,),
+    call=(
+        _CALL,
+        "function",
+        _SEPARATOR,
+        Slot.NAME,
+        "\n```json\n",
+        Slot.ARGUMENTS,
+        "\n```",
+        _CALL_END,
+    ),
+    separator=("\n",),
+    end=(_CALLS_END,),
+)
 _OPENING = Markers(_CALLS, _CALL)
 _NAME_CHARS = re.compile(r"[^<\s`{}]++")
 

@@ -9,18 +9,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeVar
 
 from quickstep.engine.tool_calls.call_grammar import CallSpelling
-from quickstep.engine.tool_calls.deepseek import DEEPSEEK_MARKERS, deepseek
-from quickstep.engine.tool_calls.granite import GRANITE_MARKERS, granite
-from quickstep.engine.tool_calls.harmony import HARMONY_MARKERS, harmony
+from quickstep.engine.tool_calls.deepseek import (
+    DEEPSEEK_FENCED,
+    DEEPSEEK_MARKERS,
+    DEEPSEEK_PLAIN,
+    deepseek,
+)
+from quickstep.engine.tool_calls.granite import GRANITE_MARKERS, GRANITE_SPELLING, granite
+from quickstep.engine.tool_calls.harmony import HARMONY_MARKERS, HARMONY_SPELLING, harmony
 from quickstep.engine.tool_calls.hermes import HERMES_MARKERS, HERMES_SPELLING, hermes
 from quickstep.engine.tool_calls.llama import LLAMA_MARKERS, LLAMA_SPELLING, llama3_json
-from quickstep.engine.tool_calls.mistral import MISTRAL_MARKERS, mistral
-from quickstep.engine.tool_calls.pythonic import PYTHONIC_MARKERS, pythonic
+from quickstep.engine.tool_calls.mistral import (
+    MISTRAL_LISTED,
+    MISTRAL_MARKERS,
+    MISTRAL_NAMED,
+    mistral,
+)
+from quickstep.engine.tool_calls.pythonic import PYTHONIC_MARKERS, PYTHONIC_SPELLING, pythonic
 from quickstep.engine.tool_calls.reader import Grammar, Markers, Parsing, Reader
 from quickstep.engine.tool_calls.think import think
 from quickstep.errors import ConfigError
@@ -44,14 +54,14 @@ class ToolCallFormat:
 
     Attributes:
         markers: Texts of it that may be special tokens, which the output then has to keep.
-        spelling: How calls are spelled, for a grammar that forces them; None where none can.
+        spelling: How calls are spelled, for a grammar that forces them.
         short_ids: Templates of this family take call ids of nine letters and digits only.
     """
 
     name: str
     grammar: Grammar
     markers: tuple[str, ...]
-    spelling: CallSpelling | None = None
+    spelling: CallSpelling
     short_ids: bool = False
 
 
@@ -77,11 +87,11 @@ TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = MappingProxyType(
         for known in (
             ToolCallFormat("hermes", hermes, HERMES_MARKERS, HERMES_SPELLING),
             ToolCallFormat("llama3_json", llama3_json, LLAMA_MARKERS, LLAMA_SPELLING),
-            ToolCallFormat("pythonic", pythonic, PYTHONIC_MARKERS),
-            ToolCallFormat("mistral", mistral, MISTRAL_MARKERS, short_ids=True),
-            ToolCallFormat("deepseek_v3", deepseek, DEEPSEEK_MARKERS),
-            ToolCallFormat("granite", granite, GRANITE_MARKERS),
-            ToolCallFormat(_HARMONY, _harmony_with_tools, HARMONY_MARKERS),
+            ToolCallFormat("pythonic", pythonic, PYTHONIC_MARKERS, PYTHONIC_SPELLING),
+            ToolCallFormat("mistral", mistral, MISTRAL_MARKERS, MISTRAL_LISTED, short_ids=True),
+            ToolCallFormat("deepseek_v3", deepseek, DEEPSEEK_MARKERS, DEEPSEEK_PLAIN),
+            ToolCallFormat("granite", granite, GRANITE_MARKERS, GRANITE_SPELLING),
+            ToolCallFormat(_HARMONY, _harmony_with_tools, HARMONY_MARKERS, HARMONY_SPELLING),
         )
     }
 )
@@ -131,6 +141,11 @@ _TOOL_CALL_SIGNS = (
     ("<|python_tag|>", "llama3_json"),
     ("<|python_start|>", "pythonic"),
 )
+# a family's other spelling, and what its templates write
+_SPELLING_SIGNS = (
+    ("mistral", "[ARGS]", MISTRAL_NAMED),
+    ("deepseek_v3", "```json", DEEPSEEK_FENCED),
+)
 # formats with the same tag and other contents (Qwen3-Coder, GLM)
 _NOT_HERMES = ("<function=", "<arg_key>")
 _REASONING_SIGNS = (
@@ -148,11 +163,19 @@ def formats_of(template: str) -> OutputFormats:
         tool_calls = None
     reasoning = _first_sign(template, _REASONING_SIGNS)
     return OutputFormats(
-        TOOL_CALL_FORMATS[tool_calls] if tool_calls else None,
+        _spelled(TOOL_CALL_FORMATS[tool_calls], template) if tool_calls else None,
         REASONING_FORMATS[reasoning] if reasoning else None,
         renders_tools=_READS_TOOLS.search(template) is not None,
         renders_calls="tool_calls" in template,
     )
+
+
+def _spelled(known: ToolCallFormat, template: str) -> ToolCallFormat:
+    """The format as the template's generation of models writes it."""
+    for name, sign, spelling in _SPELLING_SIGNS:
+        if known.name == name and sign in template:
+            return replace(known, spelling=spelling)
+    return known
 
 
 def tool_call_format(name: str) -> ToolCallFormat | None:

@@ -5,14 +5,21 @@ Granite 3.0 writes `<tool_call>`; Phi-4 closes with `<|/tool_call|>`. A list cou
 
 from __future__ import annotations
 
+from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
 from quickstep.engine.tool_calls.json_text import json_calls
 from quickstep.engine.tool_calls.message_delta import FunctionCall
 from quickstep.engine.tool_calls.reader import Markers, Parsing, Reader
 
-__all__ = ["GRANITE_MARKERS", "granite"]
+__all__ = ["GRANITE_MARKERS", "GRANITE_SPELLING", "granite"]
 
 _CLOSING = ("<|/tool_call|>", "</tool_call>")
 GRANITE_MARKERS = ("<|tool_call|>", "<tool_call>", *_CLOSING)
+GRANITE_SPELLING = CallSpelling(
+    begin=("<|tool_call|>", "["),
+    call=('{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}"),
+    separator=(", ",),
+    end=("]",),
+)
 _OPENING = Markers("<|tool_call|>", "<tool_call>")
 
 

@@ -13,16 +13,32 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
 from quickstep.engine.tool_calls.json_text import json_object, known_name
 from quickstep.engine.tool_calls.message_delta import FunctionCall
 from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
 
-__all__ = ["HARMONY_MARKERS", "harmony"]
+__all__ = ["HARMONY_MARKERS", "HARMONY_SPELLING", "harmony"]
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _CONSTRAIN = "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 HARMONY_MARKERS = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
+# one call ends the message: `<|call|>` is an end token
+HARMONY_SPELLING = CallSpelling(
+    call=(
+        _CHANNEL,
+        "commentary to=functions.",
+        Slot.NAME,
+        " ",
+        _CONSTRAIN,
+        "json",
+        _MESSAGE,
+        Slot.ARGUMENTS,
+    ),
+    thoughts=((_CHANNEL, "analysis", _MESSAGE), ("<|end|>", _START, "assistant")),
+    repeats=False,
+)
 _OPENING = Markers(_START, _CHANNEL)
 _CLOSING = Markers(_START, _CHANNEL, *_ENDS)
 _HEADER_CHARS = re.compile(r"[^<\n]++")

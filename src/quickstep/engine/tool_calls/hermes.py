@@ -5,7 +5,7 @@ The closing tag may be missing at the end of the text, where a stop or a limit t
 
 from __future__ import annotations
 
-from quickstep.engine.tool_calls.call_grammar import CallSpelling
+from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
 from quickstep.engine.tool_calls.json_text import call_of, json_members
 from quickstep.engine.tool_calls.message_delta import FunctionCall
 from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
@@ -14,7 +14,16 @@ __all__ = ["HERMES_MARKERS", "HERMES_SPELLING", "hermes"]
 
 HERMES_MARKERS = ("<tool_call>", "</tool_call>")
 HERMES_SPELLING = CallSpelling(
-    opening=("<tool_call>", "\n"), separator="\n", closing=("\n", "</tool_call>")
+    call=(
+        "<tool_call>",
+        '\n{"name": "',
+        Slot.NAME,
+        '", "arguments": ',
+        Slot.ARGUMENTS,
+        "}\n",
+        "</tool_call>",
+    ),
+    separator=("\n",),
 )
 _OPENING = Markers("<tool_call>")
 

@@ -6,7 +6,7 @@ without `;`. An object with other members than a call's is an answer in JSON, he
 
 from __future__ import annotations
 
-from quickstep.engine.tool_calls.call_grammar import CallSpelling
+from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
 from quickstep.engine.tool_calls.json_text import call_of, json_members
 from quickstep.engine.tool_calls.message_delta import FunctionCall
 from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
@@ -15,7 +15,9 @@ __all__ = ["LLAMA_MARKERS", "LLAMA_SPELLING", "llama3_json"]
 
 _TAGS = ("<|python_tag|>", "<|python_start|>")
 LLAMA_MARKERS = (*_TAGS, "<|python_end|>")
-LLAMA_SPELLING = CallSpelling(separator="; ", arguments="parameters")
+LLAMA_SPELLING = CallSpelling(
+    call=('{"name": "', Slot.NAME, '", "parameters": ', Slot.ARGUMENTS, "}"), separator=("; ",)
+)
 _OPENING = Markers(*_TAGS)
 _MEMBERS = frozenset({"name", "parameters", "arguments", "type", "id"})
 

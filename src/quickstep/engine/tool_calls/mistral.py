@@ -6,13 +6,21 @@ from __future__ import annotations
 
 import re
 
+from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
 from quickstep.engine.tool_calls.json_text import json_calls, json_object
 from quickstep.engine.tool_calls.message_delta import FunctionCall
 from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
 
-__all__ = ["MISTRAL_MARKERS", "mistral"]
+__all__ = ["MISTRAL_LISTED", "MISTRAL_MARKERS", "MISTRAL_NAMED", "mistral"]
 
 MISTRAL_MARKERS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+MISTRAL_LISTED = CallSpelling(
+    begin=("[TOOL_CALLS]", "["),
+    call=('{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}"),
+    separator=(", ",),
+    end=("]",),
+)
+MISTRAL_NAMED = CallSpelling(call=("[TOOL_CALLS]", Slot.NAME, "[ARGS]", Slot.ARGUMENTS))
 _OPENING = Markers("[TOOL_CALLS]")
 _WORD_CHARS = re.compile(r"[A-Za-z0-9_.-]++")
 

@@ -10,12 +10,16 @@ import json
 import re
 from collections.abc import Callable
 
+from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
 from quickstep.engine.tool_calls.message_delta import FunctionCall
 from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
 
-__all__ = ["PYTHONIC_MARKERS", "pythonic"]
+__all__ = ["PYTHONIC_MARKERS", "PYTHONIC_SPELLING", "pythonic"]
 
 PYTHONIC_MARKERS = ("<|python_start|>", "<|python_end|>")
+PYTHONIC_SPELLING = CallSpelling(
+    begin=("[",), call=(Slot.NAME, "(", Slot.KEYWORDS, ")"), separator=(", ",), end=("]",)
+)
 _OPENING = Markers("<|python_start|>")
 _MAX_DEPTH = 64
 _NAME_CHARS = re.compile(r"[A-Za-z0-9_.-]++")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quickstep.errors import ConfigError
 from quickstep.model.quantization import MatrixFormat
-from quickstep.model.quantize import quantize
 from quickstep.model.safetensors_files import TensorFiles
+from quickstep.ops.reference.quantize import quantize
 from quickstep.ops.table import QuantizedWeight
 
 __all__ = ["gathered", "requantized_form", "scattered_order"]
@@ -54,4 +54,5 @@ def gathered(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
     zeros = weight.zeros
     middle = 2 ** (weight.bits - 1) if zeros is None else zeros[:, order]
     whole = (weight.codes.float() - middle) * weight.scales[:, order]
-    return quantize(whole, requantized_form(whole.shape[1]))
+    form = requantized_form(whole.shape[1])
+    return quantize(whole, form.bits, form.group_size, form.has_zeros)

@@ -11,6 +11,7 @@ from quickstep.ops.reference.embedding import embedding
 from quickstep.ops.reference.gated_activation import gated_activation
 from quickstep.ops.reference.linear import linear, pack_linear
 from quickstep.ops.reference.paged_attention import paged_attention
+from quickstep.ops.reference.quantize import quantize
 from quickstep.ops.reference.quantized_linear import pack_quantized
 from quickstep.ops.reference.rms_norm import add_rms_norm, rms_norm
 from quickstep.ops.reference.rotary import rotary
@@ -32,6 +33,7 @@ def reference_ops() -> OpTable:
         name="reference",
         pack_linear=pack_linear,
         pack_quantized=pack_quantized,
+        quantize=quantize,
         linear=linear,
         embedding=embedding,
         rms_norm=rms_norm,

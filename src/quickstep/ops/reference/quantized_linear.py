@@ -38,7 +38,8 @@ def quantize_activations(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     most = grouped.abs().amax(-1)
     finite = most.isfinite()
     used = finite & (most > _TINY)
-    inverse = torch.where(used, 127.0 / most, 0.0).unsqueeze(-1)
+    # not 127.0 / most, for which torch multiplies with a rounded reciprocal
+    inverse = torch.where(used, torch.full_like(most, 127.0) / most, 0.0).unsqueeze(-1)
     codes = torch.where(used.unsqueeze(-1), torch.round(grouped * inverse), 0.0)
     scales = torch.where(used, most / 127.0, torch.where(finite, 0.0, torch.nan))
     return codes, scales

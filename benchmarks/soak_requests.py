@@ -1,0 +1,209 @@
+"""What the soak sends: every surface and feature at random, and what no server may take.
+
+A draw is a function of its random generator alone. Surfaces that the server lacks are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["SURFACES", "Asked", "drawn", "malformed"]
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_WORDS = [
+    "def",
+    "add",
+    "merge",
+    "the",
+    "list",
+    "of",
+    "itertools",
+    "chain",
+    "and",
+    "return",
+    "value",
+    "if",
+    "not",
+    "for",
+    "while",
+]
+_SCHEMAS = (
+    {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}, "required": ["a"]},
+    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 4},
+    {"enum": ["yes", "no", 3, None]},
+)
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and the statuses that are right for it."""
+
+    kind: str
+    path: str
+    body: bytes
+    streams: bool = False
+    statuses: frozenset[int] = frozenset({200})
+    method: str = "POST"
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+def _text(rng: random.Random, most: int) -> str:
+    return " ".join(rng.choices(_WORDS, k=rng.randint(1, most)))
+
+
+def _sampling(rng: random.Random) -> dict[str, Any]:
+    """Some of the fields that chat and completions share."""
+    choices: dict[str, Callable[[], Any]] = {
+        "temperature": lambda: rng.choice([0, 0.7, 1.3]),
+        "top_p": lambda: 0.9,
+        "top_k": lambda: 20,
+        "min_p": lambda: 0.05,
+        "presence_penalty": lambda: 0.5,
+        "frequency_penalty": lambda: 0.5,
+        "repetition_penalty": lambda: 1.1,
+        "n": lambda: rng.randint(1, 3),
+        "seed": lambda: rng.randrange(1 << 31),
+        "stop": lambda: rng.choice(["\n\n", [")", "return x"]]),
+        "logit_bias": lambda: {"5": -10},
+        "priority": lambda: rng.randint(-2, 2),
+        "user": lambda: rng.choice(["ann", "bob"]),
+    }
+    names = rng.sample(sorted(choices), rng.randint(0, 5))
+    return {name: choices[name]() for name in names}
+
+
+def _streaming(rng: random.Random) -> dict[str, Any]:
+    if rng.random() < 0.5:
+        return {}
+    options = {"stream_options": {"include_usage": True}} if rng.random() < 0.5 else {}
+    return {"stream": True, **options}
+
+
+def _completion(rng: random.Random) -> dict[str, Any]:
+    prompt: Any = _text(rng, 60)
+    if rng.random() < 0.2:
+        prompt = [prompt, _text(rng, 9)]
+    extra: dict[str, Any] = {"logprobs": 2} if rng.random() < 0.2 else {}
+    if rng.random() < 0.2:
+        extra["structured_outputs"] = {"regex": f"[a-z]{{1,{rng.randint(1, 20)}}}"}
+    shared = {**_sampling(rng), **_streaming(rng), **extra}
+    return {"prompt": prompt, "max_tokens": rng.randint(1, 48), **shared}
+
+
+def _chat(rng: random.Random) -> dict[str, Any]:
+    messages = [{"role": "user", "content": _text(rng, 40)}]
+    if rng.random() < 0.3:
+        messages += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Why?"}]
+    extra: dict[str, Any] = {}
+    form = rng.random()
+    if form < 0.15:
+        extra = {"tools": [_TOOL], "tool_choice": rng.choice(["auto", "required"])}
+    elif form < 0.35:
+        spec = {"name": "s", "schema": rng.choice(_SCHEMAS)}
+        extra = {"response_format": {"type": "json_schema", "json_schema": spec}}
+    elif form < 0.4:
+        extra = {"response_format": {"type": "json_object"}}
+    shared = {**_sampling(rng), **_streaming(rng), **extra}
+    return {"messages": messages, "max_tokens": rng.randint(1, 48), **shared}
+
+
+def _responses(rng: random.Random) -> dict[str, Any]:
+    stream = {"stream": True} if rng.random() < 0.5 else {}
+    # what is stored stays until the store is full: too few to look like a leak
+    store = rng.random() < 0.05
+    shared = {"max_output_tokens": 32, "store": store, **stream}
+    return {"model": "demo", "input": _text(rng, 40), **shared}
+
+
+def _messages(rng: random.Random) -> dict[str, Any]:
+    stream = {"stream": True} if rng.random() < 0.5 else {}
+    content = _text(rng, 40)
+    turns = [{"role": "user", "content": content}]
+    return {"model": "demo", "max_tokens": rng.randint(1, 40), "messages": turns, **stream}
+
+
+def _embeddings(rng: random.Random) -> dict[str, Any]:
+    return {"model": "demo", "input": [_text(rng, 20) for _ in range(rng.randint(1, 3))]}
+
+
+def _tokenize(rng: random.Random) -> dict[str, Any]:
+    return {"model": "demo", "prompt": _text(rng, 99)}
+
+
+# kind -> (share of the load, path, body)
+SURFACES: dict[str, tuple[int, str, Callable[[random.Random], dict[str, Any]]]] = {
+    "chat": (6, CHAT, _chat),
+    "completions": (5, COMPLETIONS, _completion),
+    "responses": (2, "/v1/responses", _responses),
+    "messages": (2, "/v1/messages", _messages),
+    "embeddings": (1, "/v1/embeddings", _embeddings),
+    "tokenize": (1, "/tokenize", _tokenize),
+}
+
+
+def drawn(rng: random.Random, kinds: list[str]) -> Asked:
+    """A request that is answered with 200."""
+    kind = rng.choices(kinds, [SURFACES[name][0] for name in kinds])[0]
+    _, path, body_of = SURFACES[kind]
+    body = body_of(rng)
+    return Asked(kind, path, json.dumps(body).encode(), streams=bool(body.get("stream")))
+
+
+def _refused(path: str, body: Any, *statuses: int) -> Asked:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return Asked("malformed", path, content, statuses=frozenset(statuses or (400,)))
+
+
+def malformed(rng: random.Random) -> Asked:
+    """A request that is refused."""
+    turn = [{"role": "user", "content": "a"}]
+    deep: Any = {}
+    for _ in range(40):
+        deep = {"properties": {"a": deep}}
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": deep}}
+    unsupported = {"type": "array", "uniqueItems": True, "title": str(rng.randrange(99))}
+    known = [
+        _refused(COMPLETIONS, b""),
+        _refused(COMPLETIONS, b'{"prompt": "a"'),
+        _refused(COMPLETIONS, b'{"prompt": "\xff"}'),
+        _refused(COMPLETIONS, {"prompt": "a", "max_tokens": -1}),
+        _refused(COMPLETIONS, {"prompt": "a", "temperature": "hot"}),
+        _refused(COMPLETIONS, {"prompt": "a", "n": 10_000}),
+        _refused(COMPLETIONS, {"prompt": [10**7]}),
+        _refused(COMPLETIONS, {"prompt": "word " * 20_000}),
+        _refused(COMPLETIONS, {"prompt": "a", "surprise": 1}),
+        _refused(COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "(a"}}),
+        _refused(COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": unsupported}}),
+        _refused(COMPLETIONS, {"prompt": "a", "model": "gpt-9"}, 404),
+        _refused(COMPLETIONS, b"[" * 5000),
+        _refused(COMPLETIONS, b" " * 5_000_000, 413),
+        _refused(CHAT, {"messages": []}),
+        _refused(CHAT, {"messages": turn, "response_format": schema}),
+        _refused(CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        _refused("/v1/nowhere", {}, 404),
+        Asked("malformed", CHAT, b"", statuses=frozenset({405}), method="GET"),
+        Asked(
+            "malformed",
+            "/health",
+            b"",
+            statuses=frozenset({431}),
+            method="GET",
+            headers=(("x-long", "y" * 40_000),),
+        ),
+    ]
+    return rng.choice(known)

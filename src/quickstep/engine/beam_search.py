@@ -1,0 +1,290 @@
+"""Beam search over an engine: each beam is a prompt that is continued by one token.
+
+    step: submit every beam at once (they share a batch; their common tokens are cached blocks)
+       -> the most likely tokens of each -> the best candidates of all beams are the next ones
+
+The scheduler knows nothing of it: what beams share, they share as any requests with one prefix do.
+The rules are those of transformers' `generate`: of a step's candidates, end tokens among the first
+`beam_width` finish a beam, the first `beam_width` others go on. The score is the sum of the raw
+logprobs / (number of generated tokens, an end token included) ** length_penalty. Nothing is drawn,
+so the result is a function of the prompt alone. Used by `LLM.beam_search` and by the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quickstep.engine.stream import Delta
+from quickstep.errors import EngineError, RequestError
+from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
+
+__all__ = ["BeamSearch", "BeamSearchParams", "Continuation", "Hypothesis", "Submit"]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """How to search; vLLM's names.
+
+    Attributes:
+        beam_width: Beams that are kept, and hypotheses that are returned.
+        max_tokens: Tokens after which a beam ends in any case.
+        ignore_eos: End tokens are tokens like others.
+        temperature: 0 or 1, which mean the same here: beams are scored by the model's own law.
+        length_penalty: Exponent of the length in the score; above 0 favours long answers.
+        early_stopping: Stop once `beam_width` beams have finished. Otherwise the search goes on
+            as long as a beam may still become one of the best.
+
+    Raises:
+        RequestError: A value is outside its range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise RequestError(f"{name} is {value}, it must be at least 1", param=name)
+        if self.temperature not in (0, 1):
+            raise RequestError(
+                f"temperature is {self.temperature}, beam search takes 0 or 1: it draws nothing",
+                param="temperature",
+            )
+        if not abs(self.length_penalty) <= _MAX_PENALTY:
+            raise RequestError(
+                f"length_penalty is {self.length_penalty}, it must be between -{_MAX_PENALTY:g} "
+                f"and {_MAX_PENALTY:g}",
+                param="length_penalty",
+            )
+
+    def score(self, total: float, length: int) -> float:
+        """What hypotheses are ranked by."""
+        return float(total / length**self.length_penalty)
+
+
+_MAX_PENALTY = 10.0
+_LEAST_S = 1e-6  # a deadline has to be ahead
+
+
+class Continuation(Protocol):
+    """The stream of one submitted request."""
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        """Iterate the deltas."""
+
+    async def accepted(self) -> None:
+        """Return once the engine has taken the request. Raises RequestError, EngineError."""
+
+    async def aclose(self) -> None:
+        """Abort what still runs. Idempotent."""
+
+
+# (token ids, sampling, seconds left): one request; raises RequestError, EngineError
+Submit = Callable[[Sequence[int], SamplingParams, float | None], Continuation]
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A way to go on from the prompt; `reason` is None while it may grow."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    total: float = 0.0
+    score: float = 0.0
+    reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the engine said of one beam: the next token's alternatives, None without a token."""
+
+    last: Delta
+    token: TokenLogprobs | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...]
+
+
+class BeamSearch:
+    """One search. `start` it, `run` it, `aclose` it; `prompt_logprobs` are there after `run`.
+
+    `end_ids` finish a beam. `num_top` is how many alternatives each token's logprobs shall hold.
+    `deadline_s` counts from now on `clock`: then the best beams so far are the answer.
+    """
+
+    def __init__(
+        self,
+        submit: Submit,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        end_ids: frozenset[int],
+        *,
+        limits: tuple[int, int],
+        scored: tuple[int, int | None] = (0, None),
+        deadline: tuple[float | None, Callable[[], float]] | None = None,
+    ) -> None:
+        """`limits`: longest sequence and vocabulary; `scored`: alternatives of an output token, and
+        of a prompt token (None for none).
+        """
+        max_len, vocab_size = limits
+        self._submit = submit
+        self._prompt = tuple(prompt_token_ids)
+        self._params = params
+        self._end_ids = frozenset() if params.ignore_eos else end_ids
+        self._max_tokens = min(params.max_tokens, max_len - len(self._prompt))
+        self._num_top, self._num_prompt_top = scored
+        # as many end tokens may stand before the candidates that go on
+        wanted = (1 + len(self._end_ids)) * max(2, 2 * params.beam_width)
+        self._num_candidates = min(max(wanted, self._num_top), vocab_size)
+        self._deadline_s, self._clock = deadline or (None, lambda: 0.0)
+        if self._deadline_s is not None:
+            self._deadline_s += self._clock()
+        self._streams: list[Continuation] = []
+        self._finished: list[Hypothesis] = []
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+
+    def start(self) -> None:
+        """Submit the prompt itself. Raises RequestError, EngineError."""
+        self._streams = [self._continue(Hypothesis())]
+
+    async def accepted(self) -> None:
+        """Return once the engine has taken the prompt. Raises RequestError, EngineError."""
+        await self._streams[0].accepted()
+
+    async def run(self) -> tuple[Hypothesis, ...]:
+        """The `beam_width` best hypotheses, best first.
+
+        Raises:
+            EngineError: The model failed on a beam, or the engine ended.
+        """
+        beams = [Hypothesis()]
+        for length in range(1, self._max_tokens + 1):
+            steps = await self._read_all()
+            if steps is None:
+                return self._best(beams, FinishReason.DEADLINE)
+            if length == 1:
+                self.prompt_logprobs = steps[0].prompt_logprobs
+            beams = self._advance(beams, steps, length)
+            if not beams or self._is_over(beams, length):
+                return self._best([], None)
+            if length < self._max_tokens and not self._submit_all(beams):
+                return self._best(beams, FinishReason.DEADLINE)
+        is_asked = self._max_tokens == self._params.max_tokens
+        reason = FinishReason.MAX_TOKENS if is_asked else FinishReason.CONTEXT_LIMIT
+        return self._best(beams, reason)
+
+    async def aclose(self) -> None:
+        """Abort what still runs. Idempotent."""
+        for stream in self._streams:
+            await stream.aclose()
+
+    def _continue(self, beam: Hypothesis) -> Continuation:
+        is_prompt = not beam.token_ids
+        sampling = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            ignore_eos=True,
+            logprobs=self._num_candidates,
+            prompt_logprobs=self._num_prompt_top if is_prompt else None,
+        )
+        left_s = None
+        if self._deadline_s is not None:
+            left_s = max(_LEAST_S, self._deadline_s - self._clock())
+        return self._submit((*self._prompt, *beam.token_ids), sampling, left_s)
+
+    def _submit_all(self, beams: Sequence[Hypothesis]) -> bool:
+        """False if there is no time left for it."""
+        if self._deadline_s is not None and self._clock() >= self._deadline_s:
+            return False
+        self._streams = []
+        for beam in beams:
+            self._streams.append(self._continue(beam))
+        return True
+
+    async def _read_all(self) -> list[_Step] | None:
+        """One token of every beam; None if the deadline came first."""
+        steps = await asyncio.gather(*map(_read, self._streams))
+        missing = [step.last for step in steps if step.token is None]
+        if any(last.finish_reason is FinishReason.DEADLINE for last in missing):
+            return None
+        if missing:
+            raise EngineError(missing[0].error or "a beam's request ended without a token")
+        return list(steps)
+
+    def _advance(
+        self, beams: Sequence[Hypothesis], steps: Sequence[_Step], length: int
+    ) -> list[Hypothesis]:
+        """The beams that go on; those that end are kept aside."""
+        width, params = self._params.beam_width, self._params
+        tops = [step.token.top if step.token else () for step in steps]
+        candidates = [
+            (beam.total + logprob, rank, beam, token_id, logprob, top)
+            for beam, top in zip(beams, tops, strict=True)
+            for rank, (token_id, logprob) in enumerate(top, 1)
+        ]
+        # the sort is stable: equal sums stand in the order of their beams, then of token ids
+        candidates.sort(key=lambda candidate: -candidate[0])
+        going: list[Hypothesis] = []
+        for place, (total, rank, beam, token_id, logprob, top) in enumerate(candidates):
+            ends = token_id in self._end_ids
+            if len(going) == width or (ends and place >= width):
+                continue
+            scored = TokenLogprobs(token_id, logprob, rank, top[: self._num_top])
+            grown = Hypothesis(
+                (*beam.token_ids, token_id),
+                (*beam.logprobs, scored),
+                total,
+                params.score(total, length),
+                FinishReason.EOS if ends else None,
+            )
+            (self._finished if ends else going).append(grown)
+        self._finished = _ranked(self._finished)[:width]
+        return going
+
+    def _is_over(self, beams: Sequence[Hypothesis], length: int) -> bool:
+        """Whether no beam can become better than the finished ones."""
+        params = self._params
+        if len(self._finished) < params.beam_width:
+            return False
+        if params.early_stopping:
+            return True
+        # sums only fall; dividing by the longest length makes the most of one
+        best_length = self._max_tokens if params.length_penalty > 0 else length
+        return params.score(beams[0].total, best_length) <= self._finished[-1].score
+
+    def _best(
+        self, beams: Sequence[Hypothesis], reason: FinishReason | None
+    ) -> tuple[Hypothesis, ...]:
+        cut = [
+            Hypothesis(beam.token_ids, beam.logprobs, beam.total, beam.score, reason)
+            for beam in beams
+        ]
+        best = _ranked([*self._finished, *cut])[: self._params.beam_width]
+        # a vocabulary may have fewer continuations than there are beams
+        return tuple(best + best[-1:] * (self._params.beam_width - len(best)))
+
+
+async def _read(stream: Continuation) -> _Step:
+    """The end of a request for one token, and all that came before."""
+    await stream.accepted()
+    scores: list[TokenLogprobs | None] = []
+    last: Delta | None = None
+    token: TokenLogprobs | None = None
+    async for delta in stream:
+        scores += delta.prompt_logprobs
+        token = delta.logprobs[0] if delta.logprobs else token
+        last = delta
+    if last is None:
+        raise EngineError("a beam's request ended without a word")
+    return _Step(last, token, tuple(scores))
+
+
+def _ranked(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Best first; equal scores stay in the order in which they were found."""
+    return sorted(hypotheses, key=lambda one: -one.score)

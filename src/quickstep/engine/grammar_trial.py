@@ -1,0 +1,240 @@
+"""Whether a grammar can be compiled at all, found out in a process that may die of it.
+
+llguidance works within limits of its own, but it is native code: a grammar can exhaust its stack
+or the machine's memory, which no caller can catch. So each new grammar is compiled in a worker
+first (`grammar_trial_worker`), with a limit of processor time, of memory and half of the stack
+that it has here. A worker that dies of a grammar has answered: the grammar is refused, the next
+one gets another worker. Verdicts are kept, the last used ones.
+
+The worker starts with the first grammar and ends with its owner: its standard input closes.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from quickstep.engine.grammar_build import Refusal
+from quickstep.engine.grammar_source import GrammarLimits, GrammarSource
+from quickstep.engine.grammar_vocabulary import GrammarVocabulary
+from quickstep.errors import EngineError
+
+__all__ = ["GrammarTrial", "TrialLimits", "TrialOpening", "read_frame", "write_frame"]
+
+_COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.grammar_trial_worker")
+_LENGTH_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TrialLimits:
+    """Bounds on one trial.
+
+    Attributes:
+        cpu_s: Processor time.
+        wall_s: Time on the clock, for a worker that hangs without working, or a busy machine.
+        start_s: The same for a new worker, which reads the vocabulary.
+        memory_bytes: Address space beyond that of a worker that has compiled nothing yet.
+        kept: Verdicts that are remembered.
+    """
+
+    cpu_s: float = 2.0
+    wall_s: float = 20.0
+    start_s: float = 60.0
+    memory_bytes: int = 1024**3
+    kept: int = 512
+
+
+class TrialOpening(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker is told first."""
+
+    vocabulary: GrammarVocabulary
+    grammar_limits: GrammarLimits
+    cpu_s: float
+    memory_bytes: int
+
+
+class GrammarTrial:
+    """The worker and its verdicts. Any thread may call `check`; trials run one at a time.
+
+    `vocabulary` is called when a worker starts.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Callable[[], GrammarVocabulary],
+        grammar_limits: GrammarLimits,
+        limits: TrialLimits,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._grammar_limits = grammar_limits
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+        self._verdicts: OrderedDict[GrammarSource, str] = OrderedDict()
+        self._num_started = 0
+
+    @property
+    def num_started(self) -> int:
+        """Workers so far: one, and one more after each grammar that ended one."""
+        return self._num_started
+
+    @property
+    def process_id(self) -> int | None:
+        """The operating system's id of the worker; None while there is none."""
+        worker = self._worker
+        return None if worker is None else worker.process_id
+
+    def check(self, source: GrammarSource) -> None:
+        """Return if the grammar can be compiled.
+
+        Raises:
+            Refusal: It cannot, or the worker died of it.
+            EngineError: No worker can be started.
+        """
+        with self._lock:
+            verdict = self._verdicts.pop(source, None)
+            if verdict is None:
+                verdict = self._tried(source)
+            self._verdicts[source] = verdict
+            while len(self._verdicts) > self._limits.kept:
+                self._verdicts.popitem(last=False)
+        if verdict:
+            raise Refusal(verdict)
+
+    def _tried(self, source: GrammarSource) -> str:
+        if self._worker is None:
+            self._worker = self._start()
+        try:
+            return self._worker.ask(source, self._limits.wall_s)
+        except _WorkerDied as death:
+            self._worker = None
+            return _verdict_of(death.code, self._limits)
+        except BaseException:
+            self._worker.end()
+            self._worker = None
+            raise
+
+    def _start(self) -> _Worker:
+        opening = TrialOpening(
+            vocabulary=self._vocabulary(),
+            grammar_limits=self._grammar_limits,
+            cpu_s=self._limits.cpu_s,
+            memory_bytes=self._limits.memory_bytes,
+        )
+        worker = _Worker()
+        self._num_started += 1
+        try:
+            worker.open(opening, self._limits.start_s)
+        except _WorkerDied as death:
+            raise EngineError(
+                f"the process that tries out grammars ended with code {death.code} at its start"
+            ) from None
+        return worker
+
+
+class _WorkerDied(Exception):
+    """The worker is gone, and reaped; negative codes are signals."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class _Worker:
+    """One life of the worker's process."""
+
+    def __init__(self) -> None:
+        try:
+            self._process = subprocess.Popen(
+                _COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        except OSError as error:
+            raise EngineError(
+                f"the process that tries out grammars cannot be started: {error}"
+            ) from error
+        self._finalizer = weakref.finalize(self, _end, self._process)
+
+    @property
+    def process_id(self) -> int:
+        """The operating system's id."""
+        return self._process.pid
+
+    def open(self, opening: TrialOpening, timeout_s: float) -> None:
+        """Have it read the vocabulary. Raises _WorkerDied."""
+        self._exchange(msgspec.msgpack.encode(opening), timeout_s)
+
+    def ask(self, source: GrammarSource, timeout_s: float) -> str:
+        """Why the grammar is refused, "" if it is not. Raises _WorkerDied."""
+        return self._exchange(msgspec.msgpack.encode(source), timeout_s).decode()
+
+    def end(self) -> None:
+        """Kill it."""
+        self._finalizer()
+
+    def _exchange(self, frame: bytes, timeout_s: float) -> bytes:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None, "both are pipes"
+        try:
+            write_frame(stdin.fileno(), frame)
+            answer = select.poll()  # `select` itself knows low file descriptors only
+            answer.register(stdout, select.POLLIN)
+            if not answer.poll(timeout_s * 1000):
+                self._process.kill()
+            return read_frame(stdout.fileno())
+        except (EOFError, BrokenPipeError):
+            code = self._process.wait()
+            self.end()
+            raise _WorkerDied(code) from None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Close the pipes, which ends the worker; kill it, in case it is at work; reap it."""
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    process.kill()
+    process.wait()
+
+
+def _verdict_of(code: int, limits: TrialLimits) -> str:
+    if code == -signal.SIGPROF:
+        return f"takes more than {limits.cpu_s:g} s to compile"
+    if code == -signal.SIGKILL:
+        return f"did not compile within {limits.wall_s:g} s"
+    return "exhausts the compiler: it needs too much memory or is nested too deeply"
+
+
+def write_frame(fd: int, content: bytes) -> None:
+    """Write a length and that many bytes."""
+    pending = memoryview(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
+    while pending:
+        pending = pending[os.write(fd, pending) :]
+
+
+def read_frame(fd: int) -> bytes:
+    """The next frame. Raises EOFError if there is none."""
+    return _read(fd, int.from_bytes(_read(fd, _LENGTH_BYTES), "big"))
+
+
+def _read(fd: int, num_bytes: int) -> bytes:
+    pieces = []
+    while num_bytes:
+        piece = os.read(fd, min(num_bytes, 1 << 20))
+        if not piece:
+            raise EOFError
+        pieces.append(piece)
+        num_bytes -= len(piece)
+    return b"".join(pieces)

@@ -1,0 +1,105 @@
+"""The process that tries out grammars: `python -m quickstep.engine.grammar_trial_worker`.
+
+Started by `grammar_trial`; frames on standard input and output. It may be killed at any moment, by
+its parent, by its own clock of processor time (SIGPROF) or by what it compiles, and loses nothing.
+It exits when its input ends. No torch, no tokenizer: the vocabulary comes as data.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quickstep.engine.grammar_build import Refusal, build_matcher, reason_of
+from quickstep.engine.grammar_source import GrammarSource
+from quickstep.engine.grammar_trial import TrialOpening, read_frame, write_frame
+from quickstep.engine.grammar_vocabulary import grammar_vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ["main"]
+
+_STDIN, _STDOUT = 0, 1
+_DEFAULT_STACK = 8 * 1024**2
+_LEAST_STACK = 512 * 1024
+_WALKED_TOKENS = 8
+
+
+def main() -> int:
+    """Serve until the input ends. Returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to answer
+        signal.signal(number, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(_half_stack())
+    serving = threading.Thread(target=_serve)
+    serving.start()
+    serving.join()
+    return 0
+
+
+def _half_stack() -> int:
+    """Half of what a thread of the parent has, so that what passes here passes there."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    whole = _DEFAULT_STACK if soft == resource.RLIM_INFINITY else soft
+    return max(min(whole, _DEFAULT_STACK) // 2, _LEAST_STACK)
+
+
+def _serve() -> None:
+    try:
+        opening = msgspec.msgpack.decode(read_frame(_STDIN), type=TrialOpening)
+        vocabulary = grammar_vocabulary(opening.vocabulary, None)
+        limit = _address_space() + opening.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        write_frame(_STDOUT, b"")
+        while True:
+            source = msgspec.msgpack.decode(read_frame(_STDIN), type=GrammarSource)
+            signal.setitimer(signal.ITIMER_PROF, opening.cpu_s)
+            verdict = _tried(source, vocabulary, opening)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            write_frame(_STDOUT, verdict.encode(errors="replace"))
+    except (EOFError, BrokenPipeError):
+        pass
+    except MemoryError:
+        os.abort()
+
+
+def _tried(source: GrammarSource, vocabulary: LLTokenizer, opening: TrialOpening) -> str:
+    try:
+        matcher = build_matcher(source, vocabulary, opening.grammar_limits)
+    except Refusal as refusal:
+        return str(refusal)
+    walked = matcher.deep_copy()
+    _walk(walked, len(opening.vocabulary.tokens))
+    return f"cannot be followed: {reason_of(walked.get_error())}" if walked.is_error() else ""
+
+
+def _walk(matcher: LLMatcher, vocab_size: int) -> None:
+    """A few tokens on, as the sampler goes: what is too much at once shows early."""
+    for step in range(_WALKED_TOKENS):
+        matcher.compute_ff_tokens()
+        matcher.compute_ff_bytes()
+        if matcher.is_error() or matcher.is_stopped():
+            return
+        mask = int.from_bytes(matcher.compute_bitmask(), "little") & ((1 << vocab_size) - 1)
+        if not mask:
+            return
+        # from either end in turn: quotes and brackets are low ids, words are high ones
+        token_id = mask.bit_length() - 1 if step % 2 else (mask & -mask).bit_length() - 1
+        matcher.consume_token(token_id)
+
+
+def _address_space() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    return pages * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

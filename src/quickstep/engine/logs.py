@@ -1,0 +1,55 @@
+"""How both processes write their log to stderr: lines of text, or one JSON object a line.
+
+`install` is called once in each process, by the command and by the engine's service.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+__all__ = ["JsonLines", "LogSetup", "install"]
+
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+@dataclass(frozen=True, slots=True)
+class LogSetup:
+    """What is logged, and how.
+
+    Attributes:
+        level: The least level that is written, as `logging` counts.
+        format: A format of `logging`, for lines of text.
+        as_json: One JSON object a line instead.
+    """
+
+    level: int = logging.WARNING
+    format: str = _TEXT
+    as_json: bool = False
+
+
+class JsonLines(logging.Formatter):
+    """A record as one JSON object: time (UTC), level, logger, process, message, error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The object's text, on one line."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": record.process,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def install(setup: LogSetup) -> None:
+    """Write this process's log as `setup` says, unless somebody has set it up already."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if setup.as_json else logging.Formatter(setup.format))
+    logging.basicConfig(level=setup.level, handlers=[handler])

@@ -1,0 +1,172 @@
+"""What the texts of a request's parameters are in token ids: bad words, DRY's breakers, the tags
+around the reasoning.
+
+`Engine.submit` asks for it once per request; the sampler reads the answer. A text may be spelled
+in several ways beside its neighbours, so each spelling that the tokenizer has for it counts. What
+is found for DRY's breakers is kept, since it takes a look at the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.tool_calls.formats import ReasoningFormat
+from quickstep.errors import RequestError
+from quickstep.sampling_params import ReasoningTokens, TokenForms
+from quickstep.types import SamplingParams
+
+if TYPE_CHECKING:
+    from quickstep.engine.loaded_model import LoadedModel
+
+__all__ = ["TokenFormFinder", "check_reasoning_tags"]
+
+Spelling = tuple[int, ...]
+
+_KEPT = 64  # texts of breakers whose tokens are kept
+_PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of the reasoning
+# what may stand beside a tag and share a token with it
+_BEFORE_TAG = ("", "\n", "\n\n", ".\n", " ")
+_BEHIND_TAG = ("", "\n", "\n\n", " ", "a")
+
+
+class TokenFormFinder:
+    """One model's. `vocab_size` is the width of the logits, `reasoning` the template's format."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        max_model_len: int,
+        reasoning: ReasoningFormat | None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._reasoning = reasoning
+        self._breakers: OrderedDict[str, tuple[Spelling, ...]] = OrderedDict()
+
+    @classmethod
+    def of_model(cls, model: LoadedModel) -> TokenFormFinder:
+        """The finder of a loaded model, whose template tells how it reasons."""
+        template = model.chat_template
+        reasoning = None if template is None else template.formats.reasoning
+        return cls(model.tokenizer, model.vocab_size, model.max_model_len, reasoning)
+
+    def find(self, sampling: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
+        """The parameters with `in_tokens` set if anything asks for it.
+
+        Raises:
+            RequestError: A text has no tokens, or there is no reasoning to count in.
+        """
+        asks = (
+            sampling.bad_words
+            or sampling.dry_multiplier > 0.0
+            or sampling.thinking_budget is not None
+            or sampling.grammar is not None
+        )
+        if not asks:
+            return sampling
+        room = self._max_model_len - len(prompt)
+        found = TokenForms(
+            bad_words=self._bad_words(sampling),
+            dry_breakers=self._dry_breakers(sampling),
+            reasoning=self._reasoning_tokens(sampling, prompt),
+            max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+        )
+        return replace(sampling, in_tokens=found)
+
+    def _bad_words(self, sampling: SamplingParams) -> tuple[Spelling, ...]:
+        """Each word as it stands, and behind a space."""
+        found: dict[Spelling, None] = {}
+        for word in sampling.bad_words:
+            for text in (word, " " + word.lstrip(" ")):
+                ids = self._encode("bad_words", text)
+                if not ids:
+                    raise RequestError(
+                        f"bad_words holds {word!r}, which has no tokens", param="bad_words"
+                    )
+                found[ids] = None
+        words = tuple(found)
+        alone = {ids[0] for ids in words if len(ids) == 1}
+        if sampling.allowed_token_ids and alone.issuperset(sampling.allowed_token_ids):
+            raise RequestError(
+                "bad_words bans everything that allowed_token_ids allows", param="bad_words"
+            )
+        return words
+
+    def _dry_breakers(self, sampling: SamplingParams) -> tuple[Spelling, ...]:
+        if sampling.dry_multiplier == 0.0:
+            return ()
+        texts = sampling.dry_sequence_breakers
+        return tuple(spelling for text in texts for spelling in self._breaker(text))
+
+    def _breaker(self, text: str) -> tuple[Spelling, ...]:
+        """Every token that holds the text, and the text's own tokens in a row."""
+        known = self._breakers.get(text)
+        if known is not None:
+            self._breakers.move_to_end(text)
+            return known
+        spelled = [self._encode("dry_sequence_breakers", t) for t in (text, " " + text)]
+        sought = text.encode()
+        token_bytes = self._tokenizer.token_bytes
+        holding = [(i,) for i in range(self._vocab_size) if sought in token_bytes(i)]
+        found = tuple(dict.fromkeys([*holding, *(ids for ids in spelled if len(ids) > 1)]))
+        self._breakers[text] = found
+        while len(self._breakers) > _KEPT:
+            self._breakers.popitem(last=False)
+        return found
+
+    def _reasoning_tokens(
+        self, sampling: SamplingParams, prompt: Sequence[int]
+    ) -> ReasoningTokens | None:
+        if sampling.thinking_budget is None:
+            return None
+        tags = sampling.reasoning_tags
+        if tags is None and self._reasoning is not None:
+            tags = (self._reasoning.opening, self._reasoning.closing)
+        opening, closing = check_reasoning_tags(tags, "the model")
+        end = self._tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
+        return ReasoningTokens(
+            openings=self._tag_spellings(opening),
+            closings=self._tag_spellings(closing),
+            starts_open=end.rstrip().endswith(opening),
+        )
+
+    def _tag_spellings(self, tag: str) -> tuple[Spelling, ...]:
+        """The tag's tokens, first by itself, then as they are beside white space and words."""
+        texts = (before + tag + behind for before in _BEFORE_TAG for behind in _BEHIND_TAG)
+        spellings = (self._tokens_over(text, tag) for text in texts)
+        return tuple(dict.fromkeys([self._encode("thinking_budget", tag), *spellings]))
+
+    def _tokens_over(self, text: str, part: str) -> Spelling:
+        """Of the tokens of `text`, those in which a part of it stands."""
+        start = len(text[: text.index(part)].encode())
+        end = start + len(part.encode())
+        found, place = [], 0
+        for token_id in self._encode("thinking_budget", text):
+            size = len(self._tokenizer.token_bytes(token_id))
+            if place < end and place + size > start:
+                found.append(token_id)
+            place += size
+        return tuple(found)
+
+    def _encode(self, param: str, text: str) -> Spelling:
+        try:
+            ids: Iterable[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        except RequestError as error:
+            raise RequestError(f"{param}: {error}", param=param) from error
+        return tuple(ids)
+
+
+def check_reasoning_tags(tags: tuple[str, str] | None, model_name: str) -> tuple[str, str]:
+    """The tags, if there are any to count between. Raises RequestError."""
+    if tags is None or not all(tags):
+        raise RequestError(
+            f"thinking_budget is not supported: {model_name} sets no reasoning apart by tags",
+            param="thinking_budget",
+        )
+    return tags

@@ -1,0 +1,125 @@
+"""DRY: a penalty on the token that would extend what was said before (llama.cpp's definition).
+
+After n tokens, let L(j) be how many tokens ending at an earlier position j equal the ones that end
+the text, as far as the last `dry_range` tokens reach and no further back than the last breaker.
+The token behind j would make that repetition longer: with L(j) >= allowed_length it loses
+multiplier * base ** (L(j) - allowed_length), for the longest L(j) among its places.
+
+L grows with the text: the new L(j) is the old L(j - 1) + 1 where token j is the new token, else 0.
+So a token costs one pass over the range, and an admission one run of the Z-algorithm. The state is
+a function of the tokens alone. Owned by `SamplingState`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from quickstep.types import SamplingParams
+
+__all__ = ["DryPenalty"]
+
+# What no logit outweighs, and yet no infinity: a row where every token is penalised still draws.
+_LARGEST_PENALTY = 1e30
+
+
+class DryPenalty:
+    """The repetitions that one sequence's next token could extend. Prompt and output count."""
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        breakers: Sequence[tuple[int, ...]],
+        token_ids: Sequence[int],
+        vocab_size: int,
+    ) -> None:
+        self._multiplier = sampling.dry_multiplier
+        self._base = sampling.dry_base
+        self._allowed_length = sampling.dry_allowed_length
+        self._range = sampling.dry_range
+        self._breaks = np.zeros(vocab_size, dtype=np.bool_)
+        single = [ids[0] for ids in breakers if len(ids) == 1]
+        self._breaks[[token_id for token_id in single if token_id < vocab_size]] = True
+        self._long_breakers = [np.array(ids) for ids in breakers if len(ids) > 1]
+        self._num_tokens = num_tokens = len(token_ids)
+        self._tokens = np.zeros(2 * num_tokens + 64, dtype=np.int64)
+        self._tokens[:num_tokens] = token_ids
+        # [j] = L(j) without the bounds of range and breakers, for j < num_tokens - 1
+        self._lengths = np.zeros(2 * num_tokens + 64, dtype=np.int64)
+        matches = _prefix_matches(token_ids[::-1])
+        self._lengths[: max(0, num_tokens - 1)] = matches[:0:-1]
+        self._run_len = self._count_run()
+
+    def penalise_(self, logits: npt.NDArray[np.float64]) -> None:
+        """Lower the tokens that would go on with a repetition."""
+        num_tokens, start = self._num_tokens, self._start
+        if self._run_len < self._allowed_length or num_tokens - start < 2:
+            return
+        # a repetition begins inside the range, too
+        lengths = np.minimum(
+            self._lengths[start : num_tokens - 1], np.arange(1, num_tokens - start)
+        )
+        np.minimum(lengths, self._run_len, out=lengths)
+        places = np.flatnonzero(lengths >= self._allowed_length)
+        if not places.size:
+            return
+        token_ids, which = np.unique(self._tokens[start + 1 + places], return_inverse=True)
+        longest = np.zeros(token_ids.shape[0], dtype=np.float64)
+        np.maximum.at(longest, which, lengths[places])
+        with np.errstate(over="ignore"):
+            penalties = self._multiplier * self._base ** (longest - self._allowed_length)
+        logits[token_ids] -= np.minimum(penalties, _LARGEST_PENALTY)
+
+    def record(self, token_id: int) -> None:
+        """Take the token that follows."""
+        num_tokens = self._num_tokens
+        if num_tokens == self._tokens.shape[0]:
+            self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
+            self._lengths = np.concatenate((self._lengths, np.zeros_like(self._lengths)))
+        start = self._start
+        same = self._tokens[start:num_tokens] == token_id
+        grown = np.ones(num_tokens - start, dtype=np.int64)
+        grown[1:] += self._lengths[start : max(start, num_tokens - 1)]
+        self._lengths[start:num_tokens] = grown * same
+        self._tokens[num_tokens] = token_id
+        self._num_tokens += 1
+        self._run_len = 0 if self._breaks_at(num_tokens) else self._run_len + 1
+
+    @property
+    def _start(self) -> int:
+        """The first position that is looked at."""
+        return max(0, self._num_tokens - self._range) if self._range else 0
+
+    def _count_run(self) -> int:
+        """Tokens behind the last breaker."""
+        for run_len in range(self._num_tokens):
+            if self._breaks_at(self._num_tokens - 1 - run_len):
+                return run_len
+        return self._num_tokens
+
+    def _breaks_at(self, place: int) -> bool:
+        """Whether a breaker ends at this position."""
+        if self._breaks[self._tokens[place]]:
+            return True
+        end = place + 1
+        return any(
+            len(ids) <= end and bool((self._tokens[end - len(ids) : end] == ids).all())
+            for ids in self._long_breakers
+        )
+
+
+def _prefix_matches(token_ids: Sequence[int]) -> list[int]:
+    """[k] = how far the tokens from k on agree with those from 0 on: the Z-algorithm, linear."""
+    size = len(token_ids)
+    matches = [size] * min(size, 1) + [0] * (size - 1)
+    left = right = 0
+    for place in range(1, size):
+        length = min(right - place, matches[place - left]) if place < right else 0
+        while place + length < size and token_ids[length] == token_ids[place + length]:
+            length += 1
+        matches[place] = length
+        if place + length > right:
+            left, right = place, place + length
+    return matches

@@ -1,0 +1,63 @@
+"""Prompts to embeddings: a pool per resident sequence takes the final hidden states row by row.
+
+Owned by the sequence's slot. The mean adds in float64, one token after the other from the first
+one on, so that no bit depends on how the prompt was cut into rows; whoever comes back after a
+preemption starts again from its first token.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, float64
+
+from quickstep.types import Pooling
+
+__all__ = ["Pool"]
+
+_TOKENS_PER_SLICE = 256
+
+
+class Pool:
+    """The hidden states of one prompt, as far as they are needed."""
+
+    def __init__(self, pooling: Pooling) -> None:
+        self._pooling = pooling
+        self._sum: npt.NDArray[np.float64] | None = None
+        self.num_tokens = 0
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether every token of the prompt has to come through here."""
+        return self._pooling is Pooling.MEAN
+
+    def add(self, hidden: Tensor) -> None:
+        """Take the next tokens of the prompt, [T, H]."""
+        self.num_tokens += hidden.shape[0]
+        if self._pooling is Pooling.LAST:
+            self._sum = hidden[-1].to(float64).cpu().numpy()
+            return
+        for start in range(0, hidden.shape[0], _TOKENS_PER_SLICE):
+            values = hidden[start : start + _TOKENS_PER_SLICE].to(float64).cpu().numpy()
+            if self._sum is not None:
+                values = np.concatenate((self._sum[None], values))
+            # accumulate, unlike sum, has one order of additions
+            self._sum = np.add.accumulate(values, axis=0)[-1].copy()
+
+    def embedding(self) -> tuple[float, ...] | None:
+        """The pooled state scaled to length 1, as float32 values; None where that is no number.
+
+        The mean is not divided by the count: its length goes anyway.
+        """
+        assert self._sum is not None, "a prompt has tokens"
+        pooled = self._sum
+        if not np.isfinite(pooled).all():
+            return None
+        largest = float(np.abs(pooled).max())
+        if largest == 0.0:
+            return tuple(0.0 for _ in range(pooled.shape[0]))
+        pooled = pooled / largest
+        length = math.sqrt(math.fsum((pooled * pooled).tolist()))
+        return tuple(map(float, (pooled / length).astype(np.float32)))

@@ -1,0 +1,149 @@
+"""Anthropic's turns of blocks, as the messages that chat templates read.
+
+A block that a template has no place for is refused with its path. One turn may become several
+messages: every tool result is one of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from quickstep.errors import RequestError
+from quickstep.server.anthropic_schema import (
+    AssistantTurn,
+    CountTokensRequest,
+    OpaqueBlock,
+    PlainBlock,
+    SystemTurn,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+    UserTurn,
+)
+from quickstep.server.conversation import check_shows_calls, past_call
+from quickstep.server.surface import Served
+
+__all__ = ["template_messages"]
+
+_Message = dict[str, Any]
+
+
+def template_messages(fields: CountTokensRequest, served: Served) -> tuple[_Message, ...]:
+    """The system prompt and all turns. Raises RequestError with the path of what is refused."""
+    if not fields.messages:
+        raise RequestError("messages is an empty list", param="messages")
+    last = len(fields.messages) - 1
+    if isinstance(fields.messages[last], AssistantTurn):
+        raise RequestError(
+            f"messages[{last}] is the assistant's: beginning its answer is not supported",
+            param=f"messages[{last}].role",
+        )
+    messages: list[_Message] = []
+    if fields.system is not None:
+        messages.append({"role": "system", "content": _text(fields.system, "system")})
+    for place, turn in enumerate(fields.messages):
+        messages += _turn(turn, f"messages[{place}].content", served)
+    return tuple(messages)
+
+
+def _turn(turn: Turn, path: str, served: Served) -> list[_Message]:
+    match turn:
+        case SystemTurn():
+            return [{"role": "system", "content": _text(turn.content, path)}]
+        case UserTurn():
+            return _user(turn, path)
+        case AssistantTurn():
+            return [_assistant(turn, path, served)]
+
+
+def _user(turn: UserTurn, path: str) -> list[_Message]:
+    """Text that stands together is one message."""
+    if isinstance(turn.content, str):
+        return [{"role": "user", "content": turn.content}]
+    messages: list[_Message] = []
+    texts: list[str] = []
+    for index, block in enumerate(turn.content):
+        place = f"{path}[{index}]"
+        if isinstance(block, ToolResultBlock):
+            messages += _said(texts)
+            texts = []
+            messages.append(_tool_result(block, place))
+        else:
+            texts.append(_plain(block, place))
+    return messages + _said(texts)
+
+
+def _said(texts: Sequence[str]) -> list[_Message]:
+    return [{"role": "user", "content": "\n".join(texts)}] if texts else []
+
+
+def _tool_result(block: ToolResultBlock, path: str) -> _Message:
+    _check_toolset(block.toolset_name, path)
+    content = _text(block.content or "", f"{path}.content")
+    if block.is_error:
+        content = f"Error: {content}"
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _assistant(turn: AssistantTurn, path: str, served: Served) -> _Message:
+    if isinstance(turn.content, str):
+        return {"role": "assistant", "content": turn.content}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[_Message] = []
+    for index, block in enumerate(turn.content):
+        place = f"{path}[{index}]"
+        if isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            check_shows_calls(served, place)
+            calls.append(_tool_use(block, place))
+        else:
+            texts.append(_plain(block, place))
+    message: _Message = {"role": "assistant", "content": "\n".join(texts)}
+    if calls:
+        message["tool_calls"] = calls
+        message["content"] = message["content"] or None
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+        if not message["content"]:  # gpt-oss's name of it, beside calls only
+            message["thinking"] = message["reasoning_content"]
+    return message
+
+
+def _tool_use(block: ToolUseBlock, path: str) -> _Message:
+    _check_toolset(block.toolset_name, path)
+    if block.caller not in (None, {"type": "direct"}):
+        raise RequestError(
+            f"{path}.caller is not supported: only the model calls", param=f"{path}.caller"
+        )
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    return past_call(block.id, block.name, arguments, f"{path}.input")
+
+
+def _check_toolset(name: str | None, path: str) -> None:
+    if name is not None:
+        raise RequestError(
+            f"{path}.toolset_name is not supported: there are no toolsets",
+            param=f"{path}.toolset_name",
+        )
+
+
+def _text(content: str | Sequence[PlainBlock | OpaqueBlock], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_plain(block, f"{path}[{index}]") for index, block in enumerate(content))
+
+
+def _plain(block: PlainBlock | OpaqueBlock, path: str) -> str:
+    if isinstance(block, OpaqueBlock):
+        kind = block.__struct_config__.tag
+        raise RequestError(f"{path} is of type {kind}, the model reads text only", param=path)
+    if block.citations:
+        raise RequestError(
+            f"{path}.citations is not supported: the model cites nothing", param=f"{path}.citations"
+        )
+    return block.text

@@ -1,0 +1,199 @@
+"""A conversation in neutral words: what chat, responses and Anthropic's messages turn into.
+
+Each surface reads its own schema into a `Conversation`; from here on there is one way: what the
+template is given, which grammar the message has to follow, what to read out of its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quickstep.engine.tool_calls.formats import REASONING_FORMATS
+from quickstep.errors import RequestError
+from quickstep.server.generation import ChatPrompt, GenerationRequest, OutputReading
+from quickstep.server.options import RequestLimits
+from quickstep.server.sampling import bounded, deadline_of, label, sampling_params
+from quickstep.server.schemas import SamplingFields
+from quickstep.server.structured import AskedGrammar
+from quickstep.server.surface import Served
+from quickstep.server.tools import OfferedTools
+from quickstep.types import SamplingParams
+
+__all__ = [
+    "Conversation",
+    "check_shows_calls",
+    "checked_metadata",
+    "conversation_request",
+    "past_call",
+    "tenant_of",
+    "told_effort",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What the model is to answer, and in which form.
+
+    Attributes:
+        messages: As chat templates read them.
+        num_chars: About how large they are.
+        asked: The grammar of the answer's content.
+        extra: Further names for the template.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    num_chars: int
+    offered: OfferedTools = field(default_factory=OfferedTools)
+    asked: AskedGrammar | None = None
+    add_generation_prompt: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> ChatPrompt:
+        """For the template."""
+        return ChatPrompt(
+            self.messages,
+            num_chars=self.num_chars,
+            add_generation_prompt=self.add_generation_prompt,
+            tools=self.offered.tools,
+            extra=self.extra,
+        )
+
+
+def conversation_request(
+    conversation: Conversation,
+    fields: SamplingFields,
+    served: Served,
+    own: Mapping[str, Any],
+    renamed: Mapping[str, str],
+) -> GenerationRequest:
+    """The internal request. Raises RequestError that names the client's field.
+
+    `own` is what the surface resolved by itself: `max_tokens` (None for not given) and `logprobs`;
+    `renamed` says under which names the client gave them.
+    """
+    grammar = _grammar(conversation, served)
+    output = _output(conversation.offered, served)
+    values = dict(own)
+    if values["max_tokens"] is None and "max_tokens" in served.engine.default_sampling:
+        del values["max_tokens"]
+    values["shown_special_token_ids"] = _markers(output, served)
+    values["grammar"] = None if grammar is None else grammar.grammar
+    return GenerationRequest(
+        model=served.model(fields.model),
+        prompts=(conversation.prompt,),
+        sampling=_sampling(fields, served, values, renamed),
+        priority=fields.priority or 0,
+        deadline_s=deadline_of(fields),
+        cache_salt=label("cache_salt", fields.cache_salt, served.limits),
+        output=output,
+        grammar_field="" if grammar is None else grammar.field,
+    )
+
+
+def _sampling(
+    fields: SamplingFields, served: Served, own: Mapping[str, Any], renamed: Mapping[str, str]
+) -> SamplingParams:
+    try:
+        return sampling_params(fields, served, own, renamed)
+    except RequestError as error:
+        given = renamed.get(error.param or "")
+        if given is None or error.param is None:
+            raise
+        message = str(error).replace(error.param, given, 1)
+        raise RequestError(message, param=given, status=error.status) from None
+
+
+def check_shows_calls(served: Served, path: str) -> None:
+    """Earlier calls, at `path`, must not vanish: the template has to write them."""
+    if not served.formats.renders_calls:
+        name = served.engine.model_name
+        raise RequestError(
+            f"{path} is not supported: the chat template of {name} does not show calls", param=path
+        )
+
+
+def past_call(call_id: str, name: str, arguments: str, path: str) -> dict[str, Any]:
+    """An earlier call for the template; its arguments stay the text that the model wrote, once it
+    is known to be JSON. `path` is where the client has them.
+    """
+    try:
+        msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise RequestError(f"{path} is not the JSON text of an object", param=path) from None
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def told_effort(effort: str | None, path: str, served: Served) -> Mapping[str, Any]:
+    """What the template is told of the reasoning's effort. Raises RequestError.
+
+    gpt-oss has three levels; other models that reason can only be told not to.
+    """
+    reasoning = served.formats.reasoning
+    if effort is None:
+        return {}
+    if reasoning is REASONING_FORMATS["harmony"] and effort in ("low", "medium", "high"):
+        return {"reasoning_effort": effort}
+    if effort == "none" and reasoning is not REASONING_FORMATS["harmony"]:
+        return {} if reasoning is None else {"enable_thinking": False}
+    raise RequestError(
+        f"{path} {effort[:64]} is not supported: {served.engine.model_name} has no such level",
+        param=path,
+    )
+
+
+def tenant_of(user: str | None, safety_identifier: str | None, limits: RequestLimits) -> str:
+    """Whom the work is accounted to; `safety_identifier` is OpenAI's new name of `user`."""
+    identifier = label("safety_identifier", safety_identifier, limits)
+    return label("user", user, limits) or identifier
+
+
+def checked_metadata(metadata: dict[str, str], limits: RequestLimits) -> dict[str, str]:
+    """OpenAI's `metadata`, within its bounds. Raises RequestError."""
+    bounded("metadata", len(metadata), limits.metadata, "entries")
+    if any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
+        raise RequestError(
+            "metadata has a key above 64 or a value above 512 characters", param="metadata"
+        )
+    return metadata
+
+
+def _grammar(conversation: Conversation, served: Served) -> AskedGrammar | None:
+    """The grammar of the message: of the calls that are forced, or of its content."""
+    asked, offered = conversation.asked, conversation.offered
+    if asked is not None and offered.tools:
+        raise RequestError(
+            f"{asked.field} cannot go with tools that may be called; send tool_choice none",
+            param=asked.field,
+        )
+    if asked is not None and served.formats.reasoning is REASONING_FORMATS["harmony"]:
+        raise RequestError(
+            f"{asked.field} is not supported: {served.engine.model_name} writes its messages into "
+            "channels",
+            param=asked.field,
+        )
+    return asked or offered.forced
+
+
+def _output(offered: OfferedTools, served: Served) -> OutputReading | None:
+    """What to read out of the text; a call is one only if tools were offered."""
+    tool_calls = served.formats.tool_calls if offered.tools else None
+    reasoning = served.formats.reasoning
+    if tool_calls is None and reasoning is None:
+        return None
+    return OutputReading(tool_calls, reasoning, one_call=offered.one_call)
+
+
+def _markers(output: OutputReading | None, served: Served) -> tuple[int, ...]:
+    """The formats' markers that are tokens, so that none of them is skipped as special."""
+    if output is None:
+        return ()
+    formats = (output.tool_calls, output.reasoning)
+    texts = [marker for known in formats if known is not None for marker in known.markers]
+    ids = map(served.engine.tokenizer.token_id, texts)
+    return tuple(token_id for token_id in ids if token_id is not None)

@@ -1,0 +1,184 @@
+"""`/v1/embeddings`: texts or token ids in, a vector of length 1 for each out.
+
+The prompts are submitted together, so that they share steps; the answer waits for all of them.
+When the client goes away, what still runs is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import struct
+from collections.abc import Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickstep.errors import EngineError, RequestError
+from quickstep.server.api_errors import GenerationFailed, json_response
+from quickstep.server.body import ClientDisconnect, read_body, unless_disconnected
+from quickstep.server.embedding_schema import (
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    EmbeddingUsage,
+)
+from quickstep.server.engine_face import TokenStream
+from quickstep.server.prompts import TextPrompt, TokenPrompt, prompt_ids
+from quickstep.server.request_size import check_num_tokens
+from quickstep.server.routes import CLIENT_CLOSED, caller_of, request_id
+from quickstep.server.sampling import bounded, label, token_ids_of
+from quickstep.server.schemas import decode
+from quickstep.server.surface import Served
+from quickstep.types import FinishReason, Pooling, SamplingParams
+
+__all__ = ["Embeddings"]
+
+_SAMPLING = SamplingParams(max_tokens=1)  # of which nothing is drawn
+
+
+class Embeddings:
+    """The endpoint."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    async def answer(self, request: Request) -> Response:
+        """Answer one request. Raises RequestError, EngineError."""
+        try:
+            body = await read_body(request, self._served.limits.body_bytes)
+            fields = decode(body, EmbeddingRequest)
+            work = self._embed(fields, caller_of(request))
+            answer = await unless_disconnected(request.receive, work)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED)
+        return json_response(answer, headers=request_id(request))
+
+    async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> object:
+        """The JSON answer to a body that came some other way than HTTP: a line of a batch."""
+        fields = decode(body, EmbeddingRequest)
+        priority = (fields.priority or 0) + added_priority
+        return await self._embed(msgspec.structs.replace(fields, priority=priority), caller)
+
+    async def _embed(self, fields: EmbeddingRequest, caller: str) -> EmbeddingList:
+        served = self._served
+        model = served.model(fields.model)
+        if fields.dimensions is not None and fields.dimensions < 1:
+            raise RequestError(
+                f"dimensions is {fields.dimensions}, it must be at least 1", param="dimensions"
+            )
+        prompts = _prompts(fields, served)
+        ids = [await prompt_ids(served.engine, prompt) for prompt in prompts]
+        check_num_tokens(ids, _SAMPLING, served.engine.max_model_len, served.limits)
+        vectors = await self._vectors(ids, fields, caller)
+        as_text = fields.encoding_format == "base64"
+        data = [
+            Embedding("embedding", index, _base64(vector) if as_text else list(vector))
+            for index, vector in enumerate(vectors)
+        ]
+        num_tokens = sum(map(len, ids))
+        return EmbeddingList("list", data, model, EmbeddingUsage(num_tokens, num_tokens))
+
+    async def _vectors(
+        self, prompts: Sequence[Sequence[int]], fields: EmbeddingRequest, caller: str
+    ) -> list[Sequence[float]]:
+        engine, limits = self._served.engine, self._served.limits
+        pooling = engine.default_pooling if fields.pooling is None else Pooling(fields.pooling)
+        tenant = label("user", fields.user, limits) or caller
+        deadline_s = self._served.deadlines.of(_timeout(fields))
+        cache_salt = label("cache_salt", fields.cache_salt, limits)
+        streams: list[TokenStream] = []
+        try:
+            for prompt in prompts:
+                stream = engine.submit(
+                    prompt,
+                    _SAMPLING,
+                    priority=fields.priority or 0,
+                    tenant=tenant,
+                    cache_salt=cache_salt,
+                    deadline_s=deadline_s,
+                    pooling=pooling,
+                )
+                streams.append(stream)
+            vectors = await asyncio.gather(*map(_vector, streams))
+            return [_shortened(vector, fields.dimensions) for vector in vectors]
+        except RequestError as error:
+            raise _in_clients_words(error) from None
+        finally:
+            for stream in streams:
+                await stream.aclose()
+
+
+def _prompts(fields: EmbeddingRequest, served: Served) -> list[TextPrompt | TokenPrompt]:
+    given, special = fields.input, fields.add_special_tokens is not False
+    vocab_size = served.engine.tokenizer.vocab_size
+    if isinstance(given, str):
+        return [TextPrompt(given, special)]
+    if not given:
+        raise RequestError("input is an empty list", param="input")
+    ids = [item for item in given if isinstance(item, int)]
+    if len(ids) == len(given):
+        return [TokenPrompt(token_ids_of("input", ids, vocab_size))]
+    bounded("input", len(given), served.limits.prompts, "entries")
+    texts = [TextPrompt(item, special) for item in given if isinstance(item, str)]
+    lists = [
+        TokenPrompt(token_ids_of("input", item, vocab_size))
+        for item in given
+        if isinstance(item, list)
+    ]
+    if len(given) not in (len(texts), len(lists)):
+        raise RequestError("input mixes texts, token ids and lists of token ids", param="input")
+    return [*texts, *lists]
+
+
+def _timeout(fields: EmbeddingRequest) -> float | None:
+    if fields.timeout_s is not None and not fields.timeout_s > 0:
+        raise RequestError(
+            f"timeout_s is {fields.timeout_s}, it must be above 0", param="timeout_s"
+        )
+    return fields.timeout_s
+
+
+async def _vector(stream: TokenStream) -> Sequence[float]:
+    await stream.accepted()
+    async for delta in stream:
+        if delta.embedding is not None:
+            return delta.embedding
+        if delta.finish_reason is FinishReason.ERROR:
+            raise GenerationFailed(delta.error or "the model failed on this request")
+        if delta.finish_reason is FinishReason.DEADLINE:
+            raise EngineError("the embedding was not there within timeout_s; allow it more time")
+    raise EngineError("the server is shutting down; send the request again")
+
+
+def _shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
+    """The first `dimensions`, of length 1 again."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    if dimensions > len(vector):
+        raise RequestError(
+            f"dimensions is {dimensions}, the model's embeddings have {len(vector)}",
+            param="dimensions",
+        )
+    head = vector[:dimensions]
+    length = math.sqrt(math.fsum(value * value for value in head)) or 1.0
+    return struct.unpack(f"<{dimensions}f", _floats([value / length for value in head]))
+
+
+def _base64(vector: Sequence[float]) -> str:
+    return base64.b64encode(_floats(vector)).decode()
+
+
+def _floats(vector: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(vector)}f", *vector)
+
+
+def _in_clients_words(error: RequestError) -> RequestError:
+    """What the engine says of a prompt is said of the input."""
+    if error.param != "prompt":
+        return error
+    return RequestError(
+        str(error).replace("prompt", "input", 1), param="input", status=error.status
+    )

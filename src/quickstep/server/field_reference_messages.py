@@ -1,0 +1,109 @@
+"""The rows of Anthropic's `/v1/messages`; see `field_reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from quickstep.server import anthropic_schema as schemas
+from quickstep.server.anthropic import TOOL_REFUSED
+from quickstep.server.refused import Refusal
+
+__all__ = ["EFFECTS", "REFUSALS", "REFUSED_FORMS"]
+
+_MARK = "Checked only: every prefix is cached without a mark, and for no fixed time."
+_ONE_CALL = "True keeps the first call only."
+
+EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
+    schemas.CountTokensRequest: {
+        "model": "Which served name answers; 404 for an unknown one.",
+        "messages": "The conversation, as the model's chat template writes it.",
+        "system": "Instructions for the model.",
+        "tools": "Tools that the model is shown and may call.",
+        "tool_choice": "Whether calls are possible, forbidden, or enforced by a grammar.",
+        "thinking": "Whether the model reasons, where its template can be told.",
+        "output_config": "The form of the answer.",
+        "cache_control": _MARK,
+    },
+    schemas.MessagesRequest: {
+        "max_tokens": "Ends the message after this many tokens, with stop_reason max_tokens.",
+        "stop_sequences": "Ends the message where one of these texts appears.",
+        "stream": "Sends the message as server-sent events while it is generated.",
+        "temperature": "Divides the logits before the draw; 0 takes the most likely token.",
+        "top_k": "Keeps this many of the likeliest tokens.",
+        "top_p": "Keeps the likeliest tokens that together reach this probability.",
+        "metadata": "Whom the work is accounted to.",
+    },
+    schemas.CacheControl: {"ttl": _MARK},
+    schemas.PlainBlock: {
+        "text": "The text; blocks are joined by line ends.",
+        "cache_control": _MARK,
+    },
+    schemas.ThinkingBlock: {
+        "thinking": "Given to the chat template, which may leave it out.",
+        "signature": "Any is fine: this server signs nothing.",
+    },
+    schemas.ToolUseBlock: {
+        "id": "Given to the chat template.",
+        "name": "Given to the chat template.",
+        "input": "The arguments, given to the chat template.",
+        "cache_control": _MARK,
+    },
+    schemas.ToolResultBlock: {
+        "tool_use_id": "Given to the chat template.",
+        "content": "What the tool gave back.",
+        "is_error": "True puts `Error: ` before the result.",
+        "cache_control": _MARK,
+    },
+    schemas.UserTurn: {"content": "What the user says, and the results of tools."},
+    schemas.AssistantTurn: {"content": "What the model said and called; not as the last turn."},
+    schemas.SystemTurn: {"content": "Instructions inside the conversation."},
+    schemas.CustomToolSpec: {
+        "name": "The name in a call; each one once.",
+        "input_schema": "The JSON schema of the arguments, shown to the model and enforced where a "
+        "call is.",
+        "description": "Shown to the model.",
+        "type": "May be left out.",
+        "strict": "Accepted where tool_choice enforces a call, whose arguments then fit; else 400.",
+        "cache_control": _MARK,
+    },
+    schemas.AutoChoice: {"disable_parallel_tool_use": _ONE_CALL},
+    schemas.AnyChoice: {"disable_parallel_tool_use": _ONE_CALL},
+    schemas.AnyTool: {
+        "name": "The tool that has to be called.",
+        "disable_parallel_tool_use": "Changes nothing: one tool is called once.",
+    },
+    schemas.AdaptiveThinking: {"display": "The reasoning is shown; omitted is 400."},
+    schemas.JsonOutput: {"schema": "The JSON schema that the answer fits."},
+    schemas.OutputConfig: {
+        "effort": "Turns reasoning off (none), or sets gpt-oss's level; other levels are 400.",
+        "format": "Enforces the form of the whole answer by a grammar.",
+    },
+    schemas.RequestMetadata: {"user_id": "The tenant to whom the work is accounted."},
+}
+
+REFUSALS: Mapping[type[msgspec.Struct], Mapping[str, Refusal]] = {
+    schemas.CountTokensRequest: {
+        name: refusal
+        for name, refusal in schemas.MESSAGES_REFUSED.items()
+        if name in schemas.CountTokensRequest.__struct_fields__
+    },
+    schemas.MessagesRequest: schemas.MESSAGES_REFUSED,
+    schemas.PlainBlock: {"citations": Refusal(([],), "the model cites nothing")},
+    schemas.ToolUseBlock: {
+        "caller": Refusal(({"type": "direct"},), "only the model calls"),
+        "toolset_name": Refusal((), "there are no toolsets"),
+    },
+    schemas.CustomToolSpec: TOOL_REFUSED,
+    schemas.ToolResultBlock: {"toolset_name": Refusal((), "there are no toolsets")},
+}
+
+REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = {
+    schemas.OpaqueBlock: "the model reads text only",
+    schemas.DocumentBlock: "the model reads text only",
+    schemas.SearchResultBlock: "the model reads text only",
+    schemas.RedactedThinkingBlock: "only Anthropic can read it",
+    schemas.EnabledThinking: "reasoning has no budget of its own; send adaptive, and max_tokens",
+    schemas.BetweenToolsThinking: "the model cannot be told when to reason",
+}

@@ -1,0 +1,130 @@
+"""The rows of `/v1/responses`; see `field_reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from quickstep.server import responses_schema as schemas
+from quickstep.server.refused import Refusal
+from quickstep.server.responses_tools import TOOL_REFUSED
+
+__all__ = ["EFFECTS", "REFUSALS", "REFUSED_FORMS"]
+
+_PLAIN_TOOLS = "only the model calls"
+_ID = "Stands in the listing of the input; one is made if not given."
+_STATUS = "Stands in the listing of the input."
+
+EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
+    schemas.ResponsesRequest: {
+        "input": "What to answer: a text, or items of a conversation.",
+        "instructions": "A system message before the conversation; the next response forgets it.",
+        "max_output_tokens": "Ends the response after this many tokens, with status incomplete.",
+        "max_tool_calls": "Bounds tools that run inside the server, of which there are none.",
+        "metadata": "Stands in the answer as it was sent.",
+        "parallel_tool_calls": "False keeps the first call only.",
+        "previous_response_id": "Continues a stored response; 400 for one that is not stored.",
+        "prompt_cache_key": "Stands in the answer; one engine has every prefix in its reach.",
+        "safety_identifier": "OpenAI's later name of user.",
+        "store": "Whether the response can be fetched and continued; true if not given.",
+        "text": "The form of the answer.",
+        "reasoning": "How much the model reasons, where its template can be told.",
+        "include": "message.output_text.logprobs adds logprobs, reasoning.encrypted_content the "
+        "reasoning in a form to hand back.",
+        "tools": "Functions that the model is shown and may call.",
+        "tool_choice": "Whether calls are possible, forbidden, or enforced by a grammar.",
+        "top_logprobs": "Alternatives per token; needs message.output_text.logprobs in include.",
+        "chat_template_kwargs": "Further variables for the chat template.",
+        "stream_options": "Accepted where it asks for nothing; needs stream: true.",
+    },
+    schemas.InputTextPart: {"text": "The text; parts are joined by line ends."},
+    schemas.OutputTextPart: {
+        "text": "The text, as the model wrote it.",
+        "annotations": "Notes about the text; they come back in the listing of the input.",
+        "logprobs": "Notes about the text; they come back in the listing of the input.",
+    },
+    schemas.OutputRefusalPart: {"refusal": "Read by the template as text."},
+    schemas.MessageItem: {
+        "role": "Who says it; developer is read as system.",
+        "content": "What is said.",
+        "type": "May be left out.",
+        "id": _ID,
+        "status": _STATUS,
+    },
+    schemas.FunctionCallItem: {
+        "type": "Says that this is an earlier call.",
+        "call_id": "Given to the chat template.",
+        "name": "Given to the chat template.",
+        "arguments": "Given to the chat template; it must be the JSON text of an object.",
+        "id": _ID,
+        "status": _STATUS,
+    },
+    schemas.FunctionCallOutputItem: {
+        "type": "Says that this is a call's result.",
+        "call_id": "Given to the chat template.",
+        "output": "What the function gave back.",
+        "id": _ID,
+        "status": _STATUS,
+        "name": "Accepted: the call has the name already.",
+    },
+    schemas.ReasoningItem: {
+        "type": "Says that this is earlier reasoning.",
+        "id": _ID,
+        "summary": "Read where there is no content.",
+        "content": "Given to the chat template, which may leave it out.",
+        "encrypted_content": "Reasoning that this server handed out; read where there is no "
+        "content.",
+        "status": _STATUS,
+    },
+    schemas.SummaryPart: {"text": "The text."},
+    schemas.ReasoningPart: {"text": "The text."},
+    schemas.FunctionToolSpec: {
+        "type": "Only function is known.",
+        "name": "The name in a call; each one once.",
+        "description": "Shown to the model.",
+        "parameters": "The JSON schema of the arguments, shown to the model and enforced where a "
+        "call is.",
+        "strict": "Accepted where tool_choice enforces a call, whose arguments then fit; else 400.",
+    },
+    schemas.SchemaFormat: {
+        "name": "A note for readers of the request; it changes nothing.",
+        "schema": "The JSON schema that the output fits; a keyword that cannot be enforced is 400.",
+        "description": "A note for readers of the request; it changes nothing.",
+        "strict": "The schema is enforced whatever is said here.",
+    },
+    schemas.TextConfig: {"format": "Enforces the form of the whole output by a grammar."},
+    schemas.ReasoningConfig: {
+        "effort": "Turns reasoning off (none), or sets gpt-oss's level; other levels are 400.",
+    },
+}
+
+REFUSALS: Mapping[type[msgspec.Struct], Mapping[str, Refusal]] = {
+    schemas.ResponsesRequest: schemas.RESPONSES_REFUSED,
+    schemas.FunctionToolSpec: TOOL_REFUSED,
+    schemas.InputTextPart: {
+        "prompt_cache_breakpoint": Refusal((), "prefixes are cached without marks")
+    },
+    schemas.MessageItem: {"phase": Refusal((), "the model writes in no phases")},
+    schemas.FunctionCallItem: {
+        "caller": Refusal(({"type": "direct"},), _PLAIN_TOOLS),
+        "namespace": Refusal((), "functions have no namespaces"),
+    },
+    schemas.FunctionCallOutputItem: {
+        "caller": Refusal(({"type": "direct"},), _PLAIN_TOOLS),
+        "namespace": Refusal((), "functions have no namespaces"),
+    },
+    schemas.TextConfig: {"verbosity": Refusal(("medium",), "the model has no verbosity setting")},
+    schemas.ReasoningConfig: {
+        "summary": Refusal((), "the reasoning is given as it is"),
+        "generate_summary": Refusal((), "the reasoning is given as it is"),
+        "context": Refusal(("auto",), "the reasoning is given as it is"),
+        "mode": Refusal(("standard",), "the reasoning is given as it is"),
+    },
+}
+
+REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = {
+    schemas.InputImagePart: "the model reads text only",
+    schemas.InputFilePart: "the model reads text only",
+    schemas.InputAudioPart: "the model reads text only",
+}

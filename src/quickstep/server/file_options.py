@@ -1,0 +1,51 @@
+"""What the operator may set about files and batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["BatchOptions", "FileOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileOptions:
+    """Where clients' files stand, and how much of them.
+
+    Attributes:
+        directory: None keeps them in a private temporary one until the server stops.
+        file_bytes: Largest upload.
+        total_bytes: All files together.
+        num_files: How many.
+    """
+
+    directory: Path | None = None
+    file_bytes: int = 100 * 1024 * 1024
+    total_bytes: int = 1024 * 1024 * 1024
+    num_files: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """How batches run.
+
+    Attributes:
+        concurrency: Lines of all batches that the engine has at a time.
+        num_lines: Requests of one batch, as many as OpenAI takes.
+        num_active: Batches that are not over, of all clients.
+        num_kept: Batches that are remembered; those that ended longest ago are forgotten.
+        added_priority: What the lines' priority is raised by; lower goes first, so live requests
+            do.
+        num_tries: How often a line is sent to an engine that takes none (it restarts, say).
+        num_repeats: How often a line is sent again that failed with a status of 500.
+        retry_s: The pause between two tries.
+    """
+
+    concurrency: int = 32
+    num_lines: int = 50_000
+    num_active: int = 64
+    num_kept: int = 1000
+    added_priority: int = 1000
+    num_tries: int = 240
+    num_repeats: int = 2
+    retry_s: float = 0.5

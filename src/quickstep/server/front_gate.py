@@ -1,0 +1,162 @@
+"""The gate that every request passes before its route: size of its head, key, then the log.
+
+It reads the path as the client wrote it, so that no spelling (`//health`, `%2e`, a slash at the
+end, another case) passes for a probe's: whatever is not a probe's path byte for byte needs a key,
+unknown paths included. What the gate knows stands in the request's state for the routes:
+
+    state["api_key_name"]   the name of the client's key, "" if there are no keys: the tenant of
+                            its requests, and the owner of what the server stores for it
+    state["error_shape"]    how the surface writes errors (see `api_errors`)
+    state["connections"]    how long clients may take (see `options`)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quickstep.errors import RequestError
+from quickstep.server.api_errors import ErrorShape, error_response
+from quickstep.server.api_route import ApiRoute
+from quickstep.server.options import RequestLimits, ServerOptions
+
+__all__ = ["FrontGate", "check_head", "key_name"]
+
+_ACCESS_LOG = logging.getLogger("quickstep.access")
+_CHALLENGE = {"www-authenticate": "Bearer"}
+_BEARER = b"bearer "
+
+
+class FrontGate:
+    """ASGI middleware around all routes."""
+
+    def __init__(self, app: ASGIApp, routes: Iterable[ApiRoute], options: ServerOptions) -> None:
+        known = tuple(routes)
+        self._app = app
+        self._keys = options.api_keys
+        self._limits = options.limits
+        self._connections = options.connections
+        self._root = options.root_path.encode()
+        self._access_log = options.access_log
+        self._probes = frozenset(_probes(known))
+        self._shapes: Mapping[bytes, ErrorShape] = {
+            path.encode(): route.error_shape for route in known for path in route.paths
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        watched = _Watched(scope, send)
+        try:
+            await self._pass(scope, receive, watched)
+        except Exception as error:  # the request's top: nothing below knows what it is
+            if watched.status is not None:
+                raise
+            await (await error_response(Request(scope), error))(scope, receive, watched)
+        finally:
+            if self._access_log:
+                watched.log()
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["raw_path"].partition(b"?")[0].removeprefix(self._root)
+        state = scope.setdefault("state", {})
+        state["api_key_name"] = ""
+        state["connections"] = self._connections
+        shape = self._shapes.get(path)
+        if shape is not None:
+            state["error_shape"] = shape
+        try:
+            check_head(scope, self._limits)
+            if self._keys and (scope["method"], path) not in self._probes:
+                state["api_key_name"] = self._owner(scope)
+        except RequestError as error:
+            response = await error_response(Request(scope), error)
+            if error.status == 401:
+                response.headers.update(_CHALLENGE)
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _owner(self, scope: Scope) -> str:
+        presented = list(_presented(scope))
+        owner = self._keys.owner(presented)
+        if owner is not None:
+            return owner
+        if presented:
+            raise RequestError("the API key is not one of this server's", status=401)
+        raise RequestError(
+            "an API key is missing; send `Authorization: Bearer KEY` or `x-api-key: KEY`",
+            status=401,
+        )
+
+
+def key_name(request: Request) -> str:
+    """The name of the client's API key, "" if the server has no keys."""
+    name: str = request.scope["state"]["api_key_name"]
+    return name
+
+
+def check_head(scope: Scope, limits: RequestLimits) -> None:
+    """Raise RequestError for a URL or headers that are too long."""
+    url_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+    if url_bytes > limits.url_bytes:
+        raise RequestError(
+            f"the URL has {url_bytes} bytes, the limit is {limits.url_bytes}", status=414
+        )
+    num_bytes = url_bytes + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    if num_bytes > limits.header_bytes:
+        raise RequestError(
+            f"the headers have {num_bytes} bytes, the limit is {limits.header_bytes}", status=431
+        )
+
+
+def _probes(routes: Iterable[ApiRoute]) -> Iterable[tuple[str, bytes]]:
+    for route in routes:
+        if route.is_probe:
+            methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
+            yield from ((method, path.encode()) for method in methods for path in route.paths)
+
+
+def _presented(scope: Scope) -> Iterable[bytes]:
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            yield value.strip()
+        elif name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
+            yield value[len(_BEARER) :].strip()
+
+
+class _Watched:
+    """A `send` that remembers the status."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self.status: int | None = None
+        self._since_s = time.monotonic()
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+    def log(self) -> None:
+        """One line: who, what, which answer, how long."""
+        scope = self._scope
+        client = scope.get("client")
+        request_id = dict(scope["headers"]).get(b"x-request-id", b"-")[:128]
+        _ACCESS_LOG.info(
+            "%s %s %s %s %.3f s key=%s id=%s",
+            client[0] if client else "-",
+            scope["method"],
+            ascii(scope["path"])[1:-1],
+            self.status or "-",
+            time.monotonic() - self._since_s,
+            scope["state"]["api_key_name"] or "-",
+            ascii(request_id.decode("latin-1"))[1:-1],
+        )

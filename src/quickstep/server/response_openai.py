@@ -1,0 +1,261 @@
+"""The JSON answers of OpenAI's routes, as types: what `/openapi.json` and the reference tell.
+
+The routes write plain dicts, which is faster in a stream; the tests hold every answer against
+these types, extra fields included, so that neither can say more than the other. Names beyond
+OpenAI's are `seed` (what reproduces the answer) and vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+__all__ = [
+    "ChatCompletion",
+    "ChatCompletionChunk",
+    "Completion",
+    "CompletionChunk",
+    "Model",
+    "ModelList",
+    "Usage",
+]
+
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of a request. A prompt counts once for its n choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """A token that could have stood there."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """A token of the answer with its likeliest alternatives."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Logprobs of a message's tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnsweredFunction(msgspec.Struct, frozen=True):
+    """Name and JSON text of the arguments."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredToolCall(msgspec.Struct, frozen=True):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
+class AnsweredMessage(msgspec.Struct, frozen=True):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
+
+
+class RankedLogprob(msgspec.Struct, frozen=True):
+    """A token of the prompt, or one that could have stood there."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One of n messages. `seed` reproduces it alone."""
+
+    index: int
+    message: AnsweredMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    seed: int
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    """The assistant's next message."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    seed: int | None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
+    metadata: dict[str, str] | UnsetType = UNSET
+    service_tier: str | UnsetType = UNSET
+
+
+class StreamedFunction(msgspec.Struct, frozen=True):
+    """A piece of a call."""
+
+    name: str | UnsetType | None = UNSET
+    arguments: str | UnsetType | None = UNSET
+
+
+class StreamedToolCall(msgspec.Struct, frozen=True):
+    """A piece of the call with this index."""
+
+    index: int
+    function: StreamedFunction
+    id: str | UnsetType | None = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class MessageNews(msgspec.Struct, frozen=True):
+    """What a chunk adds to the message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[StreamedToolCall] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    """News of one choice; the seed stands beside its finish reason."""
+
+    index: int
+    delta: MessageNews
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    seed: int | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct, frozen=True):
+    """One event of a chat's stream; the last one is `[DONE]`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    seed: int | None
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
+    metadata: dict[str, str] | UnsetType = UNSET
+    service_tier: str | UnsetType = UNSET
+
+
+class TextLogprobs(msgspec.Struct, frozen=True):
+    """OpenAI's four parallel lists."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(msgspec.Struct, frozen=True):
+    """One of n texts of a prompt. `seed` reproduces it alone."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    seed: int
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """Text that continues the prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: Usage
+    seed: int | None
+
+
+class TextChunkChoice(msgspec.Struct, frozen=True):
+    """News of one choice; the seed stands beside its finish reason."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    seed: int | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChunk(msgspec.Struct, frozen=True):
+    """One event of a completion's stream; the last one is `[DONE]`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChunkChoice]
+    seed: int | None
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Model(msgspec.Struct, frozen=True):
+    """A served name. `root` is the engine's model, `max_model_len` its context in tokens."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """All names that are served."""
+
+    object: Literal["list"]
+    data: list[Model]

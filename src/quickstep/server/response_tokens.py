@@ -1,0 +1,36 @@
+"""The JSON answers of `/tokenize`, `/detokenize` and `/apply-template`."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["Detokenized", "RenderedPrompt", "TokenPiece", "Tokenized"]
+
+
+class TokenPiece(msgspec.Struct, frozen=True):
+    """A token (llama.cpp's `with_pieces`): its text, or its bytes if they are no whole text."""
+
+    id: int
+    piece: str | list[int]
+
+
+class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/tokenize`; `token_strs` are the vocabulary's own spellings."""
+
+    tokens: list[int | TokenPiece]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/detokenize`: the same text by vLLM's name and by llama.cpp's."""
+
+    prompt: str
+    content: str
+
+
+class RenderedPrompt(msgspec.Struct, frozen=True):
+    """The answer of `/apply-template`."""
+
+    prompt: str

@@ -1,0 +1,242 @@
+"""`/v1/responses`: OpenAI's Responses API over the same conversation as chat.
+
+`Responses` is the surface, `StoredResponses` the routes of what it keeps. Both share one
+`ResponseStore`; a response goes there when it is finished, unless the client said `store: false`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickstep.errors import RequestError
+from quickstep.server.api_errors import RouteNotFound, json_response
+from quickstep.server.conversation import (
+    Conversation,
+    checked_metadata,
+    conversation_request,
+    tenant_of,
+    told_effort,
+)
+from quickstep.server.options import RequestLimits
+from quickstep.server.refused import refuse
+from quickstep.server.response_responses import DeletedResponse, InputItems
+from quickstep.server.responses_input import (
+    listed_items,
+    read_items,
+    template_messages,
+    with_instructions,
+)
+from quickstep.server.responses_schema import RESPONSES_REFUSED, ResponsesRequest
+from quickstep.server.responses_store import ResponseStore, StoredResponse
+from quickstep.server.responses_tools import asked_text, offered_functions
+from quickstep.server.responses_writer import ResponsesWriter, Turn
+from quickstep.server.routes import caller_of
+from quickstep.server.sampling import bounded, label
+from quickstep.server.schemas import decode
+from quickstep.server.surface import Asked, Served, stream_flags
+
+__all__ = ["INCLUDES", "Responses", "StoredResponses"]
+
+_LOGPROBS = "message.output_text.logprobs"
+_SEALED = "reasoning.encrypted_content"
+INCLUDES = (_LOGPROBS, _SEALED)
+_MAX_PAGE = 100
+_PAGE = 20  # OpenAI's
+
+
+class Responses:
+    """The surface."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    def parse(self, body: bytes, served: Served, caller: str) -> Asked:
+        """Validate. Raises RequestError."""
+        fields = decode(body, ResponsesRequest)
+        served.model(fields.model)
+        refuse(fields, RESPONSES_REFUSED)
+        limits = served.limits
+        items = read_items(fields.input)
+        past = self._past(fields, caller)
+        messages = (*past, *template_messages(items, served))
+        whole = with_instructions(fields.instructions, messages)
+        conversation = Conversation(
+            whole,
+            num_chars=len(body) + sum(len(message.get("content") or "") for message in past),
+            offered=offered_functions(fields, served),
+            asked=asked_text(fields),
+            extra={**_effort(fields, served), **(fields.chat_template_kwargs or {})},
+        )
+        own = {"max_tokens": fields.max_output_tokens, "logprobs": _num_logprobs(fields, limits)}
+        renamed = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+        request = conversation_request(conversation, fields, served, own, renamed)
+        request = replace(
+            request,
+            tenant=tenant_of(fields.user, fields.safety_identifier, limits),
+            **_stream_flags(fields),
+        )
+        _check_labels(fields, limits)
+        turn = Turn(
+            fields,
+            messages=messages,
+            input_items=listed_items(items),
+            seals=_SEALED in (fields.include or ()),
+            store=None if fields.store is False else partial(self._store.put, caller),
+        )
+        return Asked(request, partial(ResponsesWriter, served, turn))
+
+    def _past(self, fields: ResponsesRequest, caller: str) -> Sequence[Mapping[str, Any]]:
+        """The messages that the new ones follow. Raises RequestError 400, as OpenAI does."""
+        previous = fields.previous_response_id
+        if previous is None:
+            return ()
+        stored = self._store.get(caller, previous)
+        if stored is None:
+            raise _PreviousNotFound(previous)
+        return stored.messages
+
+
+class _PreviousNotFound(RouteNotFound):
+    """A response that cannot be continued: never stored, deleted, or pushed out by others."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(
+            f"previous_response_id {response_id[:64]!r} is not found",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+        self.status = 400
+
+
+class StoredResponses:
+    """The routes of what is stored. Each raises RequestError 404 for an id it does not have."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    async def retrieve(self, request: Request) -> Response:
+        """A finished response."""
+        _no_queries(request, ("include",))
+        return json_response(self._stored(request).response)
+
+    async def delete(self, request: Request) -> Response:
+        """Forget a response."""
+        stored = self._stored(request)
+        self._store.delete(caller_of(request), stored.response.id)
+        return json_response(DeletedResponse(id=stored.response.id))
+
+    async def input_items(self, request: Request) -> Response:
+        """What the response answers, the last item first unless `order` is `asc`."""
+        _no_queries(request, ("after", "include", "limit", "order"))
+        items = list(self._stored(request).input_items)
+        order = request.query_params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise RequestError(f"order is {order[:64]!r}, it must be asc or desc", param="order")
+        if order == "desc":
+            items.reverse()
+        start = _place_behind(request.query_params.get("after"), items)
+        limit = _page_size(request.query_params.get("limit"))
+        page = items[start : start + limit]
+        listed = InputItems(
+            data=[dict(item) for item in page],
+            first_id=page[0]["id"] if page else None,
+            last_id=page[-1]["id"] if page else None,
+            has_more=start + limit < len(items),
+        )
+        return json_response(listed)
+
+    def _stored(self, request: Request) -> StoredResponse:
+        response_id: str = request.path_params["response_id"]
+        stored = self._store.get(caller_of(request), response_id)
+        if stored is None:
+            raise RouteNotFound(
+                f"response {response_id[:64]!r} is not found",
+                param="response_id",
+                code="not_found",
+            )
+        return stored
+
+
+def _no_queries(request: Request, known: tuple[str, ...]) -> None:
+    """Refuse what is asked for in the query and not done. `include` adds what is there already."""
+    for name in request.query_params:
+        if name not in known:
+            raise RequestError(f"{name[:64]} is not supported in the query", param=name[:64])
+
+
+def _place_behind(item_id: str | None, items: Sequence[Mapping[str, Any]]) -> int:
+    if item_id is None:
+        return 0
+    for place, item in enumerate(items):
+        if item["id"] == item_id:
+            return place + 1
+    raise RequestError(f"after is {item_id[:64]!r}, there is no such item", param="after")
+
+
+def _page_size(limit: str | None) -> int:
+    if limit is None:
+        return _PAGE
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_PAGE):
+        raise RequestError(
+            f"limit is {limit[:64]!r}, it must be between 1 and {_MAX_PAGE}", param="limit"
+        )
+    return int(limit)
+
+
+def _stream_flags(fields: ResponsesRequest) -> dict[str, Any]:
+    options = fields.stream_options
+    for name in ("include_usage", "continuous_usage_stats"):
+        if options is not None and getattr(options, name):
+            path = f"stream_options.{name}"
+            raise RequestError(f"{path} is not supported: the last event has the usage", param=path)
+    return stream_flags(fields)
+
+
+def _effort(fields: ResponsesRequest, served: Served) -> Mapping[str, Any]:
+    """What the template is told of the reasoning. Raises RequestError."""
+    reasoning = fields.reasoning
+    if reasoning is None:
+        return {}
+    for name, passes in (
+        ("summary", ()),
+        ("generate_summary", ()),
+        ("context", ("auto",)),
+        ("mode", ("standard",)),
+    ):
+        value = getattr(reasoning, name)
+        if value is not None and value not in passes:
+            path = f"reasoning.{name}"
+            raise RequestError(
+                f"{path} is not supported: the reasoning is given as it is", param=path
+            )
+    return told_effort(reasoning.effort, "reasoning.effort", served)
+
+
+def _num_logprobs(fields: ResponsesRequest, limits: RequestLimits) -> int | None:
+    """The alternatives per token; they are given where `include` asks for them."""
+    for place, name in enumerate(fields.include or ()):
+        if name not in INCLUDES:
+            path = f"include[{place}]"
+            raise RequestError(f"{path} {name[:64]} is not supported", param=path)
+    if _LOGPROBS in (fields.include or ()):
+        bounded("top_logprobs", fields.top_logprobs or 0, limits.logprobs)
+        return fields.top_logprobs or 0
+    if fields.top_logprobs:
+        raise RequestError(f'top_logprobs needs include: ["{_LOGPROBS}"]', param="top_logprobs")
+    return None
+
+
+def _check_labels(fields: ResponsesRequest, limits: RequestLimits) -> None:
+    label("prompt_cache_key", fields.prompt_cache_key, limits)
+    checked_metadata(fields.metadata or {}, limits)
+    if fields.max_tool_calls is not None and fields.max_tool_calls < 1:
+        raise RequestError(
+            f"max_tool_calls is {fields.max_tool_calls}, it must be at least 1",
+            param="max_tool_calls",
+        )

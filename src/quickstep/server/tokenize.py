@@ -1,0 +1,197 @@
+"""`/tokenize` and `/detokenize`: text to token ids and back, in vLLM's and in llama.cpp's words.
+
+The fields tell whose words they are: `prompt` or `messages` are vLLM's, `content` is llama.cpp's;
+a field of one side beside the other's is refused. The answer holds what either side reads. Long
+inputs are worked on in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickstep.errors import RequestError
+from quickstep.server.api_errors import json_response
+from quickstep.server.api_route import ApiRoute
+from quickstep.server.body import read_body
+from quickstep.server.chat import Chat
+from quickstep.server.prompts import ChatPrompt, rendered
+from quickstep.server.refused import Refusal, refuse
+from quickstep.server.response_tokens import Detokenized, RenderedPrompt, Tokenized, TokenPiece
+from quickstep.server.sampling import bounded, token_ids_of
+from quickstep.server.schemas import ChatRequest, decode
+from quickstep.server.schemas_tokens import (
+    ApplyTemplateRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from quickstep.server.surface import Served
+
+__all__ = ["TOKENIZE_REFUSED", "Tokenizing"]
+
+# Shorter inputs are worked on in the event loop: a thread hop costs more.
+_INLINE_LENGTH = 2048
+
+TOKENIZE_REFUSED = {
+    "chat_template": Refusal((), "the model's own template is used"),
+    "continue_final_message": Refusal((False,), "the last message is rendered whole"),
+    "mm_processor_kwargs": Refusal((), "the model reads text only"),
+    "parse_special": Refusal((True,), "special tokens are recognised in every text"),
+}
+
+_SOURCES = ("prompt", "messages", "content")
+# which fields go with which source; `model` goes with all
+_FIELDS = {
+    "prompt": {"add_special_tokens", "return_token_strs", "mm_processor_kwargs"},
+    "messages": {
+        "add_special_tokens",
+        "return_token_strs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "chat_template_kwargs",
+        "mm_processor_kwargs",
+        "tools",
+    },
+    "content": {"add_special", "parse_special", "with_pieces"},
+}
+
+
+class Tokenizing:
+    """The endpoints, by name."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    def routes(self) -> list[ApiRoute]:
+        """All of them."""
+        return [
+            ApiRoute(
+                "POST",
+                "/tokenize",
+                self.tokenize,
+                "Token ids of a text or of a conversation.",
+                request=TokenizeRequest,
+                response=Tokenized,
+            ),
+            ApiRoute(
+                "POST",
+                "/detokenize",
+                self.detokenize,
+                "The text of token ids.",
+                request=DetokenizeRequest,
+                response=Detokenized,
+            ),
+            ApiRoute(
+                "POST",
+                "/apply-template",
+                self.apply_template,
+                "The prompt text of a conversation.",
+                request=ApplyTemplateRequest,
+                response=RenderedPrompt,
+            ),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or of a conversation."""
+        body = await read_body(request, self._served.limits.body_bytes)
+        fields = decode(body, TokenizeRequest)
+        self._served.model(fields.model)
+        _check_source(fields)
+        refuse(fields, TOKENIZE_REFUSED)
+        return await _off_the_loop(len(body), lambda: json_response(self._tokenized(fields)))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        served = self._served
+        fields = decode(await read_body(request, served.limits.body_bytes), DetokenizeRequest)
+        served.model(fields.model)
+        bounded("tokens", len(fields.tokens), served.limits.detokenized, "entries")
+        tokenizer = served.engine.tokenizer
+        ids = token_ids_of("tokens", fields.tokens, tokenizer.vocab_size)
+
+        def answer() -> Response:
+            text = tokenizer.decode(ids, False)
+            return json_response(Detokenized(prompt=text, content=text))
+
+        return await _off_the_loop(len(ids), answer)
+
+    async def apply_template(self, request: Request) -> Response:
+        """The prompt text of a conversation."""
+        body = await read_body(request, self._served.limits.body_bytes)
+        fields = decode(body, ApplyTemplateRequest)
+        chat = ChatRequest(**msgspec.structs.asdict(fields))
+        return await _off_the_loop(
+            len(body), lambda: json_response(RenderedPrompt(prompt=self._rendered(chat)))
+        )
+
+    def _tokenized(self, fields: TokenizeRequest) -> Tokenized:
+        ids = self._ids(fields)
+        tokenizer = self._served.engine.tokenizer
+        tokens: list[int | TokenPiece] = [*ids]
+        if fields.with_pieces:
+            tokens = [TokenPiece(each, _piece(tokenizer.token_bytes(each))) for each in ids]
+        strings = None
+        if fields.return_token_strs:
+            strings = [tokenizer.piece(token_id) or "" for token_id in ids]
+        return Tokenized(
+            tokens=tokens,
+            count=len(ids),
+            max_model_len=self._served.engine.max_model_len,
+            token_strs=strings,
+        )
+
+    def _ids(self, fields: TokenizeRequest) -> list[int]:
+        """The ids; each source has its own default for special tokens."""
+        encode = self._served.engine.tokenizer.encode
+        if fields.content is not None:
+            return encode(fields.content, bool(fields.add_special))
+        if fields.prompt is not None:
+            return encode(fields.prompt, fields.add_special_tokens is not False)
+        chat = ChatRequest(
+            messages=fields.messages or [],
+            model=fields.model,
+            tools=fields.tools,
+            add_generation_prompt=fields.add_generation_prompt,
+            chat_template_kwargs=fields.chat_template_kwargs,
+        )
+        # the template has written the special tokens already
+        return encode(self._rendered(chat), bool(fields.add_special_tokens))
+
+    def _rendered(self, chat: ChatRequest) -> str:
+        """The prompt text, exactly as the chat route would render it."""
+        (prompt,) = Chat().parse(msgspec.json.encode(chat), self._served).prompts
+        assert isinstance(prompt, ChatPrompt)
+        return rendered(self._served.engine, prompt)
+
+
+async def _off_the_loop(length: int, work: Callable[[], Response]) -> Response:
+    return work() if length <= _INLINE_LENGTH else await asyncio.to_thread(work)
+
+
+def _check_source(fields: TokenizeRequest) -> None:
+    """One of the three sources, with its own fields. Raises RequestError."""
+    given = [name for name in _SOURCES if getattr(fields, name) is not None]
+    if len(given) != 1:
+        sent = " and ".join(given) or "none of them"
+        raise RequestError(
+            f"send one of prompt, messages and content; the body has {sent}",
+            param=given[1] if given else "prompt",
+        )
+    source = given[0]
+    for name in fields.__struct_fields__:
+        goes = name in _FIELDS[source] or name in ("model", source)
+        if not goes and getattr(fields, name) is not None:
+            raise RequestError(f"{name} does not go with {source}", param=name)
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """Text, or the bytes of a token that is a part of a character."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)

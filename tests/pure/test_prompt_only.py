@@ -1,0 +1,151 @@
+"""Prompt logprobs and embeddings in the scheduler: every position once, whatever happens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from scheduler_world import PROMPT, Setup, World, ask, finish
+
+from quickstep.config import SchedulerConfig
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.cost_model import LinearCostModel
+from quickstep.core.policies import make_policy
+from quickstep.core.scheduler import Scheduler
+from quickstep.errors import RequestError
+from quickstep.sim.simulate import Arrival, simulate
+from quickstep.types import FinishReason, Pooling, Request, SamplingParams
+
+
+def scored(request: Request, num_top: int = 0) -> Request:
+    return replace(request, sampling=replace(request.sampling, prompt_logprobs=num_top))
+
+
+def no_output(request_id: str, prompt: tuple[int, ...] = PROMPT, n: int = 1) -> Request:
+    sampling = SamplingParams(max_tokens=0, prompt_logprobs=0, n=n)
+    return replace(ask(request_id, prompt), sampling=sampling)
+
+
+def embed(request_id: str, pooling: Pooling, prompt: tuple[int, ...] = PROMPT) -> Request:
+    return replace(ask(request_id, prompt), pooling=pooling)
+
+
+def test_each_prompt_token_is_scored_once_with_the_first_sequence() -> None:
+    world = World(Setup(max_num_batched_tokens=3))
+    world.add(scored(ask(n=2)))
+    finish(world)
+    first, second = world.received["a#0"], world.received["a#1"]
+    assert first.prompt_logprobs[0] is None
+    assert [one.token_id for one in first.prompt_logprobs[1:] if one] == list(PROMPT[1:])
+    assert second.prompt_logprobs == []
+
+
+def test_a_prompt_of_one_token_has_no_score_but_its_place() -> None:
+    world = World(Setup())
+    world.add(scored(ask(prompt=(1,))))
+    finish(world)
+    assert world.received["a#0"].prompt_logprobs == [None]
+
+
+def test_a_scored_prompt_reads_no_cached_block_and_fills_the_cache() -> None:
+    world = World(Setup())
+    for name, request in (("a", ask("a")), ("b", scored(ask("b"))), ("c", ask("c"))):
+        world.add(request)
+        world.drain()
+        timings = world.received[f"{name}#0"].timings
+        assert timings is not None
+        assert timings.num_cached_tokens == (4 if name == "c" else 0)
+    world.verify()
+
+
+def test_a_preempted_prompt_takes_from_the_cache_what_was_scored() -> None:
+    world = World(Setup(num_blocks=8, block_size=2, max_num_batched_tokens=8))
+    world.add(ask("first", prompt=(0, 1), max_tokens=None))
+    world.add(scored(ask("second", prompt=PROMPT[:5], max_tokens=6)))
+    finish(world)
+    assert world.scheduler.stats().totals.num_preemptions > 0
+    admissions = [
+        (one, row)
+        for plan in world.plans
+        for one in plan.admitted
+        for row in plan.rows
+        if row.slot == one.slot and one.sequence_id == "second#0"
+    ]
+    assert len(admissions) > 1
+    assert all(row.num_scored == 0 for _, row in admissions[1:])
+
+
+def test_rows_in_flight_at_a_preemption_are_not_delivered_twice() -> None:
+    sizes = Setup(num_blocks=9, block_size=1, max_num_batched_tokens=2, pipeline_depth=4)
+    world = World(sizes)
+    world.add(ask("first", prompt=(0,), max_tokens=None))
+    world.plan()
+    world.commit()
+    world.add(scored(ask("second", prompt=PROMPT[:6], max_tokens=1)))
+    rows = []
+    for _ in range(3):
+        plan = world.plan()
+        assert plan is not None
+        rows.append(plan.rows[1:])
+    assert [len(of_second) for of_second in rows] == [1, 1, 0]  # the third has preempted it
+    world.abort("first")
+    again = world.plan()
+    assert again is not None
+    assert (again.rows[0].start, again.rows[0].num_scored) == (0, 2)
+    finish(world)
+
+
+@pytest.mark.parametrize("pooling", Pooling)
+def test_a_pooled_request_ends_with_its_prompt_and_an_embedding(pooling: Pooling) -> None:
+    world = World(Setup(max_num_batched_tokens=3, pipeline_depth=2))
+    world.add(embed("a", pooling))
+    finish(world)
+    one = world.received["a#0"]
+    assert (one.reason, one.token_ids) == (FinishReason.POOLED, [])
+    assert one.embedding is not None
+    assert FinishReason.POOLED.openai == "stop"
+
+
+@pytest.mark.parametrize(("pooling", "num_cached"), [(Pooling.MEAN, 0), (Pooling.LAST, 4)])
+def test_only_the_last_token_may_leave_positions_to_the_cache(
+    pooling: Pooling, num_cached: int
+) -> None:
+    world = World(Setup())
+    world.add(ask("a"))
+    world.drain()
+    world.add(embed("b", pooling))
+    finish(world)
+    timings = world.received["b#0"].timings
+    assert timings is not None
+    assert timings.num_cached_tokens == num_cached
+
+
+def test_no_tokens_asked_for_is_an_end_with_the_prompt() -> None:
+    world = World(Setup())
+    world.add(no_output("a", n=2))
+    finish(world)
+    for index, num_scores in ((0, len(PROMPT)), (1, 0)):
+        one = world.received[f"a#{index}"]
+        assert (one.reason, one.token_ids) == (FinishReason.MAX_TOKENS, [])
+        assert len(one.prompt_logprobs) == num_scores
+
+
+def test_a_prompt_that_generates_nothing_may_fill_the_context() -> None:
+    world = World(Setup(max_model_len=8))
+    assert not world.add(ask("a", max_tokens=1))
+    assert world.add(no_output("b"))
+    assert world.add(embed("c", Pooling.MEAN))
+    with pytest.raises(RequestError, match="with 0 output tokens the limit is 8"):
+        world.scheduler.add(no_output("d", (*PROMPT, 0)), world.now)
+    finish(world)
+
+
+def test_the_simulator_runs_them() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=3, max_model_len=32)
+    scheduler = Scheduler(config, KVBlockPool(16, 4), make_policy(config), LinearCostModel())
+    requests = [scored(ask("a", n=2)), embed("b", Pooling.MEAN), no_output("c")]
+    outcome = simulate([Arrival(0.0, one) for one in requests], scheduler, LinearCostModel())
+    assert {ending.reason for ending in outcome.endings} == {
+        FinishReason.MAX_TOKENS,
+        FinishReason.POOLED,
+    }

@@ -1,0 +1,187 @@
+"""Every field of every request schema, nested ones included, each with a small body around it.
+
+The bodies are made from the types alone; `EXAMPLES` holds what a type cannot tell.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+from fake_engine import FakeEngine
+
+from quickstep.server import schemas
+from quickstep.server.anthropic_schema import AssistantTurn, CountTokensRequest
+from quickstep.server.api_route import ApiRoute
+from quickstep.server.field_parts import parts_of
+from quickstep.server.field_reference import REFUSED_FORMS
+from quickstep.server.metrics import Metrics
+from quickstep.server.options import ServerOptions
+from quickstep.server.responses_schema import FunctionCallItem, ResponsesRequest
+from quickstep.server.route_list import api_routes
+from quickstep.server.schema_types import branches, field_types
+from quickstep.server.schemas_files import BatchRequest
+from quickstep.server.schemas_tokens import TokenizeRequest
+from quickstep.server.surface import Served, output_formats
+
+Struct = type[msgspec.Struct]
+Keys = tuple[str | int, ...]
+
+# What a small body has beside its required fields, or in place of a plain value.
+EXAMPLES: dict[Struct, dict[str, Any]] = {
+    CountTokensRequest: {"model": "fake"},
+    ResponsesRequest: {"input": "a"},
+    BatchRequest: {"input_file_id": "file-1", "endpoint": "/v1/completions"},
+    TokenizeRequest: {"messages": [{"role": "user", "content": "a"}]},
+    FunctionCallItem: {"arguments": "{}"},
+    schemas.JsonSchema: {"schema": {"type": "array"}},
+    schemas.StructuredOutputs: {"regex": "a"},
+    schemas.AssistantMessage: {"content": "a"},
+    schemas.CalledFunction: {"arguments": "{}"},
+}
+# What has to stand behind it in a list.
+BEHIND: dict[Struct, list[Any]] = {AssistantTurn: [{"role": "user", "content": "a"}]}
+# What the body has to have around an optional struct.
+AROUND: dict[Struct, dict[str, Any]] = {schemas.StreamOptions: {"stream": True}}
+# Or around a plain field.
+BESIDE: dict[tuple[Struct, str], dict[str, Any]] = {
+    (schemas.ChatRequest, "top_logprobs"): {"logprobs": True},
+    (schemas.ChatRequest, "max_tokens"): {"prompt_logprobs": 0},
+    (schemas.ChatRequest, "max_completion_tokens"): {"prompt_logprobs": 0},
+    (schemas.CompletionRequest, "max_tokens"): {"prompt_logprobs": 0},
+    (TokenizeRequest, "prompt"): {"messages": None},
+    (TokenizeRequest, "content"): {"messages": None},
+    **{
+        (TokenizeRequest, name): {"messages": None, "content": "a"}
+        for name in ("add_special", "parse_special", "with_pieces")
+    },
+    (ResponsesRequest, "top_logprobs"): {"include": ["message.output_text.logprobs"]},
+    (schemas.CompletionRequest, "min_tokens"): {"max_tokens": 2**31 - 1},
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A field at `keys` in a body that holds all structs on the way to it."""
+
+    route: ApiRoute
+    struct: Struct
+    name: str
+    keys: Keys
+    body: dict[str, Any]
+
+    @property
+    def path(self) -> str:
+        """As errors name it: `messages[0].content`."""
+        parts = [f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.keys]
+        return "".join(parts).removeprefix(".")
+
+    @property
+    def declared(self) -> Any:
+        """Its type."""
+        return field_types(self.struct)[self.name]
+
+    @property
+    def is_required(self) -> bool:
+        """Whether null is wrong."""
+        return type(None) not in branches(self.declared) and self.declared is not Any
+
+    def with_value(self, value: Any) -> dict[str, Any]:
+        """The body with `value` in this field."""
+        body = copy.deepcopy(self.body)
+        target: Any = body
+        for key in self.keys[:-1]:
+            target = target[key]
+        target[self.keys[-1]] = value
+        return body
+
+    def without(self) -> dict[str, Any]:
+        """The body without this field."""
+        body = self.with_value(None)
+        target: Any = body
+        for key in self.keys[:-1]:
+            target = target[key]
+        del target[self.keys[-1]]
+        return body
+
+    def __str__(self) -> str:
+        return f"{self.route.path}:{self.path}:{self.struct.__name__}"
+
+
+def json_routes() -> list[ApiRoute]:
+    """The routes that take a JSON body."""
+    engine, options = FakeEngine(), ServerOptions()
+    served = Served(engine, ("fake",), options.limits, output_formats(engine, options))
+    routes = api_routes(served, Metrics(engine, "fake"), options)
+    return [route for route in routes if route.request and route.request_type.endswith("json")]
+
+
+def places() -> Iterator[Place]:
+    """Every field of every route's body."""
+    for route in json_routes():
+        assert route.request is not None
+        body = minimal(route.request)
+        yield from _within(route, route.request, (), body, frozenset())
+
+
+def _within(
+    route: ApiRoute, struct: Struct, at: Keys, body: dict[str, Any], seen: frozenset[Struct]
+) -> Iterator[Place]:
+    for name, declared in field_types(struct).items():
+        keys = (*at, name)
+        yield Place(route, struct, name, keys, {**body, **BESIDE.get((struct, name), {})})
+        parts = [(part, (0,)) for part in parts_of(struct).get(name, ())]
+        for inner, more in (*structs_in(declared), *parts):
+            if inner in seen or inner in REFUSED_FORMS:
+                continue
+            value = minimal(inner)
+            listed = [value, *BEHIND.get(inner, [])]
+            place = Place(route, struct, name, keys, {**body, **AROUND.get(inner, {})})
+            around = place.with_value(listed if more else value)
+            yield from _within(route, inner, (*keys, *more), around, seen | {inner})
+
+
+def structs_in(declared: Any) -> Iterator[tuple[Struct, Keys]]:
+    """The structs that may stand in a field, with the way from the field to each."""
+    for branch in branches(declared):
+        if get_origin(branch) is list:
+            for item in _structs(get_args(branch)[0]):
+                yield item, (0,)
+        for struct in _structs(branch):
+            yield struct, ()
+
+
+def _structs(declared: Any) -> Iterator[Struct]:
+    for branch in branches(declared):
+        if isinstance(branch, type) and issubclass(branch, msgspec.Struct):
+            yield branch
+
+
+def minimal(declared: Any) -> Any:
+    """A small value of a type."""
+    first = branches(declared)[0]
+    if isinstance(first, type) and issubclass(first, msgspec.Struct):
+        return _minimal_struct(first)
+    if get_origin(first) is list:
+        return [minimal(get_args(first)[0])]
+    if get_origin(first) is Literal:
+        return get_args(first)[0]
+    plain = {str: "a", int: 1, float: 1.0, bool: True, type(None): None}
+    return plain.get(first, {})
+
+
+def _minimal_struct(struct: Struct) -> dict[str, Any]:
+    config = struct.__struct_config__
+    body = {config.tag_field: config.tag} if config.tag_field else {}
+    for field in msgspec.structs.fields(struct):
+        if field.required:
+            body[field.encode_name] = minimal(field_types(struct)[field.encode_name])
+    for parent in reversed(struct.__mro__):
+        body |= EXAMPLES.get(parent, {})
+    return body
+
+
+PLACES = list(places())

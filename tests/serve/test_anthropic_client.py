@@ -1,0 +1,175 @@
+"""Anthropic's own client on `/v1/messages`, with the scripted engine behind a socket."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from fake_engine import WORDS, FakeEngine, FakeTemplate, Script
+from live_server import live_server
+from surface_calls import saying
+
+from quickstep.engine.tool_calls.formats import formats_of
+from quickstep.errors import EngineError
+from quickstep.types import FinishReason
+
+TEXT = "".join(WORDS)
+TEMPLATE = "{% for tool in tools %}<tool_call>{% endfor %}{{ message.tool_calls }}</think>"
+TOOL: Any = {
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+ASKED: dict[str, Any] = {
+    "model": "fake",
+    "max_tokens": 200,
+    "messages": [{"role": "user", "content": "hi"}],
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine:
+    return FakeEngine(chat_template=FakeTemplate(formats_of(TEMPLATE)))
+
+
+@pytest.fixture(scope="module")
+def client(engine: FakeEngine) -> Iterator[anthropic.Anthropic]:
+    with (
+        live_server(engine) as server,
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def fresh_script(engine: FakeEngine) -> Iterator[None]:
+    yield
+    engine.script = Script()
+
+
+def test_a_message(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(**ASKED, system="Be brief.")
+    (block,) = message.content
+    assert block.type == "text"
+    assert block.text == TEXT
+    assert (message.stop_reason, message.role) == ("end_turn", "assistant")
+    assert message.usage.cache_read_input_tokens == 3
+    assert message.usage.output_tokens == 9
+
+
+def test_a_message_that_is_cut(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(**{**ASKED, "max_tokens": 2})
+    assert message.stop_reason == "max_tokens"
+
+
+def test_a_stream(client: anthropic.Anthropic) -> None:
+    with client.messages.stream(**ASKED) as stream:
+        assert "".join(stream.text_stream) == TEXT
+        final = stream.get_final_message()
+    whole = client.messages.create(**ASKED)
+    assert final.stop_reason == whole.stop_reason == "end_turn"
+    assert final.usage == whole.usage
+
+
+def test_raw_events_begin_with_the_message(client: anthropic.Anthropic) -> None:
+    events = list(client.messages.create(**ASKED, stream=True))
+    assert events[0].type == "message_start"
+    assert events[-1].type == "message_stop"
+
+
+def test_a_tool_goes_around(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+    engine.script = saying(f"<think>Weather.</think>Let me see.\n{CALL}")
+    fields = {**ASKED, "tools": [TOOL]}
+    whole = client.messages.create(**fields)
+    with client.messages.stream(**fields) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert message.stop_reason == "tool_use"
+        thought, text, call = message.content
+        assert thought.type == "thinking"
+        assert thought.thinking == "Weather."
+        assert text.type == "text"
+        assert text.text == "Let me see."
+        assert call.type == "tool_use"
+        assert (call.name, call.input) == ("get_weather", {"city": "Bern"})
+    call = whole.content[2]
+    assert call.type == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "20 degrees"}
+    messages: list[Any] = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": whole.content},
+        {"role": "user", "content": [result]},
+    ]
+    engine.script = saying("20 degrees.")
+    answer = client.messages.create(**{**fields, "messages": messages})
+    assert answer.content[0].type == "text"
+    assert answer.content[0].text == "20 degrees."
+    prompt = bytes(engine.submitted[-1].prompt).decode()
+    assert "tool: 20 degrees" in prompt
+    assert "'name': 'get_weather'" in prompt
+
+
+def test_a_forced_call_and_structured_output_are_grammars(
+    client: anthropic.Anthropic, engine: FakeEngine
+) -> None:
+    client.messages.create(**ASKED, tools=[TOOL], tool_choice={"type": "any"})
+    forced = engine.submitted[-1].sampling.grammar
+    assert forced is not None
+    assert "get_weather" in forced.text
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    client.messages.create(
+        **ASKED, output_config={"format": {"type": "json_schema", "schema": schema}}
+    )
+    asked = engine.submitted[-1].sampling.grammar
+    assert asked is not None
+    assert asked.kind == "json_schema"
+
+
+def test_a_stop_sequence_is_named(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+    engine.script = saying("So", reason=FinishReason.STOP_STRING, stop_reason="###")
+    message = client.messages.create(**ASKED, stop_sequences=["###"])
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "###")
+    assert engine.submitted[-1].sampling.stop == ("###",)
+
+
+def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
+    asked = {name: ASKED[name] for name in ("model", "messages")}
+    counted = client.messages.count_tokens(**asked, tools=[TOOL])
+    usage = client.messages.create(**ASKED, tools=[TOOL]).usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_fields_that_the_client_no_longer_names_go_through_extra_body(
+    client: anthropic.Anthropic, engine: FakeEngine
+) -> None:
+    client.messages.create(**ASKED, extra_body={"temperature": 0.25, "top_k": 3, "top_p": 0.5})
+    sampling = engine.submitted[-1].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.25, 3, 0.5)
+
+
+def test_errors_become_the_clients_exceptions(client: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.messages.create(**{**ASKED, "model": "claude-9"})
+    assert missing.value.body["error"]["type"] == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match="container is not supported"):
+        client.messages.create(**ASKED, container="c")
+    with pytest.raises(anthropic.BadRequestError, match="colour is unknown"):
+        client.messages.create(**ASKED, extra_body={"colour": 1})
+    with pytest.raises(anthropic.ContentTooLargeError):
+        content = "a" * (5 * 1024 * 1024)
+        client.messages.create(**{**ASKED, "messages": [{"role": "user", "content": content}]})
+
+
+def test_what_is_our_fault_is_typed_as_well(
+    client: anthropic.Anthropic, engine: FakeEngine
+) -> None:
+    engine.script = Script(FinishReason.ERROR, error="the logits are NaN")
+    with pytest.raises(anthropic.InternalServerError, match="NaN"):
+        client.messages.create(**ASKED)
+    with pytest.raises(anthropic.APIStatusError, match="NaN"):
+        list(client.messages.create(**ASKED, stream=True))
+    engine.script = Script(raises=EngineError("the engine has stopped"))
+    with pytest.raises(anthropic.ServiceUnavailableError) as gone:
+        client.messages.create(**ASKED)
+    assert gone.value.body["error"]["type"] == "overloaded_error"

@@ -1,0 +1,317 @@
+"""Every field of `/v1/messages`: honoured with its effect, or refused by name.
+
+The tables are complete: a field of Anthropic's own client, or of our schema, that stands in none
+of them fails the first tests.
+"""
+
+from typing import Any
+
+import httpx
+import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
+from client import MESSAGES
+from fake_engine import FakeEngine, FakeTemplate
+from surface_calls import ANTHROPIC, COUNT_TOKENS, Row, post_to, prompt_of, sampled
+
+from quickstep.engine.tool_calls.formats import formats_of
+from quickstep.server.anthropic_schema import MESSAGES_REFUSED, CountTokensRequest, MessagesRequest
+from quickstep.types import Grammar
+
+TOOL = {"name": "find_it", "input_schema": {"type": "object"}}
+EPHEMERAL = {"type": "ephemeral", "ttl": "5m"}
+JSON_OUTPUT = {"format": {"type": "json_schema", "schema": {"type": "array"}}}
+HONOURED: dict[str, Row] = {
+    "model": ("fake", lambda seen: seen[1]["model"] == "fake"),
+    "max_tokens": (
+        2,
+        lambda seen: (
+            seen[1]["usage"]["output_tokens"] == 2 and seen[1]["stop_reason"] == "max_tokens"
+        ),
+    ),
+    "messages": (
+        [{"role": "user", "content": [{"type": "text", "text": "yo"}]}],
+        lambda seen: prompt_of(seen).startswith("user: yo"),
+    ),
+    "system": (
+        [{"type": "text", "text": "be kind", "cache_control": EPHEMERAL}],
+        lambda seen: prompt_of(seen).startswith("system: be kind\n"),
+    ),
+    "stop_sequences": (["x"], sampled("stop", ("x",))),
+    "temperature": (0.5, sampled("temperature", 0.5)),
+    "top_k": (5, sampled("top_k", 5)),
+    "top_p": (0.5, sampled("top_p", 0.5)),
+    "metadata": ({"user_id": "ann"}, lambda seen: seen[0].tenant == "ann"),
+    "tools": ([TOOL], lambda seen: '"name": "find_it"' in prompt_of(seen)),
+    "output_config": (JSON_OUTPUT, sampled("grammar", Grammar.of_json_schema({"type": "array"}))),
+    # every prefix is cached, marked or not: what was read from the cache is told apart
+    "cache_control": (EPHEMERAL, lambda seen: seen[1]["usage"]["cache_read_input_tokens"] == 3),
+}
+# what needs a second field, another model or a stream has tests of its own
+ELSEWHERE = {"stream", "tool_choice", "thinking"}
+REFUSED: dict[str, Any] = {
+    "betas": ["files-api"],
+    "container": "c",
+    "context_management": {"edits": []},
+    "diagnostics": {"previous_message_id": "m"},
+    "inference_geo": "eu",
+    "mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}],
+    "service_tier": "priority",
+    "speed": "fast",
+}
+# the client sends these as headers
+HEADERS = {"user_profile_id", "workspace_id"}
+
+
+def post(fields: dict[str, Any], engine: FakeEngine | None = None) -> httpx.Response:
+    body = {"model": "fake", "max_tokens": 50, "messages": MESSAGES, **fields}
+    return post_to(ANTHROPIC, body, engine)
+
+
+def refusal_of(response: httpx.Response) -> str:
+    assert response.status_code == 400, response.text
+    body = response.json()
+    assert body["type"] == "error"
+    assert body["error"]["type"] == "invalid_request_error"
+    return str(body["error"]["message"])
+
+
+def test_every_field_of_the_schema_is_in_a_table() -> None:
+    declared = set(MessagesRequest.__struct_fields__)
+    assert set(CountTokensRequest.__struct_fields__) - declared == set()
+    assert set(HONOURED) & set(MESSAGES_REFUSED) == set()
+    assert declared - set(HONOURED) - set(MESSAGES_REFUSED) - ELSEWHERE == set()
+    assert set(REFUSED) == set(MESSAGES_REFUSED)
+
+
+def test_every_field_of_anthropics_client_is_in_the_schema() -> None:
+    create = set(message_create_params.MessageCreateParamsBase.__annotations__)
+    assert create - set(MessagesRequest.__struct_fields__) - HEADERS == set()
+    count = set(message_count_tokens_params.MessageCountTokensParams.__annotations__)
+    assert count - set(CountTokensRequest.__struct_fields__) - HEADERS == set()
+
+
+@pytest.mark.parametrize(("name", "row"), HONOURED.items())
+def test_an_honoured_field_takes_effect(name: str, row: Row) -> None:
+    value, holds = row
+    engine = FakeEngine()
+    response = post({name: value}, engine)
+    assert response.status_code == 200, response.text
+    assert holds((engine.submitted[0], response.json()))
+
+
+@pytest.mark.parametrize("name", MESSAGES_REFUSED)
+def test_a_refused_field_is_400_with_its_name(name: str) -> None:
+    engine = FakeEngine()
+    message = refusal_of(post({name: REFUSED[name]}, engine))
+    assert message.startswith(f"{name} is not supported: ")
+    assert not engine.submitted
+
+
+@pytest.mark.parametrize("name", MESSAGES_REFUSED)
+def test_a_refused_field_passes_where_it_asks_for_nothing(name: str) -> None:
+    for value in (None, *MESSAGES_REFUSED[name].passes):
+        assert post({name: value}).status_code == 200
+
+
+@pytest.mark.parametrize("name", MessagesRequest.__struct_fields__)
+def test_null_means_not_given(name: str) -> None:
+    expected = 400 if name in ("messages", "model", "max_tokens") else 200
+    assert post({name: None}).status_code == expected
+
+
+def said(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+    turns = [{"role": role, "content": list(blocks)}]
+    return {"messages": turns if role == "user" else [*turns, *MESSAGES]}
+
+
+TEXT = {"type": "text", "text": "x"}
+USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "t"}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"colour": 1}, "colour is unknown"),
+    ({"messages": []}, "messages is an empty list"),
+    ({"messages": [{"role": "assistant", "content": "So"}]}, "messages[0] is the assistant's"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
+    (said("user", {"type": "image", "source": {}}), "messages[0].content[0] is of type image"),
+    (said("user", {"type": "document"}), "messages[0].content[0] is of type document"),
+    (said("user", {"type": "search_result"}), "messages[0].content[0] is of type search_result"),
+    (said("user", {"type": "video"}), "messages[0].content[0].type"),
+    (said("user", USE), "messages[0].content[0].type"),
+    (said("user", {**TEXT, "citations": [{}]}), "messages[0].content[0].citations"),
+    (
+        said("user", {**TEXT, "cache_control": {"type": "forever"}}),
+        "messages[0].content[0].cache_control.type",
+    ),
+    (
+        said("user", {**RESULT, "content": [{"type": "image"}]}),
+        "messages[0].content[0].content[0] is of type image",
+    ),
+    (said("user", {**RESULT, "toolset_name": "s"}), "messages[0].content[0].toolset_name"),
+    (said("assistant", RESULT), "messages[0].content[0].type"),
+    (said("assistant", {**USE, "input": "{}"}), "messages[0].content[0].input"),
+    (
+        said("assistant", {**USE, "caller": {"type": "code_execution"}}),
+        "messages[0].content[0].caller",
+    ),
+    (
+        said("assistant", {"type": "redacted_thinking", "data": "x"}),
+        "messages[0].content[0] is of type redacted_thinking",
+    ),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type is 'bash_20250124'"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
+    ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
+    ({"tools": [{**TOOL, "strict": True}]}, "tools[0].strict"),
+    ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+    ({"tools": [{**TOOL, "input_examples": [{}]}]}, "tools[0].input_examples"),
+    ({"tools": [{**TOOL, "eager_input_streaming": True}]}, "tools[0].eager_input_streaming"),
+    ({"tools": [{**TOOL, "allowed_callers": ["x"]}]}, "tools[0].allowed_callers"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name find_it stands there twice"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call, but tools is empty"),
+    ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "no tool is named 'g'"),
+    ({"tool_choice": {"type": "all"}}, "tool_choice.type"),
+    ({"temperature": 1.5}, "temperature is 1.5, it must be between 0 and 1"),
+    ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"stop_sequences": ["x"] * 17}, "stop_sequences has 17 entries"),
+    ({"stop_sequences": [""]}, "stop_sequences"),
+    ({"metadata": {"user_id": "x" * 513}}, "metadata.user_id has 513 characters"),
+    ({"output_config": {"effort": "high"}}, "output_config.effort high is not supported"),
+    ({"thinking": {"type": "adaptive"}}, "thinking.type adaptive is not supported"),
+    ({"output_config": JSON_OUTPUT, "tools": [TOOL]}, "output_config.format.schema cannot go"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG)
+def test_what_cannot_be_honoured_is_400_with_its_path(fields: dict[str, Any], message: str) -> None:
+    engine = FakeEngine()
+    assert message in refusal_of(post(fields, engine))
+    assert not engine.submitted
+
+
+def test_blocks_become_the_messages_that_templates_read() -> None:
+    turns = [
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "text", "text": "Let me see."},
+                {**USE, "input": {"city": "São Paulo"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {**RESULT, "content": "20"},
+                {**RESULT, "content": [TEXT], "is_error": True},
+                {"type": "text", "text": "And"},
+                {"type": "text", "text": "now?"},
+            ],
+        },
+    ]
+    engine = FakeEngine()
+    response = post({"messages": turns, "system": "Be brief."}, engine)
+    assert response.status_code == 200, response.text
+    prompt = bytes(engine.submitted[0].prompt).decode()
+    assert prompt.startswith(
+        "system: Be brief.\nuser: hi\nassistant: Let me see.\n"
+        "tool: 20\ntool: Error: x\nuser: And\nnow?\n"
+    )
+    assert """'arguments': '{"city": "São Paulo"}'""" in prompt
+
+
+def told(formats: str, **fields: Any) -> tuple[httpx.Response, str]:
+    engine = FakeEngine()
+    engine.chat_template = FakeTemplate(formats_of("{{ tools }}" + formats))
+    response = post(fields, engine)
+    prompts = [bytes(item.prompt).decode() for item in engine.submitted]
+    return response, "".join(prompts)
+
+
+def test_thinking_is_turned_on_and_off_in_the_template() -> None:
+    assert "enable_thinking=True" in told("</think>", thinking={"type": "adaptive"})[1]
+    assert "enable_thinking=False" in told("</think>", thinking={"type": "disabled"})[1]
+    assert "enable_thinking=False" in told("</think>", output_config={"effort": "none"})[1]
+    assert "reasoning_effort=low" in told("<|channel|>analysis", output_config={"effort": "low"})[1]
+
+
+def test_a_budget_bounds_the_reasoning() -> None:
+    engine = FakeEngine()
+    engine.chat_template = FakeTemplate(formats_of("{{ tools }}</think>"))
+    budget = {"type": "enabled", "budget_tokens": 20}
+    assert post({"thinking": budget}, engine).status_code == 200
+    assert "enable_thinking=True" in bytes(engine.submitted[0].prompt).decode()
+    sampling = engine.submitted[0].sampling
+    assert sampling.thinking_budget == 20
+    assert sampling.reasoning_tags == ("<think>", "</think>")
+
+
+@pytest.mark.parametrize("budget", [0, -1, 50])
+def test_a_budget_is_less_than_the_whole_answer(budget: int) -> None:
+    thinking = {"type": "enabled", "budget_tokens": budget}
+    message = refusal_of(told("</think>", thinking=thinking)[0])
+    assert message == (
+        f"thinking.budget_tokens is {budget}, it must be between 1 and max_tokens - 1 (49)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("thinking", "message"),
+    [
+        ({"type": "between_tools"}, "thinking.type between_tools"),
+        ({"type": "adaptive", "display": "omitted"}, "thinking.display omitted"),
+        ({"type": "forever"}, "thinking.type"),
+    ],
+)
+def test_thinking_that_cannot_be_honoured_is_refused(
+    thinking: dict[str, Any], message: str
+) -> None:
+    assert message in refusal_of(told("</think>", thinking=thinking)[0])
+
+
+def test_no_budget_without_tags_or_beside_a_grammar() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 20}
+    harmony = told("<|channel|>analysis", thinking=thinking)[0]
+    assert "sets no reasoning apart by tags" in refusal_of(harmony)
+    response = told("</think>", thinking=thinking, output_config=JSON_OUTPUT)[0]
+    assert "thinking.budget_tokens cannot go with a grammar" in refusal_of(response)
+
+
+@pytest.mark.parametrize(
+    ("choice", "start"),
+    [
+        ({"type": "any"}, "start: call ("),
+        ({"type": "any", "disable_parallel_tool_use": True}, "start: call\n"),
+        ({"type": "tool", "name": "find_it"}, "start: call\n"),
+    ],
+)
+def test_a_choice_that_forces_a_call_is_a_grammar(choice: Any, start: str) -> None:
+    engine = FakeEngine()
+    assert post({"tools": [TOOL], "tool_choice": choice}, engine).status_code == 200
+    grammar = engine.submitted[0].sampling.grammar
+    assert grammar is not None
+    assert grammar.text.startswith(start)
+
+
+def test_no_tool_is_shown_where_none_may_be_called() -> None:
+    engine = FakeEngine()
+    post({"tools": [TOOL], "tool_choice": {"type": "none"}}, engine)
+    assert "tool=" not in bytes(engine.submitted[0].prompt).decode()
+
+
+def test_the_input_is_counted_as_it_would_be_submitted() -> None:
+    fields = {"system": "Be brief.", "tools": [TOOL], "messages": MESSAGES}
+    engine = FakeEngine()
+    usage = post(fields, engine).json()["usage"]
+    counted = post_to(COUNT_TOKENS, {"model": "fake", **fields})
+    assert counted.json() == {
+        "input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]
+    }
+
+
+def test_counting_refuses_what_answering_refuses() -> None:
+    body = {"model": "fake", "messages": MESSAGES}
+    assert "speed" in refusal_of(post_to(COUNT_TOKENS, {**body, "speed": "fast"}))
+    assert "max_tokens is unknown" in refusal_of(post_to(COUNT_TOKENS, {**body, "max_tokens": 5}))
+    assert "input_schema" in refusal_of(post_to(COUNT_TOKENS, {**body, "tools": [{"name": "f"}]}))

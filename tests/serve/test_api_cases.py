@@ -1,0 +1,121 @@
+"""Thousands of requests drawn from our own document: each one answered as the document says.
+
+No failure of ours, no hang, no answer of another shape, nothing left behind. What fits the schema
+is refused only for a reason that a schema cannot tell; what does not fit is always refused.
+"""
+
+import asyncio
+import re
+
+import pytest
+import schemathesis
+from api_cases import (
+    NEGATIVE,
+    POSITIVE,
+    Api,
+    GenerationMode,
+    as_integers,
+    document_of,
+    exchange,
+    num_cases,
+    operations,
+    request_of,
+)
+from fake_engine import FakeEngine
+from hypothesis import given
+
+from quickstep.server.app import create_app
+
+NUM_CASES = 5000
+API = Api(document_of(create_app(FakeEngine())))
+WITH_BODY = [item for item in operations(API.document) if API.has_body(*item)]
+WITHOUT_BODY = [item for item in operations(API.document) if not API.has_body(*item)]
+CASES_EACH = -(-NUM_CASES // (2 * len(WITH_BODY)))
+
+# Why a body that fits the schema may be refused: rules across fields, and what lies in a text.
+BEYOND_THE_SCHEMA = re.compile(
+    r"""
+    stream_options\ needs\ stream
+    | top_logprobs\ needs\ (logprobs|include)
+    | thinking_budget\ (is\ not\ supported|cannot)
+    | timeout_s\ is
+    | best_of\ is\ .*,\ (below|above)\ n
+    | (length_penalty|early_stopping)\ needs\ use_beam_search
+    | prompt_logprobs\ cannot\ be\ streamed
+    | (max_tokens|max_completion_tokens|n_predict)\ is\ 0,\ it\ must\ be\ at\ least\ 1\ unless
+    | suffix\ (is\ not\ supported|needs\ a\ prompt)
+    | echo\ cannot\ go
+    | dimensions\ is\ .*\ the\ model's\ embeddings\ have
+    | input\ is\ (missing|empty)
+    | input\[\d+\]\.(arguments|encrypted_content)
+    | endpoint\ is\ |completion_window\ is\ |there\ is\ no\ file
+    | send\ (one\ of\ prompt|the\ file\ as\ multipart)
+    | after\ is\ .*(not\ in\ the\ list|no\ such\ item)
+    | \w+\ does\ not\ go\ with
+    | previous_response_id\ .*\ is\ not\ found
+    | reasoning\.effort|output_config\.effort|thinking\.
+    | .*\ holds\ token\ id
+    | (prompt|input|.*tokens)\ .*\ the\ limit\ is
+    | prompt\ mixes
+    | samplers\ |repeat_last_n\ is|grammar\ is\ no\ GBNF|grammar\ and\ json_schema
+    | n_predict\ is\ .*\ and\ max_tokens|logit_bias\ of
+    | response_fields
+    | messages\[\d+\]\ is\ the\ assistant's
+    | text\.format|stream_options\.
+    | tool_choice\ is|tool_choice\.|tools\[\d+\]\.
+    | include\[
+    | min_tokens\ is\ .*\ above\ max_tokens
+    | max_tokens\ is\ .*\ and\ max_completion_tokens\ is
+    | structured_outputs\ (has|and\ response_format)
+    | .*\ cannot\ go\ with\ 
+    | tool_choice\ (asks\ for\ a\ call|cannot\ be\ enforced)
+    | tools\[\d+\]\.function\.(strict\ is\ not\ supported|parameters\ describes|name\ .*twice)
+    | messages\[\d+\]\.content\ is\ missing
+    | messages\[\d+\]\.tool_calls\[\d+\]\.function\.arguments\ is\ not\ the\ JSON\ text
+    | response_format\.json_schema\.schema\ is\ missing
+    | the\ prompt\ is\ empty | prompt\ has\ \d+\ tokens
+    | logit_bias\ holds\ token\ id
+    | the\ model\ .*\ does\ not\ exist
+    """,
+    re.VERBOSE,
+)
+
+
+def check(case: schemathesis.Case, mode: GenerationMode) -> None:
+    engine = FakeEngine()
+    if mode is POSITIVE and case.operation.body:
+        case.body = as_integers(case.body)
+    response = asyncio.run(exchange(create_app(engine), **request_of(case)))
+    API.judge(case, response)
+    assert not engine.open_streams
+    if mode is POSITIVE and response.status_code >= 400 and response.status_code != 404:
+        message = response.json()["error"]["message"]
+        assert BEYOND_THE_SCHEMA.match(message), message
+
+
+@pytest.mark.parametrize("mode", [POSITIVE, NEGATIVE], ids=["fits", "does_not_fit"])
+@pytest.mark.parametrize(("method", "path"), WITH_BODY)
+def test_any_body_is_answered_as_the_document_says(
+    method: str, path: str, mode: GenerationMode
+) -> None:
+    num_seen = 0
+
+    @num_cases(CASES_EACH)
+    @given(API.operation(method, path).as_strategy(mode))
+    def each(case: schemathesis.Case) -> None:
+        nonlocal num_seen
+        num_seen += 1
+        check(case, mode)
+
+    each()
+    assert num_seen >= CASES_EACH
+
+
+@pytest.mark.parametrize(("method", "path"), WITHOUT_BODY)
+def test_a_route_without_a_body_answers_as_the_document_says(method: str, path: str) -> None:
+    @num_cases(50)
+    @given(API.operation(method, path).as_strategy(POSITIVE))
+    def each(case: schemathesis.Case) -> None:
+        check(case, POSITIVE)
+
+    each()

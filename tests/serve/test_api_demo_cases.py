@@ -1,0 +1,121 @@
+"""A share of the requests drawn from our document, answered by the demo model as it is served.
+
+The engine runs in a process of its own, which shows what the scripted engine cannot: grammars are
+compiled, ids belong to a real vocabulary, every value has to travel, blocks have to be free again.
+"""
+
+import asyncio
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from api_cases import (
+    CASE_TIMEOUT_S,
+    NEGATIVE,
+    POSITIVE,
+    Api,
+    GenerationMode,
+    as_integers,
+    num_cases,
+    operations,
+    request_of,
+)
+from client import client_of
+from hypothesis import given
+
+from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
+from quickstep.engine.process.remote_engine import RemoteEngine
+from quickstep.server.app import create_app
+
+NUM_CASES = 60  # each mode of each route with a body
+MAX_TOKENS = 3
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
+
+
+class DemoApi:
+    """The app, its loop and its document."""
+
+    def __init__(self, runner: asyncio.Runner) -> None:
+        self.runner = runner
+        self.engine = RemoteEngine(
+            EngineConfig(
+                load=LoadConfig(model="demo", device="cpu"),
+                cache=CacheConfig(num_blocks=400),
+                scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=256),
+            )
+        )
+        runner.run(self.engine.open())
+        self.opened = client_of(create_app(self.engine))
+        self.client = runner.run(self.opened.__aenter__())
+        self.api = Api(self.get("/openapi.json"))
+
+    def get(self, path: str) -> dict[str, Any]:
+        answer: dict[str, Any] = self.runner.run(self.client.get(path)).json()
+        return answer
+
+    def check(self, case: schemathesis.Case, mode: GenerationMode) -> None:
+        if mode is POSITIVE:
+            known = self.api.fields(case.method, case.operation.path)
+            case.body = shortened(as_integers(case.body), known)
+        response = self.runner.run(self._exchange(request_of(case)))
+        self.api.judge(case, response)
+
+    async def _exchange(self, request: dict[str, Any]) -> Any:
+        async with asyncio.timeout(CASE_TIMEOUT_S):
+            return await self.client.request(**request)
+
+
+def shortened(body: Any, known: Collection[str]) -> Any:
+    """The body with few tokens to generate and time for them; whatever else it says stays."""
+    if not isinstance(body, dict):
+        return body
+    limits = {name: MAX_TOKENS for name in LENGTHS if name in body or name == "max_tokens"}
+    few = {**limits, "min_tokens": None, "timeout_s": None, "n": min(body.get("n") or 1, 2)}
+    return {**body, **{name: value for name, value in few.items() if name in known}}
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[DemoApi]:
+    with asyncio.Runner() as runner:
+        demo = DemoApi(runner)
+        yield demo
+        runner.run(demo.opened.__aexit__(None, None, None))
+
+
+@pytest.mark.parametrize("mode", [POSITIVE, NEGATIVE], ids=["fits", "does_not_fit"])
+def test_the_demo_model_answers_as_the_document_says(demo: DemoApi, mode: GenerationMode) -> None:
+    routes = [item for item in operations(demo.api.document) if demo.api.has_body(*item)]
+    for method, path in routes:
+
+        @num_cases(NUM_CASES)
+        @given(demo.api.operation(method, path).as_strategy(mode))
+        def each(case: schemathesis.Case) -> None:
+            demo.check(case, mode)
+
+        each()
+
+
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "min_tokens", "n", "priority", "seed", "temperature", "top_k"]
+)
+@pytest.mark.parametrize("value", [2**31, 2**63, 2**64, -(2**63) - 1, 10**40])
+def test_a_huge_number_is_taken_or_refused_by_its_name(
+    demo: DemoApi, name: str, value: int
+) -> None:
+    body = {"prompt": "a", "max_tokens": 2, name: value, "stop": list("etaoin sru")}
+    response = demo.runner.run(demo.client.post("/v1/completions", json=body))
+    assert response.status_code == 200 or response.json()["error"]["param"] == name, response.text
+
+
+def test_nothing_is_left_behind_at_the_end(demo: DemoApi) -> None:
+    """The last of this file: the engine tells its state now and then."""
+
+    async def idle() -> None:
+        async with asyncio.timeout(CASE_TIMEOUT_S):
+            while (await demo.client.get("/health")).json()["num_used_blocks"]:
+                await demo.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+
+    demo.runner.run(idle())
+    health = demo.get("/health")
+    assert (health["status"], health["num_restarts"], health["num_requests"]) == ("ok", 0, 0)

@@ -1,0 +1,316 @@
+"""`/v1/batches` with the real `openai` client, with the scripted engine behind it."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from fake_engine import WORDS, FakeEngine, Script
+from live_server import live_server, until
+from openai.types import Batch
+
+from quickstep.errors import EngineError, RequestError
+from quickstep.server.api_errors import GenerationFailed
+from quickstep.server.batch_jobs import BatchJobs
+from quickstep.server.batch_lines import BatchLine
+from quickstep.server.batch_record import Batch as Record
+from quickstep.server.batch_run import LineRunner
+from quickstep.server.file_options import BatchOptions, FileOptions
+from quickstep.server.file_store import FileStore
+from quickstep.server.options import ServerOptions
+from quickstep.server.schemas_files import BatchRequest
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+OPTIONS = ServerOptions(
+    drain_s=0.0, batches=BatchOptions(concurrency=4, num_lines=50, num_active=3, retry_s=0.0)
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def client(engine: FakeEngine) -> Iterator[openai.OpenAI]:
+    with (
+        live_server(engine, OPTIONS) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
+    fields = {"prompt": "a", "max_tokens": 2, **body}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": fields}
+
+
+def upload(client: openai.OpenAI, lines: Sequence[object]) -> str:
+    texts = [item if isinstance(item, str) else json.dumps(item) for item in lines]
+    return client.files.create(file=("in.jsonl", "\n".join(texts).encode()), purpose="batch").id
+
+
+def begin(client: openai.OpenAI, lines: Sequence[object], **fields: Any) -> Batch:
+    asked: dict[str, Any] = {"endpoint": COMPLETIONS, "completion_window": "24h", **fields}
+    return client.batches.create(input_file_id=upload(client, lines), **asked)
+
+
+def ended(client: openai.OpenAI, batch: Batch, status: str) -> Batch:
+    over = ("completed", "failed", "cancelled", "expired")
+    until(lambda: client.batches.retrieve(batch.id).status in over)
+    batch = client.batches.retrieve(batch.id)
+    assert batch.status == status, batch.errors
+    return batch
+
+
+def answers(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
+    assert file_id is not None
+    lines = client.files.content(file_id).text.splitlines()
+    entries = [json.loads(text) for text in lines]
+    assert all(entry["id"].startswith("batch_req_") for entry in entries)
+    return {entry["custom_id"]: entry for entry in entries}
+
+
+def test_every_line_is_answered_in_its_file(client: openai.OpenAI, engine: FakeEngine) -> None:
+    lines = [line(str(number)) for number in range(12)]
+    lines += [line("bad", temperature=-1), line("streamed", stream=True)]
+    batch = begin(client, lines, metadata={"k": "v"})
+    assert batch.status == "validating"
+    assert batch.expires_at == batch.created_at + 24 * 3600
+    batch = ended(client, batch, "completed")
+    assert batch.request_counts is not None
+    assert batch.request_counts.model_dump() == {"total": 14, "completed": 12, "failed": 2}
+    assert (batch.metadata, batch.endpoint, batch.model) == ({"k": "v"}, COMPLETIONS, "fake")
+    assert batch.usage is not None
+    assert (batch.usage.input_tokens, batch.usage.output_tokens) == (24, 24)
+    assert batch.in_progress_at and batch.finalizing_at and batch.completed_at
+    found = answers(client, batch.output_file_id)
+    assert set(found) == {str(number) for number in range(12)}
+    response = found["3"]["response"]
+    assert response["status_code"] == 200
+    assert response["body"]["choices"][0]["text"] == "".join(WORDS[:2])
+    assert found["3"]["error"] is None
+    errors = answers(client, batch.error_file_id)
+    params = {name: entry["response"]["body"]["error"]["param"] for name, entry in errors.items()}
+    assert params == {"bad": "temperature", "streamed": "stream"}
+    assert errors["bad"]["response"]["status_code"] == 400
+    assert engine.submitted[-1].priority == 1000
+    written = client.files.retrieve(batch.output_file_id or "")
+    assert written.purpose == "batch_output"
+
+
+def test_chat_lines_are_answered_as_the_route_answers(client: openai.OpenAI) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    entry = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body}
+    batch = ended(client, begin(client, [entry], endpoint=CHAT), "completed")
+    told = answers(client, batch.output_file_id)["a"]["response"]["body"]
+    live = client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "hi"}]
+    )
+    assert told["choices"] == [choice.model_dump(exclude_unset=True) for choice in live.choices]
+    assert batch.error_file_id is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number", "param"),
+    [
+        (['{"custom_id": '], "invalid_json_line", 1, None),
+        ([line("a"), line("a")], "duplicate_custom_id", 2, "custom_id"),
+        ([line("a"), {**line("b"), "method": "GET"}], "invalid_request", 2, "method"),
+        ([line("a", CHAT)], "invalid_url", 1, "url"),
+        ([line("a", "/v1/files")], "invalid_url", 1, "url"),
+        ([{**line("a"), "body": []}], "invalid_body", 1, "body"),
+        ([{**line("a"), "colour": 1}], "invalid_request", 1, "colour"),
+        ([line("")], "invalid_custom_id", 1, "custom_id"),
+        ([{"custom_id": "a"}], "invalid_request", 1, "method"),
+        (["\n"], "empty_file", None, None),
+        ([line(str(number)) for number in range(51)], "too_many_requests", None, None),
+    ],
+)
+def test_an_input_that_is_no_batch_fails_with_its_lines(
+    client: openai.OpenAI, lines: list[object], code: str, number: int | None, param: str | None
+) -> None:
+    batch = ended(client, begin(client, lines), "failed")
+    assert batch.errors is not None and batch.errors.data is not None
+    error = batch.errors.data[0]
+    assert (error.code, error.line, error.param) == (code, number, param)
+    assert batch.output_file_id is None
+    assert batch.failed_at
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "31d"}, "completion_window"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"extra_body": {"colour": 1}}, "colour"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 1}},
+            "output_expires_after.seconds",
+        ),
+    ],
+)
+def test_a_wrong_field_is_400_with_its_name(
+    client: openai.OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        begin(client, [line("a")], **fields)
+    assert refused.value.param == param
+
+
+def test_what_does_not_exist_is_404(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.batches.create(input_file_id="file-x", endpoint=COMPLETIONS, completion_window="24h")
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.batches.retrieve("batch_x")
+    assert missing.value.code == "batch_not_found"
+
+
+def test_outputs_may_expire(client: openai.OpenAI) -> None:
+    expiry = {"anchor": "created_at", "seconds": 7200}
+    batch = ended(client, begin(client, [line("a")], output_expires_after=expiry), "completed")
+    output = client.files.retrieve(batch.output_file_id or "")
+    assert output.expires_at == output.created_at + 7200
+
+
+def test_a_cancelled_batch_keeps_what_was_written_and_frees_the_rest(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    engine.script = Script(gate=asyncio.Event())
+    try:
+        batches = [begin(client, [line(str(n)) for n in range(9)]) for _ in range(3)]
+        until(lambda: len(engine.open_streams) == 4)  # all batches share the slots
+        with pytest.raises(openai.RateLimitError):
+            begin(client, [line("a")])
+        for batch in batches:
+            assert client.batches.cancel(batch.id).status == "cancelling"
+        for batch in batches:
+            over = ended(client, batch, "cancelled")
+            assert over.cancelled_at and over.cancelling_at
+        until(lambda: not engine.open_streams)
+        with pytest.raises(openai.BadRequestError):
+            client.batches.cancel(batches[0].id)
+    finally:
+        engine.script = Script()
+
+
+def test_the_list_is_paged(client: openai.OpenAI) -> None:
+    ids = [ended(client, begin(client, [line("a")]), "completed").id for _ in range(3)]
+    assert [batch.id for batch in client.batches.list(limit=2)][:3] == ids[::-1]
+    page = client.batches.list(after=ids[1], limit=1)
+    assert [batch.id for batch in page.data] == [ids[0]]
+    with pytest.raises(openai.BadRequestError):
+        client.batches.list(limit=0)
+
+
+@pytest.mark.parametrize(
+    "refusal", [EngineError("restarting"), RequestError("the queue is full", status=429)]
+)
+def test_lines_wait_for_an_engine_that_takes_none(
+    client: openai.OpenAI, engine: FakeEngine, refusal: Exception
+) -> None:
+    engine.refusals = [refusal] * 5
+    batch = ended(client, begin(client, [line(str(n)) for n in range(3)]), "completed")
+    assert batch.request_counts is not None
+    assert batch.request_counts.completed == 3
+    assert not engine.refusals
+
+
+def test_a_full_queue_is_waited_for_without_an_end(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    tries = BatchOptions().num_tries
+    engine.refusals = [RequestError("the queue is full", status=429) for _ in range(2 * tries)]
+    ended(client, begin(client, [line("a")]), "completed")
+    assert not engine.refusals
+
+
+@pytest.mark.parametrize(("num_failures", "status"), [(2, 200), (3, 500)])
+def test_a_line_that_its_engine_died_under_is_sent_again(num_failures: int, status: int) -> None:
+    failures = [GenerationFailed("the engine process ended")] * num_failures
+
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> object:
+        if failures:
+            raise failures.pop()
+        return {}
+
+    runner = LineRunner({COMPLETIONS: endpoint}, num_repeats=2, retry_s=0.0)
+    answer = asyncio.run(runner.answer(BatchLine(1, "a", COMPLETIONS, b"{}")))
+    assert answer.status == status
+
+
+def test_an_engine_that_stays_away_fails_the_batch(
+    client: openai.OpenAI, engine: FakeEngine
+) -> None:
+    engine.refusals = [EngineError("gone")] * 10_000
+    try:
+        batch = ended(client, begin(client, [line("a")]), "failed")
+        assert batch.errors is not None and batch.errors.data is not None
+        assert batch.errors.data[0].code == "batch_failed"
+    finally:
+        engine.refusals = []
+
+
+def test_a_batch_that_runs_out_of_time_says_which_lines_were_left(tmp_path: Path) -> None:
+    store = FileStore(FileOptions(tmp_path), now=lambda: 1000.0)
+    writer = store.new("ann", "in", "batch")
+    for name in ("quick", "slow", "slower"):
+        writer.write(json.dumps(line(name, prompt=name)).encode() + b"\n")
+    request = BatchRequest(
+        input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1m"
+    )
+
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> object:
+        assert caller == "ann"
+        if b"slow" in body:
+            await asyncio.Event().wait()
+        return {"usage": {"prompt_tokens": 3, "completion_tokens": 5}}
+
+    async def run() -> Record:
+        jobs = BatchJobs(store, {COMPLETIONS: endpoint}, BatchOptions(concurrency=2))
+        # two seconds of its minute are left
+        batch = jobs.create(Record("ann", request, "fake", store.now() - 58, window_s=60))
+        while not batch.is_over:
+            await asyncio.sleep(0.01)
+        return batch
+
+    batch = asyncio.run(run())
+    shown = batch.shown()
+    assert shown.status == "expired"
+    assert (shown.request_counts.completed, shown.request_counts.failed) == (1, 2)
+    assert shown.usage.total_tokens == 8
+    assert shown.error_file_id is not None
+    left = store.path(store.get("ann", shown.error_file_id)).read_text().splitlines()
+    assert [json.loads(text)["custom_id"] for text in left] == ["slow", "slower"]
+    assert {json.loads(text)["error"]["code"] for text in left} == {"batch_expired"}
+
+
+def test_a_server_that_stops_ends_its_batches(tmp_path: Path) -> None:
+    store = FileStore(FileOptions(tmp_path))
+    writer = store.new("", "in", "batch")
+    writer.write(json.dumps(line("a")).encode())
+    request = BatchRequest(
+        input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1d"
+    )
+
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> object:
+        await asyncio.Event().wait()
+        return {}
+
+    async def run() -> list[Record]:
+        jobs = BatchJobs(store, {COMPLETIONS: endpoint}, BatchOptions())
+        new = [Record("", request, "fake", store.now(), window_s=60) for _ in range(2)]
+        jobs.create(new[0])
+        while new[0].status != "in_progress":
+            await asyncio.sleep(0)
+        jobs.create(new[1])  # has not had a turn yet
+        await jobs.stop()
+        return new
+
+    assert [batch.status for batch in asyncio.run(run())] == ["failed", "failed"]

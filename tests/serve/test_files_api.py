@@ -1,0 +1,193 @@
+"""`/v1/files` with the real `openai` client and by hand: kept, bounded, private."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from client import client_of
+from fake_engine import FakeEngine
+from live_server import live_server
+
+from quickstep.errors import ConfigError, RequestError
+from quickstep.server.app import create_app
+from quickstep.server.file_options import FileOptions
+from quickstep.server.file_store import FileStore
+from quickstep.server.options import ServerOptions
+
+LINES = b'{"custom_id": "a"}\n'
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    with (
+        live_server(FakeEngine()) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def post(
+    data: dict[str, Any], files: Any, options: FileOptions | None = None, **extra: Any
+) -> httpx.Response:
+    async def run() -> httpx.Response:
+        app = create_app(FakeEngine(), ServerOptions(files=options or FileOptions()))
+        async with client_of(app) as client:
+            return await client.post("/v1/files", data=data, files=files, **extra)
+
+    return asyncio.run(run())
+
+
+def test_a_file_is_kept_listed_read_and_deleted(client: openai.OpenAI) -> None:
+    kept = client.files.create(file=("lines.jsonl", LINES), purpose="batch")
+    assert re.fullmatch(r"file-[0-9a-f]{32}", kept.id)
+    assert (kept.bytes, kept.filename, kept.purpose) == (len(LINES), "lines.jsonl", "batch")
+    assert (kept.object, kept.status, kept.expires_at) == ("file", "processed", None)
+    assert client.files.retrieve(kept.id) == kept
+    assert client.files.content(kept.id).content == LINES
+    assert kept.id in [file.id for file in client.files.list()]
+    assert client.files.delete(kept.id).deleted
+    with pytest.raises(openai.NotFoundError) as gone:
+        client.files.retrieve(kept.id)
+    assert gone.value.code == "file_not_found"
+
+
+def test_a_file_may_expire(client: openai.OpenAI) -> None:
+    kept = client.files.create(
+        file=LINES, purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    assert kept.expires_at == kept.created_at + 3600
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.files.create(
+            file=LINES, purpose="batch", expires_after={"anchor": "created_at", "seconds": 5}
+        )
+    assert refused.value.param == "expires_after.seconds"
+
+
+def test_the_list_is_paged_and_ordered(client: openai.OpenAI) -> None:
+    ids = [client.files.create(file=LINES, purpose="batch").id for _ in range(3)]
+    newest_first = [file.id for file in client.files.list(limit=2)]
+    assert newest_first[:3] == ids[::-1]  # the client turns the pages by itself
+    page = client.files.list(order="asc", after=ids[0], purpose="batch", limit=1)
+    assert [file.id for file in page.data] == [ids[1]]
+    assert page.has_more
+    for wrong in ({"limit": 0}, {"order": "up"}, {"after": "file-x"}, {"colour": 1}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.files.list(extra_query=wrong)
+        assert refused.value.param == next(iter(wrong))
+
+
+def test_names_of_files_are_labels_only(tmp_path: Path) -> None:
+    options = FileOptions(directory=tmp_path / "files")
+    response = post({"purpose": "batch"}, {"file": ("../../etc/pass\x01wd", LINES)}, options)
+    assert "/" not in response.json()["filename"]
+    names = sorted(file.name for file in (tmp_path / "files").iterdir())
+    assert names == [response.json()["id"], f"{response.json()['id']}.json"]
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "files").iterdir()} == {0o600}
+    assert [file.name for file in tmp_path.iterdir()] == ["files"]
+
+
+@pytest.mark.parametrize(
+    ("data", "files", "param"),
+    [
+        ({"purpose": "assistants"}, {"file": LINES}, "purpose"),
+        ({}, {"file": LINES}, "purpose"),
+        ({"purpose": "batch"}, {"other": LINES}, "other"),
+        ({"purpose": "batch", "file": "x"}, {"other": LINES}, "other"),
+        ({"purpose": "batch", "colour": "red"}, {"file": LINES}, "colour"),
+        ({"purpose": "batch"}, [("file", LINES), ("file", LINES)], None),
+        ({"purpose": "b" * 5000}, {"file": LINES}, None),
+    ],
+)
+def test_what_is_wrong_with_a_form_is_said(data: Any, files: Any, param: str | None) -> None:
+    response = post(data, files)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_other_bodies_are_refused() -> None:
+    assert post({"purpose": "batch"}, None).status_code == 400
+    for kind in ("multipart/form-data", "multipart/form-data; boundary=x", "application/json"):
+        response = post({}, None, content=b"--y\r\nhello", headers={"content-type": kind})
+        assert response.status_code == 400, response.text
+
+
+def test_files_are_bounded() -> None:
+    upload = ({"purpose": "batch"}, {"file": LINES})
+    assert post(*upload, FileOptions(file_bytes=5)).status_code == 413
+    assert post(*upload, FileOptions(total_bytes=5)).status_code == 413
+    assert post(*upload, FileOptions(num_files=0)).status_code == 413
+    large = ({"purpose": "batch"}, {"file": b"x" * 200_000})
+    assert post(*large, FileOptions(file_bytes=5)).status_code == 413
+
+
+def test_an_upload_that_is_too_large_is_413_over_a_socket() -> None:
+    options = ServerOptions(files=FileOptions(file_bytes=1_000_000))
+    with (
+        live_server(FakeEngine(), options) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.files.create(file=b"x" * 3_000_000, purpose="batch")
+        assert refused.value.status_code == 413
+        assert client.files.create(file=b"x" * 1_000_000, purpose="batch").bytes == 1_000_000
+
+
+def test_room_comes_back_with_what_is_deleted_discarded_or_expired(tmp_path: Path) -> None:
+    now = [1000.0]
+    store = FileStore(FileOptions(tmp_path, total_bytes=10), now=lambda: now[0])
+    store.open()
+
+    def kept(life_s: int | None = None) -> str:
+        writer = store.new("ann", "a", "batch", life_s)
+        writer.write(b"12345678")
+        return writer.commit().id
+
+    first = store.get("ann", kept())
+    with pytest.raises(RequestError):
+        kept()
+    store.delete(first)
+    writer = store.new("ann", "a", "batch")
+    writer.write(b"123456789")
+    writer.discard()
+    expiring = kept(3600)
+    now[0] += 3600
+    with pytest.raises(RequestError):
+        store.get("ann", expiring)
+    last = kept()
+    assert {file.name for file in tmp_path.iterdir()} == {last, f"{last}.json"}
+
+
+def test_files_belong_to_their_owner_and_outlive_the_server(tmp_path: Path) -> None:
+    store = FileStore(FileOptions(tmp_path))
+    writer = store.new("ann", "a.jsonl", "batch")
+    writer.write(b"hello")
+    file = writer.commit()
+    again = FileStore(FileOptions(tmp_path))
+    again.open()
+    assert again.get("ann", file.id) == file
+    assert again.path(file).read_bytes() == b"hello"
+    assert again.files("bob") == []
+    with pytest.raises(RequestError) as refused:
+        again.get("bob", file.id)
+    assert refused.value.status == 404
+
+
+def test_a_directory_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--files-dir"):
+        FileStore(FileOptions(tmp_path / "file")).open()
+
+
+def test_temporary_files_go_with_the_server() -> None:
+    store = FileStore(FileOptions())
+    writer = store.new("ann", "a", "batch")
+    writer.write(b"x")
+    path = store.path(writer.commit())
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    store.close()
+    assert not path.parent.exists()

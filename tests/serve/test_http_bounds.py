@@ -1,0 +1,257 @@
+"""Heads, bodies and JSON that are too large, too deep or too slow, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from client import CHAT, COMPLETIONS, MESSAGES
+from fake_engine import FakeEngine, Script
+from hypothesis import given
+from hypothesis import strategies as st
+from live_server import DEADLINE_S, LiveServer, live_server, until
+
+from quickstep.errors import RequestError
+from quickstep.server.json_depth import check_json_depth
+from quickstep.server.options import ConnectionOptions, RequestLimits, ServerOptions
+
+PROMPT = b'{"prompt":"a"}'
+
+
+async def exchange(server: LiveServer, *pieces: bytes) -> bytes:
+    """What comes back for some bytes, until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        return await reader.read()
+    except (ConnectionResetError, BrokenPipeError):
+        return b""
+    finally:
+        writer.close()
+
+
+def answer_to(*pieces: bytes, options: ServerOptions | None = None) -> tuple[int, dict[str, Any]]:
+    """Status and error of an exchange; the server must still serve afterwards."""
+    with live_server(FakeEngine(), options or ServerOptions(drain_s=0.0)) as server:
+        answer = asyncio.run(asyncio.wait_for(exchange(server, *pieces), DEADLINE_S))
+        assert httpx.get(f"{server.url}/health").status_code == 200
+    head, _, body = answer.partition(b"\r\n\r\n")
+    error: dict[str, Any] = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return int(head.split()[1]), error
+
+
+def head(path: str = "/health", *headers: str, method: str = "GET") -> bytes:
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "host: x", *headers, "", ""]).encode()
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (head("/health", "x-a: " + "b" * 33_000),),
+        (head("/health", *[f"x-{number}: {'b' * 100}" for number in range(400)]),),
+        (b"GET /health HTTP/1.1\r\nx-a: ", b"b" * 200_000),
+        (b"GET /health HTTP/1.1\r\n", b"b" * 40_000),
+        (b"GET /health HTTP/1.1\r\n", *[b"x-a: b\r\n" * 1000] * 9),
+    ],
+)
+def test_headers_beyond_the_limit_are_431_before_they_end(pieces: tuple[bytes, ...]) -> None:
+    status, error = answer_to(*pieces)
+    assert (status, error["code"]) == (431, "headers_too_large")
+    assert "the limit" in error["message"]
+
+
+def test_a_url_beyond_the_limit_is_414() -> None:
+    status, error = answer_to(head("/" + "a" * 9000))
+    assert (status, error["code"]) == (414, "url_too_long")
+    assert "9001 bytes, the limit is 8192" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"nonsense\r\n\r\n", b"\x16\x03\x01\x02\x00", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 99]
+)
+def test_what_is_no_http_is_400_in_openais_shape(garbage: bytes) -> None:
+    status, error = answer_to(garbage)
+    assert status == 400
+    assert "not valid HTTP" in error["message"]
+
+
+def test_headers_that_never_end_are_408() -> None:
+    options = ServerOptions(connections=ConnectionOptions(header_s=0.05))
+    status, error = answer_to(b"GET /health HTTP/1.1\r\nhost: x\r\n", options=options)
+    assert (status, error["code"]) == (408, "request_timeout")
+
+
+def test_a_connection_that_says_nothing_is_closed() -> None:
+    options = ServerOptions(connections=ConnectionOptions(header_s=0.05))
+    with live_server(FakeEngine(), options) as server:
+        assert asyncio.run(asyncio.wait_for(exchange(server), DEADLINE_S)) == b""
+
+
+def test_a_connection_that_stays_open_may_rest_between_requests() -> None:
+    options = ServerOptions(connections=ConnectionOptions(header_s=0.05, keep_alive_s=0.2))
+    with live_server(FakeEngine(), options) as server:
+        answer = asyncio.run(asyncio.wait_for(exchange(server, head()), DEADLINE_S))
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+def test_a_long_answer_is_not_cut_by_the_clock_of_the_next_head() -> None:
+    gate = asyncio.Event()
+    engine = FakeEngine(Script(gate=gate))
+    options = ServerOptions(connections=ConnectionOptions(header_s=0.05))
+
+    async def run(server: LiveServer) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        first = head(COMPLETIONS, f"content-length: {len(PROMPT)}", method="POST") + PROMPT
+        writer.write(first + b"GET /health HTTP/1.1\r\n")  # and the next one's beginning
+        await writer.drain()
+        while not engine.open_streams:
+            await asyncio.sleep(0.001)
+        assert engine.loop is not None
+        engine.loop.call_soon_threadsafe(engine.loop.call_later, 0.2, gate.set)
+        answer = await reader.readuntil(b'"usage"')
+        writer.close()
+        return answer
+
+    with live_server(engine, options) as server:
+        assert asyncio.run(asyncio.wait_for(run(server), DEADLINE_S)).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_never_ends_is_408() -> None:
+    options = ServerOptions(connections=ConnectionOptions(upload_s=0.05))
+    request = head(COMPLETIONS, "content-length: 99", "connection: close", method="POST") + b'{"p'
+    status, error = answer_to(request, options=options)
+    assert (status, error["code"]) == (408, "request_timeout")
+
+
+def nested(depth: int) -> bytes:
+    value = b"[" * depth + b"]" * depth
+    return b'{"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"a":%s}}' % value
+
+
+@pytest.mark.parametrize(("depth", "status"), [(62, 200), (63, 400), (5000, 400)])
+def test_json_beyond_64_levels_is_400(depth: int, status: int) -> None:
+    with live_server(FakeEngine()) as server:
+        response = httpx.post(f"{server.url}{CHAT}", content=nested(depth))
+    assert response.status_code == status, response.text
+    if status == 400:
+        assert "nested more than 64 levels" in response.json()["error"]["message"]
+
+
+def test_limits_of_a_body_are_the_operators() -> None:
+    options = ServerOptions(limits=RequestLimits(body_bytes=200, json_depth=3))
+    with live_server(FakeEngine(), options) as server:
+        url = f"{server.url}{CHAT}"
+        assert httpx.post(url, json={"messages": MESSAGES}).status_code == 200
+        assert httpx.post(url, content=nested(2)).status_code == 400
+        assert httpx.post(url, content=b" " * 201).status_code == 413
+
+
+def depth_of(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(depth_of, value.values()), default=0)
+    return 1 + max(map(depth_of, value), default=0) if isinstance(value, list) else 0
+
+
+NASTY = st.text('[]{}"\\,:a', max_size=6)
+VALUES = st.recursive(
+    st.one_of(NASTY, st.none(), st.integers()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NASTY, inner, max_size=3)),
+    max_leaves=12,
+)
+
+
+@given(value=VALUES, limit=st.integers(0, 6), indent=st.sampled_from([None, 1]))
+def test_the_depth_is_counted_outside_of_strings(
+    value: Any, limit: int, indent: int | None
+) -> None:
+    body = json.dumps(value, indent=indent).encode()
+    if depth_of(value) <= limit:
+        check_json_depth(body, limit)
+    else:
+        with pytest.raises(RequestError):
+            check_json_depth(body, limit)
+
+
+def unread_stream(server: LiveServer) -> asyncio.Task[None]:
+    """A client that asks for an endless stream and never reads."""
+
+    async def run() -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1)
+        body = b'{"prompt":"a","stream":true}'
+        writer.write(head(COMPLETIONS, f"content-length: {len(body)}", method="POST") + body)
+        await writer.drain()
+        writer.transport.pause_reading()
+        await asyncio.sleep(DEADLINE_S)
+
+    return asyncio.ensure_future(run())
+
+
+def test_a_client_that_reads_nothing_loses_its_request() -> None:
+    engine = FakeEngine(Script(endless=True, words=("word " * 2000,)))
+    options = ServerOptions(connections=ConnectionOptions(slow_reader_s=0.2))
+
+    async def run(server: LiveServer) -> int:
+        reading = unread_stream(server)
+        while not engine.open_streams:
+            await asyncio.sleep(0.001)
+        while engine.open_streams:
+            await asyncio.sleep(0.001)
+        reading.cancel()
+        return engine.num_steps
+
+    with live_server(engine, options) as server:
+        steps = asyncio.run(asyncio.wait_for(run(server), DEADLINE_S))
+        until(lambda: not engine.open_streams)
+        until(lambda: engine.num_steps == steps)
+        until(lambda: not server.server.server_state.connections)
+
+
+def let_go(engine: FakeEngine, gate: asyncio.Event) -> None:
+    """Open the gate after some comments."""
+    assert engine.loop is not None
+    engine.loop.call_soon_threadsafe(engine.loop.call_later, 0.1, gate.set)
+
+
+def test_a_silent_stream_gets_comments_that_clients_skip() -> None:
+    gate = asyncio.Event()
+    engine = FakeEngine(Script(gate=gate))
+    options = ServerOptions(connections=ConnectionOptions(comment_every_s=0.02))
+
+    with live_server(engine, options) as server:
+        with httpx.stream(
+            "POST", f"{server.url}{CHAT}", json={"messages": MESSAGES, "stream": True}
+        ) as response:
+            lines = response.iter_lines()
+            seen = [line for line in (next(lines) for _ in range(12)) if line.startswith(":")]
+        assert len(seen) > 1
+        assert set(seen) == {": keep-alive"}
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+            stream = client.chat.completions.create(model="fake", messages=MESSAGES, stream=True)
+            let_go(engine, gate)
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert text == "Hello world, this is a test."
+        gate.clear()
+        with (
+            anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0) as claude,
+            claude.messages.stream(model="fake", max_tokens=9, messages=MESSAGES) as events,
+        ):
+            let_go(engine, gate)
+            assert "".join(events.text_stream) == text
+
+
+def test_a_server_without_comments_sends_none() -> None:
+    engine = FakeEngine()
+    options = ServerOptions(connections=ConnectionOptions(comment_every_s=0))
+    with live_server(engine, options) as server:
+        body = {"messages": MESSAGES, "stream": True}
+        text = httpx.post(f"{server.url}{CHAT}", json=body).text
+    assert text.endswith("data: [DONE]\n\n")
+    assert not any(line.startswith(":") for line in text.splitlines())

@@ -1,0 +1,311 @@
+"""Every field of `/v1/responses`: honoured with its effect, or refused by name.
+
+The tables are complete: a field of OpenAI's own client, or of our schema, that stands in none of
+them fails the first tests. What chat has as well is taken from its table.
+"""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeEngine, FakeTemplate
+from field_cases import SAMPLING, Case, Seen
+from openai.types.responses import response_create_params
+from surface_calls import RESPONSES, Row, post_to, prompt_of, sampled
+
+from quickstep.engine.tool_calls.formats import formats_of
+from quickstep.server.responses_schema import RESPONSES_REFUSED, ResponsesRequest
+from quickstep.types import Grammar
+
+TOOL = {"type": "function", "name": "find_it", "parameters": None, "strict": None}
+SCHEMA = {"type": "json_schema", "name": "s", "schema": {"type": "array"}}
+LOGPROBS = ["message.output_text.logprobs"]
+OWN: dict[str, Row] = {
+    "input": (
+        [{"role": "user", "content": [{"type": "input_text", "text": "yo"}]}],
+        lambda seen: prompt_of(seen).startswith("user: yo"),
+    ),
+    "instructions": ("be kind", lambda seen: prompt_of(seen).startswith("system: be kind\nuser:")),
+    "max_output_tokens": (
+        2,
+        lambda seen: (
+            seen[1]["usage"]["output_tokens"] == 2
+            and seen[1]["incomplete_details"] == {"reason": "max_output_tokens"}
+        ),
+    ),
+    # a limit of what runs inside the server, where nothing does: it holds, and is repeated
+    "max_tool_calls": (3, lambda seen: seen[1]["max_tool_calls"] == 3),
+    "metadata": ({"a": "b"}, lambda seen: seen[1]["metadata"] == {"a": "b"}),
+    "parallel_tool_calls": (False, lambda seen: seen[1]["parallel_tool_calls"] is False),
+    "prompt_cache_key": ("k", lambda seen: seen[1]["prompt_cache_key"] == "k"),
+    "safety_identifier": ("ann", lambda seen: seen[0].tenant == "ann"),
+    "store": (False, lambda seen: seen[1]["store"] is False),
+    "text": ({"format": SCHEMA}, sampled("grammar", Grammar.of_json_schema({"type": "array"}))),
+    "reasoning": ({"effort": "none"}, lambda seen: seen[1]["reasoning"]["effort"] == "none"),
+    "include": (LOGPROBS, sampled("logprobs", 0)),
+    "tools": ([TOOL], lambda seen: '"name": "find_it"' in prompt_of(seen)),
+    "chat_template_kwargs": ({"k": "v"}, lambda seen: "k=v" in prompt_of(seen)),
+    "model": ("fake", lambda seen: seen[1]["model"] == "fake"),
+    "seed": (99, lambda seen: seen[0].sampling.seed == 99 and seen[1]["seed"] == 99),
+}
+
+
+def as_chat(name: str, case: Case) -> Row:
+    """A row of chat's table."""
+    return case.fields[name], lambda seen: case.holds(Seen(seen[0], [], json.dumps(seen[1])))
+
+
+SHARED = {
+    name: as_chat(name, case)
+    for name, case in SAMPLING.items()
+    if name in case.fields and "stream" not in name
+}
+HONOURED: dict[str, Row] = {
+    name: row for name, row in (SHARED | OWN).items() if name not in RESPONSES_REFUSED
+}
+# what needs a second field, a stream or another model has tests of its own
+# (`previous_response_id`: test_responses_store.py)
+# (`thinking_budget`, which needs a model that reasons: the samplers' own tests)
+ELSEWHERE = {
+    *("stream", "stream_options", "top_logprobs", "tool_choice", "previous_response_id"),
+    "thinking_budget",
+}
+REFUSED: dict[str, Any] = {
+    "access_programs": {"cyber": "standard"},
+    "background": True,
+    "context_management": [{"type": "compaction"}],
+    "conversation": "conv_1",
+    "image": {"context_compression": "auto"},
+    "max_tokens": 5,
+    "moderation": {"model": "m"},
+    "n": 2,
+    "prompt": {"id": "p"},
+    "prompt_cache_options": {"mode": "explicit"},
+    "prompt_cache_retention": "24h",
+    "response_format": {"type": "json_object"},
+    "service_tier": "flex",
+    "truncation": "auto",
+}
+
+
+def post(fields: dict[str, Any], engine: FakeEngine | None = None) -> httpx.Response:
+    return post_to(RESPONSES, {"input": "hi", **fields}, engine)
+
+
+def test_every_field_of_the_schema_is_in_a_table() -> None:
+    assert set(HONOURED) & set(REFUSED) == set()
+    declared = set(ResponsesRequest.__struct_fields__)
+    assert declared - set(HONOURED) - set(RESPONSES_REFUSED) - ELSEWHERE == set()
+    assert set(REFUSED) == set(RESPONSES_REFUSED)
+
+
+def test_every_field_of_openais_client_is_in_the_schema() -> None:
+    theirs = set(response_create_params.ResponseCreateParamsBase.__annotations__)
+    assert theirs - set(ResponsesRequest.__struct_fields__) == set()
+
+
+@pytest.mark.parametrize(("name", "row"), HONOURED.items())
+def test_an_honoured_field_takes_effect(name: str, row: Row) -> None:
+    value, holds = row
+    engine = FakeEngine()
+    response = post({name: value}, engine)
+    assert response.status_code == 200, response.text
+    assert holds((engine.submitted[0], response.json()))
+
+
+@pytest.mark.parametrize("name", RESPONSES_REFUSED)
+def test_a_refused_field_is_400_with_its_name(name: str) -> None:
+    engine = FakeEngine()
+    response = post({name: REFUSED[name]}, engine)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name} is not supported: ")
+    assert not engine.submitted
+
+
+@pytest.mark.parametrize("name", RESPONSES_REFUSED)
+def test_a_refused_field_passes_where_it_asks_for_nothing(name: str) -> None:
+    for value in (None, *RESPONSES_REFUSED[name].passes):
+        assert post({name: value}).status_code == 200
+
+
+@pytest.mark.parametrize("name", ResponsesRequest.__struct_fields__)
+def test_null_means_not_given(name: str) -> None:
+    assert post({name: None}).status_code == (400 if name == "input" else 200)
+
+
+def item(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"input": [{"type": kind, **fields}]}
+
+
+def said(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": list(parts), **fields}]}
+
+
+CALLED = {"call_id": "c", "name": "f", "arguments": "{}"}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"input": []}, "input"),
+    ({"input": 5}, "input"),
+    ({"colour": 1}, "colour"),
+    (item("web_search_call", id="x"), "input[0].type"),
+    (item("item_reference", id="x"), "input[0].type"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input[0].colour"),
+    ({"input": [{"role": "user", "content": "x", "phase": "commentary"}]}, "input[0].phase"),
+    (said({"type": "input_image", "image_url": "http://x"}), "input[0].content[0]"),
+    (said({"type": "input_file", "file_id": "x"}), "input[0].content[0]"),
+    (said({"type": "input_video"}), "input[0].content[0].type"),
+    (
+        said({"type": "input_text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}),
+        "input[0].content[0].prompt_cache_breakpoint",
+    ),
+    (item("function_call", **{**CALLED, "arguments": "{"}), "input[0].arguments"),
+    (item("function_call", **CALLED, caller={"type": "program"}), "input[0].caller"),
+    (item("function_call", **CALLED, namespace="n"), "input[0].namespace"),
+    (item("function_call_output", output="x"), "input[0].call_id"),
+    (item("reasoning", encrypted_content="?"), "input[0].encrypted_content"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [{**TOOL, "strict": True}]}, "tools[0].strict"),
+    ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
+    ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+    ({"tools": [{**TOOL, "allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers"),
+    ({"tools": [{**TOOL, "output_schema": {}}]}, "tools[0].output_schema"),
+    ({"tools": [{**TOOL, "colour": 1}]}, "tools[0].colour"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "name": "g"}, "tools": [TOOL]}, "tool_choice"),
+    ({"tool_choice": {"type": "web_search_preview"}, "tools": [TOOL]}, "tool_choice"),
+    (
+        {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}, "tools": [TOOL]},
+        "tool_choice.mode",
+    ),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"text": {"format": {"type": "json_schema", "name": "s"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+    ({"text": {"format": SCHEMA}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"text": {"format": SCHEMA}, "tools": [TOOL]}, "text.format.schema"),
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+    ({"include": ["file_search_call.results"]}, "include[0]"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"include": LOGPROBS, "top_logprobs": 21}, "top_logprobs"),
+    ({"include": LOGPROBS, "top_logprobs": -1}, "top_logprobs"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_tool_calls": 0}, "max_tool_calls"),
+    ({"metadata": {"a": "b" * 513}}, "metadata"),
+    ({"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
+    ({"safety_identifier": "x" * 513}, "safety_identifier"),
+    ({"temperature": -1}, "temperature"),
+    ({"stream_options": {}}, "stream_options"),
+    (
+        {"stream": True, "stream_options": {"include_usage": True}},
+        "stream_options.include_usage",
+    ),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+    ),
+    ({"previous_response_id": "resp_0"}, "previous_response_id"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), WRONG)
+def test_what_cannot_be_honoured_is_400_with_its_path(fields: dict[str, Any], param: str) -> None:
+    engine = FakeEngine()
+    response = post(fields, engine)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    assert not engine.submitted
+
+
+def seen_by_model(given: Any, **fields: Any) -> str:
+    engine = FakeEngine()
+    response = post({"input": given, **fields}, engine)
+    assert response.status_code == 200, response.text
+    return bytes(engine.submitted[0].prompt).decode()
+
+
+def test_items_become_the_messages_that_templates_read() -> None:
+    history = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": "hi"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": []},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "Let me see.", "annotations": []}],
+        },
+        {"type": "function_call", **CALLED},
+        {"type": "function_call_output", "call_id": "c", "output": "20"},
+    ]
+    prompt = seen_by_model(history, instructions="You are kind.")
+    assert prompt.startswith(
+        "system: You are kind.\n\nBe brief.\nuser: hi\nassistant: Let me see.\ntool: 20\n"
+    )
+    assert prompt.count("assistant:") == 2  # the call stands in the message before it
+    assert "'name': 'f', 'arguments': '{}'" in prompt
+
+
+def test_a_model_that_reasons_can_be_told_not_to() -> None:
+    engine = FakeEngine()
+    engine.chat_template = FakeTemplate(formats_of("{{ tools }}</think>"))
+    assert post({"reasoning": {"effort": "none"}}, engine).status_code == 200
+    assert "enable_thinking=False" in bytes(engine.submitted[0].prompt).decode()
+
+
+def test_the_reasoning_can_have_a_budget() -> None:
+    engine = FakeEngine()
+    engine.chat_template = FakeTemplate(formats_of("{{ tools }}</think>"))
+    assert post({"thinking_budget": 20}, engine).status_code == 200
+    assert engine.submitted[0].sampling.thinking_budget == 20
+
+
+def test_gpt_oss_is_told_its_effort() -> None:
+    engine = FakeEngine()
+    engine.chat_template = FakeTemplate(formats_of("{{ tools }}<|channel|>analysis"))
+    assert post({"reasoning": {"effort": "high"}}, engine).status_code == 200
+    assert "reasoning_effort=high" in bytes(engine.submitted[0].prompt).decode()
+    assert post({"reasoning": {"effort": "minimal"}}, engine).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", ["find_it", "keep_it"]),
+        ({"type": "function", "name": "keep_it"}, ["keep_it"]),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "find_it"}],
+            },
+            ["find_it"],
+        ),
+    ],
+)
+def test_a_forced_call_is_kept_to_the_tools_that_are_allowed(choice: Any, names: list[str]) -> None:
+    engine = FakeEngine()
+    tools = [TOOL, {**TOOL, "name": "keep_it"}]
+    assert post({"tools": tools, "tool_choice": choice}, engine).status_code == 200
+    grammar = engine.submitted[0].sampling.grammar
+    assert grammar is not None
+    assert [name for name in ("find_it", "keep_it") if name in grammar.text] == names
+
+
+def test_no_tool_is_shown_where_none_may_be_called() -> None:
+    assert "tool=" not in seen_by_model("hi", tools=[TOOL], tool_choice="none")
+
+
+def test_logprobs_stand_beside_the_text() -> None:
+    engine = FakeEngine()
+    response = post({"include": LOGPROBS, "top_logprobs": 2}, engine)
+    (part,) = response.json()["output"][0]["content"]
+    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"]
+    assert {len(entry["top_logprobs"]) for entry in part["logprobs"]} == {2}

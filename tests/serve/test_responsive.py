@@ -1,0 +1,106 @@
+"""What takes long for one request is no one else's business: it runs beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from client import CHAT, COMPLETIONS, client_of
+from fake_engine import FakeEngine, FakeTemplate, FakeTokenizer
+from live_server import DEADLINE_S
+
+from quickstep.server.app import create_app
+from quickstep.server.options import ServerOptions
+
+LONG = "a" * 100_000
+
+
+@dataclass
+class Held:
+    """A piece of work that has begun, and ends when the test says so."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def work(self) -> None:
+        self.begun.set()
+        assert self.released.wait(DEADLINE_S), "the event loop did not go on meanwhile"
+
+
+class HeldTokenizer(FakeTokenizer):
+    def __init__(self, held: Held) -> None:
+        self._held = held
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if len(text) >= len(LONG):
+            self._held.work()
+        return super().encode(text, add_special_tokens)
+
+
+class HeldTemplate(FakeTemplate):
+    held: Held
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        self.held.work()
+        return super().render(messages, tools, add_generation_prompt, extra)
+
+
+def others_are_served_while(engine: FakeEngine, held: Held, path: str, body: Any) -> httpx.Response:
+    """Health and a short request are answered in the middle of a long one, whose answer it is."""
+
+    async def run() -> httpx.Response:
+        async with client_of(create_app(engine, ServerOptions())) as client:
+            long = asyncio.create_task(client.post(path, json=body))
+            await asyncio.to_thread(held.begun.wait, DEADLINE_S)
+            for _ in range(3):
+                assert (await client.get("/health")).status_code == 200
+            short = await client.post(COMPLETIONS, json={"prompt": "a"})
+            assert short.status_code == 200
+            assert not long.done()
+            held.released.set()
+            return await long
+
+    return asyncio.run(asyncio.wait_for(run(), 2 * DEADLINE_S))
+
+
+def test_a_long_prompt_is_tokenised_beside_the_loop() -> None:
+    held = Held()
+    engine = FakeEngine(tokenizer=HeldTokenizer(held), max_model_len=200_000)
+    answer = others_are_served_while(engine, held, COMPLETIONS, {"prompt": LONG})
+    assert answer.status_code == 200
+
+
+def test_a_long_conversation_is_rendered_beside_the_loop() -> None:
+    held = Held()
+    template = HeldTemplate()
+    template.held = held
+    engine = FakeEngine(chat_template=template, max_model_len=200_000)
+    messages = [{"role": "user", "content": LONG}]
+    answer = others_are_served_while(engine, held, CHAT, {"messages": messages})
+    assert answer.status_code == 200
+
+
+def test_a_long_body_is_looked_through_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = Held()
+
+    def slow(body: bytes, limit: int) -> None:
+        if len(body) > len(LONG):
+            held.work()
+
+    monkeypatch.setattr("quickstep.server.intake.check_json_depth", slow)
+    engine = FakeEngine(max_model_len=200_000)
+    answer = others_are_served_while(engine, held, COMPLETIONS, {"prompt": LONG})
+    assert answer.status_code == 200

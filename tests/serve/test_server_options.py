@@ -1,0 +1,251 @@
+"""What the operator sets: TLS, deadlines, unknown fields, logs; each through the whole server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import ssl
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from client import CHAT, COMPLETIONS, MESSAGES, client_of
+from fake_engine import FakeEngine, FakeStream
+from live_server import live_server
+
+from quickstep.engine.logs import JsonLines
+from quickstep.errors import ConfigError, RequestError
+from quickstep.server.app import create_app
+from quickstep.server.options import ConnectionOptions, Deadlines, ServerOptions, TlsOptions
+from quickstep.server.run import check_tls
+from quickstep.types import SamplingParams
+
+
+class TimedEngine(FakeEngine):
+    """Remembers the deadline that it was given."""
+
+    deadline_s: float | None = None
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        deadline_s: float | None = None,
+        **more: Any,
+    ) -> FakeStream:
+        self.deadline_s = deadline_s
+        return super().submit(prompt, sampling, **more)
+
+
+def post(
+    path: str, body: Any, options: ServerOptions, engine: FakeEngine | None = None
+) -> httpx.Response:
+    async def run() -> httpx.Response:
+        async with client_of(create_app(engine or FakeEngine(), options)) as client:
+            return await client.post(path, json=body)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "expected"),
+    [(Deadlines(), None), (Deadlines(default_s=7), 7), (Deadlines(max_s=9), 9)],
+)
+def test_a_request_without_a_timeout_gets_the_operators(
+    deadlines: Deadlines, expected: float | None
+) -> None:
+    engine = TimedEngine()
+    post(COMPLETIONS, {"prompt": "a"}, ServerOptions(deadlines=deadlines), engine)
+    assert engine.deadline_s == expected
+
+
+def test_a_timeout_beyond_the_operators_is_refused() -> None:
+    deadlines = Deadlines(default_s=5, max_s=10)
+    assert deadlines.of(10) == 10
+    with pytest.raises(RequestError, match="timeout_s is 11, the limit is 10") as caught:
+        deadlines.of(11)
+    assert caught.value.param == "timeout_s"
+
+
+def test_a_requests_own_timeout_goes_to_the_engine_within_the_operators_limit() -> None:
+    engine = TimedEngine()
+    options = ServerOptions(deadlines=Deadlines(default_s=5, max_s=10))
+    asked = {"prompt": "a", "timeout_s": 8}
+    assert post(COMPLETIONS, asked, options, engine).status_code == 200
+    assert engine.deadline_s == 8
+    refused = post(COMPLETIONS, {"prompt": "a", "timeout_s": 11}, options)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "timeout_s")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Deadlines(default_s=0), "--default-timeout-s is 0"),
+        (lambda: Deadlines(max_s=float("nan")), "--max-timeout-s is nan"),
+        (lambda: Deadlines(default_s=3, max_s=2), "--max-timeout-s allows 2"),
+        (lambda: ConnectionOptions(upload_s=-1), "--upload-timeout-s is -1"),
+        (lambda: ConnectionOptions(comment_every_s=-1), "--stream-comment-s is -1"),
+        (lambda: TlsOptions(keyfile="k"), "--ssl-keyfile needs --ssl-certfile"),
+        (lambda: ServerOptions(root_path="llm"), "--root-path is 'llm'"),
+        (lambda: ServerOptions(root_path="/llm/"), "--root-path is '/llm/'"),
+    ],
+)
+def test_unusable_options_are_configuration_errors(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+UNKNOWN: tuple[tuple[str, dict[str, Any], list[str]], ...] = (
+    (COMPLETIONS, {"prompt": "a", "repetition_penalti": 2}, ["repetition_penalti"]),
+    (COMPLETIONS, {"prompt": "a", "x": [{}], "y": None}, ["x", "y"]),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "user", "content": "a", "mood": "glad"},
+                {"role": "assistant", "content": [{"type": "text", "text": "b", "z": 1}]},
+                {"role": "user", "content": "c"},
+            ],
+            "stream": False,
+            "response_format": {"type": "text", "deep": {"er": 1}},
+        },
+        ["messages[0].mood", "messages[1].content[0].z", "response_format.deep"],
+    ),
+)
+
+
+@pytest.mark.parametrize(("path", "body", "names"), UNKNOWN)
+def test_unknown_fields_are_refused_or_dropped_and_told(
+    path: str, body: dict[str, Any], names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    refused = post(path, body, ServerOptions())
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] in names
+    with caplog.at_level(logging.WARNING, "quickstep.server"):
+        warned = post(path, body, ServerOptions(ignore_unknown_fields=True))
+    assert warned.status_code == 200, warned.text
+    assert sorted(warned.headers["x-quickstep-ignored-fields"].split(",")) == sorted(names)
+    assert all(name in caplog.text for name in names)
+
+
+def test_known_fields_are_honoured_and_checked_beside_unknown_ones() -> None:
+    options = ServerOptions(ignore_unknown_fields=True)
+    engine = FakeEngine()
+    post(COMPLETIONS, {"prompt": "a", "top_k": 7, "?": 1}, options, engine)
+    assert engine.submitted[0].sampling.top_k == 7
+    wrong = post(COMPLETIONS, {"prompt": "a", "top_k": "7", "?": 1}, options)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "top_k")
+    plain = post(COMPLETIONS, {"prompt": "a"}, options)
+    assert "x-quickstep-ignored-fields" not in plain.headers
+
+
+def test_too_many_unknown_fields_are_refused() -> None:
+    body = {"prompt": "a", **{f"x{number}": 1 for number in range(65)}}
+    refused = post(COMPLETIONS, body, ServerOptions(ignore_unknown_fields=True))
+    assert refused.status_code == 400
+    assert "more than 64 unknown fields" in refused.json()["error"]["message"]
+
+
+def test_names_that_no_header_may_hold_are_escaped() -> None:
+    body = {"prompt": "a", "größe\r\nx-evil: 1": 1}
+    warned = post(COMPLETIONS, body, ServerOptions(ignore_unknown_fields=True))
+    assert "x-evil" not in warned.headers
+    assert "\n" not in warned.headers["x-quickstep-ignored-fields"]
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> TlsOptions:
+    path = tmp_path_factory.mktemp("tls")
+    cert, key = path / "cert.pem", path / "key.pem"
+    argv = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    argv += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    argv += ["-keyout", str(key), "-out", str(cert)]
+    subprocess.run(argv, check=True, capture_output=True)
+    return TlsOptions(str(cert), str(key))
+
+
+def test_https_is_served_with_the_certificate(certificate: TlsOptions) -> None:
+    options = ServerOptions(tls=certificate)
+    check_tls(certificate)
+    context = ssl.create_default_context(cafile=certificate.certfile)
+    with live_server(FakeEngine(), options) as server:
+        url = f"https://127.0.0.1:{server.port}"
+        with httpx.Client(verify=context, base_url=url) as client:
+            answer = client.post(CHAT, json={"messages": MESSAGES})
+            assert answer.json()["choices"][0]["message"]["content"].startswith("Hello")
+            streamed = client.post(CHAT, json={"messages": MESSAGES, "stream": True})
+            assert streamed.text.endswith("data: [DONE]\n\n")
+            assert client.get("/health", headers={"x": "y" * 40_000}).status_code == 431
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")  # nobody signed for it
+        with pytest.raises(httpx.RemoteProtocolError):
+            httpx.get(f"http://127.0.0.1:{server.port}/health")
+
+
+def test_with_ca_certs_a_client_needs_a_certificate(certificate: TlsOptions) -> None:
+    assert certificate.certfile is not None
+    options = ServerOptions(
+        tls=TlsOptions(certificate.certfile, certificate.keyfile, certificate.certfile)
+    )
+    check_tls(options.tls)
+    with live_server(FakeEngine(), options) as server:
+        url = f"https://127.0.0.1:{server.port}/health"
+        context = ssl.create_default_context(cafile=certificate.certfile)
+        with httpx.Client(verify=context) as client, pytest.raises(httpx.TransportError):
+            client.get(url)
+        context = ssl.create_default_context(cafile=certificate.certfile)
+        context.load_cert_chain(certificate.certfile, certificate.keyfile)
+        with httpx.Client(verify=context) as client:
+            assert client.get(url).status_code == 200
+
+
+def test_files_that_are_no_certificate_are_configuration_errors(
+    certificate: TlsOptions, tmp_path: Path
+) -> None:
+    nothing = tmp_path / "nothing"
+    nothing.write_text("x")
+    for options in (
+        TlsOptions(str(nothing), certificate.keyfile),
+        TlsOptions(certificate.certfile, str(nothing)),
+        TlsOptions(str(tmp_path / "missing")),
+        TlsOptions(certificate.certfile, certificate.keyfile, str(nothing)),
+    ):
+        with pytest.raises(ConfigError, match="read"):
+            check_tls(options)
+
+
+def test_the_access_log_has_a_line_per_request_that_no_client_can_break(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        app = create_app(FakeEngine(), ServerOptions(access_log=True))
+        async with client_of(app) as client:
+            await client.get("/nowhere%0A%1b[31m", headers={"x-request-id": "mine"})
+            await client.post(COMPLETIONS, json={"prompt": "a", "stream": True})
+
+    with caplog.at_level(logging.INFO, "quickstep.access"):
+        asyncio.run(run())
+    lines = [record.getMessage() for record in caplog.records if record.name == "quickstep.access"]
+    assert len(lines) == 2
+    assert "GET /nowhere\\n\\x1b[31m 404" in lines[0]
+    assert lines[0].endswith("key=- id=mine")
+    assert f"POST {COMPLETIONS} 200" in lines[1]
+
+
+def test_a_json_log_has_one_object_per_line() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError as error:
+        trace = (type(error), error, error.__traceback__)
+    record = logging.LogRecord("a.b", logging.ERROR, "f", 1, "said %s\n", ("ü",), trace)
+    line = JsonLines().format(record)
+    assert "\n" not in line
+    known = json.loads(line)
+    assert (known["level"], known["logger"], known["message"]) == ("ERROR", "a.b", "said ü\n")
+    assert "ValueError: two\nlines" in known["error"]
+    assert known["time"].endswith("+00:00")
