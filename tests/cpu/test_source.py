@@ -45,9 +45,9 @@ def test_no_name_is_refused() -> None:
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"")
+    (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(ConfigError, match="is a file"):
-        find_checkpoint(LoadConfig(model=str(tmp_path / "model.gguf")))
+        find_checkpoint(LoadConfig(model=str(tmp_path / "model.bin")))
 
 
 def test_offline_never_asks_the_network_and_says_how_to_go_on(

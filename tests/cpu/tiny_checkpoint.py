@@ -42,10 +42,15 @@ def write_checkpoint(path, template=TEMPLATE, max_len=256, seed=0):
     }
     _write(path / "config.json", config)
     _write(path / "generation_config.json", {"temperature": 0.6, "top_p": 0.9, "top_k": None})
+    write_tokenizer(path, template)
+    return path
+
+
+def write_tokenizer(path, template=TEMPLATE):
+    """Into the directory `path`."""
     tokens = {"eos_token": END} | ({"chat_template": template} if template else {})
     _write(path / "tokenizer_config.json", tokens)
     _library().save(str(path / "tokenizer.json"))
-    return path
 
 
 def _write(file, content):

@@ -139,7 +139,6 @@ def test_a_config_without_architectures_is_known_by_its_model_type() -> None:
         ({"attention_sinks": 4}, "'attention_sinks'"),
         ({"layer_types": ["chunked_attention"] * 4}, "'chunked_attention'"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 4 layers"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, object], named: str) -> None:

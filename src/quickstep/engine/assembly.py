@@ -141,8 +141,13 @@ def wire_engine(
 
 def load_weights(config: EngineConfig, progress: LoadProgress | None) -> LoadedWeights:
     """Find, plan and load what `config` names. Raises ConfigError."""
-    from quickstep.model.loader import load_model, resolve_device, resolve_dtype
-    from quickstep.model.safetensors_files import open_tensor_files
+    from quickstep.model.checkpoint_weights import open_checkpoint_files, open_weights
+    from quickstep.model.loader import (
+        check_requantization,
+        load_model,
+        resolve_device,
+        resolve_dtype,
+    )
     from quickstep.model.source import find_checkpoint
     from quickstep.model.spec import read_spec
     from quickstep.ops.native import native_status
@@ -151,12 +156,17 @@ def load_weights(config: EngineConfig, progress: LoadProgress | None) -> LoadedW
     checkpoint = find_checkpoint(config.load)
     spec = read_spec(checkpoint.path)
     device = resolve_device(config.load.device)
-    dtype = resolve_dtype(config.load.dtype, spec, open_tensor_files(checkpoint.path))
+    dtype = resolve_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
     ops = resolve_ops(device, "auto", config.load.num_threads, isa)
     if device.type == "cpu" and ops.name == "reference":
         _LOGGER.warning("running on PyTorch's ops, exact and slow: %s", native_status().reason)
-    plan = plan_for(config, spec, dtype, device, ops)
+    held_bytes = None
+    if spec.native:
+        weights = open_weights(checkpoint.path, spec)
+        check_requantization(weights, config.load.quantization)
+        held_bytes = weights.held_bytes(dtype.itemsize) if weights.coded else None
+    plan = plan_for(config, spec, dtype, device, ops, held_bytes)
     for note in plan.notes:
         _LOGGER.info("%s", note)
     model = load_model(checkpoint, spec, ops, config.load, progress, plan.max_model_len)
@@ -169,14 +179,23 @@ def load_weights(config: EngineConfig, progress: LoadProgress | None) -> LoadedW
 
 
 def plan_for(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, ops: OpTable
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: OpTable,
+    held_bytes: int | None = None,
 ) -> MemoryPlan:
-    """What fits into the memory that is free now. Raises ConfigError."""
+    """What fits into the memory that is free now; `held_bytes` are those of quantised weights.
+
+    Raises:
+        ConfigError: The model does not fit.
+    """
     from quickstep.model.sizing import DEFAULT_KV_BYTES, ElementBytes, plan_memory
 
     return plan_memory(
         spec,
-        ElementBytes(dtype.itemsize, ops.scratch_bytes, config.load.quantization),
+        ElementBytes(dtype.itemsize, ops.scratch_bytes, config.load.quantization, held_bytes),
         config.cache,
         replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
         config.memory_bytes or _free_bytes(device),

@@ -23,10 +23,12 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
 
+from quickstep.engine.gguf_tokenizer import gguf_templates
 from quickstep.engine.template_limits import BoundedEnvironment
 from quickstep.engine.tokenizer import read_json
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import ConfigError, RequestError
+from quickstep.model.gguf_file import is_gguf
 
 __all__ = ["ChatTemplate", "Message", "find_templates"]
 
@@ -176,11 +178,13 @@ def _formats(templates: Mapping[str, str]) -> OutputFormats:
 
 
 def find_templates(path: Path) -> dict[str, str]:
-    """All templates of a checkpoint directory by name, {} if it has none.
+    """All templates of a checkpoint directory or GGUF file by name, {} if it has none.
 
     `chat_template.jinja` and `additional_chat_templates/NAME.jinja` go before
     `tokenizer_config.json`, whose entry is one template or a list of named ones.
     """
+    if is_gguf(path):
+        return gguf_templates(path)
     config = read_json(path / "tokenizer_config.json")
     legacy = read_json(path / "chat_template.json")
     entry = config.get("chat_template", legacy.get("chat_template"))

@@ -34,7 +34,7 @@ class LoadedModel:
         default_sampling: The checkpoint's own sampling values, by SamplingParams' names.
         load_s: Seconds from opening to ready.
         memory_plan: What the memory is used for; None if nothing was planned.
-        path: The checkpoint's directory; None if there is none.
+        path: The checkpoint's directory or GGUF file; None if there is none.
         grammars: Compiles the grammars of requests; None refuses them.
         default_pooling: How the model's card says that prompts are embedded.
     """

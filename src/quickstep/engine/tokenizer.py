@@ -18,7 +18,9 @@ from typing import Any
 
 import tokenizers
 
+from quickstep.engine.gguf_tokenizer import read_gguf_tokenizer
 from quickstep.errors import ConfigError, RequestError
+from quickstep.model.gguf_file import is_gguf
 
 __all__ = ["DecoderKind", "Tokenizer", "read_json"]
 
@@ -57,11 +59,14 @@ class Tokenizer:
 
     @classmethod
     def open(cls, path: Path) -> Tokenizer:
-        """Read the tokenizer of the checkpoint directory `path`.
+        """Read the tokenizer of the checkpoint at `path`, a directory or a GGUF file.
 
         Raises:
             ConfigError: A file is missing or cannot be read.
         """
+        if is_gguf(path):
+            found = read_gguf_tokenizer(path)
+            return cls(found.library, found.eos_token_ids, found.special_tokens)
         file = path / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(

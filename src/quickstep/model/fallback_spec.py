@@ -84,7 +84,10 @@ def _refuse(name: str, values: Mapping[str, Any]) -> None:
     if values.get("is_encoder_decoder"):
         raise ConfigError(f"architecture {name!r} has an encoder; only decoders can be served")
     if values.get("quantization_config"):
-        raise ConfigError("the checkpoint is quantised; use the unquantised checkpoint")
+        raise ConfigError(
+            f"the checkpoint is quantised, and architecture {name!r} runs through transformers, "
+            "where only unquantised checkpoints are served; use the unquantised one"
+        )
     kinds = {str(kind) for kind in values.get("layer_types") or ()}
     strange = sorted(kinds - {"full_attention", "sliding_attention"})
     if strange:

@@ -6,26 +6,32 @@ Called once by the engine's assembly. Never opens a pickle, never runs code of a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint_weights import (
+    CheckpointWeights,
+    DecoderNames,
+    open_checkpoint_files,
+    open_weights,
+)
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec, QKNorm
 from quickstep.model.fingerprint import weights_fingerprint
 from quickstep.model.interface import Model
 from quickstep.model.quantization import find_scheme
 from quickstep.model.quantize import QuantizingSource
+from quickstep.model.quantized_formats.detect import open_coded_reader
 from quickstep.model.rope import make_rope_table
 from quickstep.model.rope_spec import RopeKind
-from quickstep.model.safetensors_files import TensorFiles, open_tensor_files
+from quickstep.model.safetensors_files import TensorFiles
 from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_config
 from quickstep.model.tensor_reader import STORED_DTYPES, Progress, TensorReader, TensorSource
-from quickstep.model.tensor_schema import Shapes, layer_norms, layer_tensors, outer_tensors
+from quickstep.model.tensor_schema import layer_norms
 from quickstep.model.weights import (
     AttentionWeights,
     DecoderWeights,
@@ -38,6 +44,7 @@ from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
 __all__ = [
     "DecoderNames",
     "build_decoder",
+    "check_requantization",
     "load_model",
     "quantizing",
     "resolve_device",
@@ -65,7 +72,7 @@ def load_model(
     """
     device = resolve_device(load.device)
     max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
-    files = open_tensor_files(checkpoint.path)
+    files = open_checkpoint_files(checkpoint.path)
     dtype = resolve_dtype(load.dtype, spec, files)
     longer = any(
         rope.kind is RopeKind.LONGROPE and max_model_len > rope.trained_len for rope in spec.ropes
@@ -82,28 +89,35 @@ def load_model(
                 "transformers, where weights stay as they are; leave the option out"
             )
         return load_fallback(checkpoint, spec, ops, (device, dtype), max_model_len, fingerprint)
-    prefix, head = _names(spec, files)
-    expected = _expected(spec, prefix, head)
-    _check(spec, files, expected, prefix)
-    total_bytes = sum(files.tensors[name].nbytes for name in expected)
-    reader = TensorReader(files, dtype, device, total_bytes, progress)
-    names = DecoderNames(prefix, head, head in files.tensors)
-    source = quantizing(reader, load.quantization, names, ops)
-    return build_decoder(spec, ops, source, names, max_model_len, fingerprint)
+    weights = open_weights(checkpoint.path, spec)
+    weights.check()
+    check_requantization(weights, load.quantization)
+    stored = _open_source(weights, dtype, device, progress)
+    source = quantizing(stored, load.quantization, weights.names, ops)
+    return build_decoder(spec, ops, source, weights.names, max_model_len, fingerprint)
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderNames:
-    """The decoder's prefix, the output projection's name, and whether that one is stored."""
+def check_requantization(weights: CheckpointWeights, quantization: str | None) -> None:
+    """Refuse `--quantization` for weights in codes: rounding twice would only lose. ConfigError."""
+    if quantization is not None and weights.storage is not None and weights.coded:
+        raise ConfigError(
+            f"--quantization is {quantization}, but the checkpoint is quantised already "
+            f"({weights.storage.name}); leave the option out, or load the unquantised checkpoint"
+        )
 
-    prefix: str
-    head: str
-    head_stored: bool
 
-    @property
-    def embedding(self) -> str:
-        """The embedding's name."""
-        return f"{self.prefix}embed_tokens.weight"
+def _open_source(
+    weights: CheckpointWeights,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None,
+) -> TensorSource:
+    """The tensors of the files, which the weights were checked against."""
+    total_bytes = sum(weights.files.tensors[name].nbytes for name in weights.stored())
+    reader = TensorReader(weights.files, dtype, device, total_bytes, progress)
+    if weights.storage is None:
+        return reader
+    return open_coded_reader(reader, weights.storage, weights.shapes, weights.config, weights.spec)
 
 
 def quantizing(
@@ -152,54 +166,6 @@ def resolve_dtype(name: str, spec: ModelSpec, files: TensorFiles | None = None) 
         return _DTYPES[spec.dtype]
     stored = {tensor.dtype for tensor in files.tensors.values()} if files is not None else set()
     return next((STORED_DTYPES[code] for code in STORED_DTYPES if code in stored), torch.float32)
-
-
-def _names(spec: ModelSpec, files: TensorFiles) -> tuple[str, str]:
-    """The decoder's prefix and the output projection's name in these files."""
-    naming = spec.naming
-    used = [p for p in naming.prefixes if f"{p}embed_tokens.weight" in files.tensors]
-    heads = [name for name in naming.heads if name in files.tensors]
-    return (used or naming.prefixes)[0], (heads or naming.heads)[0]
-
-
-def _expected(spec: ModelSpec, prefix: str, head: str) -> Shapes:
-    shapes = outer_tensors(spec, prefix, head)
-    for index in range(spec.num_layers):
-        shapes.update(layer_tensors(spec, prefix, index))
-    return shapes
-
-
-def _check(spec: ModelSpec, files: TensorFiles, expected: Shapes, prefix: str) -> None:
-    """Raise ConfigError, in one sentence, where files and schema differ."""
-    what = f"the checkpoint and {spec.architecture} differ"
-    missing = [name for name in expected if name not in files.tensors]
-    if missing:
-        raise ConfigError(f"{what}: {_some(missing)} missing from the files")
-    for name, shape in expected.items():
-        stored = files.tensors[name].shape
-        if stored != shape:
-            raise ConfigError(
-                f"{what}: tensor {name!r} has shape {list(stored)}, config.json asks for "
-                f"{list(shape)}"
-            )
-    unexpected = [
-        name for name in files.tensors if name not in expected and not _ignored(spec, name)
-    ]
-    if unexpected:
-        raise ConfigError(f"{what}: {_some(unexpected)} not part of the architecture")
-
-
-def _ignored(spec: ModelSpec, name: str) -> bool:
-    """Tensors that compute nothing here: old position buffers, a vision tower, a tied head."""
-    if name.startswith(spec.naming.ignored) or name.endswith("rotary_emb.inv_freq"):
-        return True
-    return spec.tied and name in spec.naming.heads
-
-
-def _some(names: list[str]) -> str:
-    if len(names) == 1:
-        return f"tensor {names[0]!r} is"
-    return f"{len(names)} tensors ({names[0]!r}, ...) are"
 
 
 class _Packing:

@@ -25,11 +25,13 @@ class MatrixFormat:
         bits: Of a code.
         group_size: Inputs that share a scale, a divisor of the matrix's; None for all of them.
         has_zeros: Whether a group has a zero point beside its scale.
+        wide_scales: Whether scales and zeros need more than 16 bits.
     """
 
     bits: int
     group_size: int | None = None
     has_zeros: bool = False
+    wide_scales: bool = False
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Packed bytes of a matrix [N, C]."""
@@ -37,9 +39,9 @@ class MatrixFormat:
         inputs = -(-shape[1] // _STEP) * _STEP
         codes = outputs * inputs * self.bits // 8
         if self.group_size is None:
-            return codes + outputs * 4
+            return codes + outputs * 4 * (1 + self.has_zeros)
         scales = outputs * (shape[1] // self.group_size)
-        return codes + scales * 2 * (1 + self.has_zeros)
+        return codes + scales * (4 if self.wide_scales else 2) * (1 + self.has_zeros)
 
 
 @dataclass(frozen=True, slots=True)

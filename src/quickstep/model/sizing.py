@@ -42,12 +42,14 @@ _MIN_STEP_TOKENS = 64
 @dataclass(frozen=True, slots=True)
 class ElementBytes:
     """Bytes per element: of the model's dtype (activations, KV, weights that are not quantised),
-    and of the op table's scratch (`OpTable.scratch_bytes`). `quantization` is `--quantization`.
+    and of the op table's scratch (`OpTable.scratch_bytes`). `quantization` is `--quantization`;
+    `weights` are the bytes of all weights of a checkpoint that is quantised already.
     """
 
     dtype: int
     scratch: int
     quantization: str | None = None
+    weights: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,12 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: str | None = N
         form = scheme.format_of(shape[-1], outer=name in _OUTER)
         total += math.prod(shape) * dtype_bytes if kept else form.num_bytes(shape)
     return total
+
+
+def _weights(spec: ModelSpec, elements: ElementBytes) -> int:
+    if elements.weights is not None:
+        return elements.weights
+    return weight_bytes(spec, elements.dtype, elements.quantization)
 
 
 def _tensors(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -158,7 +166,7 @@ def plan_memory(
             f"max_model_len {scheduler.max_model_len} became {context}, the model's longest"
         )
     dtype_bytes, scratch_bytes = elements.dtype, elements.scratch
-    weights = weight_bytes(spec, dtype_bytes, elements.quantization)
+    weights = _weights(spec, elements)
     seqs = scheduler.max_num_seqs
     tokens, activations = _fit_step(
         spec, (dtype_bytes, scratch_bytes), scheduler, memory_bytes - weights
@@ -250,11 +258,13 @@ def _rows(
 ) -> tuple[MemoryRow, ...]:
     """`sizes` are blocks, block size, tokens of a step; `left` is what KV and spare share."""
     num_blocks, block_size, tokens = sizes
-    weights = weight_bytes(spec, elements.dtype, elements.quantization)
+    weights = _weights(spec, elements)
     per_token = kv_bytes_per_token(spec, elements.dtype)
     kv_bytes = num_blocks * block_size * per_token
-    held = elements.quantization or f"{elements.dtype} bytes"
-    detail = f"{num_parameters(spec) / 1e9:.3f} B parameters x {held}"
+    held = f"x {elements.quantization or f'{elements.dtype} bytes'}"
+    if elements.weights is not None:
+        held = "as the checkpoint has quantised them"
+    detail = f"{num_parameters(spec) / 1e9:.3f} B parameters {held}"
     return (
         MemoryRow("weights", weights, detail),
         MemoryRow(

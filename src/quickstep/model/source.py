@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a directory, the bundled `demo`, or a hub id.
+"""Where a checkpoint is: a directory, a GGUF file, the bundled `demo`, or a hub id.
 
 Called once at start-up. Downloads only configs, safetensors and tokenizer files; never a pickle
 and never code. With `offline` nothing touches the network.
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
+from quickstep.model.gguf_file import is_gguf
 
 __all__ = ["Checkpoint", "find_checkpoint"]
 
@@ -24,7 +25,7 @@ _BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint's directory, and the name that clients know the model by."""
+    """A checkpoint's directory or GGUF file, and the name that clients know the model by."""
 
     path: Path
     name: str
@@ -45,12 +46,26 @@ def find_checkpoint(load: LoadConfig) -> Checkpoint:
         return _bundled(name)
     path = Path(name).expanduser()
     if path.is_dir():
-        return Checkpoint(path.resolve(), path.resolve().name)
+        return Checkpoint(_within(path.resolve()), path.resolve().name)
     if path.exists():
-        raise ConfigError(f"{name} is a file; pass the checkpoint's directory")
+        if is_gguf(path):
+            return Checkpoint(path.resolve(), path.stem)
+        raise ConfigError(f"{name} is a file; pass the checkpoint's directory, or a .gguf file")
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "/", "~")):
         raise ConfigError(f"{name} is neither a directory nor a hub id (`organisation/model`)")
     return Checkpoint(_download(load), name)
+
+
+def _within(path: Path) -> Path:
+    """The directory itself, or the one GGUF file in a directory that holds nothing else to load."""
+    found = sorted(path.glob("*.gguf"))
+    if not found or (path / "config.json").is_file():
+        return path
+    if len(found) > 1:
+        raise ConfigError(
+            f"{path} holds {len(found)} GGUF files ({found[0].name}, ...); name one of them"
+        )
+    return found[0]
 
 
 def _bundled(name: str) -> Checkpoint:

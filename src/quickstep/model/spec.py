@@ -15,6 +15,8 @@ from quickstep.errors import ConfigError
 from quickstep.model.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
 from quickstep.model.config_fields import ConfigFields
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec, MoESpec, NormPlacement, QKNorm
+from quickstep.model.gguf_file import is_gguf
+from quickstep.model.gguf_spec import gguf_config
 from quickstep.model.layer_patterns import make_layers
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "read_spec",
 ]
 
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -45,6 +48,9 @@ def read_spec(path: str | Path) -> ModelSpec:
             implemented.
     """
     config = read_config(path)
+    if is_gguf(path):
+        # llama.cpp adds Gemma's offset to the norms' weights
+        return replace(parse_spec(config), norm_offset=0.0)
     name = _architecture_name(config)
     if name in ARCHITECTURES:
         return parse_spec(config)
@@ -61,7 +67,13 @@ def read_spec(path: str | Path) -> ModelSpec:
 
 
 def read_config(path: str | Path) -> dict[str, object]:
-    """The parsed `config.json` of a checkpoint directory. Raises ConfigError."""
+    """The parsed `config.json` of a checkpoint directory, or a GGUF file's metadata in its terms.
+
+    Raises:
+        ConfigError: It is missing or cannot be read.
+    """
+    if is_gguf(path):
+        return gguf_config(Path(path))
     file = Path(path) / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -85,11 +97,8 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
             key: values[key] for key in ("dtype", "torch_dtype") if key in values
         }
         values = outer | text_config
-    if values.get("quantization_config"):
-        raise ConfigError(
-            "the checkpoint is quantised (`quantization_config`), which cannot be loaded; use "
-            "the unquantised checkpoint"
-        )
+    for key in _QUANTIZATION_KEYS:  # how weights are stored is `quantized_formats.detect`'s part
+        values.pop(key, None)
     fields = ConfigFields(values, architecture.defaults, "config.json")
     spec = _read_decoder(fields, architecture, name)
     fields.refuse_unread(architecture.neutral)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from quickstep.errors import ConfigError
+from quickstep.model.gguf_file import BLOCKS
 from quickstep.model.safetensors_files import TensorFiles
 from quickstep.ops.table import QuantizedWeight
 
@@ -23,6 +24,9 @@ Progress = Callable[[int, int], None]
 
 STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+)
+_CODE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
 )
 
 
@@ -79,9 +83,31 @@ class TensorReader:
             start = stop
         return stored.to(self._device, self._dtype)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self._dtype
+
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
         """The stored matrix, whole."""
         return self.stacked(names)
+
+    def raw(self, name: str) -> Tensor:
+        """One tensor in the dtype it is stored in; [blocks, bytes] where it is in ggml's blocks."""
+        stored = self._files.tensors[name]
+        shape: tuple[int, ...] = stored.shape
+        block = BLOCKS.get(stored.dtype)
+        if block is not None and stored.dtype not in STORED_DTYPES:
+            shape, dtype = (stored.nbytes // block[1], block[1]), torch.uint8
+        elif stored.dtype in _CODE_DTYPES:
+            dtype = _CODE_DTYPES[stored.dtype]
+        else:
+            dtype = self._stored_dtype(name)
+        tensor = torch.empty(shape, dtype=dtype)
+        shared = tensor.flatten().view(torch.uint8).numpy()
+        self._files.read_into(name, memoryview(shared))  # type: ignore[arg-type]
+        self._count(stored.nbytes)
+        return tensor.to(self._device)
 
     def _stored_dtype(self, name: str) -> torch.dtype:
         code = self._files.tensors[name].dtype

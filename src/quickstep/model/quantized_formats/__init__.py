@@ -1,0 +1,1 @@
+"""Formats of checkpoints that are quantised already, each as a `storage.MatrixStorage`."""

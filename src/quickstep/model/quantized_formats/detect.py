@@ -1,0 +1,72 @@
+"""Which format a checkpoint is stored in, by its config's `quantization_config` or its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quickstep.errors import ConfigError
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.gguf_spec import GGUF_ARCHITECTURE
+from quickstep.model.quantized_formats.awq import AwqStorage
+from quickstep.model.quantized_formats.bitsandbytes import BitsAndBytesStorage
+from quickstep.model.quantized_formats.coded_reader import CodedReader
+from quickstep.model.quantized_formats.compressed_tensors import CompressedTensorsStorage
+from quickstep.model.quantized_formats.gguf import GgufStorage, gguf_row_order
+from quickstep.model.quantized_formats.gptq import GptqStorage
+from quickstep.model.quantized_formats.storage import MatrixStorage, Shapes
+from quickstep.model.safetensors_files import TensorFiles
+from quickstep.model.tensor_reader import TensorReader
+
+__all__ = ["find_storage", "open_coded_reader"]
+
+_METHODS = "compressed-tensors (int4, int8), awq, gptq, bitsandbytes and GGUF files"
+
+
+def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStorage | None:
+    """The format of a checkpoint; None where everything is stored whole.
+
+    Raises:
+        ConfigError: A format, or a variant of one, that is not supported.
+    """
+    if GGUF_ARCHITECTURE in config:
+        return GgufStorage(files)
+    found = _quantization_config(config)
+    if not found:
+        return None
+    method = str(found.get("quant_method", "")).lower()
+    if method == "compressed-tensors" or (not method and "config_groups" in found):
+        return CompressedTensorsStorage(found, files)
+    if method == "awq":
+        return AwqStorage(found, files)
+    if method == "gptq":
+        return GptqStorage(found, files)
+    if method == "bitsandbytes" or "load_in_4bit" in found or "load_in_8bit" in found:
+        return BitsAndBytesStorage(found, files)
+    raise ConfigError(
+        f"the checkpoint is quantised by {method or 'an unnamed method'}, which is not supported; "
+        f"supported are {_METHODS}"
+    )
+
+
+def open_coded_reader(
+    reader: TensorReader,
+    storage: MatrixStorage,
+    shapes: Shapes,
+    config: Mapping[str, object],
+    spec: ModelSpec,
+) -> CodedReader:
+    """The checkpoint's tensors as the architecture has them."""
+    order = gguf_row_order(config, spec) if isinstance(storage, GgufStorage) else None
+    return CodedReader(reader, storage, shapes, order)
+
+
+def _quantization_config(config: Mapping[str, object]) -> dict[str, object]:
+    inner = config.get("text_config")
+    for section in (config, inner if isinstance(inner, Mapping) else {}):
+        for key in ("quantization_config", "compression_config"):
+            value = section.get(key)
+            if value is not None and not isinstance(value, Mapping):
+                raise ConfigError(f"config.json sets {key!r} to {value!r}, it must be an object")
+            if value:
+                return dict(value)
+    return {}

@@ -1,0 +1,254 @@
+"""Matrices written in the formats of quantised checkpoints: literal loops after their documents.
+
+Each writer draws codes, scales and zero points, packs them word by word, and gives the tensors to
+store (by what follows the module's name) beside the weights that they mean, from the format's own
+formula.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+FP4 = (
+    *(0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25),
+    *(0.0, -0.0052083333, -0.66666667, -1.0, -0.33333333, -0.5, -0.16666667, -0.25),
+)
+
+
+@dataclass
+class Written:
+    """Tensors by suffix (`.qweight`), and the matrix [N, C] that they stand for, in float32."""
+
+    tensors: dict[str, Tensor]
+    weight: Tensor
+
+
+Writer = Callable[[int, int, torch.Generator], Written]
+
+
+def integers(generator: torch.Generator, stop: int, *shape: int) -> Tensor:
+    return torch.randint(0, stop, shape, generator=generator)
+
+
+def scales_of(generator: torch.Generator, *shape: int, bits: int = 4) -> Tensor:
+    """Half of them about as large as random weights of 1/8 need, rounded to float16."""
+    drawn = torch.rand(shape, generator=generator) + 0.5
+    return (drawn * 0.6 / 2**bits).half()
+
+
+def as_int32(words: Sequence[Sequence[int]]) -> Tensor:
+    signed = [[w - 2**32 if w >= 2**31 else w for w in row] for row in words]
+    return torch.tensor(signed, dtype=torch.int32)
+
+
+def pack_along_columns(codes: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """codes [R, K] -> words [R, ceil(K * bits / 32)], place i of a word holds code order[i]."""
+    per_word = 32 // bits
+    places = list(order or range(per_word))
+    words = []
+    for row in codes.tolist():
+        row = row + [0] * (-len(row) % per_word)
+        packed = []
+        for start in range(0, len(row), per_word):
+            word = 0
+            for place, index in enumerate(places):
+                word |= row[start + index] << (place * bits)
+            packed.append(word)
+        words.append(packed)
+    return as_int32(words)
+
+
+def pack_along_rows(codes: Tensor, bits: int) -> Tensor:
+    return pack_along_columns(codes.t(), bits).t().contiguous()
+
+
+def groups_of(inputs: int, group: int) -> Tensor:
+    return torch.arange(inputs) // group
+
+
+def meaning(codes: Tensor, zeros: Tensor, scales: Tensor, group_of: Tensor) -> Tensor:
+    """codes [N, C], zeros and scales [N, G]: element by element."""
+    weight = torch.empty(codes.shape)
+    for c in range(codes.shape[1]):
+        g = int(group_of[c])
+        weight[:, c] = (codes[:, c].float() - zeros[:, g].float()) * scales[:, g].float()
+    return weight
+
+
+def awq(group: int) -> Writer:
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> Written:
+        size = inputs if group == -1 else group
+        codes = integers(generator, 16, inputs, outputs)
+        zeros = integers(generator, 16, inputs // size, outputs)
+        scales = scales_of(generator, inputs // size, outputs)
+        tensors = {
+            ".qweight": pack_along_columns(codes, 4, AWQ_ORDER),
+            ".qzeros": pack_along_columns(zeros, 4, AWQ_ORDER),
+            ".scales": scales,
+        }
+        return Written(tensors, meaning(codes.t(), zeros.t(), scales.t(), groups_of(inputs, size)))
+
+    return write
+
+
+def gptq(
+    bits: int, group: int, *, version: int = 1, act_order: bool = False, with_bias: bool = False
+) -> Writer:
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> Written:
+        size = inputs if group == -1 else group
+        codes = integers(generator, 2**bits, inputs, outputs)
+        zeros = integers(generator, 2**bits, inputs // size, outputs)
+        scales = scales_of(generator, inputs // size, outputs, bits=bits)
+        group_of = groups_of(inputs, size)
+        if act_order:
+            group_of = group_of[torch.randperm(inputs, generator=generator)]
+        stored = (zeros - 1) % 2**bits if version == 1 else zeros
+        tensors = {
+            ".qweight": pack_along_rows(codes, bits),
+            ".qzeros": pack_along_columns(stored, bits),
+            ".scales": scales,
+            ".g_idx": group_of.int(),
+        }
+        if with_bias:
+            tensors[".bias"] = torch.zeros(outputs, dtype=torch.float16)
+        return Written(tensors, meaning(codes.t(), zeros.t(), scales.t(), group_of))
+
+    return write
+
+
+def packed_integers(
+    bits: int,
+    group: int | None,
+    *,
+    symmetric: bool = True,
+    act_order: bool = False,
+    scale_dtype: torch.dtype = torch.bfloat16,
+) -> Writer:
+    """compressed-tensors' pack-quantized."""
+
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> Written:
+        size, middle = group or inputs, 2 ** (bits - 1)
+        codes = integers(generator, 2**bits, outputs, inputs)
+        zeros = torch.full((outputs, inputs // size), middle)
+        scales = scales_of(generator, *zeros.shape, bits=bits).to(scale_dtype)
+        tensors = {
+            ".weight_packed": pack_along_columns(codes, bits),
+            ".weight_scale": scales,
+            ".weight_shape": torch.tensor([outputs, inputs]),
+        }
+        if not symmetric:
+            zeros = integers(generator, 2**bits, *zeros.shape)
+            tensors[".weight_zero_point"] = pack_along_rows(zeros, bits)
+        group_of = groups_of(inputs, size)
+        if act_order:
+            group_of = group_of[torch.randperm(inputs, generator=generator)]
+            tensors[".weight_g_idx"] = group_of.int()
+        return Written(tensors, meaning(codes, zeros, scales, group_of))
+
+    return write
+
+
+def plain_integers(group: int | None, *, symmetric: bool = True, bits: int = 8) -> Writer:
+    """compressed-tensors' int-quantized and naive-quantized."""
+
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> Written:
+        size, middle = group or inputs, 2 ** (bits - 1)
+        codes = integers(generator, 2**bits, outputs, inputs) - middle
+        zeros = torch.zeros(outputs, inputs // size, dtype=torch.int64)
+        scales = scales_of(generator, *zeros.shape, bits=bits).bfloat16()
+        tensors = {".weight": codes.to(torch.int8), ".weight_scale": scales}
+        if not symmetric:
+            zeros = integers(generator, 2**bits, *zeros.shape) - middle
+            tensors[".weight_zero_point"] = zeros.to(torch.int8)
+        return Written(tensors, meaning(codes, zeros, scales, groups_of(inputs, size)))
+
+    return write
+
+
+def bnb_int8(outputs: int, inputs: int, generator: torch.Generator) -> Written:
+    codes = integers(generator, 255, outputs, inputs) - 127
+    scales = (torch.rand(outputs, generator=generator) + 0.5) * 0.3
+    tensors = {
+        ".weight": codes.to(torch.int8),
+        ".SCB": scales,
+        ".weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    return Written(tensors, codes.float() * scales[:, None] / 127)
+
+
+def bnb_4bit(kind: str, *, nested: bool, block: int = 64, nested_block: int = 256) -> Writer:
+    levels = NF4 if kind == "nf4" else FP4
+
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> Written:
+        count = outputs * inputs
+        codes = integers(generator, 16, count).tolist()
+        halves = [codes[i] << 4 | codes[i + 1] for i in range(0, count, 2)]
+        state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16"}
+        state["shape"] = [outputs, inputs]
+        tensors = {
+            ".weight": torch.tensor(halves, dtype=torch.uint8)[:, None],
+            ".weight.quant_map": torch.tensor(levels),
+        }
+        num_blocks = -(-count // block)
+        if nested:
+            table = torch.linspace(-1, 1, 256)
+            stored = integers(generator, 256, num_blocks)
+            outer = torch.rand(-(-num_blocks // nested_block), generator=generator) * 0.1
+            state |= {"nested_blocksize": nested_block, "nested_offset": 0.3}
+            state["nested_dtype"] = "float32"
+            absmax = [
+                float(table[stored[i]] * outer[i // nested_block]) + 0.3 for i in range(num_blocks)
+            ]
+            tensors |= {
+                ".weight.absmax": stored.to(torch.uint8),
+                ".weight.nested_absmax": outer,
+                ".weight.nested_quant_map": table,
+            }
+        else:
+            absmax = (torch.rand(num_blocks, generator=generator) + 0.1).tolist()
+            tensors[".weight.absmax"] = torch.tensor(absmax)
+        blob = json.dumps(state).encode()
+        name = f".weight.quant_state.bitsandbytes__{kind}"
+        tensors[name] = torch.tensor(list(blob), dtype=torch.uint8)
+        weight = torch.tensor([levels[code] * absmax[i // block] for i, code in enumerate(codes)])
+        return Written(tensors, weight.view(outputs, inputs))
+
+    return write
+
+
+def compressed_config(
+    form: str, bits: int, strategy: str, group: int | None = None, **more: object
+) -> dict[str, object]:
+    """A `quantization_config` with one group, of all linear modules but the output projection."""
+    symmetric = more.pop("symmetric", True)
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": strategy,
+        "group_size": group,
+        "dynamic": False,
+        "actorder": None,
+        "observer": "minmax",
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights} | more},
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+    }

@@ -1,0 +1,53 @@
+"""ggml's block types as integer codes: the same weights as ggml's own package dequantises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import SCALES_AT, meaning, random_blocks
+
+from quickstep.model.quantized_formats.gguf_blocks import BLOCK_KINDS
+from quickstep.ops.table import QuantizedWeight
+
+OUTPUTS, INPUTS = 24, 512
+
+
+def decoded(kind: Kind, rows: np.ndarray, inputs: int = INPUTS) -> QuantizedWeight:
+    form = BLOCK_KINDS[kind.name]
+    blocks = torch.from_numpy(rows).reshape(-1, rows.size * _elements(kind) // (len(rows) * inputs))
+    codes, scales, zeros = form.decode(blocks)
+    groups = (len(rows), inputs // form.group_size)
+    return QuantizedWeight(
+        codes.reshape(len(rows), inputs),
+        scales.reshape(groups),
+        None if zeros is None else zeros.reshape(groups),
+        form.bits,
+        form.group_size,
+    )
+
+
+def _elements(kind: Kind) -> int:
+    return 256 if kind.name.endswith("_K") else 32
+
+
+@pytest.mark.parametrize("kind", SCALES_AT, ids=lambda kind: kind.name)
+def test_codes_mean_what_ggml_dequantises(kind: Kind) -> None:
+    rows = random_blocks(kind, OUTPUTS, INPUTS)
+    weight = decoded(kind, rows)
+    assert int(weight.codes.max()) < 2**weight.bits
+    assert (weight.zeros is not None) == BLOCK_KINDS[kind.name].has_zeros
+    expected = meaning(kind, rows)
+    torch.testing.assert_close(weight.dequantized(), expected, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", SCALES_AT, ids=lambda kind: kind.name)
+def test_a_group_without_a_scale_holds_its_minimum(kind: Kind) -> None:
+    rows = random_blocks(kind, OUTPUTS, INPUTS).copy()
+    blocks = rows.reshape(OUTPUTS * INPUTS // _elements(kind), -1)
+    at = SCALES_AT[kind][0]
+    blocks[::2, at : at + 2] = 0
+    found = decoded(kind, rows).dequantized()
+    assert bool(found.isfinite().all())
+    torch.testing.assert_close(found, meaning(kind, rows), rtol=2e-6, atol=1e-6)

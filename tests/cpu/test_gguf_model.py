@@ -1,0 +1,330 @@
+"""A model in a GGUF file: its sizes, its tensors in the architecture's order, and its answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf_files as files
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given
+from hypothesis import strategies as st
+from quantized_checkpoint import load, logits_of, opened, write_whole
+from torch import Tensor
+
+from quickstep import LLM, SamplingParams
+from quickstep.config import LoadConfig
+from quickstep.engine.tokenizer import Tokenizer
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint_weights import open_weights
+from quickstep.model.source import find_checkpoint
+from quickstep.model.spec import parse_spec, read_spec
+from quickstep.model.tensor_schema import layer_tensors, outer_tensors
+
+VOCAB = 264
+HF = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": files.HIDDEN,
+    "intermediate_size": files.WIDTH,
+    "num_hidden_layers": files.LAYERS,
+    "num_attention_heads": files.HEADS,
+    "num_key_value_heads": files.KV_HEADS,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
+# as Q4_K_M mixes them, and more
+KINDS = {
+    "q_proj": Kind.Q4_K,
+    "k_proj": Kind.Q4_K,
+    "v_proj": Kind.Q6_K,
+    "o_proj": Kind.Q5_K,
+    "gate_proj": Kind.Q4_0,
+    "up_proj": Kind.Q8_0,
+    "down_proj": Kind.Q5_1,
+    "embed_tokens": Kind.Q6_K,
+    "lm_head": Kind.Q8_0,
+}
+
+
+def write_model(
+    path: Path, architecture: str = "llama", kinds: dict[str, Kind] = KINDS, **changes: object
+) -> dict[str, Tensor]:
+    """Write the file; gives the weights that it means, in the architecture's own order."""
+    spec = parse_spec(HF | changes)
+    shapes = outer_tensors(spec, "model.", "lm_head.weight")
+    for index in range(spec.num_layers):
+        shapes |= layer_tensors(spec, "model.", index)
+    meant: dict[str, Tensor] = {}
+    written = []
+    generator = np.random.default_rng(0)
+    for seed, (name, shape) in enumerate(shapes.items()):
+        part = name.split(".")[-2]
+        kind = kinds.get(part, Kind.F32) if name.endswith(".weight") else Kind.F32
+        if kind in files.SCALES_AT:
+            values = files.random_blocks(kind, *shape, seed=seed)
+            meant[name] = files.meaning(kind, values)
+        else:
+            drawn = generator.normal(0, 0.1, shape) + ("norm" in name)
+            values = drawn.astype(np.float16 if kind == Kind.F16 else np.float32)
+            meant[name] = torch.from_numpy(values.astype(np.float32))
+        heads = {"q_proj": files.HEADS, "k_proj": files.KV_HEADS}.get(part)
+        if architecture == "llama" and heads is not None:
+            values = files.paired(values, heads)
+        written.append((files.gguf_name(name), values, kind))
+    metadata = files.sizes() | files.byte_vocabulary(VOCAB)
+    files.write_gguf(path, architecture, metadata, written)
+    return meant
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    path = tmp_path_factory.mktemp("gguf") / "tiny-q4_k_m.gguf"
+    return path, write_model(path)
+
+
+def test_metadata_reads_as_the_config_it_was_converted_from(
+    llama: tuple[Path, dict[str, Tensor]],
+) -> None:
+    assert read_spec(llama[0]) == parse_spec(HF)
+
+
+DIALECTS: list[tuple[str, dict[str, object], dict[str, object]]] = [
+    ("qwen2", {}, {"architectures": ["Qwen2ForCausalLM"]}),
+    (
+        "qwen3",
+        {"attention__key_length": 32, "attention__value_length": 32, "rope__freq_base": 1e6},
+        {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "rope_theta": 1e6},
+    ),
+    (
+        "llama",
+        {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    ),
+    (
+        "qwen2",
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 64,
+        },
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    (
+        "phi3",
+        {"attention__sliding_window": 128},
+        {"architectures": ["Phi3ForCausalLM"], "sliding_window": 128}
+        | {"original_max_position_embeddings": 256},
+    ),
+    (
+        "gemma2",
+        {
+            "attention__sliding_window": 64,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "attention__key_length": 64,
+            "attention__value_length": 64,
+        },
+        {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 64, "head_dim": 64}
+        | {"query_pre_attn_scalar": 64, "hidden_activation": "gelu_pytorch_tanh"},
+    ),
+    (
+        "gemma3",
+        {"attention__sliding_window": 64, "attention__key_length": 64}
+        | {"attention__value_length": 64, "rope__freq_base": 1e6},
+        {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 64, "head_dim": 64}
+        | {"query_pre_attn_scalar": 64, "rope_theta": 1e6},
+    ),
+]
+
+
+@pytest.mark.parametrize(("architecture", "section", "config"), DIALECTS)
+def test_each_architecture_reads_as_its_config(
+    architecture: str, section: dict[str, object], config: dict[str, object], tmp_path: Path
+) -> None:
+    embedding = np.zeros((VOCAB, files.HIDDEN), dtype=np.float16)
+    metadata = files.sizes(**{k: v for k, v in section.items() if k != "rope__freq_base"})
+    if "rope__freq_base" in section:
+        metadata[".rope.freq_base"] = section["rope__freq_base"]
+    if "attention__key_length" in section:
+        metadata[".rope.dimension_count"] = section["attention__key_length"]
+    tensors = [("token_embd.weight", embedding, Kind.F16)]
+    path = files.write_gguf(tmp_path / "m.gguf", architecture, metadata, tensors)
+    expected = HF | {"torch_dtype": "float16", "tie_word_embeddings": True} | config
+    found = read_spec(path)
+    wanted = parse_spec(expected)
+    assert found.norm_offset == 0.0
+    if architecture.startswith("gemma"):
+        assert wanted.norm_offset == 1.0
+    for name in wanted.__slots__:
+        if name != "norm_offset":
+            assert getattr(found, name) == getattr(wanted, name), name
+
+
+def test_frequency_divisors_are_part_of_the_rope(tmp_path: Path) -> None:
+    divisors = np.linspace(1, 8, files.HIDDEN // files.HEADS // 2, dtype=np.float32)
+    embedding = np.zeros((VOCAB, files.HIDDEN), dtype=np.float16)
+    tensors = [
+        ("token_embd.weight", embedding, Kind.F16),
+        ("rope_freqs.weight", divisors, Kind.F32),
+    ]
+    path = files.write_gguf(tmp_path / "m.gguf", "llama", files.sizes(), tensors)
+    [rope] = read_spec(path).ropes
+    assert rope.short_factor == rope.long_factor == tuple(divisors.tolist())
+    assert rope.attention_factor == 1.0
+
+
+def test_tensors_are_the_architectures_own(llama: tuple[Path, dict[str, Tensor]]) -> None:
+    path, meant = llama
+    source = opened(path)[1]
+    start = "model.layers.1."
+    attention, dense = f"{start}self_attn.", f"{start}mlp."
+    for module, parts in ((attention, "qkv"), (attention, "o"), (dense, ("gate", "up"))):
+        names = tuple(f"{module}{part}_proj.weight" for part in parts)
+        found = source.linear(names)
+        expected = torch.cat([meant[name] for name in names])
+        torch.testing.assert_close(found.dequantized(), expected, rtol=2e-6, atol=1e-6)
+    for name in ("lm_head.weight", "model.embed_tokens.weight", f"{start}mlp.down_proj.weight"):
+        torch.testing.assert_close(
+            source.linear((name,)).dequantized(), meant[name], rtol=2e-6, atol=1e-6
+        )
+    norm = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(source.tensor(norm), meant[norm])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_whole_matrices_and_biases_keep_their_order(architecture: str, tmp_path: Path) -> None:
+    changes = {"qwen2": {"architectures": ["Qwen2ForCausalLM"]}}.get(architecture, {})
+    kinds = dict.fromkeys(KINDS, Kind.F16)
+    path = tmp_path / "m.gguf"
+    meant = write_model(path, architecture, kinds, **changes)
+    expected = load(write_whole(tmp_path / "whole", meant, **{**HF, **changes}))
+    tokens = [5, 77, 200, 31, 9]
+    torch.testing.assert_close(
+        logits_of(load(path), tokens), logits_of(expected, tokens), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_answers_are_near_those_of_the_weights_it_means(
+    llama: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    path, meant = llama
+    expected = load(write_whole(tmp_path, meant, **HF))
+    tokens = [(7 * i + 3) % 256 for i in range(24)]
+    found, wanted = logits_of(load(path), tokens), logits_of(expected, tokens)
+    assert float((found - wanted).square().mean() / wanted.square().mean()) < 0.05**2
+
+
+def test_the_engine_answers_alone_as_in_a_batch(llama: tuple[Path, dict[str, Tensor]]) -> None:
+    prompts = ["one", "another prompt that is longer", "abab", "x" * 40]
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+    with LLM(str(llama[0]), num_threads=1, dtype="float32") as llm:
+        together = [output.outputs[0] for output in llm.generate(prompts, params)]
+        alone = [llm.generate(prompt, params)[0].outputs[0] for prompt in prompts]
+        assert llm.engine.tokenizer.encode("ab") == [257]
+        plan = llm.engine.model.memory_plan
+    assert [(o.token_ids, o.logprobs) for o in together] == [
+        (o.token_ids, o.logprobs) for o in alone
+    ]
+    assert plan is not None and plan.rows[0].detail.endswith("as the checkpoint has quantised them")
+
+
+def test_a_directory_with_one_file_is_that_file(llama: tuple[Path, dict[str, Tensor]]) -> None:
+    path = llama[0]
+    assert find_checkpoint(LoadConfig(model=str(path.parent))).path == path
+    named = find_checkpoint(LoadConfig(model=str(path)))
+    assert (named.path, named.name) == (path, "tiny-q4_k_m")
+
+
+def test_several_files_must_be_named(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match="holds 2 GGUF files"):
+        find_checkpoint(LoadConfig(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "named"),
+    [
+        ("mamba", {}, "architecture 'mamba'"),
+        ("llama", {".expert_count": 8}, "'expert_count'"),
+        ("llama", {".attention.value_length": 32}, "values of 32"),
+        ("llama", {"split.count": 3}, "one of 3 parts"),
+        ("llama", {".rope.scaling.type": "spiral"}, "'spiral'"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(
+    architecture: str, metadata: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    embedding = np.zeros((VOCAB, files.HIDDEN), dtype=np.float16)
+    tensors = [("token_embd.weight", embedding, Kind.F16)]
+    path = tmp_path / "m.gguf"
+    files.write_gguf(path, architecture, files.sizes() | metadata, tensors)
+    with pytest.raises(ConfigError) as caught:
+        read_spec(path)
+    assert named in str(caught.value)
+
+
+def test_block_types_without_even_steps_are_refused(tmp_path: Path) -> None:
+    values = np.zeros((VOCAB, files.HIDDEN // 32 * 18), dtype=np.uint8)
+    tensors = [("token_embd.weight", values, Kind.IQ4_NL)]
+    path = files.write_gguf(tmp_path / "m.gguf", "llama", files.sizes(), tensors)
+    with pytest.raises(ConfigError, match=r"stores token_embd\.weight as IQ4_NL"):
+        read_spec(path)
+
+
+def test_a_cut_file_is_refused_wherever_it_ends(
+    llama: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    content = llama[0].read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in (1, 3, 10, 30, 200, 5000, len(content) - 1):
+        cut.write_bytes(content[:length])
+        with pytest.raises(ConfigError):
+            read_spec(cut)
+
+
+def test_a_checkpoint_in_codes_is_not_quantised_again(
+    llama: tuple[Path, dict[str, Tensor]],
+) -> None:
+    with pytest.raises(ConfigError, match=r"quantised already \(gguf\)"):
+        load(llama[0], quantization="int8")
+
+
+def test_another_file_has_another_fingerprint(
+    llama: tuple[Path, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    content = bytearray(llama[0].read_bytes())
+    content[-5] ^= 1
+    (tmp_path / "other.gguf").write_bytes(content)
+    prints = {load(path).fingerprint for path in (llama[0], tmp_path / "other.gguf")}
+    assert len(prints) == 2
+
+
+@given(st.integers(0, 1500), st.integers(0, 255))
+def test_a_changed_byte_of_the_header_is_refused_or_harmless(
+    llama: tuple[Path, dict[str, Tensor]], at: int, value: int
+) -> None:
+    content = bytearray(llama[0].read_bytes())
+    content[at] = value
+    changed = llama[0].parent / "changed.bin.gguf"
+    changed.write_bytes(content)
+    try:
+        weights = open_weights(changed, read_spec(changed))
+        weights.check()
+        Tokenizer.open(changed)
+    except ConfigError:
+        pass
+    finally:
+        changed.unlink()

@@ -1,0 +1,228 @@
+"""Quantised checkpoints: every matrix comes out as the format's formula says, or is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import format_writers as writers
+import pytest
+import torch
+from quantized_checkpoint import opened, write_quantized
+from torch import Tensor
+
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint_weights import open_weights
+from quickstep.model.spec import read_spec
+from quickstep.ops.table import QuantizedWeight
+
+AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "checkpoint_format": "gptq"}
+compressed = writers.compressed_config
+W8A8 = {"input_activations": {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}}
+
+EXACT = {
+    "awq-g32": (AWQ | {"group_size": 32}, writers.awq(32)),
+    "awq-g64": (AWQ | {"group_size": 64, "modules_to_not_convert": ["lm_head"]}, writers.awq(64)),
+    "awq-all": (AWQ | {"group_size": -1}, writers.awq(-1)),
+    "gptq4-g32": (GPTQ | {"bits": 4, "group_size": 32}, writers.gptq(4, 32)),
+    "gptq4-all": (GPTQ | {"bits": 4, "group_size": -1, "sym": True}, writers.gptq(4, -1)),
+    "gptq8-g64": (GPTQ | {"bits": 8, "group_size": 64}, writers.gptq(8, 64)),
+    "gptq-v2": (
+        GPTQ | {"bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
+        writers.gptq(4, 32, version=2),
+    ),
+    "gptq-zero-biases": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+        writers.gptq(4, 32, with_bias=True),
+    ),
+    "packed4-g32": (compressed("pack-quantized", 4, "group", 32), writers.packed_integers(4, 32)),
+    "packed4-asymmetric": (
+        compressed("pack-quantized", 4, "group", 64, symmetric=False),
+        writers.packed_integers(4, 64, symmetric=False, scale_dtype=torch.float16),
+    ),
+    "packed4-channel": (
+        compressed("pack-quantized", 4, "channel"),
+        writers.packed_integers(4, None),
+    ),
+    "packed8-channel": (
+        compressed("pack-quantized", 8, "channel", symmetric=False),
+        writers.packed_integers(8, None, symmetric=False),
+    ),
+    "w8a8": (compressed("int-quantized", 8, "channel", **W8A8), writers.plain_integers(None)),
+    "w8a8-asymmetric": (
+        compressed("int-quantized", 8, "channel", symmetric=False, **W8A8),
+        writers.plain_integers(None, symmetric=False),
+    ),
+    "int8-g32": (compressed("int-quantized", 8, "group", 32), writers.plain_integers(32)),
+    "naive4-g16": (
+        compressed("naive-quantized", 4, "group", 16),
+        writers.plain_integers(16, bits=4),
+    ),
+    "bnb-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, writers.bnb_int8),
+}
+BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+ROUNDED_AGAIN = {
+    "gptq-act-order": (
+        GPTQ | {"bits": 4, "group_size": 32, "desc_act": True},
+        writers.gptq(4, 32, act_order=True),
+    ),
+    "packed4-act-order": (
+        compressed("pack-quantized", 4, "group", 32),
+        writers.packed_integers(4, 32, act_order=True),
+    ),
+    "nf4": (BNB4, writers.bnb_4bit("nf4", nested=False)),
+    "nf4-nested": (BNB4, writers.bnb_4bit("nf4", nested=True)),
+    "nf4-b128": (BNB4, writers.bnb_4bit("nf4", nested=False, block=128)),
+    "fp4-nested": (BNB4, writers.bnb_4bit("fp4", nested=True)),
+}
+
+
+def matrices(path: Path, meant: dict[str, Tensor]) -> list[tuple[Tensor, QuantizedWeight]]:
+    """Each linear matrix as it is meant, and as it is read; queries, keys and values stacked."""
+    source = opened(path)[1]
+    found = []
+    for layer in range(2):
+        start = f"model.layers.{layer}"
+        for parts in (("q", "k", "v"), ("o",)):
+            names = tuple(f"{start}.self_attn.{part}_proj.weight" for part in parts)
+            found.append((torch.cat([meant[name] for name in names]), source.linear(names)))
+        name = f"{start}.mlp.down_proj.weight"
+        found.append((meant[name], source.linear((name,))))
+    for _, weight in found:
+        assert isinstance(weight, QuantizedWeight)
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_weights_are_those_of_the_formula(case: str, tmp_path: Path) -> None:
+    quantization, writer = EXACT[case]
+    meant = write_quantized(tmp_path, quantization, writer)
+    for expected, found in matrices(tmp_path, meant):
+        torch.testing.assert_close(found.dequantized(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", ROUNDED_AGAIN)
+def test_what_even_groups_cannot_hold_is_rounded_to_eight_bits(case: str, tmp_path: Path) -> None:
+    quantization, writer = ROUNDED_AGAIN[case]
+    meant = write_quantized(tmp_path, quantization, writer)
+    for expected, found in matrices(tmp_path, meant):
+        assert found.bits == 8
+        error = (found.dequantized() - expected).view(*found.scales.shape, found.group_size)
+        if quantization["quant_method"] == "bitsandbytes":
+            assert bool((error.abs() <= 0.5001 * found.scales.unsqueeze(-1)).all())
+        assert float(error.square().mean() / expected.square().mean()) < 0.005**2
+
+
+@pytest.mark.parametrize("case", EXACT | ROUNDED_AGAIN)
+def test_a_matrix_is_held_in_the_form_that_sizing_counts(case: str, tmp_path: Path) -> None:
+    quantization, writer = (EXACT | ROUNDED_AGAIN)[case]
+    write_quantized(tmp_path, quantization, writer)
+    weights, source = opened(tmp_path)
+    assert weights.storage is not None
+    for name, shape in weights.shapes.items():
+        if weights.storage.parts(name, shape) is None:
+            continue
+        form, found = weights.storage.form(name, shape), source.linear((name,))
+        assert isinstance(found, QuantizedWeight)
+        group = form.group_size or shape[1]
+        assert (found.bits, found.group_size) == (form.bits, group)
+        assert (found.zeros is not None) == form.has_zeros
+
+
+def test_every_tensor_of_the_files_is_accounted_for(tmp_path: Path) -> None:
+    for case, (quantization, writer) in EXACT.items():
+        path = tmp_path / case
+        write_quantized(path, quantization, writer)
+        weights = open_weights(path, read_spec(path))
+        stored = set(weights.stored())
+        left = {name for name in weights.files.tensors if name not in stored}
+        assert all(name.endswith(".bias") for name in left)
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_weights(path, read_spec(path)).check()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "named"),
+    [
+        ({"quant_method": "fp8"}, "quantised by fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"bits": 4}, "an unnamed method"),
+        (AWQ | {"bits": 3}, "AWQ of 3 bits"),
+        (AWQ | {"version": "gemv"}, "'gemv'"),
+        (AWQ | {"group_size": 8}, "groups of 8"),
+        (AWQ | {"group_size": 32, "modules_to_not_convert": ["o_proj"]}, "'o_proj'"),
+        (GPTQ | {"bits": 2}, "GPTQ of 2 bits"),
+        (GPTQ | {"bits": 3}, "GPTQ of 3 bits"),
+        (GPTQ | {"bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
+        (GPTQ | {"bits": 4, "dynamic": {"-:.*down.*": {}}}, "dynamic"),
+        (compressed("float-quantized", 8, "channel"), "float-quantized"),
+        (compressed("marlin-24", 4, "group", 32), "marlin-24"),
+        (compressed("pack-quantized", 3, "group", 32), "3 bits"),
+        (compressed("pack-quantized", 4, "block"), "'block'"),
+        (compressed("int-quantized", 8, "channel") | {"kv_cache_scheme": {"a": 1}}, "KV cache"),
+        (compressed("int-quantized", 8, "channel") | {"transform_config": {"a": 1}}, "rotated"),
+        (
+            compressed("int-quantized", 8, "channel") | {"sparsity_config": {"format": "24"}},
+            "sparse",
+        ),
+        (
+            compressed(
+                "int-quantized",
+                8,
+                "tensor",
+                input_activations={"num_bits": 8, "type": "int", "dynamic": False},
+            ),
+            "input_activations of int8, dynamic False",
+        ),
+    ],
+)
+def test_an_unknown_variant_is_refused_by_name(
+    quantization: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    write_quantized(tmp_path, quantization, writers.awq(32))
+    assert named in refused(tmp_path)
+
+
+def test_modules_are_matched_by_name_and_expression_before_class(tmp_path: Path) -> None:
+    config = compressed("pack-quantized", 4, "group", 32)
+    groups = dict(config["config_groups"])  # type: ignore[call-overload]
+    narrow = dict(groups["group_0"]["weights"]) | {"group_size": 16}
+    groups["group_1"] = {"targets": ["re:.*down_proj"], "weights": narrow}
+    config |= {"config_groups": groups, "ignore": ["re:.*embed.*", "lm_head"]}
+
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> writers.Written:
+        group = 16 if inputs == 192 else 32
+        return writers.packed_integers(4, group)(outputs, inputs, generator)
+
+    meant = write_quantized(tmp_path, config, write)
+    sizes = set()
+    for expected, found in matrices(tmp_path, meant):
+        sizes.add(found.group_size)
+        torch.testing.assert_close(found.dequantized(), expected, rtol=1e-6, atol=1e-7)
+    assert sizes == {16, 32}
+
+
+def test_a_bias_that_is_not_zero_is_refused_where_the_architecture_has_none(
+    tmp_path: Path,
+) -> None:
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> writers.Written:
+        written = writers.gptq(4, 32, with_bias=True)(outputs, inputs, generator)
+        written.tensors[".bias"][0] = 1.0
+        return written
+
+    write_quantized(tmp_path, GPTQ | {"bits": 4, "group_size": 32}, write)
+    assert "bias" in refused(tmp_path)
+
+
+def test_a_missing_scale_is_named(tmp_path: Path) -> None:
+    def write(outputs: int, inputs: int, generator: torch.Generator) -> writers.Written:
+        written = writers.awq(32)(outputs, inputs, generator)
+        del written.tensors[".scales"]
+        return written
+
+    write_quantized(tmp_path, AWQ | {"group_size": 32}, write)
+    assert ".scales" in refused(tmp_path)
