@@ -92,6 +92,7 @@ def conversation_request(
         cache_salt=label("cache_salt", fields.cache_salt, served.limits),
         output=output,
         grammar_field="" if grammar is None else grammar.field,
+        grammar_inside_reasoning=None if grammar is None else grammar.inside_reasoning,
     )
 
 
@@ -164,7 +165,7 @@ def checked_metadata(metadata: dict[str, str], limits: RequestLimits) -> dict[st
 
 
 def _grammar(conversation: Conversation, served: Served) -> AskedGrammar | None:
-    """The grammar of the message: of the calls that are forced, or of its content."""
+    """The grammar of the message: of its calls, or of its content."""
     asked, offered = conversation.asked, conversation.offered
     if asked is not None and offered.tools:
         raise RequestError(
@@ -177,7 +178,7 @@ def _grammar(conversation: Conversation, served: Served) -> AskedGrammar | None:
             "channels",
             param=asked.field,
         )
-    return asked or offered.forced
+    return asked or offered.grammar
 
 
 def _output(offered: OfferedTools, served: Served) -> OutputReading | None:

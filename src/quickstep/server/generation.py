@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from quickstep.server.prompts import (
     prompt_ids,
 )
 from quickstep.server.request_size import check_num_tokens
-from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
+from quickstep.types import FinishReason, Grammar, SamplingParams, SequenceTimings, TokenLogprobs
 
 __all__ = [
     "ChatPrompt",
@@ -93,6 +93,7 @@ class GenerationRequest:
         model: The name to answer with.
         output: What to read out of the text beside content; None for nothing.
         grammar_field: The client's name of what became `sampling.grammar`.
+        grammar_inside_reasoning: Takes its place where the prompt has opened the reasoning.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
         tenant: Whom the work is accounted to.
         shown: What completions and chat say beside the text.
@@ -115,6 +116,7 @@ class GenerationRequest:
     cache_salt: str = ""
     output: OutputReading | None = None
     grammar_field: str = ""
+    grammar_inside_reasoning: Grammar | None = None
     echoed: Mapping[str, Any] = field(default_factory=dict)
     shown: Shown = field(default_factory=Shown)
     deadline_s: float | None = None
@@ -311,9 +313,9 @@ async def open_generation(
         RequestError: One of them is refused; then nothing stays submitted.
         EngineError: The engine takes no requests.
     """
-    await _prepare(engine, request)
     prompts = [await prompt_ids(engine, prompt) for prompt in request.prompts]
-    _check_reasoning(engine, request, prompts)
+    request = _behind_prompts(engine, request, prompts)
+    await _prepare(engine, request)
     check_num_tokens(prompts, request.sampling, engine.max_model_len, limits)
     streams: list[TokenStream] = []
     try:
@@ -361,19 +363,24 @@ def _in_clients_words(error: BaseException, request: GenerationRequest) -> BaseE
     return RequestError(message, param=field, status=error.status)
 
 
-def _check_reasoning(
+def _behind_prompts(
     engine: ServedEngine, request: GenerationRequest, prompts: Sequence[Sequence[int]]
-) -> None:
-    """A grammar begins with the output, so the prompt must not have opened the reasoning."""
+) -> GenerationRequest:
+    """A grammar begins with the output: inside the reasoning, where the prompt has opened it."""
     if request.sampling.grammar is None or request.output is None:
-        return
-    if any(opens_reasoning(request.output, engine.tokenizer, prompt) for prompt in prompts):
+        return request
+    if not any(opens_reasoning(request.output, engine.tokenizer, prompt) for prompt in prompts):
+        return request
+    if request.grammar_inside_reasoning is None:
         field = request.grammar_field
         raise RequestError(
             f"{field} is not supported where the chat template opens the reasoning; turn that off "
             "with chat_template_kwargs",
             param=field,
         )
+    return replace(
+        request, sampling=replace(request.sampling, grammar=request.grammar_inside_reasoning)
+    )
 
 
 def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequence[int]) -> bool:
