@@ -61,11 +61,15 @@ _PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of 
 
 @dataclass(frozen=True, slots=True)
 class OutputReading:
-    """The formats to look for in a message. `one_call`: further calls are dropped."""
+    """The formats to look for in a message.
+
+    `one_call`: further calls are dropped. `inside_reasoning`: the client has begun the reasoning.
+    """
 
     tool_calls: ToolCallFormat | None
     reasoning: ReasoningFormat | None
     one_call: bool = False
+    inside_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,9 +388,11 @@ def _behind_prompts(
 
 
 def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequence[int]) -> bool:
-    """Whether the prompt ends in the tag that opens the reasoning, as some templates write it."""
+    """Whether the output begins inside the reasoning: some templates end in its opening tag."""
     reasoning = output.reasoning
     if reasoning is None or not reasoning.opening:
         return False
+    if output.inside_reasoning:
+        return True
     end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
     return end.rstrip().endswith(reasoning.opening)
