@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quickstep.server.anthropic import CountTokens, Messages
-from quickstep.server.anthropic_schema import CountTokensRequest, MessagesRequest
+from quickstep.server.anthropic_schema import CountTokensRequest, CustomToolSpec, MessagesRequest
 from quickstep.server.api_pages import ApiPages
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.batches import LocalBatches
@@ -29,14 +29,18 @@ from quickstep.server.response_openai import (
 from quickstep.server.response_probes import ApiDocument, Health, Pong, Readiness, Version
 from quickstep.server.response_responses import DeletedResponse, InputItems, ResponseObject
 from quickstep.server.responses import Responses, StoredResponses
-from quickstep.server.responses_schema import ResponsesRequest
+from quickstep.server.responses_input import item_schema
+from quickstep.server.responses_schema import FunctionToolSpec, ResponsesRequest
 from quickstep.server.responses_store import ResponseStore
 from quickstep.server.routes import GeneratingRoute
 from quickstep.server.schemas import ChatRequest, CompletionRequest
 from quickstep.server.surface import Served
 from quickstep.server.tokenize import Tokenizing
+from quickstep.server.unknown_fields import Parts
 
 __all__ = ["api_routes"]
+
+_ANTHROPIC_PARTS: Parts = {"tools": lambda tool: CustomToolSpec}
 
 
 def api_routes(
@@ -111,6 +115,7 @@ def _responses(served: Served, metrics: Metrics) -> list[ApiRoute]:
             request=ResponsesRequest,
             response=ResponseObject,
             streams=True,
+            parts={"input": item_schema, "tools": lambda tool: FunctionToolSpec},
         ),
         ApiRoute("GET", one, stored.retrieve, "A stored response.", response=ResponseObject),
         ApiRoute("DELETE", one, stored.delete, "Forget a response.", response=DeletedResponse),
@@ -134,6 +139,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
             request=MessagesRequest,
             response=MessageResponse,
             streams=True,
+            parts=_ANTHROPIC_PARTS,
             error_shape=anthropic_shape,
         ),
         ApiRoute(
@@ -143,6 +149,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "How many tokens a message's input has.",
             request=CountTokensRequest,
             response=TokenCount,
+            parts=_ANTHROPIC_PARTS,
             error_shape=anthropic_shape,
         ),
     ]
