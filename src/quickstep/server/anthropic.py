@@ -253,7 +253,7 @@ class _MessagesWriter:
 
     def failure(self, error: Exception) -> Iterator[bytes]:
         """An error event."""
-        yield event_frame("error", anthropic_shape(error_facts(error)))
+        yield event_frame("error", anthropic_shape(error_facts(error))[1])
 
     def note(self, item: ChoiceDelta) -> None:
         """The same blocks, without events."""

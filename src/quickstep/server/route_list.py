@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quickstep.server.anthropic import CountTokens, Messages
+from quickstep.server.anthropic_betas import with_checked_betas
 from quickstep.server.anthropic_schema import CountTokensRequest, CustomToolSpec, MessagesRequest
 from quickstep.server.api_pages import ApiPages
 from quickstep.server.api_route import ApiRoute
@@ -51,7 +52,7 @@ def api_routes(
     probes = Probes(served, metrics, options.stall_s)
     routes = [
         *_generating(served, metrics),
-        *_responses(served, metrics),
+        *_responses(served, metrics, options),
         *_anthropic(served, metrics),
         *batches.routes(),
         *Tokenizing(served).routes(),
@@ -93,7 +94,7 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
         ApiRoute(
             "POST",
             "/v1/embeddings",
-            Embeddings(served).answer,
+            Embeddings(served, metrics).answer,
             "A vector for each input.",
             request=EmbeddingRequest,
             response=EmbeddingList,
@@ -102,8 +103,8 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
     ]
 
 
-def _responses(served: Served, metrics: Metrics) -> list[ApiRoute]:
-    store = ResponseStore()
+def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
+    store = ResponseStore(options.stored_responses, options.stored_response_bytes)
     stored = StoredResponses(store)
     one = "/v1/responses/{response_id}"
     return [
@@ -134,7 +135,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
         ApiRoute(
             "POST",
             "/v1/messages",
-            GeneratingRoute(Messages(), served, metrics).answer,
+            with_checked_betas(GeneratingRoute(Messages(), served, metrics).answer),
             "Anthropic's Messages API.",
             request=MessagesRequest,
             response=MessageResponse,
@@ -145,7 +146,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
         ApiRoute(
             "POST",
             "/v1/messages/count_tokens",
-            CountTokens(served).answer,
+            with_checked_betas(CountTokens(served).answer),
             "How many tokens a message's input has.",
             request=CountTokensRequest,
             response=TokenCount,
