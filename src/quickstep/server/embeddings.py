@@ -152,7 +152,7 @@ async def _vector(stream: TokenStream, meter: EmbeddingMeter) -> Sequence[float]
         meter.observe(delta)
         if delta.embedding is not None:
             return delta.embedding
-        if delta.finish_reason is FinishReason.ERROR:
+        if delta.finish_reason is not None and delta.finish_reason.is_failure:
             raise GenerationFailed(delta.error or "the model failed on this request")
         if delta.finish_reason is FinishReason.DEADLINE:
             raise EngineError("the embedding was not there within timeout_s; allow it more time")

@@ -21,9 +21,9 @@ from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.engine.best_of import best_indices
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import ReasoningFormat, ToolCallFormat
-from quickstep.errors import EngineError, RequestError
-from quickstep.server.api_errors import GenerationFailed
+from quickstep.errors import RequestError
 from quickstep.server.beam_stream import open_beams
+from quickstep.server.ends import check_end, in_clients_words
 from quickstep.server.engine_face import ServedEngine, TokenStream, Vocabulary
 from quickstep.server.options import RequestLimits
 from quickstep.server.prompts import (
@@ -151,17 +151,13 @@ class Choice:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
-        """Append a delta. Raises EngineError if it says that the sequence could not end."""
+        """Append a delta."""
         self.text.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs or ())
         self.timings = delta.timings or self.timings
         self.prompt_logprobs.extend(delta.prompt_logprobs)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        if delta.finish_reason is FinishReason.ERROR:
-            raise GenerationFailed(delta.error or "the model failed on this request")
-        if delta.finish_reason is FinishReason.SHUTDOWN:
-            raise EngineError("the server is shutting down; send the request again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +234,17 @@ class Generation:
         )
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
-        """All deltas as they come, added to `choices`. Raises EngineError if a choice fails."""
+        """All deltas as they come, added to `choices`.
+
+        Raises:
+            EngineError: A choice failed.
+            RequestError: What the request demands left a choice no token.
+        """
         merged = self._merged() if len(self._streams) > 1 else self._of_stream(0)
         async with aclosing(merged) as deltas:
             async for item in deltas:
                 self.choices[item.choice].add(item.delta)
+                check_end(item.delta, self.request.sampling, self.request.grammar_field)
                 yield item
 
     async def finish(self) -> None:
@@ -330,7 +332,7 @@ async def open_generation(
     except BaseException as error:
         for stream in streams:
             await stream.aclose()
-        raise _in_clients_words(error, request) from None
+        raise in_clients_words(error, request.grammar_field) from None
     return Generation(request, streams)
 
 
@@ -355,16 +357,7 @@ async def _prepare(engine: ServedEngine, request: GenerationRequest) -> None:
     try:
         await engine.prepare(request.sampling)
     except RequestError as error:
-        raise _in_clients_words(error, request) from None
-
-
-def _in_clients_words(error: BaseException, request: GenerationRequest) -> BaseException:
-    """A refused grammar under the name of the client's field; any other error as it is."""
-    if not isinstance(error, RequestError) or error.param != "grammar":
-        return error
-    field = request.grammar_field
-    message = str(error).replace("grammar", field, 1)
-    return RequestError(message, param=field, status=error.status)
+        raise in_clients_words(error, request.grammar_field) from None
 
 
 def _behind_prompts(
