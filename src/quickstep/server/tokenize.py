@@ -165,7 +165,7 @@ class Tokenizing:
     def _rendered(self, chat: ChatRequest) -> str:
         """The prompt text, exactly as the chat route would render it."""
         (prompt,) = Chat().parse(msgspec.json.encode(chat), self._served).prompts
-        assert isinstance(prompt, ChatPrompt)
+        assert isinstance(prompt, ChatPrompt), "a chat has one prompt, of this kind"
         return rendered(self._served.engine, prompt)
 
 
