@@ -25,7 +25,7 @@ __all__ = [
     "preset_values",
 ]
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class Grammar:
 
     Attributes:
         text: By kind: the schema as JSON, nothing, the regular expression (Rust's syntax, the
-            whole output), the choices as a JSON list, the grammar in llguidance's Lark.
+            whole output), the choices as a JSON list, the grammar in llguidance's Lark or in
+            llama.cpp's GBNF.
     """
 
     kind: GrammarKind
@@ -76,6 +77,11 @@ class Grammar:
     def of_lark(cls, text: str) -> Grammar:
         """Text that a Lark grammar derives from its rule `start`."""
         return cls("lark", text)
+
+    @classmethod
+    def of_gbnf(cls, text: str) -> Grammar:
+        """Text that a grammar of llama.cpp's derives from its rule `root`."""
+        return cls("gbnf", text)
 
 
 def _json(value: object) -> str:

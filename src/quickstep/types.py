@@ -56,7 +56,10 @@ class Pooling(enum.Enum):
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended. Each end has one reason of its own; `openai` folds them."""
+    """Why a sequence ended. Each end has one reason of its own; `openai` folds them.
+
+    ERROR is our fault, REFUSED the request's own: what it demands of the next token cannot be.
+    """
 
     EOS = "eos"
     STOP_TOKEN = "stop_token"
@@ -67,6 +70,7 @@ class FinishReason(enum.Enum):
     ABORTED = "aborted"
     DEADLINE = "deadline"
     ERROR = "error"
+    REFUSED = "refused"
     SHUTDOWN = "shutdown"
 
     @property
@@ -76,7 +80,12 @@ class FinishReason(enum.Enum):
             return "stop"
         if self in (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_LIMIT, FinishReason.DEADLINE):
             return "length"
-        return "error" if self is FinishReason.ERROR else "abort"
+        return "error" if self.is_failure else "abort"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the sequence could not go on; its last output says why in `error`."""
+        return self in (FinishReason.ERROR, FinishReason.REFUSED)
 
 
 _STOPS = (
@@ -226,10 +235,19 @@ class RowOutput:
 
 @dataclass(frozen=True, slots=True)
 class RowFailure:
-    """One row cannot go on (NaN logits, say); its sequence ends with ERROR, the others go on."""
+    """One row cannot go on; its sequence ends, the others go on.
+
+    `is_refused`: with REFUSED, since its own request leaves it no way; else with ERROR (NaN, say).
+    """
 
     row: int
     reason: str
+    is_refused: bool = False
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """How the sequence ends."""
+        return FinishReason.REFUSED if self.is_refused else FinishReason.ERROR
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +290,7 @@ class SequenceOutput:
 
     Prompt logprobs come in order and once, with index 0: one per prompt token, None for the first.
     `index` counts the sequences of a request (0 to n-1); `stop_token_id` is the token that ended
-    it, for EOS and STOP_TOKEN (it is part of `token_ids`); `error` says why for ERROR.
+    it, for EOS and STOP_TOKEN (it is part of `token_ids`); `error` says why for ERROR and REFUSED.
     """
 
     request_id: str

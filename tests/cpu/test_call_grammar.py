@@ -114,4 +114,4 @@ def test_what_python_cannot_spell_is_refused_by_name(function, why):
 def test_special_tokens_stand_for_the_markers_that_they_are():
     ids = {"[TOOL_CALLS]": 7, "[ARGS]": 8}
     grammar = call_grammar(FORMATS["mistral, named"].spelling, FUNCTIONS[:1], True, ids.get)
-    assert '<[7]> "now" <[8]> %json' in grammar.text
+    assert '<[7]> "now" <[8]> function_0_arguments' in grammar.text

@@ -143,6 +143,11 @@ def test_a_lark_grammar_derives_the_text(compiler, tokenizer):
         assert re.fullmatch(r"\[[a-c]{1,2}(,[a-c]{1,2})*\]", text)
 
 
+def test_llama_cpps_grammar_derives_the_text(compiler, tokenizer):
+    grammar = Grammar.of_gbnf('root ::= "(" root ")" | [a-c]{2}\n')
+    assert re.fullmatch(r"\(*[a-c]{2}\)*", drawn_text(compiler, tokenizer, grammar))
+
+
 def test_min_tokens_keeps_a_grammar_going_where_more_may_follow(compiler, tokenizer):
     sampling = SamplingParams(grammar=Grammar.of_regex("[ab]+"), min_tokens=40, max_tokens=None)
     assert all(len(drawn_tokens(compiler, tokenizer, sampling, seed)) > 40 for seed in range(5))
@@ -208,6 +213,7 @@ def test_a_grammar_that_exhausts_its_limits_fails_its_row_alone(tokenizer):
         state.record(results[-1].token_id)
     assert isinstance(results[-1], SampleFailure)
     assert "the grammar cannot be followed" in results[-1].reason
+    assert results[-1].is_refused
 
 
 def chain(length, inner):
@@ -220,6 +226,8 @@ def nested(depth):
 
 
 REFUSED = [
+    (Grammar.of_gbnf("root ::= ("), "is no GBNF"),
+    (Grammar.of_gbnf('root ::= "a" # ' + "x" * 5000), "characters of GBNF"),
     (Grammar.of_json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
     (Grammar.of_json_schema({"properties": {"a": {"not": {}}}, "required": ["a"]}), "not"),
     (Grammar.of_json_schema({"if": {}, "then": {}}), "if"),

@@ -10,7 +10,7 @@ from paged_hash_model import PagedHashModel
 from quickstep.errors import EngineError
 from quickstep.runtime.kv import allocate_kv, kv_bytes
 from quickstep.runtime.runner import ModelRunner
-from quickstep.types import Admission, Phase, SamplingParams, StepPlan, StepRow
+from quickstep.types import Admission, FinishReason, Phase, SamplingParams, StepPlan, StepRow
 
 BLOCK = 4
 PROMPT = (5, 9, 2, 7, 7, 1, 30, 12, 40)
@@ -140,6 +140,7 @@ def test_a_token_that_the_model_lacks_fails_its_row_only(said):
     result = runner_of().run(plan(0, *rows, admitted=[bad, admission(1)]))
     assert [failure.row for failure in result.failures] == [0]
     assert said in result.failures[0].reason
+    assert (result.failures[0].finish_reason is FinishReason.REFUSED) == (said != "prompt")
     assert result.outputs[1] == alone[0]
 
 

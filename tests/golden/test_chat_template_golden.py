@@ -75,3 +75,29 @@ def test_templates_render_as_in_transformers(name, tools):
     )
     ours = ChatTemplate({"default": TEMPLATES[name]}, {"bos_token": "<s>"}, now=datetime.now)
     assert ours.render(MESSAGES, tools, add_generation_prompt=True, extra=extra) == expected[0]
+
+
+CONTINUED = {
+    "plain": "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<|im_end|>\n{% endfor %}",
+    "trimmed": "{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}<end>{% endfor %}",
+    "reasoning": (
+        "{% for m in messages %}{{ m.role }}: {% if loop.last %}<think>\n\n</think>\n\n{% endif %}"
+        "{{ m.content.split('</think>')[-1].lstrip('\n') }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+@pytest.mark.parametrize("text", ["So", "end", "  Well,\n\nand", "a a a <|im_end|> a"])
+def test_a_message_is_continued_as_in_transformers(name, text):
+    messages = [*MESSAGES, {"role": "assistant", "content": text}]
+    expected, _ = render_jinja_template(
+        conversations=[messages],
+        chat_template=CONTINUED[name],
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    ours = ChatTemplate({"default": CONTINUED[name]}, {}, now=datetime.now)
+    rendered = ours.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert rendered == expected[0]

@@ -197,3 +197,24 @@ def test_named_templates_without_a_default_say_the_way_out(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(RequestError, match="completion"):
         opened(tmp_path).render(HELLO)
+
+
+def test_a_continued_message_ends_the_prompt_white_space_included():
+    messages = [*HELLO, {"role": "assistant", "content": "im_end, so \n"}]
+    chat = template("{% for m in messages %}{{ m.content | trim }}<|im_end|>{% endfor %}")
+    prompt = chat.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert prompt == "hello<|im_end|>im_end, so \n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% for m in messages %}{{ m.role }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+        "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}",
+    ],
+)
+def test_a_message_that_the_template_alters_cannot_be_continued(text):
+    messages = [*HELLO, {"role": "assistant", "content": "<think>Hm</think>So"}]
+    with pytest.raises(RequestError, match="last message cannot be continued"):
+        template(text).render(messages, add_generation_prompt=False, continue_final_message=True)

@@ -47,6 +47,12 @@ def test_rates_are_since_the_last_line() -> None:
     assert log.line(stats(20.0, totals)) is None
 
 
+def test_embedded_prompts_are_counted() -> None:
+    log = TrafficLog(stats(0.0, Totals()))
+    lines = [log.line(stats(n, Totals(num_steps=n)), embedded) for n, embedded in ((1, 3), (2, 3))]
+    assert [str(line).endswith(", embedded 3") for line in lines] == [True, False]
+
+
 def test_work_without_a_step_is_told() -> None:
     log = TrafficLog(stats(0.0, Totals()))
     line = log.line(stats(10.0, Totals(), num_requests=1))

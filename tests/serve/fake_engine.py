@@ -76,9 +76,12 @@ class FakeTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         self.rendered.extend(messages)
         lines = [f"{message['role']}: {message['content']}" for message in messages]
+        if continue_final_message:
+            return "\n".join(lines)
         lines += [
             f"calls={message['tool_calls']}" for message in messages if "tool_calls" in message
         ]

@@ -198,6 +198,13 @@ COMPLETION = cases(
 )
 COMPLETION["suffix"] = UNTRIED
 CHAT: Cases = {
+    "continue_final_message": Case(
+        {
+            "messages": [{"role": "assistant", "content": "So"}],
+            "continue_final_message": True,
+        },
+        lambda seen: seen.prompt == b"assistant: So",
+    ),
     **cases(
         messages=(
             [{"role": "user", "content": "yo"}],
@@ -287,8 +294,7 @@ OPENAI_CASES: dict[type[msgspec.Struct], Cases] = {
         "description": shown(b"Finds it."),
         "parameters": shown(b'"parameters": {"type": "object"}'),
         "strict": Case(
-            {**FORCED, "tools": [{"type": "function", "function": {**SEARCH, "strict": True}}]},
-            is_forced,
+            {"tools": [{"type": "function", "function": {**SEARCH, "strict": True}}]}, is_forced
         ),
     },
 }

@@ -161,6 +161,17 @@ def test_errors_become_the_clients_exceptions(client: anthropic.Anthropic) -> No
         client.messages.create(**{**ASKED, "messages": [{"role": "user", "content": content}]})
 
 
+def test_betas_that_ask_for_nothing_pass_and_others_are_named(client: anthropic.Anthropic) -> None:
+    passing = ["interleaved-thinking-2025-05-14", "prompt-caching-2024-07-31"]
+    assert client.beta.messages.create(**ASKED, betas=passing).content
+    assert client.beta.messages.count_tokens(
+        model="fake", messages=ASKED["messages"], betas=["token-counting-2024-11-01"]
+    ).input_tokens
+    for betas in (["mcp-client-2025-04-04"], [*passing, "files-api-2025-04-14"]):
+        with pytest.raises(anthropic.BadRequestError, match=f"anthropic-beta {betas[-1]} is not"):
+            client.beta.messages.create(**ASKED, betas=betas)
+
+
 def test_what_is_our_fault_is_typed_as_well(
     client: anthropic.Anthropic, engine: FakeEngine
 ) -> None:
@@ -170,6 +181,7 @@ def test_what_is_our_fault_is_typed_as_well(
     with pytest.raises(anthropic.APIStatusError, match="NaN"):
         list(client.messages.create(**ASKED, stream=True))
     engine.script = Script(raises=EngineError("the engine has stopped"))
-    with pytest.raises(anthropic.ServiceUnavailableError) as gone:
+    with pytest.raises(anthropic.APIStatusError) as gone:
         client.messages.create(**ASKED)
     assert gone.value.body["error"]["type"] == "overloaded_error"
+    assert gone.value.status_code == 529

@@ -130,7 +130,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "t"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"colour": 1}, "colour is unknown"),
     ({"messages": []}, "messages is an empty list"),
-    ({"messages": [{"role": "assistant", "content": "So"}]}, "messages[0] is the assistant's"),
+    ({"messages": [{"role": "assistant", "content": [USE]}]}, "messages[0] calls a tool"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
     (said("user", {"type": "image", "source": {}}), "messages[0].content[0] is of type image"),
@@ -162,7 +162,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
     ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
-    ({"tools": [{**TOOL, "strict": True}]}, "tools[0].strict"),
     ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
     ({"tools": [{**TOOL, "input_examples": [{}]}]}, "tools[0].input_examples"),
     ({"tools": [{**TOOL, "eager_input_streaming": True}]}, "tools[0].eager_input_streaming"),

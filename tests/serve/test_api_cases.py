@@ -60,7 +60,9 @@ BEYOND_THE_SCHEMA = re.compile(
     | samplers\ |repeat_last_n\ is|grammar\ is\ no\ GBNF|grammar\ and\ json_schema
     | n_predict\ is\ .*\ and\ max_tokens|logit_bias\ of
     | response_fields
-    | messages\[\d+\]\ is\ the\ assistant's
+    | messages\[\d+\]\ (calls\ a\ tool|is\ no\ message\ of\ the\ assistant)
+    | continue_final_message\ and
+    | the\ last\ message\ cannot\ be\ continued
     | text\.format|stream_options\.
     | tool_choice\ is|tool_choice\.|tools\[\d+\]\.
     | include\[
@@ -69,7 +71,7 @@ BEYOND_THE_SCHEMA = re.compile(
     | structured_outputs\ (has|and\ response_format)
     | .*\ cannot\ go\ with\ 
     | tool_choice\ (asks\ for\ a\ call|cannot\ be\ enforced)
-    | tools\[\d+\]\.function\.(strict\ is\ not\ supported|parameters\ describes|name\ .*twice)
+    | tools\[\d+\]\.function\.(parameters\ describes|name\ .*twice)
     | messages\[\d+\]\.content\ is\ missing
     | messages\[\d+\]\.tool_calls\[\d+\]\.function\.arguments\ is\ not\ the\ JSON\ text
     | response_format\.json_schema\.schema\ is\ missing

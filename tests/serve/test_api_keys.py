@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from quickstep.errors import ConfigError
 from quickstep.server.api_keys import ApiKeys, read_key_file
 from quickstep.server.app import create_app
 from quickstep.server.options import CorsOptions, ServerOptions
+from quickstep.server.run import warn_of_strangers
 
 KEYS = ApiKeys(["ann=secret-a", "bob=secret-b", "secret-c"])
 OPTIONS = ServerOptions(api_keys=KEYS)
@@ -55,7 +57,6 @@ def test_a_probe_needs_no_key(path: str) -> None:
         ("GET", "/version"),
         ("GET", "/"),
         ("GET", "/nowhere"),
-        ("GET", "/docs"),
         ("POST", "/health"),
         ("DELETE", "/ready"),
     ],
@@ -217,9 +218,32 @@ def test_a_browsers_preflight_needs_no_key_and_names_the_origin() -> None:
     assert allowed.headers["access-control-allow-origin"] == "https://a.example"
     other = ask(CHAT, {**asking, "origin": "https://b.example"}, options, "OPTIONS")
     assert "access-control-allow-origin" not in other.headers
+    assert other.status_code == 400
+    error = other.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "origin is not allowed" in error["message"]
     locked = ask("/v1/models", {"origin": "https://a.example"}, options)
     assert locked.status_code == 401
     assert locked.headers["access-control-allow-origin"] == "https://a.example"
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "is_told"),
+    [
+        ("0.0.0.0", ApiKeys(), True),
+        ("::", ApiKeys(), True),
+        ("fe80::1%eth0", ApiKeys(), True),
+        ("0.0.0.0", KEYS, False),
+        ("127.0.0.1", ApiKeys(), False),
+        ("::1", ApiKeys(), False),
+    ],
+)
+def test_a_door_that_is_open_to_others_is_told(
+    host: str, keys: ApiKeys, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "quickstep.server"):
+        warn_of_strangers(host, keys)
+    assert ("may call" in caplog.text) is is_told
 
 
 def test_credentials_for_every_origin_are_refused() -> None:

@@ -256,7 +256,6 @@ def function(**fields: Any) -> list[dict[str, Any]]:
         ({"tools": function(name="x" * 65)}, "tools[0].function.name"),
         ({"tools": function(parameters=[])}, "tools[0].function.parameters"),
         ({"tools": function(parameters={"type": "array"})}, "tools[0].function.parameters"),
-        ({"tools": function(strict=True)}, "tools[0].function.strict"),
         ({"tools": function(extra=1)}, "tools[0].function.extra"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
@@ -286,10 +285,10 @@ def test_a_forced_call_is_a_grammar_around_the_functions_schema(
     assert grammar is not None
     start, call, *rules = grammar.text.splitlines()
     assert start == ("start: call" if one_call else 'start: call ("\\n" call)*')
-    assert len(rules) == len(call.split("|")) == (1 if one_call else 2)
+    assert len(rules) == 2 * len(call.split("|")) == (2 if one_call else 4)
     # the marker is a special token here, which is no text to the grammar
     assert rules[0].startswith(f"function_0: <[{SPECIAL_IDS['<tool_call>']}]> ")
-    assert '"city"' in rules[0]
+    assert '"city"' in rules[1]
     one = post({**body, "tool_choice": "required", "parallel_tool_calls": False}, engine)
     assert one.status_code == 200
     assert engine.submitted[1].sampling.grammar.text.startswith("start: call\n")
@@ -323,6 +322,18 @@ def test_a_grammar_is_refused_where_the_prompt_opens_the_reasoning() -> None:
     assert response.json()["error"]["param"] == "response_format"
     assert not engine.submitted
     assert post(body, engine).status_code == 200
+
+
+def test_a_strict_function_is_enforced_behind_the_reasoning_that_the_prompt_opens() -> None:
+    tool = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    asked = {"role": "assistant", "content": "<think>\n"}
+    engine = engine_saying("x", THINKING)
+    for messages, opened in ((MESSAGES, False), ([*MESSAGES, asked], True)):
+        body = {"messages": messages, "continue_final_message": opened, "tools": [tool]}
+        assert post(body, engine).status_code == 200
+        grammar = engine.submitted[-1].sampling.grammar
+        assert grammar is not None
+        assert ("start: until_closed answer" in grammar.text) is opened
 
 
 def test_a_grammar_is_refused_for_messages_in_channels() -> None:

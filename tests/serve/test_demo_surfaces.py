@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import openai
+import pydantic
 import pytest
 from live_server import live_server
 
@@ -97,6 +98,57 @@ def test_a_chat_is_the_same_on_all_surfaces(
     assert response.output_text == text
     (block,) = message(claude, messages=QUESTION).content
     assert block.text == text
+
+
+def test_a_begun_answer_goes_on_as_it_would_have(
+    chat: openai.OpenAI, claude: anthropic.Anthropic
+) -> None:
+    (block,) = message(claude, messages=QUESTION).content
+    begun = " ".join(block.text.split(" ")[:3])
+    rest = block.text.removeprefix(begun)
+    turns: Any = [*QUESTION, {"role": "assistant", "content": begun}]
+    (continued,) = message(claude, messages=turns).content
+    assert continued.text.startswith(rest)
+    extra: Any = {"continue_final_message": True, "add_generation_prompt": False}
+    fields: Any = {"model": "demo", "messages": turns, "max_tokens": 60, **GREEDY}
+    whole = chat.chat.completions.create(**fields, extra_body=extra).choices[0].message.content
+    stream = chat.chat.completions.create(**fields, extra_body=extra, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
+    assert whole == continued.text
+
+
+class GetWeather(pydantic.BaseModel):
+    """Get the current weather of a city."""
+
+    city: Literal["Zug", "Basel"]
+
+
+def test_a_strict_tool_fits_its_schema_and_leaves_text_alone(
+    chat: openai.OpenAI, claude: anthropic.Anthropic
+) -> None:
+    tool: Any = openai.pydantic_function_tool(GetWeather, name="get_weather")
+    schema = tool["function"]["parameters"]
+    for choice in ("auto", "required"):
+        call = (
+            chat.chat.completions.parse(
+                model="demo", messages=WEATHER, tools=[tool], tool_choice=choice, **GREEDY
+            )
+            .choices[0]
+            .message.tool_calls[0]
+            .function
+        )
+        assert call.parsed_arguments.city in ("Zug", "Basel")
+    told: Any = {**TOLD, "type": "function", "parameters": schema, "strict": True}
+    (item,) = respond(chat, input=WEATHER, tools=[told]).output
+    assert json.loads(item.arguments)["city"] in ("Zug", "Basel")
+    shown: Any = {**TOLD, "input_schema": schema, "strict": True}
+    (use,) = message(claude, messages=WEATHER, tools=[shown]).content
+    assert use.input["city"] in ("Zug", "Basel")
+    texts = [
+        respond(chat, input=QUESTION, tools=[{**told, "strict": strict}]).output_text
+        for strict in (True, False)
+    ]
+    assert texts[0] == texts[1] != ""
 
 
 def test_a_prompt_counts_the_same_and_comes_from_the_cache(

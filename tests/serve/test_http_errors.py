@@ -237,6 +237,24 @@ def test_metrics_carry_vllms_names() -> None:
         assert f"quickstep:{name}{{{model}}}" in lines
 
 
+def test_embeddings_are_measured_as_well() -> None:
+    async def run() -> str:
+        async with client_of(create_app(FakeEngine())) as client:
+            await client.post("/v1/embeddings", json={"input": ["abc", "de"]})
+            await client.post("/v1/embeddings", json={"input": []})
+            return (await client.get("/metrics")).text
+
+    text, model = asyncio.run(run()), 'model_name="fake"'
+    for line in (
+        f"quickstep:prompt_tokens_total{{{model}}} 7.0",
+        f'quickstep:request_success_total{{finished_reason="stop",{model}}} 2.0',
+        f"quickstep:request_prompt_tokens_count{{{model}}} 2.0",
+        f"quickstep:e2e_request_latency_seconds_count{{{model}}} 1.0",
+        f"quickstep:generation_tokens_total{{{model}}} 0.0",
+    ):
+        assert line in text
+
+
 @pytest.mark.parametrize("path", ["/ping", "/version", "/health", "/ready"])
 def test_probes_answer(path: str) -> None:
     assert ask("GET", path).status_code == 200

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from client import MESSAGES, client_of
+from client import CHAT, COMPLETIONS, MESSAGES, client_of
 from fake_engine import FakeEngine, FakeTemplate, Script
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +18,7 @@ from quickstep.types import FinishReason
 
 TEMPLATE = "{% for tool in tools %}<tool_call>{% endfor %}{{ '<think></think>' }}"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "São Paulo"}}\n</tool_call>'
+REGEX, FORMAT = "structured_outputs.regex", "output_config.format.schema"
 THOUGHTS = "<think>So, weather.</think>"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 BODIES: dict[str, dict[str, Any]] = {
@@ -215,3 +216,50 @@ def test_sealed_reasoning_comes_back_as_it_was() -> None:
     assert first["output"][0]["content"][0]["text"] == "So, weather."
     assert first["output"][0]["encrypted_content"] != "So, weather."
     assert len(engine.submitted) == 2
+
+
+REFUSED = Script(
+    words=("a",), reason=FinishReason.REFUSED, error="the grammar cannot be followed: too large"
+)
+
+
+def test_a_grammar_that_fails_late_is_the_clients_in_every_surface() -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    text = {"format": {"type": "json_schema", "name": "s", "schema": schema}}
+    said: dict[str, Any] = {"model": "fake", "messages": MESSAGES}
+    config = {"format": {"type": "json_schema", "schema": schema}}
+    bodies: dict[str, tuple[dict[str, Any], str]] = {
+        CHAT: ({**said, "structured_outputs": {"json": schema}}, "structured_outputs.json"),
+        COMPLETIONS: ({"prompt": "a", "structured_outputs": {"regex": "a+"}}, REGEX),
+        RESPONSES: ({"input": "hi", "store": False, "text": text}, "text.format.schema"),
+        ANTHROPIC: ({**said, "max_tokens": 9, "output_config": config}, FORMAT),
+    }
+
+    async def run() -> None:
+        async with client_of(create_app(FakeEngine(script=REFUSED))) as client:
+            for path, (body, field) in bodies.items():
+                refused = await client.post(path, json=body)
+                message = f"{field} cannot be followed: too large"
+                assert refused.status_code == 400
+                assert refused.json()["error"]["message"] == message
+                stream = await client.post(path, json={**body, "stream": True})
+                assert stream.status_code == 200
+                assert message in stream.text.strip().removesuffix("data: [DONE]")
+                if path in (CHAT, COMPLETIONS):
+                    assert refused.json()["error"]["param"] == field
+                    assert refused.text in stream.text
+
+    asyncio.run(run())
+
+
+def test_fields_that_forbid_every_token_are_named() -> None:
+    async def run() -> dict[str, Any]:
+        script = Script(reason=FinishReason.REFUSED, error="no token is left")
+        async with client_of(create_app(FakeEngine(script=script))) as client:
+            body = {"prompt": "a", "allowed_token_ids": [5], "logit_bias": {"5": -100}}
+            refused = await client.post(COMPLETIONS, json=body)
+            assert refused.status_code == 400
+            error: dict[str, Any] = refused.json()["error"]
+            return error
+
+    assert asyncio.run(run())["param"] == "allowed_token_ids"

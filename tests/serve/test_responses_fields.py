@@ -169,7 +169,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (item("reasoning", encrypted_content="?"), "input[0].encrypted_content"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
-    ({"tools": [{**TOOL, "strict": True}]}, "tools[0].strict"),
     ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
     ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
     ({"tools": [{**TOOL, "allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers"),

@@ -228,6 +228,16 @@ def stored(name: str, text: str = "") -> StoredResponse:
     return StoredResponse(response, ({"role": "user", "content": text},), ())
 
 
+def test_the_operator_bounds_what_is_stored() -> None:
+    async def steps(client: httpx.AsyncClient) -> list[int]:
+        ids = [(await respond(client))["id"] for _ in range(2)]
+        return [(await client.get(f"{RESPONSES}/{one}")).status_code for one in ids]
+
+    assert with_client(steps, options=ServerOptions(stored_responses=1)) == [404, 200]
+    assert with_client(steps, options=ServerOptions(stored_response_bytes=64)) == [404, 404]
+    assert with_client(steps) == [200, 200]
+
+
 def test_the_least_used_response_goes_first() -> None:
     store = ResponseStore(max_responses=2)
     store.put("", stored("a"))

@@ -51,9 +51,10 @@ class HeldTemplate(FakeTemplate):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         self.held.work()
-        return super().render(messages, tools, add_generation_prompt, extra)
+        return super().render(messages, tools, add_generation_prompt, extra, continue_final_message)
 
 
 def others_are_served_while(engine: FakeEngine, held: Held, path: str, body: Any) -> httpx.Response:

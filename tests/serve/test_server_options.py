@@ -144,6 +144,32 @@ def test_known_fields_are_honoured_and_checked_beside_unknown_ones() -> None:
     assert "x-quickstep-ignored-fields" not in plain.headers
 
 
+def test_unknown_fields_of_items_with_schemas_of_their_own_are_dropped_as_well() -> None:
+    options = ServerOptions(ignore_unknown_fields=True)
+    called = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "mood": 1}
+    said = {"role": "user", "content": [{"type": "input_text", "text": "hi", "lang": "en"}]}
+    tool = {"type": "function", "name": "f", "parameters": {"x-own": 1}, "strict": None, "cost": 2}
+    body: dict[str, Any] = {"input": [called, said], "tools": [tool]}
+    assert post("/v1/responses", body, ServerOptions()).status_code == 400
+    warned = post("/v1/responses", body, options)
+    assert warned.status_code == 200, warned.text
+    ignored = "input[0].mood,input[1].content[0].lang,tools[0].cost"
+    assert warned.headers["x-quickstep-ignored-fields"] == ignored
+
+    body = {
+        "model": "fake",
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "lang": "en"}]}],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}, "cost": 2}],
+    }
+    assert post("/v1/messages", body, ServerOptions()).status_code == 400
+    warned = post("/v1/messages", body, options)
+    assert warned.status_code == 200, warned.text
+    assert (
+        warned.headers["x-quickstep-ignored-fields"] == "messages[0].content[0].lang,tools[0].cost"
+    )
+
+
 def test_too_many_unknown_fields_are_refused() -> None:
     body = {"prompt": "a", **{f"x{number}": 1 for number in range(65)}}
     refused = post(COMPLETIONS, body, ServerOptions(ignore_unknown_fields=True))

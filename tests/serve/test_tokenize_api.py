@@ -41,6 +41,11 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "add_special_tokens": ({"prompt": "a"}, False, [97]),
     "return_token_strs": ({"prompt": "a"}, True, [1, 97]),
     "add_generation_prompt": ({"messages": MESSAGES}, False, list(b"user: hi")),
+    "continue_final_message": (
+        {"messages": [{"role": "assistant", "content": "So"}]},
+        True,
+        list(b"assistant: So"),
+    ),
     "chat_template_kwargs": (
         {"messages": MESSAGES},
         {"k": "v"},
@@ -55,7 +60,6 @@ HONOURED: dict[str, tuple[dict[str, Any], Any, Any]] = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], Any]] = {
     "chat_template": ({"messages": MESSAGES}, "{{ messages }}"),
-    "continue_final_message": ({"messages": MESSAGES}, True),
     "mm_processor_kwargs": ({"prompt": "a"}, {"x": 1}),
     "parse_special": ({"content": "a"}, False),
 }

@@ -79,6 +79,6 @@ async def collect(
             answer.timings = delta.timings or answer.timings
             if write is not None and delta.text:
                 write(delta.text)
-            if delta.finish_reason is FinishReason.ERROR:
+            if delta.finish_reason is not None and delta.finish_reason.is_failure:
                 raise EngineError(delta.error or "the model failed on this request")
     return answers

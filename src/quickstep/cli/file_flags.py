@@ -1,4 +1,4 @@
-"""The flags of `quickstep serve` about clients' files and the batches that read them."""
+"""The flags of `quickstep serve` about what is kept for clients: files, batches, responses."""
 
 from __future__ import annotations
 
@@ -35,6 +35,20 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
         default=1024 * 1024 * 1024,
         metavar="SIZE",
         help="all files together (default: 1GiB)",
+    )
+    group.add_argument(
+        "--max-stored-responses",
+        type=positive_int,
+        default=4096,
+        metavar="N",
+        help="answers kept for previous_response_id, the last used ones (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-stored-response-bytes",
+        type=bytes_size,
+        default=64 * 1024 * 1024,
+        metavar="SIZE",
+        help="all of them together (default: 64MiB)",
     )
     group.add_argument(
         "--batch-concurrency",

@@ -188,6 +188,8 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         access_log=args.access_log,
         files=file_options(args),
         batches=batch_options(args),
+        stored_responses=args.max_stored_responses,
+        stored_response_bytes=args.max_stored_response_bytes,
         drain_s=args.drain_timeout_s,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,

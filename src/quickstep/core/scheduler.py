@@ -27,8 +27,8 @@ from quickstep.core.step import (
     FlightRow,
     InFlightStep,
     StepDraft,
-    failure_reasons,
     pending_tokens,
+    row_failures,
     spoiled_by,
 )
 from quickstep.core.waiting import Deadlines, WaitingQueue
@@ -37,6 +37,7 @@ from quickstep.types import (
     FinishReason,
     Phase,
     Request,
+    RowFailure,
     RowOutput,
     SequenceOutput,
     StepOutcome,
@@ -238,10 +239,10 @@ class Scheduler:
         step = self._oldest(plan)
         if result.step_id != plan.step_id or len(result.outputs) != len(plan.rows):
             raise EngineError(f"step {plan.step_id} got a result of another shape or step")
-        reasons = failure_reasons(plan, result)
+        failures = row_failures(plan, result)
         unclaimed_s = charge(step.rows, result.seconds, self._cost_model)
         self._cost_model.observe(step.decode_load + step.prefill_load, result.seconds)
-        outputs = self._end_failed(step, reasons, now)
+        outputs = self._end_failed(step, failures, now)
         self._in_flight.popleft()
         for entry, output in zip(step.rows, result.outputs, strict=True):
             taken = self._take_output(entry, output, now)
@@ -259,7 +260,8 @@ class Scheduler:
         Sequences outside the step which share blocks that it should have filled recompute.
         """
         step = self._oldest(plan)
-        outputs = self._end_failed(step, dict.fromkeys(range(len(step.rows)), reason), now)
+        failures = {index: RowFailure(index, reason) for index in range(len(step.rows))}
+        outputs = self._end_failed(step, failures, now)
         self._in_flight.popleft()
         return tuple(outputs)
 
@@ -269,19 +271,19 @@ class Scheduler:
         return self._in_flight[0]
 
     def _end_failed(
-        self, step: InFlightStep, reasons: dict[int, str], now: float
+        self, step: InFlightStep, failures: dict[int, RowFailure], now: float
     ) -> list[SequenceOutput]:
         """End the sequences of failed rows, and have those that read their KV compute it again."""
-        if not reasons:
+        if not failures:
             return []
-        failed = [step.rows[index] for index in sorted(reasons)]
+        failed = [step.rows[index] for index in sorted(failures)]
         rows = [entry for other in self._in_flight for entry in other.rows]
         self._pool.forget(spoiled_by(failed, rows, self._pool.block_size))
         outputs: list[SequenceOutput] = []
-        for index in sorted(reasons):
+        for index, failure in sorted(failures.items()):
             sequence = step.rows[index].sequence
             if sequence.state is not SequenceState.FINISHED:
-                outputs.append(self._finish(sequence, FinishReason.ERROR, now, reasons[index]))
+                outputs.append(self._finish(sequence, failure.finish_reason, now, failure.reason))
         for sequence in self._batch:
             if sequence.resident.spoiled:
                 self._preempt(sequence, now)

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 from quickstep.core.cost_model import StepLoad
 from quickstep.core.sequence import Residency, Sequence
-from quickstep.types import Admission, Phase, StepPlan, StepResult, StepRow
+from quickstep.types import Admission, Phase, RowFailure, StepPlan, StepResult, StepRow
 
 __all__ = [
     "FlightRow",
     "InFlightStep",
     "StepDraft",
-    "failure_reasons",
     "pending_tokens",
+    "row_failures",
     "spoiled_by",
 ]
 
@@ -95,17 +95,21 @@ class StepDraft:
         )
 
 
-def failure_reasons(plan: StepPlan, result: StepResult) -> dict[int, str]:
+def row_failures(plan: StepPlan, result: StepResult) -> dict[int, RowFailure]:
     """Which rows failed and why; a row that should have emitted and did not has failed too."""
-    reasons = {failure.row: failure.reason for failure in result.failures}
+    failures = {failure.row: failure for failure in result.failures}
+
+    def note(index: int, reason: str) -> None:
+        failures.setdefault(index, RowFailure(index, reason))
+
     for index, (row, output) in enumerate(zip(plan.rows, result.outputs, strict=True)):
         if row.emits and not output.token_ids:
-            reasons.setdefault(index, "the executor returned no token")
+            note(index, "the executor returned no token")
         if row.pools and output.embedding is None:
-            reasons.setdefault(index, "the executor returned no embedding")
+            note(index, "the executor returned no embedding")
         if len(output.prompt_logprobs) != row.num_scored:
-            reasons.setdefault(index, "the executor did not score the prompt")
-    return reasons
+            note(index, "the executor did not score the prompt")
+    return failures
 
 
 def pending_tokens(steps: Iterable[InFlightStep]) -> Counter[str]:

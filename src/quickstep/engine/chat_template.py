@@ -37,6 +37,7 @@ Message = Mapping[str, Any]
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
+_END_OF_TEXT = "\ue0fe\ue0ff"  # of private use: marks where a continued message ends
 _TESTS_NONE = re.compile(r"\bcontent['\"]?\]?\s+is\s+(?:not\s+)?none\b")
 
 
@@ -127,14 +128,23 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The prompt text of a conversation; special tokens are already in it.
 
         `extra` holds further template variables (`enable_thinking`, `documents`, ...).
+        `continue_final_message` ends the prompt with the last message's text, so that the answer
+        goes on from there.
 
         Raises:
-            RequestError: The template refuses the conversation, or `extra` hides an argument.
+            RequestError: The template refuses the conversation, or alters the text that is to be
+                continued, or `extra` hides an argument.
         """
+        if continue_final_message:
+            *earlier, last = messages
+            marked = {**last, "content": f"{last['content']}{_END_OF_TEXT}"}
+            text = self.render([*earlier, marked], tools, add_generation_prompt, extra)
+            return _up_to_the_mark(text, str(last["content"]))
         taken = _RESERVED & set(extra or {})
         if taken:
             raise RequestError(
@@ -168,6 +178,20 @@ class ChatTemplate:
             "render the conversation yourself and send it as a completion",
             param="messages",
         )
+
+
+def _up_to_the_mark(text: str, continued: str) -> str:
+    """The prompt up to the end of the message that is continued.
+
+    Templates may trim a message, as they do with any; text that is gone cannot be continued.
+    """
+    before, mark, _ = text.rpartition(_END_OF_TEXT)
+    if not mark or not before.endswith(continued.lstrip()):
+        raise RequestError(
+            "the last message cannot be continued: the chat template alters its text",
+            param="messages",
+        )
+    return before
 
 
 def _formats(templates: Mapping[str, str]) -> OutputFormats:

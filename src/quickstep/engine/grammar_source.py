@@ -34,6 +34,7 @@ class GrammarLimits:
         lines: Lines of a Lark grammar, hence rules, which may chain in the same way.
         groups: Opening brackets of a Lark grammar, its schemas left out.
         choices: Texts to choose from.
+        gbnf_chars: Of a GBNF grammar, whose translation takes time that grows with its square.
         compile_fuel: llguidance's measure of work to compile; 300,000 stay below 0.5 s.
         step_fuel: The same per token; 50,000 stay below 50 ms.
         lexer_states: States of a sequence's lexer, at most about 2 kB each.
@@ -48,6 +49,7 @@ class GrammarLimits:
     lines: int = 512
     groups: int = 512
     choices: int = 1024
+    gbnf_chars: int = 4096
     compile_fuel: int = 300_000
     step_fuel: int = 50_000
     lexer_states: int = 50_000
@@ -91,6 +93,10 @@ def grammar_source(grammar: Grammar, limits: GrammarLimits) -> GrammarSource:
         case "lark":
             _check_lark(text, limits)
             return GrammarSource("lark", text)
+        case "gbnf":
+            lark = _translated(text, limits)
+            _check_lark(lark, limits)
+            return GrammarSource("lark", lark)
 
 
 def _schema(text: str, limits: GrammarLimits) -> str:
@@ -129,6 +135,17 @@ def _check_lark(text: str, limits: GrammarLimits) -> None:
     num_groups += sum(map(text[end:].count, "([{"))
     _bound(num_groups, limits.groups, "brackets")
     _bound(levels, limits.reference_levels, "levels of $ref")
+
+
+def _translated(gbnf: str, limits: GrammarLimits) -> str:
+    """llama.cpp's grammar in Lark. Some milliseconds: no work for an event loop."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    _bound(len(gbnf), limits.gbnf_chars, "characters of GBNF")
+    try:
+        return any_to_lark(gbnf)
+    except Exception as error:  # the translator raises bare Exception
+        raise RequestError(f"grammar is no GBNF: {error}"[:500], param="grammar") from None
 
 
 def _choice(text: str, limits: GrammarLimits) -> str:

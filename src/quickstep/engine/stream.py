@@ -30,7 +30,7 @@ class Delta:
         finish_reason: Set on the last delta of a sequence, as are `stop_reason` and `timings`.
         stop_reason: The stop string or the stop token that ended it, `deadline` for a deadline;
             None for EOS.
-        error: Why, when the finish reason is ERROR.
+        error: Why, when the finish reason is ERROR or REFUSED.
         prompt_logprobs: One per prompt token in order, None for the first; with index 0 only.
         embedding: The prompt's, on the one delta of a request with `pooling`.
     """

@@ -33,7 +33,7 @@ from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.runtime.grammar_constraint import NewMatcher
 from quickstep.runtime.kv import allocate_kv
-from quickstep.types import FinishReason, Request
+from quickstep.types import Request
 
 __all__ = [
     "SCENARIOS",
@@ -185,7 +185,7 @@ class _Verifier:
             event = Event(0, one.request_id, one)
             ran, _ = run_requests(self._model, self._kv, config, pool, [event], self._new_matcher)
             trace = ran[request.request_id, 0]
-            if trace.finish_reason is FinishReason.ERROR:
+            if trace.finish_reason is not None and trace.finish_reason.is_failure:
                 raise EngineError(f"{request.request_id} fails even alone: {trace.error}")
             traces[request.request_id, index] = trace
         return traces

@@ -112,7 +112,9 @@ class ModelRunner:
             for index, drawn in zip(emitting, self._sample(logits, states), strict=True):
                 outputs[index] = _recorded(slots[index], drawn, outputs[index])
         failures = tuple(
-            RowFailure(index, slot.failure) for index, slot in enumerate(slots) if slot.failure
+            RowFailure(index, slot.failure, slot.is_refused)
+            for index, slot in enumerate(slots)
+            if slot.failure
         )
         return tuple(outputs), failures
 
@@ -152,7 +154,7 @@ def _recorded(slot: Slot, drawn: Sample | SampleFailure, output: RowOutput) -> R
     if slot.failure:
         return _NOTHING
     if isinstance(drawn, SampleFailure):
-        slot.failure = drawn.reason
+        slot.failure, slot.is_refused = drawn.reason, drawn.is_refused
         return _NOTHING
     slot.record(drawn.token_id)
     logprobs = (drawn.logprobs,) if drawn.logprobs else ()

@@ -39,9 +39,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleFailure:
-    """Why a row emits nothing."""
+    """Why a row emits nothing. `is_refused`: what its request demands cannot be."""
 
     reason: str
+    is_refused: bool = False
 
 
 def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Sample | SampleFailure]:
@@ -81,13 +82,14 @@ def adjusted(
     logits = row.astype(np.float64)
     state.adjust_(logits)
     if state.failure:
-        return SampleFailure(state.failure)
+        return SampleFailure(state.failure, is_refused=True)
     return logits if np.isfinite(logits.max()) else _NOTHING_ALLOWED
 
 
 NO_MAXIMUM = SampleFailure("the logits hold NaN or infinity")
 _NOTHING_ALLOWED = SampleFailure(
-    "no token is left after logit_bias, allowed ids, grammar and min_tokens"
+    "no token is left after logit_bias, allowed_token_ids, bad_words, grammar and min_tokens",
+    is_refused=True,
 )
 
 

@@ -26,6 +26,7 @@ class Slot:
     `token_ids` are those known at its admission. `last_token` is the newest sampled token, None
     before the first. `pool` takes the hidden states of a prompt to embed. `failure` says why the
     sequence cannot go on; its rows then fail, and the sequences beside it do not notice.
+    `is_refused` says that its request is why.
     `block_table_address` is where the `num_blocks` int32 ids of the block table stand, until it
     grows.
     """
@@ -39,6 +40,7 @@ class Slot:
         self.pool = None if admission.pooling is None else Pool(admission.pooling)
         self.last_token: int | None = None
         self.failure = ""
+        self.is_refused = False
         self.state: SamplingState | None = None
         token_ids = admission.token_ids
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
@@ -47,7 +49,7 @@ class Slot:
             try:
                 self.state = SamplingState(admission, vocab_size, new_matcher)
             except RequestError as error:
-                self.failure = str(error)
+                self.failure, self.is_refused = str(error), True
         self._block_ids = np.zeros(8, dtype=np.int32)
         self.block_table_address: int = self._block_ids.ctypes.data
         self.num_blocks = 0

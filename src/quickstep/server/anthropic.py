@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.anthropic_messages import template_messages
+from quickstep.server.anthropic_messages import begins_answer, template_messages
 from quickstep.server.anthropic_schema import (
     MESSAGES_REFUSED,
     AnyChoice,
@@ -129,12 +129,16 @@ def _refused_of(schema: type[msgspec.Struct]) -> list[str]:
 
 
 def _conversation(fields: CountTokensRequest, served: Served, num_chars: int) -> Conversation:
+    messages = template_messages(fields, served)
+    continued = begins_answer(fields)
     return Conversation(
-        template_messages(fields, served),
+        messages,
         num_chars=num_chars,
         offered=_offered(fields, served),
         asked=_asked(fields),
         extra=_thinking(fields, served),
+        add_generation_prompt=not continued,
+        continued=continued,
     )
 
 
@@ -249,7 +253,7 @@ class _MessagesWriter:
 
     def failure(self, error: Exception) -> Iterator[bytes]:
         """An error event."""
-        yield event_frame("error", anthropic_shape(error_facts(error)))
+        yield event_frame("error", anthropic_shape(error_facts(error))[1])
 
     def note(self, item: ChoiceDelta) -> None:
         """The same blocks, without events."""

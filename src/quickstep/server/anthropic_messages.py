@@ -23,10 +23,10 @@ from quickstep.server.anthropic_schema import (
     Turn,
     UserTurn,
 )
-from quickstep.server.conversation import check_shows_calls, past_call
+from quickstep.server.conversation import check_continues, check_shows_calls, past_call
 from quickstep.server.surface import Served
 
-__all__ = ["template_messages"]
+__all__ = ["begins_answer", "template_messages"]
 
 _Message = dict[str, Any]
 
@@ -35,18 +35,19 @@ def template_messages(fields: CountTokensRequest, served: Served) -> tuple[_Mess
     """The system prompt and all turns. Raises RequestError with the path of what is refused."""
     if not fields.messages:
         raise RequestError("messages is an empty list", param="messages")
-    last = len(fields.messages) - 1
-    if isinstance(fields.messages[last], AssistantTurn):
-        raise RequestError(
-            f"messages[{last}] is the assistant's: beginning its answer is not supported",
-            param=f"messages[{last}].role",
-        )
     messages: list[_Message] = []
     if fields.system is not None:
         messages.append({"role": "system", "content": _text(fields.system, "system")})
     for place, turn in enumerate(fields.messages):
         messages += _turn(turn, f"messages[{place}].content", served)
+    if begins_answer(fields):
+        check_continues(messages[-1], f"messages[{len(fields.messages) - 1}]")
     return tuple(messages)
+
+
+def begins_answer(fields: CountTokensRequest) -> bool:
+    """Whether the last turn is the beginning of the assistant's answer."""
+    return isinstance(fields.messages[-1], AssistantTurn)
 
 
 def _turn(turn: Turn, path: str, served: Served) -> list[_Message]:

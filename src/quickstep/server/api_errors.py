@@ -63,7 +63,7 @@ class ErrorFacts:
     code: str | None
 
 
-ErrorShape = Callable[[ErrorFacts], dict[str, Any]]
+ErrorShape = Callable[[ErrorFacts], tuple[int, dict[str, Any]]]  # the status and the body
 
 
 class GenerationFailed(EngineError):
@@ -78,16 +78,15 @@ class RouteNotFound(RequestError):
         self.code = code
 
 
-def openai_shape(facts: ErrorFacts) -> dict[str, Any]:
-    """OpenAI's body."""
-    return {
-        "error": {
-            "message": facts.message,
-            "type": facts.kind,
-            "param": facts.param,
-            "code": facts.code,
-        }
+def openai_shape(facts: ErrorFacts) -> tuple[int, dict[str, Any]]:
+    """OpenAI's status and body."""
+    error = {
+        "message": facts.message,
+        "type": facts.kind,
+        "param": facts.param,
+        "code": facts.code,
     }
+    return facts.status, {"error": error}
 
 
 def facts_of(status: int, message: str, param: str | None = None) -> ErrorFacts:
@@ -98,7 +97,7 @@ def facts_of(status: int, message: str, param: str | None = None) -> ErrorFacts:
 
 def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
     """The body of an error answer, and of an error event in a stream, in OpenAI's shape."""
-    return openai_shape(facts_of(status, message, param))
+    return openai_shape(facts_of(status, message, param))[1]
 
 
 def error_facts(error: Exception) -> ErrorFacts:
@@ -121,8 +120,7 @@ def error_facts(error: Exception) -> ErrorFacts:
 
 def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body of any exception, in OpenAI's shape; logs those that are our fault."""
-    facts = error_facts(error)
-    return facts.status, openai_shape(facts)
+    return openai_shape(error_facts(error))
 
 
 def json_response(
@@ -141,7 +139,8 @@ async def error_response(request: Request, error: Exception) -> Response:
         facts = error_facts(error)
         headers = _RETRY if facts.status in (429, 503) else None
     shape: ErrorShape = request.scope.get("state", {}).get("error_shape", openai_shape)
-    return json_response(shape(facts), facts.status, headers)
+    status, body = shape(facts)
+    return json_response(body, status, headers)
 
 
 def _of_starlette(request: Request, error: HTTPException) -> ErrorFacts:

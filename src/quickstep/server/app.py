@@ -10,11 +10,11 @@ from dataclasses import replace
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_errors import error_response
 from quickstep.server.batches import LocalBatches
+from quickstep.server.cross_origin import CrossOriginGate
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.front_gate import FrontGate
 from quickstep.server.intake import Intake, taken_in
@@ -38,7 +38,7 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         batches.start()
         await engine.start()
-        watching = asyncio.create_task(watch(engine))
+        watching = asyncio.create_task(watch(engine, metrics))
         try:
             yield
         finally:
@@ -75,7 +75,7 @@ def _cors(options: CorsOptions) -> list[Middleware]:
         return []
     return [
         Middleware(
-            CORSMiddleware,
+            CrossOriginGate,
             allow_origins=options.origins,
             allow_methods=options.methods,
             allow_headers=options.headers,

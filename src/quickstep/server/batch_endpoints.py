@@ -45,4 +45,4 @@ def batch_endpoints(served: Served, metrics: Metrics) -> Mapping[str, Endpoint]:
     generating = {
         url: GeneratingRoute(surface, served, metrics).whole for url, surface in surfaces.items()
     }
-    return MappingProxyType({**generating, "/v1/embeddings": Embeddings(served).whole})
+    return MappingProxyType({**generating, "/v1/embeddings": Embeddings(served, metrics).whole})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from quickstep.server.asked_output import beam_params, own_values, shown_of
 from quickstep.server.chat_message import ChatRendering
 from quickstep.server.conversation import (
     Conversation,
+    check_continues,
     check_shows_calls,
     checked_metadata,
     conversation_request,
@@ -66,7 +67,8 @@ class Chat:
             num_chars=len(body),
             offered=offered_tools(fields, served),
             asked=asked_grammar(fields),
-            add_generation_prompt=fields.add_generation_prompt is not False,
+            add_generation_prompt=_opens_message(fields, messages),
+            continued=bool(fields.continue_final_message),
             extra=fields.chat_template_kwargs or {},
         )
         max_tokens, max_tokens_name = _max_tokens(fields)
@@ -87,6 +89,19 @@ class Chat:
     def rendering(self, generation: Generation, served: Served) -> ChatRendering:
         """The renderer of one request."""
         return ChatRendering(generation, served.engine.tokenizer)
+
+
+def _opens_message(fields: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the template opens a message, instead of going on with the last one."""
+    if not fields.continue_final_message:
+        return fields.add_generation_prompt is not False
+    if fields.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other; send one of them",
+            param="continue_final_message",
+        )
+    check_continues(messages[-1], f"messages[{len(messages) - 1}]")
+    return False
 
 
 def _max_tokens(fields: ChatRequest) -> tuple[int | None, str]:

@@ -25,6 +25,7 @@ from quickstep.types import SamplingParams
 
 __all__ = [
     "Conversation",
+    "check_continues",
     "check_shows_calls",
     "checked_metadata",
     "conversation_request",
@@ -43,6 +44,7 @@ class Conversation:
         num_chars: About how large they are.
         asked: The grammar of the answer's content.
         extra: Further names for the template.
+        continued: The last message is the beginning of the answer.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -51,6 +53,7 @@ class Conversation:
     asked: AskedGrammar | None = None
     add_generation_prompt: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
+    continued: bool = False
 
     @property
     def prompt(self) -> ChatPrompt:
@@ -61,6 +64,7 @@ class Conversation:
             add_generation_prompt=self.add_generation_prompt,
             tools=self.offered.tools,
             extra=self.extra,
+            continue_final_message=self.continued,
         )
 
 
@@ -77,7 +81,7 @@ def conversation_request(
     `renamed` says under which names the client gave them.
     """
     grammar = _grammar(conversation, served)
-    output = _output(conversation.offered, served)
+    output = _output(conversation, served)
     values = dict(own)
     if values["max_tokens"] is None and "max_tokens" in served.engine.default_sampling:
         del values["max_tokens"]
@@ -92,6 +96,7 @@ def conversation_request(
         cache_salt=label("cache_salt", fields.cache_salt, served.limits),
         output=output,
         grammar_field="" if grammar is None else grammar.field,
+        grammar_inside_reasoning=None if grammar is None else grammar.inside_reasoning,
     )
 
 
@@ -164,7 +169,7 @@ def checked_metadata(metadata: dict[str, str], limits: RequestLimits) -> dict[st
 
 
 def _grammar(conversation: Conversation, served: Served) -> AskedGrammar | None:
-    """The grammar of the message: of the calls that are forced, or of its content."""
+    """The grammar of the message: of its calls, or of its content."""
     asked, offered = conversation.asked, conversation.offered
     if asked is not None and offered.tools:
         raise RequestError(
@@ -177,16 +182,31 @@ def _grammar(conversation: Conversation, served: Served) -> AskedGrammar | None:
             "channels",
             param=asked.field,
         )
-    return asked or offered.forced
+    return asked or offered.grammar
 
 
-def _output(offered: OfferedTools, served: Served) -> OutputReading | None:
+def check_continues(message: Mapping[str, Any], path: str) -> None:
+    """Raise RequestError unless `message`, which is at `path`, is a text that can go on."""
+    if message["role"] != "assistant":
+        raise RequestError(
+            f"{path} is no message of the assistant, only such a one can be continued", param=path
+        )
+    if message.get("tool_calls"):
+        raise RequestError(f"{path} calls a tool, it cannot be continued", param=path)
+
+
+def _output(conversation: Conversation, served: Served) -> OutputReading | None:
     """What to read out of the text; a call is one only if tools were offered."""
+    offered = conversation.offered
     tool_calls = served.formats.tool_calls if offered.tools else None
     reasoning = served.formats.reasoning
     if tool_calls is None and reasoning is None:
         return None
-    return OutputReading(tool_calls, reasoning, one_call=offered.one_call)
+    begun = str(conversation.messages[-1]["content"]) if conversation.continued else ""
+    inside = False
+    if reasoning is not None and reasoning.opening:
+        inside = begun.rfind(reasoning.opening) > begun.rfind(reasoning.closing)
+    return OutputReading(tool_calls, reasoning, one_call=offered.one_call, inside_reasoning=inside)
 
 
 def _markers(output: OutputReading | None, served: Served) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from quickstep.server.embedding_schema import (
     EmbeddingUsage,
 )
 from quickstep.server.engine_face import TokenStream
+from quickstep.server.metrics import EmbeddingMeter, Metrics
 from quickstep.server.prompts import TextPrompt, TokenPrompt, prompt_ids
 from quickstep.server.request_size import check_num_tokens
 from quickstep.server.routes import CLIENT_CLOSED, caller_of, request_id
@@ -42,8 +43,9 @@ _SAMPLING = SamplingParams(max_tokens=1)  # of which nothing is drawn
 class Embeddings:
     """The endpoint."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Served, metrics: Metrics) -> None:
         self._served = served
+        self._metrics = metrics
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
@@ -89,6 +91,7 @@ class Embeddings:
         tenant = label("user", fields.user, limits) or caller
         deadline_s = self._served.deadlines.of(_timeout(fields))
         cache_salt = label("cache_salt", fields.cache_salt, limits)
+        meter = self._metrics.embedding_meter([len(prompt) for prompt in prompts])
         streams: list[TokenStream] = []
         try:
             for prompt in prompts:
@@ -102,13 +105,14 @@ class Embeddings:
                     pooling=pooling,
                 )
                 streams.append(stream)
-            vectors = await asyncio.gather(*map(_vector, streams))
+            vectors = await asyncio.gather(*(_vector(stream, meter) for stream in streams))
             return [_shortened(vector, fields.dimensions) for vector in vectors]
         except RequestError as error:
             raise _in_clients_words(error) from None
         finally:
             for stream in streams:
                 await stream.aclose()
+            meter.close()
 
 
 def _prompts(fields: EmbeddingRequest, served: Served) -> list[TextPrompt | TokenPrompt]:
@@ -141,12 +145,14 @@ def _timeout(fields: EmbeddingRequest) -> float | None:
     return fields.timeout_s
 
 
-async def _vector(stream: TokenStream) -> Sequence[float]:
+async def _vector(stream: TokenStream, meter: EmbeddingMeter) -> Sequence[float]:
     await stream.accepted()
+    meter.accepted()
     async for delta in stream:
+        meter.observe(delta)
         if delta.embedding is not None:
             return delta.embedding
-        if delta.finish_reason is FinishReason.ERROR:
+        if delta.finish_reason is not None and delta.finish_reason.is_failure:
             raise GenerationFailed(delta.error or "the model failed on this request")
         if delta.finish_reason is FinishReason.DEADLINE:
             raise EngineError("the embedding was not there within timeout_s; allow it more time")

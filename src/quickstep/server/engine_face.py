@@ -92,8 +92,11 @@ class Template(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
-        """The prompt text of a conversation. Raises RequestError if the template refuses it."""
+        """The prompt text of a conversation; it may end with the last message's text, which the
+        answer then continues. Raises RequestError if the template refuses it.
+        """
 
 
 class ServedEngine(Protocol):

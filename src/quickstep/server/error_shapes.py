@@ -11,7 +11,9 @@ from typing import Any
 
 from quickstep.server.api_errors import ErrorFacts
 
-__all__ = ["anthropic_shape"]
+__all__ = ["OVERLOADED", "anthropic_shape"]
+
+OVERLOADED = 529  # Anthropic's number for what others call 503
 
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -24,8 +26,11 @@ _TYPES: Mapping[int, str] = {
 }
 
 
-def anthropic_shape(facts: ErrorFacts) -> dict[str, Any]:
-    """Anthropic's body. It has no place for the field's name, which the message begins with."""
+def anthropic_shape(facts: ErrorFacts) -> tuple[int, dict[str, Any]]:
+    """Anthropic's status and body, which has no place for the field's name: the message begins
+    with it.
+    """
     default = "invalid_request_error" if facts.status < 500 else "api_error"
     kind = _TYPES.get(facts.status, default)
-    return {"type": "error", "error": {"type": kind, "message": facts.message}}
+    status = OVERLOADED if facts.status == 503 else facts.status
+    return status, {"type": "error", "error": {"type": kind, "message": facts.message}}

@@ -98,6 +98,8 @@ _CHAT: Mapping[str, str] = {
     "logprobs": "Gives the chosen tokens' logprobs, of the raw logits.",
     "top_logprobs": "Adds this many alternatives per token; needs logprobs: true.",
     "add_generation_prompt": "Whether the template opens an assistant message; true if not given.",
+    "continue_final_message": "The answer goes on from the last message's text, which is the "
+    "assistant's; a grammar or a stop string is of what is new.",
     "chat_template_kwargs": "Further variables for the chat template.",
     "metadata": "Stands in the answer as it was sent.",
     "safety_identifier": "OpenAI's later name of user.",
@@ -178,7 +180,7 @@ _EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "description": "Shown to the model.",
         "parameters": "The JSON schema of the arguments, shown to the model and enforced where a "
         "call is.",
-        "strict": "Accepted where tool_choice enforces a call, whose arguments then fit; else 400.",
+        "strict": "Whether arguments have to fit where the model may choose to call.",
     },
 }
 _REFUSALS: Mapping[type[msgspec.Struct], Mapping[str, Refusal]] = {

@@ -57,7 +57,10 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "cache_control": _MARK,
     },
     schemas.UserTurn: {"content": "What the user says, and the results of tools."},
-    schemas.AssistantTurn: {"content": "What the model said and called; not as the last turn."},
+    schemas.AssistantTurn: {
+        "content": "What the model said and called; as the last turn, the "
+        "beginning of the answer: a text."
+    },
     schemas.SystemTurn: {"content": "Instructions inside the conversation."},
     schemas.CustomToolSpec: {
         "name": "The name in a call; each one once.",
@@ -65,7 +68,7 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "call is.",
         "description": "Shown to the model.",
         "type": "May be left out.",
-        "strict": "Accepted where tool_choice enforces a call, whose arguments then fit; else 400.",
+        "strict": "Whether arguments have to fit where the model may choose to call.",
         "cache_control": _MARK,
     },
     schemas.AutoChoice: {"disable_parallel_tool_use": _ONE_CALL},

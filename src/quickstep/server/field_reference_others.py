@@ -52,6 +52,7 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "add_special_tokens": "Whether the tokenizer adds its special tokens.",
         "return_token_strs": "Adds each token's text.",
         "add_generation_prompt": _OPENS,
+        "continue_final_message": "Whether the prompt ends with the last message's text.",
         "chat_template_kwargs": _VARIABLES,
         "tools": _TOOLS,
         "add_special": "llama.cpp's name of add_special_tokens; false if not given.",

@@ -85,7 +85,7 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "description": "Shown to the model.",
         "parameters": "The JSON schema of the arguments, shown to the model and enforced where a "
         "call is.",
-        "strict": "Accepted where tool_choice enforces a call, whose arguments then fit; else 400.",
+        "strict": "Whether arguments have to fit where the model may choose to call.",
     },
     schemas.SchemaFormat: {
         "name": "A note for readers of the request; it changes nothing.",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,9 @@ from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.engine.best_of import best_indices
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import ReasoningFormat, ToolCallFormat
-from quickstep.errors import EngineError, RequestError
-from quickstep.server.api_errors import GenerationFailed
+from quickstep.errors import RequestError
 from quickstep.server.beam_stream import open_beams
+from quickstep.server.ends import check_end, in_clients_words
 from quickstep.server.engine_face import ServedEngine, TokenStream, Vocabulary
 from quickstep.server.options import RequestLimits
 from quickstep.server.prompts import (
@@ -35,7 +35,7 @@ from quickstep.server.prompts import (
     prompt_ids,
 )
 from quickstep.server.request_size import check_num_tokens
-from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
+from quickstep.types import FinishReason, Grammar, SamplingParams, SequenceTimings, TokenLogprobs
 
 __all__ = [
     "ChatPrompt",
@@ -61,11 +61,15 @@ _PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of 
 
 @dataclass(frozen=True, slots=True)
 class OutputReading:
-    """The formats to look for in a message. `one_call`: further calls are dropped."""
+    """The formats to look for in a message.
+
+    `one_call`: further calls are dropped. `inside_reasoning`: the client has begun the reasoning.
+    """
 
     tool_calls: ToolCallFormat | None
     reasoning: ReasoningFormat | None
     one_call: bool = False
+    inside_reasoning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class GenerationRequest:
         model: The name to answer with.
         output: What to read out of the text beside content; None for nothing.
         grammar_field: The client's name of what became `sampling.grammar`.
+        grammar_inside_reasoning: Takes its place where the prompt has opened the reasoning.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
         tenant: Whom the work is accounted to.
         shown: What completions and chat say beside the text.
@@ -115,6 +120,7 @@ class GenerationRequest:
     cache_salt: str = ""
     output: OutputReading | None = None
     grammar_field: str = ""
+    grammar_inside_reasoning: Grammar | None = None
     echoed: Mapping[str, Any] = field(default_factory=dict)
     shown: Shown = field(default_factory=Shown)
     deadline_s: float | None = None
@@ -145,17 +151,13 @@ class Choice:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
-        """Append a delta. Raises EngineError if it says that the sequence could not end."""
+        """Append a delta."""
         self.text.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs or ())
         self.timings = delta.timings or self.timings
         self.prompt_logprobs.extend(delta.prompt_logprobs)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        if delta.finish_reason is FinishReason.ERROR:
-            raise GenerationFailed(delta.error or "the model failed on this request")
-        if delta.finish_reason is FinishReason.SHUTDOWN:
-            raise EngineError("the server is shutting down; send the request again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +234,17 @@ class Generation:
         )
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
-        """All deltas as they come, added to `choices`. Raises EngineError if a choice fails."""
+        """All deltas as they come, added to `choices`.
+
+        Raises:
+            EngineError: A choice failed.
+            RequestError: What the request demands left a choice no token.
+        """
         merged = self._merged() if len(self._streams) > 1 else self._of_stream(0)
         async with aclosing(merged) as deltas:
             async for item in deltas:
                 self.choices[item.choice].add(item.delta)
+                check_end(item.delta, self.request.sampling, self.request.grammar_field)
                 yield item
 
     async def finish(self) -> None:
@@ -311,9 +319,9 @@ async def open_generation(
         RequestError: One of them is refused; then nothing stays submitted.
         EngineError: The engine takes no requests.
     """
-    await _prepare(engine, request)
     prompts = [await prompt_ids(engine, prompt) for prompt in request.prompts]
-    _check_reasoning(engine, request, prompts)
+    request = _behind_prompts(engine, request, prompts)
+    await _prepare(engine, request)
     check_num_tokens(prompts, request.sampling, engine.max_model_len, limits)
     streams: list[TokenStream] = []
     try:
@@ -324,7 +332,7 @@ async def open_generation(
     except BaseException as error:
         for stream in streams:
             await stream.aclose()
-        raise _in_clients_words(error, request) from None
+        raise in_clients_words(error, request.grammar_field) from None
     return Generation(request, streams)
 
 
@@ -349,37 +357,35 @@ async def _prepare(engine: ServedEngine, request: GenerationRequest) -> None:
     try:
         await engine.prepare(request.sampling)
     except RequestError as error:
-        raise _in_clients_words(error, request) from None
+        raise in_clients_words(error, request.grammar_field) from None
 
 
-def _in_clients_words(error: BaseException, request: GenerationRequest) -> BaseException:
-    """A refused grammar under the name of the client's field; any other error as it is."""
-    if not isinstance(error, RequestError) or error.param != "grammar":
-        return error
-    field = request.grammar_field
-    message = str(error).replace("grammar", field, 1)
-    return RequestError(message, param=field, status=error.status)
-
-
-def _check_reasoning(
+def _behind_prompts(
     engine: ServedEngine, request: GenerationRequest, prompts: Sequence[Sequence[int]]
-) -> None:
-    """A grammar begins with the output, so the prompt must not have opened the reasoning."""
+) -> GenerationRequest:
+    """A grammar begins with the output: inside the reasoning, where the prompt has opened it."""
     if request.sampling.grammar is None or request.output is None:
-        return
-    if any(opens_reasoning(request.output, engine.tokenizer, prompt) for prompt in prompts):
+        return request
+    if not any(opens_reasoning(request.output, engine.tokenizer, prompt) for prompt in prompts):
+        return request
+    if request.grammar_inside_reasoning is None:
         field = request.grammar_field
         raise RequestError(
             f"{field} is not supported where the chat template opens the reasoning; turn that off "
             "with chat_template_kwargs",
             param=field,
         )
+    return replace(
+        request, sampling=replace(request.sampling, grammar=request.grammar_inside_reasoning)
+    )
 
 
 def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequence[int]) -> bool:
-    """Whether the prompt ends in the tag that opens the reasoning, as some templates write it."""
+    """Whether the output begins inside the reasoning: some templates end in its opening tag."""
     reasoning = output.reasoning
     if reasoning is None or not reasoning.opening:
         return False
+    if output.inside_reasoning:
+        return True
     end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
     return end.rstrip().endswith(reasoning.opening)

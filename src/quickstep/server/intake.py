@@ -21,7 +21,7 @@ from quickstep.server.api_route import ApiRoute
 from quickstep.server.body import read_body
 from quickstep.server.json_depth import check_json_depth
 from quickstep.server.options import ServerOptions
-from quickstep.server.unknown_fields import known_part
+from quickstep.server.unknown_fields import Parts, known_part
 
 __all__ = ["Intake", "taken_in"]
 
@@ -52,10 +52,12 @@ class Intake:
             ignores_unknown=options.ignore_unknown_fields,
         )
 
-    def checked(self, body: bytes, schema: type[msgspec.Struct]) -> tuple[bytes, tuple[str, ...]]:
+    def checked(
+        self, body: bytes, schema: type[msgspec.Struct], parts: Parts
+    ) -> tuple[bytes, tuple[str, ...]]:
         """The body to decode, and what was left out of it. Raises RequestError."""
         check_json_depth(body, self.json_depth)
-        return known_part(body, schema) if self.ignores_unknown else (body, ())
+        return known_part(body, schema, parts) if self.ignores_unknown else (body, ())
 
 
 def taken_in(route: ApiRoute, intake: Intake) -> Endpoint:
@@ -70,9 +72,9 @@ def taken_in(route: ApiRoute, intake: Intake) -> Endpoint:
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
         if len(given) <= _INLINE_BYTES:
-            body, ignored = intake.checked(given, schema)
+            body, ignored = intake.checked(given, schema, route.parts)
         else:
-            body, ignored = await asyncio.to_thread(intake.checked, given, schema)
+            body, ignored = await asyncio.to_thread(intake.checked, given, schema, route.parts)
         response = await endpoint(Request(request.scope, _replay(body, request.receive)))
         if ignored:
             _LOG.warning("ignored unknown fields of a %s request: %s", route.path, ignored)

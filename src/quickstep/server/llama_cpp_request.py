@@ -67,7 +67,6 @@ _RENAMED = MappingProxyType(
         "dry_range": "dry_penalty_last_n",
     }
 )
-_GRAMMAR_CHARS = 4096  # the translation takes time that grows with its square
 _BANNED = -100.0
 
 LLAMA_REFUSED: Mapping[str, Refusal] = MappingProxyType(
@@ -257,19 +256,8 @@ def _grammar(fields: LlamaCompletionRequest) -> tuple[Grammar | None, str]:
     if fields.json_schema is not None:
         return Grammar.of_json_schema(fields.json_schema), "json_schema"
     if fields.grammar:
-        return Grammar.of_lark(_lark(fields.grammar)), "grammar"
+        return Grammar.of_gbnf(fields.grammar), "grammar"
     return None, ""
-
-
-def _lark(gbnf: str) -> str:
-    """llama.cpp's GBNF in the words of our compiler. Raises RequestError."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    bounded("grammar", len(gbnf), _GRAMMAR_CHARS, "characters")
-    try:
-        return any_to_lark(gbnf)
-    except Exception as error:  # the translator raises bare Exception
-        raise RequestError(f"grammar is no GBNF: {error}"[:500], param="grammar") from None
 
 
 def _prompts(

@@ -8,17 +8,18 @@ from `stats()` when Prometheus asks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quickstep.engine.stream import Delta
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.generation import ChoiceDelta, Generation, GenerationRequest
 from quickstep.types import FinishReason
 
-__all__ = ["CONTENT_TYPE", "Metrics", "RequestMeter"]
+__all__ = ["CONTENT_TYPE", "EmbeddingMeter", "Metrics", "RequestMeter"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -39,6 +40,7 @@ class Metrics:
         self.engine = engine
         self.clock = clock
         self.model = model
+        self.num_embedded = 0  # prompts that became vectors
         self._histograms = {
             name: self._histogram(name, text, buckets)
             for name, text, buckets in (
@@ -68,6 +70,10 @@ class Metrics:
     def meter(self, request: GenerationRequest) -> RequestMeter:
         """The meter of a request that arrives now."""
         return RequestMeter(self, len(request.prompts) * request.sampling.n)
+
+    def embedding_meter(self, prompt_lens: Sequence[int]) -> EmbeddingMeter:
+        """The meter of prompts that are embedded, and arrive now."""
+        return EmbeddingMeter(self, prompt_lens)
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
@@ -157,6 +163,45 @@ class RequestMeter:
             if gaps > 0 and timings.first_token_s is not None:
                 span = timings.finished_s - timings.first_token_s
                 metrics.observe("request_time_per_output_token_seconds", span / gaps)
+
+
+class EmbeddingMeter:
+    """Observes the prompts of one embeddings request, each of which is a request to the engine."""
+
+    def __init__(self, metrics: Metrics, prompt_lens: Sequence[int]) -> None:
+        self._metrics = metrics
+        self._prompt_lens = prompt_lens
+        self._arrival = metrics.clock()
+        self._num_accepted = 0
+        self._num_ended = 0
+
+    def accepted(self) -> None:
+        """The engine has taken a prompt."""
+        self._num_accepted += 1
+
+    def observe(self, delta: Delta) -> None:
+        """News of a prompt: most often its end."""
+        if delta.finish_reason is None:
+            return
+        self._num_ended += 1
+        self._metrics.count_end(delta.finish_reason)
+        if delta.finish_reason is FinishReason.POOLED:
+            self._metrics.num_embedded += 1
+        if delta.timings is not None:
+            self._metrics.observe("request_queue_time_seconds", delta.timings.queue_s)
+            self._metrics.observe("request_prefill_time_seconds", delta.timings.prefill_s)
+
+    def close(self) -> None:
+        """The request is over, however it ended."""
+        metrics = self._metrics
+        if not self._num_accepted:
+            return
+        for _ in range(self._num_accepted - self._num_ended):
+            metrics.count_end(FinishReason.ABORTED)
+        for prompt_len in self._prompt_lens:
+            metrics.count_prompt(prompt_len)
+            metrics.observe("request_prompt_tokens", prompt_len)
+        metrics.observe("e2e_request_latency_seconds", metrics.clock() - self._arrival)
 
 
 class EngineGauges(Collector):

@@ -20,7 +20,7 @@ import msgspec
 
 from quickstep import __version__
 from quickstep.server.api_route import ApiRoute
-from quickstep.server.error_shapes import anthropic_shape
+from quickstep.server.error_shapes import OVERLOADED, anthropic_shape
 from quickstep.server.field_bounds import Keywords, SchemaFacts, bounds_of
 from quickstep.server.field_parts import parts_of
 from quickstep.server.field_reference import REFUSED_FORMS, reference_of
@@ -159,7 +159,8 @@ def _responses(route: ApiRoute, names: Mapping[type, str]) -> dict[str, Any]:
     error = {"application/json": {"schema": _ref(names[_error(route)])}}
     responses: dict[str, Any] = {"200": {"description": route.summary, "content": answer}}
     for status, description in _STATUSES.items():
-        responses[str(status)] = {"description": description, "content": error}
+        shown = OVERLOADED if status == 503 and _error(route) is MessagesError else status
+        responses[str(shown)] = {"description": description, "content": error}
     if route.is_probe and route.response is not None:
         both = {"anyOf": [_typed(route.response, names), _ref(names[_error(route)])]}
         responses["503"]["content"] = {"application/json": {"schema": both}}

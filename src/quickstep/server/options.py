@@ -211,6 +211,8 @@ class ServerOptions:
         access_log: One log line per request.
         files: Where clients' files stand, and how much of them.
         batches: How batches run.
+        stored_responses: Answers of the Responses API that are kept for `previous_response_id`.
+        stored_response_bytes: All of them together, as JSON.
         stall_s: `/health` fails when work is pending and no step has finished for this long.
         drain_s: How long SIGTERM lets running requests go on before they are ended.
         tool_call_parser: Name of the format of tool calls, `none` for no tools; None takes what
@@ -230,6 +232,8 @@ class ServerOptions:
     access_log: bool = False
     files: FileOptions = field(default_factory=FileOptions)
     batches: BatchOptions = field(default_factory=BatchOptions)
+    stored_responses: int = 4096
+    stored_response_bytes: int = 64 * 1024 * 1024
     stall_s: float = 60.0
     drain_s: float = 30.0
     tool_call_parser: str | None = None

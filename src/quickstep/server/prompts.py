@@ -45,13 +45,17 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation for the model's chat template. `num_chars` estimates its size."""
+    """A conversation for the model's chat template. `num_chars` estimates its size.
+
+    `continue_final_message`: the answer goes on from the last message's text.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
     num_chars: int
     add_generation_prompt: bool = True
     tools: tuple[Mapping[str, Any], ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,4 +117,5 @@ def rendered(engine: ServedEngine, prompt: ChatPrompt) -> str:
         tools=prompt.tools,
         add_generation_prompt=prompt.add_generation_prompt,
         extra=prompt.extra,
+        continue_final_message=prompt.continue_final_message,
     )

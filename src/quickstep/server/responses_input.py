@@ -29,6 +29,7 @@ from quickstep.server.surface import Served
 
 __all__ = [
     "InputItem",
+    "item_schema",
     "listed_items",
     "read_items",
     "sealed",
@@ -63,11 +64,16 @@ def read_items(given: str | Sequence[dict[str, Any]] | None) -> list[InputItem]:
     return [_item(item, f"input[{place}]") for place, item in enumerate(given)]
 
 
-def _item(item: dict[str, Any], path: str) -> InputItem:
+def item_schema(item: Mapping[str, Any]) -> type[InputItem] | None:
+    """The schema of an input item; None for a kind that there is not."""
     kind = item.get("type", "message")
-    schema = _KINDS.get(kind) if isinstance(kind, str) else None
+    return _KINDS.get(kind) if isinstance(kind, str) else None
+
+
+def _item(item: dict[str, Any], path: str) -> InputItem:
+    schema = item_schema(item)
     if schema is None:
-        kinds = ", ".join(map(str, _KINDS))
+        kind, kinds = item["type"], ", ".join(map(str, _KINDS))
         raise RequestError(
             f"{path}.type {str(kind)[:64]} is not supported; it takes {kinds}", param=f"{path}.type"
         )

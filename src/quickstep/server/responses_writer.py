@@ -110,8 +110,9 @@ class ResponsesWriter:
 
     def failure(self, error: Exception) -> Iterator[bytes]:
         """The response so far, with the error in it."""
-        _, body = error_of(error)
-        told = {"code": "server_error", "message": body["error"]["message"]}
+        status, body = error_of(error)
+        code = "server_error" if status >= 500 else "invalid_prompt"
+        told = {"code": code, "message": body["error"]["message"]}
         yield self._event("response.failed", response=self._response("failed", told))
 
     def note(self, item: ChoiceDelta) -> None:

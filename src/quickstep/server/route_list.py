@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quickstep.server.anthropic import CountTokens, Messages
-from quickstep.server.anthropic_schema import CountTokensRequest, MessagesRequest
+from quickstep.server.anthropic_betas import with_checked_betas
+from quickstep.server.anthropic_schema import CountTokensRequest, CustomToolSpec, MessagesRequest
 from quickstep.server.api_pages import ApiPages
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.batches import LocalBatches
@@ -29,14 +30,18 @@ from quickstep.server.response_openai import (
 from quickstep.server.response_probes import ApiDocument, Health, Pong, Readiness, Version
 from quickstep.server.response_responses import DeletedResponse, InputItems, ResponseObject
 from quickstep.server.responses import Responses, StoredResponses
-from quickstep.server.responses_schema import ResponsesRequest
+from quickstep.server.responses_input import item_schema
+from quickstep.server.responses_schema import FunctionToolSpec, ResponsesRequest
 from quickstep.server.responses_store import ResponseStore
 from quickstep.server.routes import GeneratingRoute
 from quickstep.server.schemas import ChatRequest, CompletionRequest
 from quickstep.server.surface import Served
 from quickstep.server.tokenize import Tokenizing
+from quickstep.server.unknown_fields import Parts
 
 __all__ = ["api_routes"]
+
+_ANTHROPIC_PARTS: Parts = {"tools": lambda tool: CustomToolSpec}
 
 
 def api_routes(
@@ -47,7 +52,7 @@ def api_routes(
     probes = Probes(served, metrics, options.stall_s)
     routes = [
         *_generating(served, metrics),
-        *_responses(served, metrics),
+        *_responses(served, metrics, options),
         *_anthropic(served, metrics),
         *batches.routes(),
         *Tokenizing(served).routes(),
@@ -89,7 +94,7 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
         ApiRoute(
             "POST",
             "/v1/embeddings",
-            Embeddings(served).answer,
+            Embeddings(served, metrics).answer,
             "A vector for each input.",
             request=EmbeddingRequest,
             response=EmbeddingList,
@@ -98,8 +103,8 @@ def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
     ]
 
 
-def _responses(served: Served, metrics: Metrics) -> list[ApiRoute]:
-    store = ResponseStore()
+def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
+    store = ResponseStore(options.stored_responses, options.stored_response_bytes)
     stored = StoredResponses(store)
     one = "/v1/responses/{response_id}"
     return [
@@ -111,6 +116,7 @@ def _responses(served: Served, metrics: Metrics) -> list[ApiRoute]:
             request=ResponsesRequest,
             response=ResponseObject,
             streams=True,
+            parts={"input": item_schema, "tools": lambda tool: FunctionToolSpec},
         ),
         ApiRoute("GET", one, stored.retrieve, "A stored response.", response=ResponseObject),
         ApiRoute("DELETE", one, stored.delete, "Forget a response.", response=DeletedResponse),
@@ -129,20 +135,22 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
         ApiRoute(
             "POST",
             "/v1/messages",
-            GeneratingRoute(Messages(), served, metrics).answer,
+            with_checked_betas(GeneratingRoute(Messages(), served, metrics).answer),
             "Anthropic's Messages API.",
             request=MessagesRequest,
             response=MessageResponse,
             streams=True,
+            parts=_ANTHROPIC_PARTS,
             error_shape=anthropic_shape,
         ),
         ApiRoute(
             "POST",
             "/v1/messages/count_tokens",
-            CountTokens(served).answer,
+            with_checked_betas(CountTokens(served).answer),
             "How many tokens a message's input has.",
             request=CountTokensRequest,
             response=TokenCount,
+            parts=_ANTHROPIC_PARTS,
             error_shape=anthropic_shape,
         ),
     ]

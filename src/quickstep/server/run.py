@@ -16,18 +16,20 @@ import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
 import uvloop
 
 from quickstep.errors import ConfigError
+from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.http_protocol import bounded_protocol
 from quickstep.server.options import ServerOptions, TlsOptions
 
-__all__ = ["DrainingServer", "bind", "check_tls", "serve", "server_for"]
+__all__ = ["DrainingServer", "bind", "check_tls", "serve", "server_for", "warn_of_strangers"]
 
 _LOG = logging.getLogger("quickstep.server")
 _BACKLOG = 2048
@@ -99,6 +101,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._engine = engine
         self._drain_s = options.drain_s
+        self._keys = options.api_keys
         self._names = ", ".join(options.served_model_names or (engine.model_name,))
         self._scheme = "https" if options.tls.certfile else "http"
 
@@ -109,6 +112,7 @@ class DrainingServer(uvicorn.Server):
             host, port = sock.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             _LOG.info("serving %s at %s://%s:%d/v1", self._names, self._scheme, shown, port)
+            warn_of_strangers(host, self._keys)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, let running ones go on, then end them with an error event."""
@@ -155,6 +159,16 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True  # first: the next signal may come while this one is logged
         _LOG.info(
             "%s: no new requests, running ones have %g s; again to end them", name, self._drain_s
+        )
+
+
+def warn_of_strangers(host: str, keys: ApiKeys) -> None:
+    """Say that whoever reaches the bound address may call, if that is so."""
+    if not keys and not ip_address(host.partition("%")[0]).is_loopback:
+        _LOG.warning(
+            "everybody who reaches %s may call: there are no API keys; set --api-key-file, or "
+            "--host 127.0.0.1",
+            host,
         )
 
 

@@ -23,10 +23,15 @@ __all__ = ["AskedGrammar", "asked_grammar"]
 
 @dataclass(frozen=True, slots=True)
 class AskedGrammar:
-    """A grammar, and the path of the client's field."""
+    """A grammar, and the path of the client's field.
+
+    `inside_reasoning` is the grammar for a prompt that has opened the reasoning; None where there
+    is none that could hold from there.
+    """
 
     grammar: Grammar
     field: str
+    inside_reasoning: Grammar | None = None
 
 
 def asked_grammar(fields: SamplingFields) -> AskedGrammar | None:

@@ -38,7 +38,6 @@ _INLINE_LENGTH = 2048
 
 TOKENIZE_REFUSED = {
     "chat_template": Refusal((), "the model's own template is used"),
-    "continue_final_message": Refusal((False,), "the last message is rendered whole"),
     "mm_processor_kwargs": Refusal((), "the model reads text only"),
     "parse_special": Refusal((True,), "special tokens are recognised in every text"),
 }
@@ -157,6 +156,7 @@ class Tokenizing:
             model=fields.model,
             tools=fields.tools,
             add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=fields.continue_final_message,
             chat_template_kwargs=fields.chat_template_kwargs,
         )
         # the template has written the special tokens already
@@ -165,7 +165,7 @@ class Tokenizing:
     def _rendered(self, chat: ChatRequest) -> str:
         """The prompt text, exactly as the chat route would render it."""
         (prompt,) = Chat().parse(msgspec.json.encode(chat), self._served).prompts
-        assert isinstance(prompt, ChatPrompt)
+        assert isinstance(prompt, ChatPrompt), "a chat has one prompt, of this kind"
         return rendered(self._served.engine, prompt)
 
 

@@ -1,16 +1,19 @@
 """The tools of a request: checked, as the template reads them, and forced where asked.
 
 A refusal names the field by its path. `tool_choice` required or a function's name is enforced by
-a grammar, which also makes `strict` true; where the model may choose, `strict` is refused.
+a grammar, in which all arguments fit. Where the model may choose, `strict` is: the grammar is then
+of text or calls, and the arguments of functions that are not strict are any object.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from quickstep.engine.tool_calls.answer_grammar import answer_grammar
 from quickstep.engine.tool_calls.call_grammar import call_grammar
 from quickstep.engine.tool_calls.formats import ToolCallFormat
 from quickstep.errors import RequestError
@@ -27,13 +30,13 @@ _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """The tools that the model is shown, and the grammar of the calls that it has to make.
+    """The tools that the model is shown, and the grammar of its calls, if they have one.
 
     `one_call`: a second call of a message is dropped.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    forced: AskedGrammar | None = None
+    grammar: AskedGrammar | None = None
     one_call: bool = False
 
 
@@ -88,7 +91,7 @@ def offer(
     bounded("tools", len(functions), served.limits.tools, "entries")
     shown: dict[str, Mapping[str, Any]] = {}
     for function in functions:
-        described = _described(function, choice.must_call)
+        described = _described(function)
         if function.name in shown:
             name = f"{function.path}.name"
             raise RequestError(f"{name} {function.name} stands there twice", param=name)
@@ -99,7 +102,16 @@ def offer(
     known = _checked_format(served)
     one_call = one_call or (choice.names is not None and len(choice.names) == 1)
     tools = tuple({"type": "function", "function": described} for described in shown.values())
-    asked = _grammar(forced, one_call, known, served) if forced else None
+    strict = frozenset(function.name for function in functions if function.strict)
+    asked: AskedGrammar | None = None
+    if forced:
+        asked = _forced_calls(forced, one_call, known, served)
+    elif strict:
+        loose = [
+            described if name in strict else {**described, "parameters": None}
+            for name, described in shown.items()
+        ]
+        asked = _possible_calls(loose, one_call, known, served)
     return OfferedTools(tools, asked, one_call)
 
 
@@ -119,19 +131,13 @@ def _forced_functions(
     raise RequestError(f"tool_choice asks for a call, but {missing}", param="tool_choice")
 
 
-def _described(function: Function, must_call: bool) -> dict[str, Any]:
+def _described(function: Function) -> dict[str, Any]:
     """A function as templates read it. Raises RequestError."""
     path = function.path
     if not FUNCTION_NAME.fullmatch(function.name):
         raise RequestError(
             f"{path}.name is {function.name[:64]!r}; it takes 1 to 64 letters, digits, _ and -",
             param=f"{path}.name",
-        )
-    if function.strict and not must_call:
-        raise RequestError(
-            f"{path}.strict is not supported where the model may choose to call; force a call "
-            "with tool_choice",
-            param=f"{path}.strict",
         )
     parameters = function.parameters or _NO_ARGUMENTS
     if parameters.get("type", "object") != "object":
@@ -167,18 +173,36 @@ def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
     )
 
 
-def _grammar(
+def _forced_calls(
     functions: Sequence[Mapping[str, Any]], one_call: bool, known: ToolCallFormat, served: Served
 ) -> AskedGrammar:
-    """The grammar of the calls. Raises RequestError for a function that it cannot spell."""
+    """The grammar of calls only. Raises RequestError for a function that it cannot spell."""
+    grammar = call_grammar(known.spelling, functions, one_call, _special_ids(served))
+    return AskedGrammar(grammar, "tools")
+
+
+def _possible_calls(
+    functions: Sequence[Mapping[str, Any]], one_call: bool, known: ToolCallFormat, served: Served
+) -> AskedGrammar:
+    """The grammar of text or calls. Raises RequestError for a function that it cannot spell."""
+    reasoning = served.formats.reasoning
+    thoughts = (reasoning.opening, reasoning.closing) if reasoning and reasoning.opening else None
+    spelled = partial(
+        answer_grammar, known.spelling, functions, one_call, _special_ids(served), thoughts
+    )
+    inside = None if thoughts is None else spelled(inside_thoughts=True)
+    return AskedGrammar(spelled(), "tools", inside)
+
+
+def _special_ids(served: Served) -> Callable[[str], int | None]:
+    """Which token a text is, if that is a special one."""
     tokenizer = served.engine.tokenizer
 
     def special_id(text: str) -> int | None:
         token_id = tokenizer.token_id(text)
         return token_id if token_id is not None and tokenizer.is_special(token_id) else None
 
-    grammar = call_grammar(known.spelling, functions, one_call, special_id)
-    return AskedGrammar(grammar, "tools")
+    return special_id
 
 
 def _checked_format(served: Served) -> ToolCallFormat:

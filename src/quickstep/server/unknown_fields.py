@@ -7,41 +7,67 @@ time without the field that was refused. What else is wrong with it stays, for t
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from quickstep.errors import RequestError
 
-__all__ = ["known_part"]
+__all__ = ["Parts", "known_part"]
 
 _UNKNOWN = re.compile(
     r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$(?P<path>.*)`)?", re.DOTALL
 )
 _STEP = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<place>\d+)\]")
 _MAX_UNKNOWN = 64
+_NO_PARTS: Mapping[str, Any] = MappingProxyType({})
 
 
-def known_part(body: bytes, schema: type[msgspec.Struct]) -> tuple[bytes, tuple[str, ...]]:
+Parts = Mapping[str, Callable[[dict[str, Any]], "type[msgspec.Struct] | None"]]
+
+
+def known_part(
+    body: bytes, schema: type[msgspec.Struct], parts: Parts = _NO_PARTS
+) -> tuple[bytes, tuple[str, ...]]:
     """The body without unknown fields, and their paths; the body itself if it has none.
+
+    `parts` are lists in the body whose items have schemas of their own, which their fields tell.
 
     Raises:
         RequestError: There are too many of them.
     """
-    if _unknown(body, schema) is None:
+    if not parts and _unknown(body, schema) is None:
         return body, ()
-    content = msgspec.json.decode(body)
+    try:
+        content = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body, ()  # the route refuses it
     ignored: list[str] = []
+    _drop_unknown(content, schema, "", ignored)
+    for name, schema_of in parts.items():
+        items = content.get(name) if isinstance(content, dict) else None
+        for place, item in enumerate(items if isinstance(items, list) else ()):
+            known = schema_of(item) if isinstance(item, dict) else None
+            if known is not None:
+                _drop_unknown(item, known, f"{name}[{place}]", ignored)
+    return (msgspec.json.encode(content), tuple(ignored)) if ignored else (body, ())
+
+
+def _drop_unknown(
+    content: Any, schema: type[msgspec.Struct], within: str, ignored: list[str]
+) -> None:
+    """Take the unknown fields out of `content`, which stands at `within`; add their paths."""
     while found := _unknown(content, schema):
         if len(ignored) == _MAX_UNKNOWN:
             raise RequestError(f"the body has more than {_MAX_UNKNOWN} unknown fields")
         name, path = found.group("field"), found.group("path") or ""
         place = _place(content, path)
         if place is None or name not in place:
-            break  # the route refuses it by name
+            return  # the route refuses it by name
         del place[name]
-        ignored.append(f"{path}.{name}".removeprefix("."))
-    return msgspec.json.encode(content), tuple(ignored)
+        ignored.append(f"{within}{path}.{name}".removeprefix("."))
 
 
 def _unknown(content: Any, schema: type[msgspec.Struct]) -> re.Match[str] | None:

@@ -18,7 +18,7 @@ from quickstep.engine.json_form import ONE_LINE
 from quickstep.engine.tool_calls.pythonic_grammar import pythonic_arguments
 from quickstep.types import Grammar
 
-__all__ = ["CallSpelling", "Slot", "call_grammar"]
+__all__ = ["CallSpelling", "CallWriting", "Slot", "around_arguments", "call_grammar"]
 
 _FORM = {**ONE_LINE, "lenient": False}
 
@@ -38,6 +38,11 @@ class CallSpelling:
     Attributes:
         thoughts: Texts around what may stand before the calls; empty where nothing may.
         repeats: Several calls may follow each other.
+        openings: Markers that open calls wherever they stand in the text.
+        other_openings: Markers that the format's reader takes for more markup, and that free text
+            must not have.
+        anchor: Pattern of what the reader takes for a call at the beginning of a message; None
+            where calls have a marker.
     """
 
     call: tuple[str | Slot, ...]
@@ -46,6 +51,9 @@ class CallSpelling:
     end: tuple[str, ...] = ()
     thoughts: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     repeats: bool = True
+    openings: tuple[str, ...] = ()
+    other_openings: tuple[str, ...] = ()
+    anchor: str | None = None
 
 
 def call_grammar(
@@ -54,15 +62,16 @@ def call_grammar(
     one_call: bool,
     special_id: Callable[[str], int | None],
 ) -> Grammar:
-    """Calls of `functions` (`name`, `parameters`) and nothing else; at least one, or exactly one.
+    """Calls of `functions` and nothing else; at least one, or exactly one.
+
+    A function has a `name` and `parameters`: its schema, or None for any object.
 
     `special_id` tells the token of a text that is a special one: a grammar's text never matches it.
 
     Raises:
         RequestError: The format cannot spell a function's name or its parameters.
     """
-    writing = _Writing(special_id)
-    rules = [f"function_{index}" for index in range(len(functions))]
+    writing = CallWriting(special_id)
     calls = ["call"]
     if spelling.repeats and not one_call:
         calls.append(f"({' '.join([*writing.texts(spelling.separator), 'call'])})*")
@@ -74,49 +83,53 @@ def call_grammar(
         parts = [*writing.texts(opening), text, *writing.texts(closing)]
         writing.lines.append(f"thoughts: {' '.join(parts)}")
         start.insert(0, "thoughts?")
-    lines = [f"start: {' '.join(start)}", f"call: {' | '.join(rules)}"]
-    for rule, function in zip(rules, functions, strict=True):
-        lines.append(f"{rule}: {writing.call(spelling, function, rule)}")
-    return Grammar.of_lark("\n".join([*lines, *writing.lines]) + "\n")
+    writing.calls(spelling.call, functions)
+    return Grammar.of_lark("\n".join([f"start: {' '.join(start)}", *writing.lines]) + "\n")
 
 
-class _Writing:
-    """Writes parts of a Lark grammar; `lines` are the rules that come along."""
+class CallWriting:
+    """Writes parts of a Lark grammar; `lines` are the rules so far."""
 
     def __init__(self, special_id: Callable[[str], int | None]) -> None:
-        self._special_id = special_id
+        self.special_id = special_id
         self.lines: list[str] = []
 
     def texts(self, texts: Sequence[str]) -> list[str]:
-        """Texts, each in the grammar's words."""
-        return [self._text(text) for text in texts]
+        """Texts in the grammar's words; those that are no special tokens join their neighbours."""
+        words: list[str] = []
+        plain = ""
+        for text in texts:
+            token_id = self.special_id(text)
+            if token_id is None:
+                plain += text
+                continue
+            words += [_quoted(plain), f"<[{token_id}]>"] if plain else [f"<[{token_id}]>"]
+            plain = ""
+        return [*words, _quoted(plain)] if plain else words
 
-    def call(self, spelling: CallSpelling, function: Mapping[str, Any], rule: str) -> str:
-        """One function's call."""
-        parts: list[str] = []
-        text = ""
-        for piece in spelling.call:
-            if piece is Slot.NAME:
-                text += function["name"]
-            elif isinstance(piece, Slot):
-                parts += [self._text(text), self._arguments(piece, function, rule)]
-                text = ""
-            elif self._special_id(piece) is not None:
-                parts += [self._text(text), self._text(piece)]
-                text = ""
-            else:
-                text += piece
-        return " ".join(part for part in [*parts, self._text(text)] if part)
+    def calls(self, call: Sequence[str | Slot], functions: Sequence[Mapping[str, Any]]) -> None:
+        """The rules `call`, and `function_0`, `function_0_arguments`, ..."""
+        rules = [f"function_{index}" for index in range(len(functions))]
+        self.lines.append(f"call: {' | '.join(rules)}")
+        for rule, function in zip(rules, functions, strict=True):
+            before, after = around_arguments(call, function["name"])
+            parts = [*self.texts(before), f"{rule}_arguments", *self.texts(after)]
+            self.lines.append(f"{rule}: {' '.join(parts)}")
+            if Slot.KEYWORDS in call:
+                self.lines += pythonic_arguments(function, rule)
+                continue
+            schema = {**(function["parameters"] or {}), "type": "object", "x-guidance": _FORM}
+            told = json.dumps(schema, ensure_ascii=False)
+            self.lines.append(f"{rule}_arguments: %json {told}")
 
-    def _arguments(self, slot: Slot, function: Mapping[str, Any], rule: str) -> str:
-        if slot is Slot.KEYWORDS:
-            self.lines += pythonic_arguments(function, rule)
-            return f"{rule}_arguments"
-        schema = {**function["parameters"], "type": "object", "x-guidance": _FORM}
-        return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
-    def _text(self, text: str) -> str:
-        if not text:
-            return ""
-        token_id = self._special_id(text)
-        return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
+def around_arguments(call: Sequence[str | Slot], name: str) -> tuple[list[str], list[str]]:
+    """The texts of a call of the function `name` before its arguments, and behind them."""
+    texts = [name if piece is Slot.NAME else piece for piece in call]
+    place = next(at for at, piece in enumerate(texts) if isinstance(piece, Slot))
+    before, after = texts[:place], texts[place + 1 :]
+    return [str(text) for text in before], [str(text) for text in after]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -30,6 +30,8 @@ DEEPSEEK_PLAIN = CallSpelling(
     begin=(_CALLS,),
     call=(_CALL, Slot.NAME, _SEPARATOR, Slot.ARGUMENTS, _CALL_END),
     end=(_CALLS_END,),
+    openings=(_CALLS,),
+    other_openings=(_CALL,),
 )
 DEEPSEEK_FENCED = CallSpelling(
     begin=(_CALLS,),
@@ -45,6 +47,8 @@ DEEPSEEK_FENCED = CallSpelling(
     ),
     separator=("\n",),
     end=(_CALLS_END,),
+    openings=(_CALLS,),
+    other_openings=(_CALL,),
 )
 _OPENING = Markers(_CALLS, _CALL)
 _NAME_CHARS = re.compile(r"[^<\s`{}]++")

@@ -19,6 +19,8 @@ GRANITE_SPELLING = CallSpelling(
     call=('{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}"),
     separator=(", ",),
     end=("]",),
+    openings=("<|tool_call|>", "<tool_call>"),
+    anchor=r"\[[ \t\n\r]*\{",
 )
 _OPENING = Markers("<|tool_call|>", "<tool_call>")
 

@@ -38,6 +38,7 @@ HARMONY_SPELLING = CallSpelling(
     ),
     thoughts=((_CHANNEL, "analysis", _MESSAGE), ("<|end|>", _START, "assistant")),
     repeats=False,
+    other_openings=(_START, _CHANNEL, *_ENDS),
 )
 _OPENING = Markers(_START, _CHANNEL)
 _CLOSING = Markers(_START, _CHANNEL, *_ENDS)

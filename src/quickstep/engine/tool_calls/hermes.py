@@ -24,6 +24,7 @@ HERMES_SPELLING = CallSpelling(
         "</tool_call>",
     ),
     separator=("\n",),
+    openings=("<tool_call>",),
 )
 _OPENING = Markers("<tool_call>")
 

@@ -16,7 +16,11 @@ __all__ = ["LLAMA_MARKERS", "LLAMA_SPELLING", "llama3_json"]
 _TAGS = ("<|python_tag|>", "<|python_start|>")
 LLAMA_MARKERS = (*_TAGS, "<|python_end|>")
 LLAMA_SPELLING = CallSpelling(
-    call=('{"name": "', Slot.NAME, '", "parameters": ', Slot.ARGUMENTS, "}"), separator=("; ",)
+    call=('{"name": "', Slot.NAME, '", "parameters": ', Slot.ARGUMENTS, "}"),
+    separator=("; ",),
+    openings=_TAGS,
+    # the first member tells: others than a call's make it an answer in JSON
+    anchor=r'\{[ \t\n\r]*"((name|parameters|arguments|type|id)"|[^"\\]*\\)',
 )
 _OPENING = Markers(*_TAGS)
 _MEMBERS = frozenset({"name", "parameters", "arguments", "type", "id"})

@@ -19,8 +19,11 @@ MISTRAL_LISTED = CallSpelling(
     call=('{"name": "', Slot.NAME, '", "arguments": ', Slot.ARGUMENTS, "}"),
     separator=(", ",),
     end=("]",),
+    openings=("[TOOL_CALLS]",),
 )
-MISTRAL_NAMED = CallSpelling(call=("[TOOL_CALLS]", Slot.NAME, "[ARGS]", Slot.ARGUMENTS))
+MISTRAL_NAMED = CallSpelling(
+    call=("[TOOL_CALLS]", Slot.NAME, "[ARGS]", Slot.ARGUMENTS), openings=("[TOOL_CALLS]",)
+)
 _OPENING = Markers("[TOOL_CALLS]")
 _WORD_CHARS = re.compile(r"[A-Za-z0-9_.-]++")
 

@@ -18,7 +18,12 @@ __all__ = ["PYTHONIC_MARKERS", "PYTHONIC_SPELLING", "pythonic"]
 
 PYTHONIC_MARKERS = ("<|python_start|>", "<|python_end|>")
 PYTHONIC_SPELLING = CallSpelling(
-    begin=("[",), call=(Slot.NAME, "(", Slot.KEYWORDS, ")"), separator=(", ",), end=("]",)
+    begin=("[",),
+    call=(Slot.NAME, "(", Slot.KEYWORDS, ")"),
+    separator=(", ",),
+    end=("]",),
+    openings=("<|python_start|>",),
+    anchor=r"\[[ \t\n\r]*[A-Za-z_][A-Za-z0-9_.-]*\(",
 )
 _OPENING = Markers("<|python_start|>")
 _MAX_DEPTH = 64

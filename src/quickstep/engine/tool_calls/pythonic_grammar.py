@@ -28,11 +28,13 @@ def pythonic_arguments(function: Mapping[str, Any], rule: str) -> list[str]:
     """Lark rules of the arguments, `{rule}_arguments` first, in the order of the schema.
 
     `rest` of place i is what may follow once something stands before it, so that commas fit.
-    Raises RequestError.
+    Raises RequestError. Parameters that are None allow any arguments.
     """
     name, schema = function["name"], function["parameters"]
     if not _NAME.fullmatch(name):
         raise _refused(name, "begins with no letter")
+    if schema is None:
+        return _any_arguments(rule)
     properties, required = _checked(name, schema)
     lines = []
     first, rest = f"{rule}_arguments", f"{rule}_rest"
@@ -48,6 +50,14 @@ def pythonic_arguments(function: Mapping[str, Any], rule: str) -> list[str]:
         lines.append(f'{rest}_{place}: ", " {here} {then}{without}')
     last = len(properties)
     return [f"{first}: {first}_0", f'{first}_{last}: ""', f'{rest}_{last}: ""', *lines]
+
+
+def _any_arguments(rule: str) -> list[str]:
+    """Lark rules of any keywords, with any values."""
+    return [
+        f'{rule}_arguments: "" | {rule}_any (", " {rule}_any)*',
+        f"{rule}_any: /[A-Za-z_][A-Za-z0-9_]*=/ %json {json.dumps({'x-guidance': _FORM})}",
+    ]
 
 
 def _checked(name: str, schema: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
@@ -75,7 +85,7 @@ def _value_schema(schema: Mapping[str, Any], value: object) -> dict[str, Any]:
 
 def _refused(name: str, why: str) -> RequestError:
     return RequestError(
-        f"tools has the function {name}, whose calls cannot be forced in the format pythonic: it "
-        f"{why}; send tool_choice auto",
+        f"tools has the function {name}, whose calls cannot be enforced in the format pythonic: it "
+        f"{why}; send it without strict, and tool_choice auto",
         param="tools",
     )

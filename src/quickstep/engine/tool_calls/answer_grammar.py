@@ -1,0 +1,219 @@
+"""The grammar of an answer that may call: text, or text and calls whose arguments fit.
+
+For functions that are `strict` where the model may choose. All text is free up to what the
+format's reader takes for the opening of a call; from there on the call is spelled:
+
+    [thoughts] text                                  no call
+    [thoughts] (text OPENING calls)* text            an opening that may stand anywhere
+    [thoughts] calls                                 calls that begin the message without a marker
+
+So whatever is drawn reads back as content, or as calls whose arguments fit. A lazy rule ends with
+its first match, hence the opening is never part of the text; a special token is in no text anyway.
+Called by the server.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quickstep.engine.tool_calls.call_grammar import (
+    CallSpelling,
+    CallWriting,
+    Slot,
+    around_arguments,
+)
+from quickstep.types import Grammar
+
+__all__ = ["answer_grammar"]
+
+_ANY = "(.|\\n)*"
+_CHANNELS = ("analysis", "commentary", "final")  # of parts that are no calls
+_SPACE = "[ \\t\\n\\r]*"
+
+
+def answer_grammar(
+    spelling: CallSpelling,
+    functions: Sequence[Mapping[str, Any]],
+    one_call: bool,
+    special_id: Callable[[str], int | None],
+    thoughts: tuple[str, str] | None = None,
+    inside_thoughts: bool = False,
+) -> Grammar:
+    """Text or calls of `functions` (`name`, `parameters`, None for any object).
+
+    `thoughts` are the markers of the reasoning that may stand before, `inside_thoughts` says that
+    the prompt has opened it. `special_id` is that of `call_grammar`.
+
+    Raises:
+        RequestError: The format cannot spell a function's name or its parameters.
+    """
+    writing = CallWriting(special_id)
+    if spelling.thoughts is not None:
+        return _of_channels(writing, spelling, functions)
+    answer = _Answer(writing, spelling, functions, one_call)
+    return answer.grammar(thoughts, inside_thoughts)
+
+
+class _Answer:
+    """Writes the rules of one format whose calls stand in running text."""
+
+    def __init__(
+        self,
+        writing: CallWriting,
+        spelling: CallSpelling,
+        functions: Sequence[Mapping[str, Any]],
+        one_call: bool,
+    ) -> None:
+        self._writing = writing
+        self._spelling = spelling
+        self._functions = functions
+        self._one_call = one_call
+        self._begin, self._call = _without_opening(spelling)
+
+    def grammar(self, thoughts: tuple[str, str] | None, inside: bool) -> Grammar:
+        """All rules."""
+        lines = self._writing.lines
+        start = ["answer"]
+        if thoughts is not None:
+            start = self._with_thoughts(*thoughts, inside)
+        lines += [
+            f"start: {' | '.join(start)}",
+            *self._message("answer", "TEXT"),
+            f"TEXT: {self._text(without_anchor=True)}",
+        ]
+        self._write_calls()
+        return Grammar.of_lark("\n".join(lines) + "\n")
+
+    def _with_thoughts(self, opening: str, closing: str, inside: bool) -> list[str]:
+        """What the message may be: the reasoning goes up to its closing marker, or to the end."""
+        lines, special_id = self._writing.lines, self._writing.special_id
+        until = f"ANYTHING {self._marker(closing)}"
+        lines += [f"ANYTHING: /{_ANY}/", f"until_closed{self._lazy(closing)}: {until}"]
+        if inside:
+            return ["until_closed answer", "ANYTHING"]
+        if special_id(opening) is not None:
+            marker = self._marker(opening)
+            return ["answer", f"{marker} until_closed answer", f"{marker} ANYTHING"]
+        tag = f"/{_SPACE}{_pattern(opening)}/"
+        lines += [
+            f"THINKING: {tag} /{_ANY}/",
+            f"thought{self._lazy(closing)}: THINKING {self._marker(closing)}",
+            f"FIRST: {self._text(without_anchor=True)} & ~/{_SPACE}{_pattern(opening)}{_ANY}/",
+            *self._message("first", "FIRST"),
+        ]
+        return ["first", "thought answer", "THINKING"]
+
+    def _message(self, rule: str, text: str) -> list[str]:
+        """A message that begins with `text`."""
+        ways = [text, f"{rule}_opening calls"]
+        if self._spelling.anchor is None and not self._one_call:
+            ways[1] += " more"
+        if self._spelling.anchor is not None:
+            ways.append("anchored")
+        return [f"{rule}: {' | '.join(ways)}", *self._openings(f"{rule}_opening", text)]
+
+    def _openings(self, rule: str, text: str) -> list[str]:
+        special_id = self._writing.special_id
+        markers = [self._marker(marker) for marker in self._spelling.openings if special_id(marker)]
+        texts = [marker for marker in self._spelling.openings if special_id(marker) is None]
+        ways = [f"{text} {marker}" for marker in markers]
+        lines = []
+        if texts:
+            ways.append(f"{rule}_text")
+            lines.append(f"{rule}_text[lazy]: {text} /{'|'.join(map(_pattern, texts))}/")
+        return [f"{rule}: {' | '.join(ways)}", *lines]
+
+    def _write_calls(self) -> None:
+        """The calls behind an opening, the same ones that begin the message, and what follows."""
+        writing, spelling = self._writing, self._spelling
+        writing.calls(self._call, self._functions)
+        repeated = ""
+        if not self._one_call and (spelling.begin or spelling.anchor):
+            repeated = f" ({' '.join([*writing.texts(spelling.separator), 'call'])})*"
+        end = " ".join(["", *writing.texts(spelling.end)])
+        begin = " ".join([*writing.texts(self._begin), ""])
+        writing.lines.append(f"calls: {begin}call{repeated}{end}")
+        if spelling.anchor is None:
+            if not self._one_call:
+                writing.lines += [
+                    "more: (more_opening calls)* PLAIN",
+                    *self._openings("more_opening", "PLAIN"),
+                    f"PLAIN: {self._text(without_anchor=False)}",
+                ]
+            return
+        writing.lines += [f"anchored: first_call{repeated}{end}", f"SPACE: /{_SPACE}/"]
+        ways = []
+        for index, function in enumerate(self._functions):
+            before, after = around_arguments(self._call, function["name"])
+            text = json.dumps("".join([*self._begin, *before]), ensure_ascii=False)
+            writing.lines.append(f"ANCHOR_{index}: SPACE {text}")
+            rest = [f"function_{index}_arguments", *writing.texts(after)]
+            ways.append(" ".join([f"ANCHOR_{index}", *rest]))
+        writing.lines.append(f"first_call: {' | '.join(ways)}")
+
+    def _text(self, without_anchor: bool) -> str:
+        """Free text: nothing in it opens a call that is not spelled here."""
+        text = f"/{_ANY}/"
+        special_id = self._writing.special_id
+        others = [other for other in self._spelling.other_openings if special_id(other) is None]
+        if others:
+            text += f" & ~/{_ANY}({'|'.join(map(_pattern, others))}){_ANY}/"
+        if without_anchor and self._spelling.anchor is not None:
+            text += f" & ~/{_SPACE}{self._spelling.anchor}{_ANY}/"
+        return text
+
+    def _marker(self, text: str) -> str:
+        return self._writing.texts([text])[0]
+
+    def _lazy(self, marker: str) -> str:
+        return "[lazy]" if self._writing.special_id(marker) is None else ""
+
+
+def _without_opening(
+    spelling: CallSpelling,
+) -> tuple[tuple[str, ...], tuple[str | Slot, ...]]:
+    """What stands before the first call, and a call, both behind the opening."""
+    begin, call = spelling.begin, spelling.call
+    if begin and begin[0] in spelling.openings:
+        return begin[1:], call
+    if not begin and call[0] in spelling.openings:
+        return begin, call[1:]
+    return begin, call
+
+
+def _of_channels(
+    writing: CallWriting, spelling: CallSpelling, functions: Sequence[Mapping[str, Any]]
+) -> Grammar:
+    """Harmony: parts with a header and a body, the last of which may be a call.
+
+        part (<|end|> <|start|> "assistant" part)*      part: <|channel|> CHANNEL <|message|> text
+
+    `other_openings` are the markers of headers, which stand in no text.
+    """
+    assert spelling.thoughts is not None, "a format with channels has one of thoughts"
+    (channel, _, message), (end, *following) = spelling.thoughts
+    special_id = writing.special_id
+    hidden = [other for other in spelling.other_openings if special_id(other) is None]
+    text = f"/{_ANY}/"
+    if hidden:
+        text += f" & ~/{_ANY}({'|'.join(map(_pattern, hidden))}){_ANY}/"
+    lazy = "[lazy]" if special_id(end) is None else ""
+    headers = [" ".join(writing.texts([channel, name, message])) for name in _CHANNELS]
+    writing.calls(spelling.call, functions)
+    lines = [
+        "start: part* (header TEXT | call)",
+        f"part: header ended {' '.join(writing.texts(following))}",
+        f"header: {' | '.join(headers)}",
+        f"ended{lazy}: TEXT {writing.texts([end])[0]}",
+        f"TEXT: {text}",
+        *writing.lines,
+    ]
+    return Grammar.of_lark("\n".join(lines) + "\n")
+
+
+def _pattern(text: str) -> str:
+    """A regular expression of a text, between slashes."""
+    return re.escape(text).replace("/", "\\/")

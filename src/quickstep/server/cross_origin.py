@@ -1,0 +1,28 @@
+"""Starlette's CORS middleware, with refusals in OpenAI's shape as everywhere else."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from quickstep.server.api_errors import error_body, json_response
+
+__all__ = ["CrossOriginGate"]
+
+
+class CrossOriginGate(CORSMiddleware):
+    """Answers a browser that asks whether a page of another origin may call."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Yes, or 400 that says what is not allowed."""
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        what = bytes(response.body).decode().removeprefix("Disallowed CORS ")
+        message = f"pages of other origins may not call like this: {what} is not allowed"
+        refused = json_response(error_body(message, response.status_code), response.status_code)
+        for name, value in response.headers.items():
+            if name not in ("content-length", "content-type"):
+                refused.headers[name] = value
+        return refused

@@ -1,0 +1,222 @@
+"""A strict function that may be called: text stays free, and whatever is a call fits its schema."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from grammar_draws import state_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_call_grammar import FORMATS
+from tiny_checkpoint import write_checkpoint
+
+from quickstep.engine.grammars import GrammarCompiler
+from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.tool_calls.answer_grammar import answer_grammar
+from quickstep.engine.tool_calls.formats import REASONING_FORMATS, message_grammar
+from quickstep.engine.tool_calls.parser import MessageParser
+from quickstep.runtime.sampler import Sample, sample_row
+from quickstep.types import SamplingParams
+
+VOCAB_SIZE = 264
+LIMIT = 500
+STRICT = {
+    "name": "find-it",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "maxLength": 5},
+            "n": {"enum": [1, None]},
+        },
+        "required": ["text", "n"],
+        "additionalProperties": False,
+    },
+}
+FREE = {"name": "free", "parameters": None}
+FUNCTIONS = [STRICT, FREE]
+THINK = REASONING_FORMATS["think"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.open(write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return GrammarCompiler(tokenizer, VOCAB_SIZE)
+
+
+def grammar_of(known, one_call=False, thoughts=THINK, inside=False):
+    tags = None if thoughts is None else (thoughts.opening, thoughts.closing)
+    return answer_grammar(known.spelling, FUNCTIONS, one_call, lambda text: None, tags, inside)
+
+
+def wished_text(compiler, tokenizer, grammar, wish, seed=1):
+    """What a model writes that wants `wish` and takes what it may have instead; None if the limit
+    cuts it. A byte that it may not write it wants again behind the one that it was given.
+    """
+    params = SamplingParams(grammar=grammar, temperature=0.0, max_tokens=LIMIT)
+    state = state_for(compiler, tokenizer, params, vocab_size=VOCAB_SIZE)
+    (end,) = tokenizer.eos_token_ids
+    ids = [tokenizer.encode(char, add_special_tokens=False) for char in wish]  # none is special
+    wanted = [*itertools.chain.from_iterable(ids), end]
+    tokens = []
+    while len(tokens) < LIMIT:
+        draw = np.random.default_rng((seed, len(tokens)))
+        row = draw.normal(size=VOCAB_SIZE).astype(np.float32)
+        row[wanted[0]] = 100.0
+        sample = sample_row(row, state)
+        assert isinstance(sample, Sample), sample
+        state.record(sample.token_id)
+        if sample.token_id == end:
+            return b"".join(map(tokenizer.token_bytes, tokens)).decode()
+        tokens.append(sample.token_id)
+        if sample.token_id == wanted[0]:
+            wanted.pop(0)
+    return None
+
+
+def read(text, known, thoughts=THINK, inside=False):
+    ids = itertools.count()
+    parser = MessageParser(message_grammar(known, thoughts, inside), lambda: f"call-{next(ids)}")
+    return parser.feed(text).followed_by(parser.finish())
+
+
+def check_calls(message, known):
+    for marker in known.spelling.openings:
+        assert marker not in message.content, "a call that is none"
+    for call in message.calls:
+        arguments = json.loads(call.arguments)
+        assert call.name in ("find-it", "free")
+        if call.name == "find-it":
+            assert set(arguments) == {"text", "n"}
+            assert len(arguments["text"]) <= 5
+            assert arguments["n"] in (1, None)
+
+
+def written_call(known, name, arguments, keywords):
+    """The spelled call, as a model that was trained on it writes it."""
+    spelling = known.spelling
+    pieces = [*spelling.begin, *spelling.call, *spelling.end]
+    slots = {"name": name, "arguments": arguments, "keywords": keywords}
+    return "".join(piece if isinstance(piece, str) else slots[piece.value] for piece in pieces)
+
+
+PIECES = [
+    "<think>",
+    "</think>",
+    "{",
+    "[",
+    '"name"',
+    '"',
+    "free",
+    "find-it",
+    "(",
+    "\n",
+    " ",
+    "a",
+    "ü",
+]
+
+
+def wishes(known):
+    """Texts at the edges of the format."""
+    spelling = known.spelling
+    texts = [piece for piece in [*spelling.begin, *spelling.call] if isinstance(piece, str)]
+    good = written_call(known, "find-it", '{"text": "a", "n": 1}', 'text="a", n=1')
+    bad = written_call(known, "find-it", '{"text": "too long", "x": 2}', 'text="too long", x=2')
+    other = written_call(known, "free", '{"x": [1]}', "x=[1]")
+    markers = [*spelling.openings, *spelling.other_openings]
+    pieces = st.sampled_from([*PIECES, *texts, good, bad, other, *markers])
+    return st.lists(pieces, max_size=6).map("".join)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("inside", [False, True])
+@settings(max_examples=25)
+@given(data=st.data())
+def test_whatever_is_written_is_content_or_a_call_that_fits(
+    compiler, tokenizer, name, inside, data
+):
+    known = FORMATS[name]
+    wish = data.draw(wishes(known))
+    one_call = data.draw(st.booleans())
+    grammar = grammar_of(known, one_call, inside=inside)
+    text = wished_text(compiler, tokenizer, grammar, wish, data.draw(st.integers(0, 3)))
+    if text is not None:
+        message = read(text, known, inside=inside)
+        check_calls(message, known)
+        assert len(message.calls) <= 1 or not one_call
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("arguments", ['{"text": "a", "n": 1}', '{"text": "", "n": null}'])
+def test_a_call_that_fits_is_written_as_the_model_wants_it(compiler, tokenizer, name, arguments):
+    known = FORMATS[name]
+    told = json.loads(arguments)
+    keywords = ", ".join(f"{key}={json.dumps(value)}" for key, value in told.items())
+    before = "" if known.spelling.anchor or known.spelling.thoughts else "Well: "
+    wish = before + written_call(known, "find-it", arguments, keywords)
+    text = wished_text(compiler, tokenizer, grammar_of(known), wish)
+    assert text == wish
+    message = read(text, known)
+    assert message.content.strip() == before.strip()
+    assert [(call.name, json.loads(call.arguments)) for call in message.calls] == [
+        ("find-it", told)
+    ]
+
+
+ANSWERS = [
+    "",
+    'Hello.\nA <tool> is [no] call: {"a": 1}',
+    '{"answer": {"name": 3}}',
+    "[1, 2]",
+    "[see] (this)",
+    "  \n<tool_cal",
+    "<think>May I <tool_call>{</think>No: 5 < 6",
+    "<think>never closed [TOOL_CALLS] {",
+]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "harmony"])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_an_answer_without_a_call_is_unchanged(compiler, tokenizer, name, answer):
+    known = FORMATS[name]
+    assert wished_text(compiler, tokenizer, grammar_of(known), answer) == answer
+    inside = answer.removeprefix("<think>")
+    if inside != answer:
+        grammar = grammar_of(known, inside=True)
+        assert wished_text(compiler, tokenizer, grammar, inside) == inside
+
+
+def test_an_answer_in_channels_is_unchanged(compiler, tokenizer):
+    known = FORMATS["harmony"]
+    thought = "<|channel|>analysis<|message|>Hm {<|end|><|start|>assistant"
+    answer = f"{thought}{thought}<|channel|>final<|message|>It is [2]."
+    assert wished_text(compiler, tokenizer, grammar_of(known), answer) == answer
+    call = '<|channel|>commentary to=functions.free <|constrain|>json<|message|>{"a": 1}'
+    assert wished_text(compiler, tokenizer, grammar_of(known), thought + call) == thought + call
+
+
+def test_several_calls_with_text_between_them(compiler, tokenizer):
+    known = FORMATS["hermes"]
+    good = written_call(known, "find-it", '{"text": "a", "n": 1}', "")
+    other = written_call(known, "free", '{"x": [1]}', "")
+    wish = f"First {good}, then\n{other}{good} done"
+    assert wished_text(compiler, tokenizer, grammar_of(known), wish) == wish
+    assert len(read(wish, known).calls) == 3
+
+
+def test_markers_that_are_special_tokens_end_the_text(compiler, tokenizer):
+    known = FORMATS["mistral, named"]
+    ids = {"[TOOL_CALLS]": 7, "[ARGS]": 8, "[THINK]": 9, "[/THINK]": 10}
+    tags = ("[THINK]", "[/THINK]")
+    text = answer_grammar(known.spelling, FUNCTIONS, False, ids.get, tags).text
+    assert "start: answer | <[9]> until_closed answer | <[9]> ANYTHING" in text
+    assert "until_closed: ANYTHING <[10]>" in text
+    assert "answer_opening: TEXT <[7]>" in text
+    assert 'function_0: "find-it" <[8]> function_0_arguments' in text
