@@ -192,6 +192,7 @@ class EngineGauges(Collector):
             ("prefix_cache_queries", "Prompt tokens looked up.", totals.prefix_query_tokens),
             ("prefix_cache_hits", "Prompt tokens found cached.", totals.prefix_hit_tokens),
             ("engine_steps", "Steps run.", totals.num_steps),
+            ("engine_output_tokens", "Tokens generated, read or not.", totals.num_output_tokens),
             ("engine_busy_seconds", "Measured seconds of all steps.", totals.busy_s),
             ("engine_restarts", "Times the engine was started again.", stats.num_restarts),
         )
