@@ -36,7 +36,9 @@ CASES_EACH = -(-NUM_CASES // (2 * len(WITH_BODY)))
 BEYOND_THE_SCHEMA = re.compile(
     r"""
     stream_options\ needs\ stream
-    | top_logprobs\ needs\ logprobs
+    | top_logprobs\ needs\ (logprobs|include)
+    | thinking_budget\ (is\ not\ supported|cannot)
+    | timeout_s\ is
     | best_of\ is\ .*,\ (below|above)\ n
     | (length_penalty|early_stopping)\ needs\ use_beam_search
     | prompt_logprobs\ cannot\ be\ streamed

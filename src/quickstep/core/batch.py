@@ -34,6 +34,16 @@ class Batch:
         """A snapshot, best rank first: preempting does not disturb the loop."""
         return iter(tuple(self._running))
 
+    @property
+    def num_active(self) -> int:
+        """How many are not paused: those stand first."""
+        return bisect_left(self._running, True, key=_is_paused)
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether somebody's prompt is to go on."""
+        return any(one.num_prefill_left for one in self._running)
+
     def room_for(self, sequence: Sequence) -> tuple[int, ...] | None:
         """The cached blocks that `sequence` would start from; None if it does not fit now.
 
@@ -108,7 +118,10 @@ class Batch:
 
     def grow(self, sequence: Sequence) -> tuple[int, ...]:
         """Extend the block table for one more token; returns the new blocks."""
-        new_block_ids = self._pool.allocate(self._growth(sequence))
+        growth = self._growth(sequence)
+        if growth < 1:
+            return ()
+        new_block_ids = self._pool.allocate(growth)
         sequence.resident.blocks.extend(new_block_ids)
         return tuple(new_block_ids)
 
@@ -185,3 +198,7 @@ class Batch:
 
 def _rank(sequence: Sequence) -> tuple[bool, int, int]:
     return sequence.rank
+
+
+def _is_paused(sequence: Sequence) -> bool:
+    return sequence.is_paused

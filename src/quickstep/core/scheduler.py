@@ -20,7 +20,7 @@ from quickstep.config import SchedulerConfig
 from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record
 from quickstep.core.batch import Batch
 from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.cost_model import CostModel
 from quickstep.core.intake import Limits
 from quickstep.core.policies import Policy, StepView
 from quickstep.core.sequence import Sequence, SequenceState
@@ -132,13 +132,14 @@ class Scheduler:
         draft = StepDraft(room=self._config.max_num_batched_tokens)
         self._make_way(draft, now)
         for phase in self._policy.phases:
+            if phase is Phase.PREFILL and not (self._waiting.head or self._batch.has_prefill):
+                continue
             share = self._policy.tokens(phase, self._view(draft, now), self._cost_model)
             budget = min(share, draft.room)
             if phase is Phase.DECODE:
                 self._place_decodes(draft, budget, now)
             else:
-                budget = self._place_prefills(draft, budget)
-                self._admit_waiting(draft, budget, now)
+                self._admit_waiting(draft, self._place_prefills(draft, budget), now)
         return self._issue(draft, now) if draft.decode or draft.prefill else None
 
     def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
@@ -247,7 +248,7 @@ class Scheduler:
             raise EngineError(f"step {plan.step_id} got a result of another shape or step")
         reasons = failure_reasons(plan, result)
         unclaimed_s = charge(step.rows, result.seconds, self._cost_model)
-        self._cost_model.observe(StepLoad.of_plan(plan), result.seconds)
+        self._cost_model.observe(step.decode_load + step.prefill_load, result.seconds)
         outputs = self._end_failed(step, reasons, now)
         self._in_flight.popleft()
         for entry, output in zip(step.rows, result.outputs, strict=True):
@@ -347,7 +348,7 @@ class Scheduler:
 
     def is_held(self) -> bool:
         """Whether all live sequences are paused, so that only a `resume` brings more steps."""
-        return all(one.is_paused for of_request in self._requests.values() for one in of_request)
+        return not (self._batch.num_active or self._waiting.num_active)
 
     def wakeup(self, now: float) -> float | None:
         """When to call `expire` and `plan` again at the latest, without any event before."""
@@ -356,8 +357,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """State now, and totals since the start."""
-        every = (*self._batch, *self._waiting)
-        states = Counter(one.state for one in every if not one.is_paused)
+        states = Counter(one.state for one in (*self._batch, *self._waiting) if not one.is_paused)
         return SchedulerStats(
             num_waiting=states[SequenceState.WAITING],
             num_running=states[SequenceState.RUNNING],
@@ -365,15 +365,15 @@ class Scheduler:
             num_in_flight=len(self._in_flight),
             blocks=self._pool.stats(),
             totals=replace(self._totals),
-            num_paused=len(every) - states.total(),
+            num_paused=len(self._batch) + len(self._waiting) - states.total(),
         )
 
     def check(self) -> None:
         """Raise AssertionError if the books do not agree: for tests, after any call."""
         self._batch.check()
         self._waiting.check()
-        for of_request in self._requests.values():
-            assert len({one.is_paused for one in of_request}) == 1, "a request is paused in part"
+        for one in self._requests.values():
+            assert len({sequence.is_paused for sequence in one}) == 1, "a request paused in part"
         live = {one.sequence_id for of_request in self._requests.values() for one in of_request}
         placed = [one.sequence_id for one in (*self._batch, *self._waiting)]
         assert sorted(placed) == sorted(live), "live sequences and those placed differ"
@@ -387,14 +387,14 @@ class Scheduler:
 
     def _view(self, draft: StepDraft, now: float) -> StepView:
         head = self._waiting.head
-        starts = [one.resident.planned for one in self._batch if one.num_prefill_left]
+        prefilling = (one.resident.planned for one in self._batch if one.num_prefill_left)
         return StepView(
             now=now,
             decode=draft.decode_load,
             prefill=draft.prefill_load,
             room=draft.room,
-            prefill_start=starts[0] if starts else 0,
-            num_running=sum(not one.is_paused for one in self._batch),
-            num_waiting=sum(not one.is_paused for one in self._waiting),
+            prefill_start=next(prefilling, 0),
+            num_running=self._batch.num_active,
+            num_waiting=self._waiting.num_active,
             oldest_arrival_s=head.arrival_s if head else None,
         )

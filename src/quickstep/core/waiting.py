@@ -30,6 +30,11 @@ class WaitingQueue:
         return iter(self._sequences)
 
     @property
+    def num_active(self) -> int:
+        """How many are not paused: those stand first."""
+        return bisect_left(self._sequences, True, key=_is_paused)
+
+    @property
     def head(self) -> Sequence | None:
         """Who is admitted next; None if there is nobody, or only paused ones."""
         first = self._sequences[0] if self._sequences else None
@@ -97,3 +102,7 @@ def _queue_rank(sequence: Sequence) -> tuple[bool, int, bool, int]:
 
 def _is_live(sequence: Sequence) -> bool:
     return sequence.state is not SequenceState.FINISHED
+
+
+def _is_paused(sequence: Sequence) -> bool:
+    return sequence.is_paused

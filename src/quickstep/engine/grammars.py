@@ -113,8 +113,9 @@ class GrammarCompiler:
 
     def _compile(self, source: GrammarSource) -> LLMatcher:
         self._trial.check(source)
-        assert self._closing_vocabulary is not None, "it is built here, off the engine's threads"
-        return build_matcher(source, self._vocabulary, self._limits)
+        # both are built here, by the thread that prepares, and not in a step
+        vocabulary, _ = self._vocabulary, self._closing_vocabulary
+        return build_matcher(source, vocabulary, self._limits)
 
     @cached_property
     def _words(self) -> GrammarVocabulary:

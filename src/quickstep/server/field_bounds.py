@@ -92,6 +92,7 @@ def _of_openai(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
         schemas.CompletionRequest: {
             "prompt": {"anyOf": _prompts(facts)},
             "logprobs": _num_logprobs(limits),
+            "best_of": {**_range("n"), "maximum": limits.n},
         },
         schemas.ChatRequest: {
             "messages": {"minItems": 1},
@@ -154,6 +155,7 @@ def _of_llama_cpp(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]
             "max_tokens": length,
             "dry_penalty_last_n": {**_range("dry_range"), "minimum": -1},
             "seed": _range("seed"),
+            "prompt": {"minItems": 1},
             "stop": _texts(limits.stop, limits.stop_chars),
             "n_probs": _num_logprobs(limits),
             "n_cmpl": {**_range("n"), "maximum": limits.n},
@@ -167,6 +169,7 @@ def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
         EmbeddingRequest: {
             "input": {"anyOf": _prompts(facts)},
             "dimensions": {"minimum": 1},
+            "timeout_s": {"exclusiveMinimum": 0},
             "user": _label(limits),
             "cache_salt": _label(limits),
         },

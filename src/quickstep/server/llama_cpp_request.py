@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -128,13 +129,14 @@ def _sampling(
     own["logprobs"] = fields.n_probs or None
     own["grammar"] = grammar
     own |= _max_tokens(fields, served)
-    own |= _dry(fields)
-    own |= _look_back(fields)
-    own |= _left_out(fields, served)
     length = "n_predict" if fields.max_tokens is None else "max_tokens"
-    return sampling_params(
-        SamplingFields(**shared), served, own, {**_RENAMED, "max_tokens": length}
-    )
+    renamed = {**_RENAMED, "max_tokens": length}
+    dry = _dry(fields)
+    own |= {name: value for name, value in dry.items() if name != "dry_multiplier"}
+    sampling = sampling_params(SamplingFields(**shared), served, own, renamed)
+    # switched off last: what has no effect has to be right all the same
+    off = dry | _look_back(fields) | _left_out(fields, served)
+    return replace(sampling, **off)
 
 
 def _max_tokens(fields: LlamaCompletionRequest, served: Served) -> dict[str, int | None]:

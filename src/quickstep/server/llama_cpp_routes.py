@@ -19,7 +19,6 @@ from quickstep.server.llama_cpp import LlamaCpp, generation_settings
 from quickstep.server.metrics import Metrics
 from quickstep.server.response_llama_cpp import (
     DefaultSettings,
-    LlamaChunk,
     LlamaCompletion,
     LlamaProps,
     Modalities,
@@ -52,9 +51,12 @@ def llama_cpp_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
             completion.answer,
             "Text that continues a prompt, as llama.cpp has it.",
             request=LlamaCompletionRequest,
-            response=LlamaCompletion,
+            # `response_fields` may leave out any field
+            response=LlamaCompletion
+            | list[LlamaCompletion]
+            | list[dict[str, Any]]
+            | dict[str, Any],
             streams=True,
-            events=(LlamaChunk, LlamaCompletion),
         ),
         ApiRoute("GET", "/props", state.props, "What is served.", response=LlamaProps),
         ApiRoute(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, UnionType
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -167,9 +167,13 @@ def _responses(route: ApiRoute, names: Mapping[type, str]) -> dict[str, Any]:
 
 
 def _typed(declared: Any, names: Mapping[type, str]) -> dict[str, Any]:
-    """A struct's schema by its name, or a list of them."""
+    """A struct's schema by its name, a list of them, any object, or one of these."""
+    if get_origin(declared) is UnionType:
+        return {"anyOf": [_typed(member, names) for member in get_args(declared)]}
     if get_origin(declared) is list:
         return {"type": "array", "items": _typed(get_args(declared)[0], names)}
+    if get_origin(declared) is dict:
+        return {"type": "object"}
     return _ref(names[declared])
 
 
