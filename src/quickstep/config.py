@@ -19,6 +19,7 @@ __all__ = [
     "LoadConfig",
     "PolicyName",
     "SchedulerConfig",
+    "StreamConfig",
 ]
 
 QUANTIZATIONS = ("int8", "int4")
@@ -148,10 +149,33 @@ class InputConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamConfig:
+    """What a request's stream may hold unread; beyond it the request is paused.
+
+    It goes on once its reader has come down to half of both.
+
+    Attributes:
+        max_unread_deltas: Pieces of news, of all its sequences together.
+        max_unread_bytes: About what they hold: text, tokens, logprobs.
+    """
+
+    max_unread_deltas: int = 256
+    max_unread_bytes: int = 1024 * 1024
+
+    def __post_init__(self) -> None:
+        for name in ("max_unread_deltas", "max_unread_bytes"):
+            value = getattr(self, name)
+            if value < 1:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} is {value}, it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All sections, as the command line and `LLM(...)` fill them.
 
     Attributes:
+        streams: None never pauses a request by itself.
         max_model_len: Longest sequence in tokens; None takes the model's longest, as far as the
             KV cache holds it.
         seed: Seeds the draws of seeds for unseeded requests; None takes the system's entropy.
@@ -163,6 +187,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     inputs: InputConfig = field(default_factory=InputConfig)
+    streams: StreamConfig | None = field(default_factory=StreamConfig)
     max_model_len: int | None = None
     seed: int | None = None
     memory_bytes: int | None = None

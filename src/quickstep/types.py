@@ -264,8 +264,9 @@ class StepResult:
 class SequenceTimings:
     """The life of one sequence on the scheduler's clock, in seconds; tokens and blocks as counts.
 
-    queue + prefill + decode + preempted = finished - arrival. `device_s` is the sequence's share of
-    the measured step seconds; over all sequences they add up to the device's busy time.
+    queue + prefill + decode + preempted + paused = finished - arrival; time in which the reader
+    was behind counts as paused alone. `device_s` is the sequence's share of the measured step
+    seconds; over all sequences they add up to the device's busy time.
     """
 
     arrival_s: float
@@ -282,6 +283,7 @@ class SequenceTimings:
     num_cached_tokens: int
     num_output_tokens: int
     num_blocks: int
+    paused_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

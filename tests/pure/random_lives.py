@@ -79,6 +79,9 @@ def random_life(
     rng = Random(seed)
     world = World(draw_setup(rng), open_one)
     has_trouble, alike = rng.random() < 0.4, rng.random() < 0.4
+    calls = ("abort", "abort-one", "expire", "advance")
+    if rng.random() < 0.4:
+        calls += ("pause", "pause", "pause", "resume")
     for number in range(num_calls):
         match rng.choice(("add", "add", "plan", "plan", "plan", "commit", "commit", "other")):
             case "add":
@@ -92,14 +95,14 @@ def random_life(
                 else:
                     world.commit()
             case _:
-                _other_call(rng, world)
+                _other_call(rng, world, calls)
     world.drain()
     world.verify()
     return world
 
 
-def _other_call(rng: Random, world: World) -> None:
-    match rng.choice(("abort", "abort-one", "expire", "advance")):
+def _other_call(rng: Random, world: World, calls: tuple[str, ...]) -> None:
+    match rng.choice(calls):
         case "abort" if world.received:
             world.abort(rng.choice(list(world.received.values())).request.request_id)
         case "abort-one" if world.received:
@@ -107,5 +110,9 @@ def _other_call(rng: Random, world: World) -> None:
             world.abort(one.request.request_id, one.index)
         case "expire":
             world.expire()
+        case "pause" if world.received:
+            world.pause(rng.choice(list(world.received.values())).request.request_id)
+        case "resume" if world.paused:
+            world.resume(rng.choice(sorted(world.paused)))
         case _:
             world.advance(rng.choice((0.001, 0.05)))

@@ -143,6 +143,8 @@ class World:
         self.received: dict[str, Received] = {}
         self.records: list[StepRecord] = []
         self.plans: list[StepPlan] = []
+        self.paused: set[str] = set()  # request ids
+        self._holders: dict[int, str] = {}  # by slot, as the plans say
 
     # -- the scheduler's calls --------------------------------------------------------------------
 
@@ -176,13 +178,26 @@ class World:
         assert len(outputs) == len(due), "expire ended other sequences than those due"
         self._take(outputs, FinishReason.DEADLINE)
 
+    def pause(self, request_id: str) -> None:
+        self.scheduler.pause(request_id, self.now)
+        self.scheduler.check()
+        self.paused.add(request_id)
+
+    def resume(self, request_id: str) -> None:
+        self.scheduler.resume(request_id, self.now)
+        self.scheduler.check()
+        self.paused.discard(request_id)
+
     def plan(self) -> StepPlan | None:
         plan = self.scheduler.plan(self.now)
         self.scheduler.check()
         if plan is None:
-            stuck = self.live and not self.in_flight
+            stuck = self.active and not self.in_flight
             assert not stuck, "nothing is in flight, sequences live, and no step is planned"
             return None
+        self._holders |= {one.slot: one.sequence_id for one in plan.admitted}
+        planned = {self.received[self._holders[row.slot]].request.request_id for row in plan.rows}
+        assert not planned & self.paused, f"{planned & self.paused} are paused and have rows"
         assert len(self.in_flight) < self.setup.pipeline_depth, "planned deeper than allowed"
         has_unknown = any(not row.token_ids for row in plan.rows)
         assert not has_unknown or self.in_flight, "a token is unknown with no step in flight"
@@ -224,23 +239,35 @@ class World:
     def live(self) -> list[Received]:
         return [one for one in self.received.values() if one.reason is None]
 
+    @property
+    def active(self) -> list[Received]:
+        """Live and not paused."""
+        return [one for one in self.live if one.request.request_id not in self.paused]
+
     def drain(self, max_steps: int = 3000) -> None:
-        """Run until everything is over."""
+        """Run until everything is over: first what is not paused, which must not wait for it."""
+        self._run_while(lambda: bool(self.active or self.in_flight), max_steps)
+        for request_id in sorted(self.paused):
+            self.resume(request_id)
+        self._run_while(self.scheduler.has_work, max_steps)
+        assert not self.live, "the scheduler is idle and sequences live"
+
+    def _run_while(self, goes_on: Callable[[], bool], max_steps: int) -> None:
         for _ in range(max_steps):
-            if not self.scheduler.has_work():
+            if not goes_on():
                 break
             while len(self.in_flight) < self.setup.pipeline_depth and self.plan() is not None:
                 pass
             if self.in_flight:
                 self.commit()
-        assert not self.scheduler.has_work(), f"work is left after {max_steps} steps"
-        assert not self.live, "the scheduler is idle and sequences live"
+        assert not goes_on(), f"work is left after {max_steps} steps"
 
     def verify(self) -> None:
         """Check tokens, blocks and seconds once all is over."""
         stats = self.scheduler.stats()
         assert stats.blocks.num_used == 0, f"{stats.blocks.num_used} blocks leaked"
-        assert (stats.num_running, stats.num_waiting, stats.num_preempted) == (0, 0, 0)
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        assert (stats.num_preempted, stats.num_paused) == (0, 0)
         for one in self.received.values():
             self._verify_tokens(one)
             self._verify_timings(one)
@@ -265,7 +292,8 @@ class World:
     def _verify_timings(self, one: Received) -> None:
         timings = one.timings
         assert timings is not None, "an end without timings"
-        parts = timings.queue_s + timings.prefill_s + timings.decode_s + timings.preempted_s
+        busy_s = timings.queue_s + timings.prefill_s + timings.decode_s
+        parts = busy_s + timings.preempted_s + timings.paused_s
         whole = timings.finished_s - timings.arrival_s
         assert math.isclose(parts, whole, rel_tol=1e-9, abs_tol=1e-9), "the parts miss the whole"
         assert timings.num_output_tokens == len(one.token_ids)

@@ -107,7 +107,16 @@ class ScriptedExecutor:
 class ScriptedEngine:
     """An engine, its parts, and a check that nothing is left behind."""
 
-    def __init__(self, num_blocks=64, step_log=None, template=None, seed=0, path=None, **scheduler):
+    def __init__(
+        self,
+        num_blocks=64,
+        step_log=None,
+        template=None,
+        seed=0,
+        path=None,
+        streams=None,
+        **scheduler,
+    ):
         config = SchedulerConfig(**{"max_model_len": 256, "max_num_seqs": 8, **scheduler})
         self.skipped_s = 0.0  # the engine's clock runs ahead by this
         self.pool = KVBlockPool(num_blocks, 4)
@@ -129,7 +138,7 @@ class ScriptedEngine:
             self.scheduler,
             self.executor,
             step_log=step_log or StepLog(),
-            pipeline_depth=config.pipeline_depth,
+            streams=streams,
             seeds=random.Random(seed),
             clock=lambda: time.monotonic() + self.skipped_s,
         )

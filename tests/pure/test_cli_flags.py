@@ -14,8 +14,8 @@ from quickstep.cli.engine_flags import engine_config, model_of
 from quickstep.cli.main import main
 from quickstep.cli.parsing import Parser, bytes_size, token_count
 from quickstep.cli.sampling_flags import sampling_params, say_defaults
-from quickstep.cli.serve_flags import input_config, log_setup, server_options
-from quickstep.config import EngineConfig, InputConfig, PolicyName
+from quickstep.cli.serve_flags import input_config, log_setup, server_options, stream_config
+from quickstep.config import EngineConfig, InputConfig, PolicyName, StreamConfig
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.options import (
     ConnectionOptions,
@@ -86,6 +86,7 @@ def test_no_flags_give_the_default_server(monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert options.deadlines == Deadlines()
     assert input_config(parsed("serve")) == InputConfig()
+    assert stream_config(parsed("serve")) == StreamConfig()
 
 
 def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +98,7 @@ def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) 
         *("--root-path", "/llm", "--unknown-fields", "warn", "--access-log"),
         *("--default-timeout-s", "5", "--max-timeout-s", "9", "--drain-timeout-s", "1"),
         *("--keep-alive-timeout-s", "1", "--header-timeout-s", "2", "--upload-timeout-s", "3"),
+        *("--max-unread-deltas", "7", "--max-unread-bytes", "2k"),
         *("--slow-reader-timeout-s", "4", "--stream-comment-s", "0"),
         *("--max-body-bytes", "1Ki", "--max-header-bytes", "2Ki", "--max-url-bytes", "3Ki"),
         *("--max-json-depth", "4", "--max-n", "5", "--max-prompts", "6", "--max-stop", "7"),
@@ -119,6 +121,7 @@ def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) 
     assert (limits.stop, limits.stop_chars, limits.logit_bias) == (7, 8, 9)
     assert (limits.logprobs, limits.tools) == (3, 2)
     assert input_config(args) == InputConfig(1000, 3, 2000, 0.5, 3)
+    assert stream_config(args) == StreamConfig(7, 2000)
 
 
 def test_the_log_flags_reach_both_processes() -> None:

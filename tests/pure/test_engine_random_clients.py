@@ -11,12 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import run
 
+from quickstep.config import StreamConfig
 from quickstep.types import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True)
 class Client:
-    """`leaves_after` deltas it closes its stream; `aborts_after` deltas it aborts its request."""
+    """`leaves_after` deltas it closes its stream; `aborts_after` deltas it aborts its request.
+
+    `dozes` turns of the loop it lets go by before each delta.
+    """
 
     prompt: str
     max_tokens: int
@@ -25,6 +29,7 @@ class Client:
     waits: int
     leaves_after: int | None
     aborts_after: int | None
+    dozes: int
 
 
 clients = st.builds(
@@ -36,6 +41,7 @@ clients = st.builds(
     waits=st.integers(0, 6),
     leaves_after=st.none() | st.integers(0, 6),
     aborts_after=st.none() | st.integers(0, 6),
+    dozes=st.sampled_from((0, 0, 3, 30)),
 )
 
 
@@ -60,6 +66,8 @@ async def live(engine, client):
                 return
             if num_deltas == client.aborts_after:
                 engine.abort(stream.request_id)
+            for _ in range(client.dozes):
+                await asyncio.sleep(0)
             try:
                 delta = await anext(stream)
             except StopAsyncIteration:
@@ -85,9 +93,10 @@ async def live(engine, client):
     crowd=st.lists(clients, min_size=1, max_size=8),
     num_blocks=st.integers(6, 12),
     broken=st.none() | st.integers(0, 12),
+    unread=st.none() | st.integers(1, 4),
 )
 def test_whatever_clients_do_answers_are_right_and_all_blocks_come_back(
-    depth, crowd, num_blocks, broken
+    depth, crowd, num_blocks, broken, unread
 ):
     async def test(parts, engine):
         parts.executor.broken = set() if broken is None else {broken}
@@ -96,6 +105,8 @@ def test_whatever_clients_do_answers_are_right_and_all_blocks_come_back(
 
     logging.getLogger("quickstep.engine.engine").disabled = True
     try:
-        run(test, num_blocks=num_blocks, max_num_seqs=4, pipeline_depth=depth, max_model_len=24)
+        sizes = {"num_blocks": num_blocks, "max_num_seqs": 4, "max_model_len": 24}
+        streams = unread and StreamConfig(max_unread_deltas=unread)
+        run(test, pipeline_depth=depth, streams=streams, **sizes)
     finally:
         logging.getLogger("quickstep.engine.engine").disabled = False

@@ -27,9 +27,17 @@ alone. The bugs, all of kinds that engines have shipped:
 21 scores-lost-by-preemption      the recomputed prompt starts behind what nobody scored
 22 mean-from-the-cache            a mean misses the hidden states of cached blocks
 23 prompt-only-goes-on            a request that ends with its prompt decodes
-24 allocation-evicts-first        cached blocks are evicted while free ones are left
+24 paused-goes-on                 a paused sequence decodes
+25 paused-prompt-goes-on          a paused sequence's prompt is computed
+26 paused-is-admitted             a paused sequence leaves the queue
+27 paused-blocks-the-queue        who waits behind a paused sequence waits for its reader
+28 paused-holds-its-room          nobody takes the slots and blocks of paused sequences
+29 resumed-in-part                one of a resumed request's sequences stays paused
+30 victims-without-need           all lower tiers make way although fewer would do
+31 allocation-evicts-first        cached blocks are evicted while free ones are left
 
-The last one wastes and never corrupts: tokens cannot show it, `test_block_pool` does.
+The last two waste and never corrupt: tokens cannot show them, `test_pauses` and `test_block_pool`
+do.
 """
 
 from __future__ import annotations
@@ -60,7 +68,7 @@ _MODULES = (
     "policies",
     "scheduler",
 )
-_MAX_LIVES = 250
+_MAX_LIVES = 400
 
 # name -> (module, text, replacement)
 _BUGS = {
@@ -130,7 +138,7 @@ _BUGS = {
         "ChainRoot(request.adapter, request.cache_salt)",
         'ChainRoot(request.adapter, "")',
     ),
-    "planned-row-preempted": ("scheduler", "if not draft.holds(candidate):", "if True:"),
+    "planned-row-preempted": ("batch", "if not is_placed(one)", "if True"),
     "limit-overrun-by-overlap": (
         "scheduler",
         "sequence.num_outputs + residency.pending",
@@ -165,13 +173,36 @@ _BUGS = {
     ),
     "mean-from-the-cache": ("sequence", "if self.request.pooling is Pooling.MEAN:", "if False:"),
     "prompt-only-goes-on": ("intake", "if request.prompt_only:", "if False:"),
+    "paused-goes-on": ("scheduler", "            and not sequence.is_paused\n", ""),
+    "paused-prompt-goes-on": ("sequence", "return 0 if self.is_paused else max(", "return max("),
+    "paused-is-admitted": (
+        "waiting",
+        "return None if first is None or first.is_paused else first",
+        "return first",
+    ),
+    "paused-blocks-the-queue": (
+        "sequence",
+        "return (*self.tier, is_new, self.arrival)",
+        "return (False, self.request.priority, is_new, self.arrival)",
+    ),
+    "paused-holds-its-room": ("scheduler", "        self._make_way(draft, now)\n", ""),
+    "resumed-in-part": (
+        "scheduler",
+        "in self._requests.get(request_id, ()):\n            runs",
+        "in self._requests.get(request_id, ())[: None if is_paused else 1]:\n            runs",
+    ),
+    "victims-without-need": (
+        "batch",
+        "lower[:num] for num in counts if self._fits(sequence, hits, lower[:num])",
+        "lower for num in counts",
+    ),
     "allocation-evicts-first": (
         "block_pool",
         "self._free.pop() if self._free else self._evict()",
         "self._evict() if self._cached else self._free.pop()",
     ),
 }
-_HARMLESS_TO_TOKENS = frozenset({"allocation-evicts-first"})
+_HARMLESS_TO_TOKENS = frozenset({"victims-without-need", "allocation-evicts-first"})
 
 
 def _plant(name: str) -> Iterator[tuple[str, str]]:

@@ -56,6 +56,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         one = every[number % len(every)]
         self.world.abort(one.request.request_id, None if whole else one.index)
 
+    @precondition(lambda self: self.world.received)
+    @rule(number=st.integers(0, 50))
+    def pause(self, number: int) -> None:
+        every = list(self.world.received.values())
+        self.world.pause(every[number % len(every)].request.request_id)
+
+    @precondition(lambda self: self.world.paused)
+    @rule(number=st.integers(0, 50))
+    def resume(self, number: int) -> None:
+        paused = sorted(self.world.paused)
+        self.world.resume(paused[number % len(paused)])
+
     @rule()
     def expire(self) -> None:
         self.world.expire()

@@ -16,7 +16,13 @@ from quickstep.cli.file_flags import add_file_flags
 from quickstep.cli.format_flags import add_format_flags
 from quickstep.cli.parsing import Parser, command
 from quickstep.cli.screen import loading_bar
-from quickstep.cli.serve_flags import add_serve_flags, input_config, log_setup, server_options
+from quickstep.cli.serve_flags import (
+    add_serve_flags,
+    input_config,
+    log_setup,
+    server_options,
+    stream_config,
+)
 from quickstep.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -55,7 +61,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Bind, load, serve until a signal."""
-    config = replace(engine_config(args, model_of(args), args.seed), inputs=input_config(args))
+    config = replace(
+        engine_config(args, model_of(args), args.seed),
+        inputs=input_config(args),
+        streams=stream_config(args),
+    )
     from quickstep.engine.logs import install
     from quickstep.server.run import bind, check_tls, serve
     from quickstep.server.surface import check_names

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from quickstep.cli.file_flags import batch_options, file_options
 from quickstep.cli.parsing import bytes_size, positive_int
-from quickstep.config import InputConfig
+from quickstep.config import InputConfig, StreamConfig
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from quickstep.server.api_keys import ApiKeys
     from quickstep.server.options import RequestLimits, ServerOptions
 
-__all__ = ["add_serve_flags", "input_config", "log_setup", "server_options", "take_api_keys"]
+__all__ = [
+    "add_serve_flags",
+    "input_config",
+    "log_setup",
+    "server_options",
+    "stream_config",
+    "take_api_keys",
+]
 
 _LOG = logging.getLogger("quickstep.cli")
 _KEY_VARIABLE = "QUICKSTEP_API_KEY"
@@ -54,6 +61,10 @@ _INPUTS = (
     ("--grammar-timeout-s", "grammar_s", float, "2", "processor time to compile a grammar"),
     ("--template-timeout-s", "template_s", float, "1", "time to render the chat template"),
 )
+_STREAMS = (
+    ("--max-unread-deltas", positive_int, "256", "pieces of output"),
+    ("--max-unread-bytes", bytes_size, "1MiB", "output"),
+)
 _SECONDS = (
     ("--keep-alive-timeout-s", "an idle connection between two requests", 5.0),
     ("--header-timeout-s", "until a request's headers are there", 20.0),
@@ -76,6 +87,15 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
             default=default,
             metavar="SECONDS",
             help=f"{text} (default: %(default)s)",
+        )
+    for flag, kind, default_text, text in _STREAMS:
+        group.add_argument(
+            flag,
+            type=kind,
+            default=kind(default_text),
+            metavar="N" if kind is positive_int else "SIZE",
+            help=f"{text} that a client may leave unread; beyond it its request is paused until "
+            f"half is left (default: {default_text})",
         )
     group = parser.add_argument_group("log")
     group.add_argument(
@@ -200,6 +220,11 @@ def input_config(args: argparse.Namespace) -> InputConfig:
     """What preparing a request may take. Raises ConfigError."""
     values = vars(args)
     return InputConfig(**{name: values[f"limit_{name}"] for _, name, *_ in _INPUTS})
+
+
+def stream_config(args: argparse.Namespace) -> StreamConfig:
+    """What a client may leave unread. Raises ConfigError."""
+    return StreamConfig(args.max_unread_deltas, args.max_unread_bytes)
 
 
 def log_setup(args: argparse.Namespace) -> LogSetup:

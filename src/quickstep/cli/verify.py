@@ -185,6 +185,7 @@ _HEADER = (
     "hits",
     "preempted",
     "aborted",
+    "paused",
     "overlap",
 )
 
@@ -203,6 +204,7 @@ def _print_report(report: VerifyReport, name: str) -> None:
             runs.prefix_hit_tokens,
             runs.preemptions,
             runs.aborts,
+            runs.pauses,
             runs.overlapped_steps,
         )
         rows.append((scenario, *(str(figure) for figure in figures)))

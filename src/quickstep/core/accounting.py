@@ -25,6 +25,7 @@ class Totals:
         num_prompt_tokens: Of added requests, once a request.
         prefix_query_tokens: Prompt tokens of sequences when first admitted.
         prefix_hit_tokens: Those of them found in the prefix cache.
+        num_pauses: Of live requests.
         busy_s: Measured seconds of all committed steps.
         unclaimed_s: Seconds of steps in which no row's sequence was alive any more (a tail of
             overlap, an abort in flight); part of `busy_s` that nobody is charged.
@@ -35,6 +36,7 @@ class Totals:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
+    num_pauses: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     busy_s: float = 0.0
@@ -43,12 +45,13 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """The scheduler at one moment.
+    """The scheduler at one moment. A sequence is counted once, a paused one as that alone.
 
     Attributes:
         num_waiting: Sequences never admitted yet.
         num_preempted: Sequences that wait to be admitted again.
         num_in_flight: Steps planned and not committed.
+        num_paused: Sequences whose reader is behind; resident or not.
     """
 
     num_waiting: int
@@ -57,6 +60,7 @@ class SchedulerStats:
     num_in_flight: int
     blocks: PoolStats
     totals: Totals
+    num_paused: int = 0
 
 
 def charge(rows: tuple[FlightRow, ...], seconds: float, cost_model: CostModel) -> float:

@@ -7,8 +7,9 @@ the block pool. A prompt block is registered for prefix hits when its computatio
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import Residency, Sequence, SequenceState
@@ -33,8 +34,15 @@ class Batch:
         """A snapshot, best rank first: preempting does not disturb the loop."""
         return iter(tuple(self._running))
 
-    def __reversed__(self) -> Iterator[Sequence]:
-        return reversed(tuple(self._running))
+    @property
+    def num_active(self) -> int:
+        """How many are not paused: those stand first."""
+        return bisect_left(self._running, True, key=_is_paused)
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether somebody's prompt is to go on."""
+        return any(one.num_prefill_left for one in self._running)
 
     def room_for(self, sequence: Sequence) -> tuple[int, ...] | None:
         """The cached blocks that `sequence` would start from; None if it does not fit now.
@@ -44,9 +52,30 @@ class Batch:
         if not self._free_slots:
             return None
         hits = self._lookup(sequence)
-        needed = self._blocks_for(len(sequence.token_ids)) - len(hits)
-        fits = needed + len(self._running) <= self._pool.num_free_besides(hits)
-        return hits if fits else None
+        return hits if self._fits(sequence, hits, ()) else None
+
+    def in_the_way_of(self, sequence: Sequence) -> tuple[Sequence, ...]:
+        """The fewest of lower tiers, last rank first, without whom `sequence` would find room.
+
+        Nobody if it has room as things are, or would not have any without all of them.
+        """
+        lower: list[Sequence] = []
+        for candidate in reversed(self._running):
+            if candidate.tier <= sequence.tier:
+                break
+            lower.append(candidate)
+        hits = self._lookup(sequence) if lower else ()
+        if not lower or not self._fits(sequence, hits, lower):
+            return ()
+        counts = range(len(lower) + 1)
+        return tuple(next(lower[:num] for num in counts if self._fits(sequence, hits, lower[:num])))
+
+    def victim_behind(
+        self, sequence: Sequence, is_placed: Callable[[Sequence], bool]
+    ) -> Sequence | None:
+        """The last of those ranked behind `sequence` that have no row in the step."""
+        behind = self._running[bisect_left(self._running, sequence.rank, key=_rank) + 1 :]
+        return next((one for one in reversed(behind) if not is_placed(one)), None)
 
     def admit(self, sequence: Sequence, hits: tuple[int, ...], now: float) -> Residency:
         """Give a slot, the cached blocks `hits`, and blocks for all other known tokens."""
@@ -63,9 +92,15 @@ class Batch:
         insort(self._running, sequence, key=_rank)
         return residency
 
+    def set_paused(self, sequence: Sequence, is_paused: bool, now: float) -> None:
+        """Pause a running sequence or let it go on; it keeps its slot and its blocks."""
+        self._unlist(sequence)
+        sequence.set_paused(is_paused, now)
+        insort(self._running, sequence, key=_rank)
+
     def leave(self, sequence: Sequence) -> None:
         """Free the slot and the blocks of a running sequence."""
-        del self._running[bisect_left(self._running, sequence.rank, key=_rank)]
+        self._unlist(sequence)
         residency = sequence.resident
         self._pool.release(residency.blocks)
         self._released_slots.append(residency.slot)
@@ -131,6 +166,20 @@ class Batch:
         expected = num_full if self._pool.prefix_caching else 0
         assert len(residency.keys) == expected, f"{name} has {len(residency.keys)} block keys"
 
+    def _unlist(self, sequence: Sequence) -> None:
+        del self._running[bisect_left(self._running, sequence.rank, key=_rank)]
+
+    def _fits(
+        self, sequence: Sequence, hits: tuple[int, ...], leaving: SequenceOf[Sequence]
+    ) -> bool:
+        """Whether `sequence` has room behind its `hits` once others have left."""
+        if not self._free_slots and not leaving:
+            return False
+        needed = self._blocks_for(len(sequence.token_ids)) - len(hits)
+        held = Counter(block_id for one in leaving for block_id in one.resident.blocks)
+        num_left = len(self._running) - len(leaving)
+        return needed + num_left <= self._pool.num_free_without(held, hits)
+
     def _lookup(self, sequence: Sequence) -> tuple[int, ...]:
         if not self._pool.prefix_caching:
             return ()
@@ -147,5 +196,9 @@ class Batch:
         return -(-num_tokens // self._pool.block_size)
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
+def _rank(sequence: Sequence) -> tuple[bool, int, int]:
     return sequence.rank
+
+
+def _is_paused(sequence: Sequence) -> bool:
+    return sequence.is_paused

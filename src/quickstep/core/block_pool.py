@@ -67,6 +67,16 @@ class KVBlockPool:
         """Blocks left to `allocate` once `block_ids` (hits of a lookup) have been taken."""
         return self.num_free - sum(1 for block_id in block_ids if not self._ref_counts[block_id])
 
+    def num_free_without(self, held: Counter[int], block_ids: Iterable[int]) -> int:
+        """`num_free_besides(block_ids)`, had the references that `held` counts been given back."""
+        taken = set(block_ids)
+        num_freed = sum(
+            1
+            for block_id, count in held.items()
+            if count == self._ref_counts[block_id] and block_id not in taken
+        )
+        return self.num_free_besides(taken) + num_freed
+
     def extend_digests(
         self, digests: list[bytes], root: ChainRoot, token_ids: Sequence[int], num_blocks: int
     ) -> None:

@@ -32,8 +32,10 @@ __all__ = [
     "Entry",
     "Expired",
     "Failed",
+    "Paused",
     "Planned",
     "RecordingScheduler",
+    "Resumed",
     "replay",
 ]
 
@@ -64,6 +66,22 @@ class Expired:
 
 
 @dataclass(frozen=True, slots=True)
+class Paused:
+    """`pause`."""
+
+    request_id: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """`resume`."""
+
+    request_id: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class Planned:
     """`plan`, and what it gave."""
 
@@ -89,7 +107,7 @@ class Failed:
     now: float
 
 
-Entry = Added | Aborted | Expired | Planned | Committed | Failed
+Entry = Added | Aborted | Expired | Paused | Resumed | Planned | Committed | Failed
 
 
 class RecordingScheduler(Scheduler):
@@ -130,6 +148,16 @@ class RecordingScheduler(Scheduler):
         self._write(Expired(now))
         return super().expire(now)
 
+    def pause(self, request_id: str, now: float) -> None:
+        """See `Scheduler.pause`."""
+        self._write(Paused(request_id, now))
+        super().pause(request_id, now)
+
+    def resume(self, request_id: str, now: float) -> None:
+        """See `Scheduler.resume`."""
+        self._write(Resumed(request_id, now))
+        super().resume(request_id, now)
+
     def plan(self, now: float) -> StepPlan | None:
         """See `Scheduler.plan`."""
         plan = super().plan(now)
@@ -161,6 +189,10 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> list[StepPlan | No
                 scheduler.abort(request_id, now, reason, index)
             case Expired(now):
                 scheduler.expire(now)
+            case Paused(request_id, now):
+                scheduler.pause(request_id, now)
+            case Resumed(request_id, now):
+                scheduler.resume(request_id, now)
             case Planned(now, _):
                 plans.append(scheduler.plan(now))
             case Committed(plan, result, now):

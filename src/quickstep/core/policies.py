@@ -30,7 +30,7 @@ class StepView:
         prefill: Load of the prefill rows placed so far.
         room: Tokens that the step may still take.
         prefill_start: Position where the next prefill row would start; its context so far.
-        num_running: Resident sequences.
+        num_running: Resident sequences. Paused ones are not in sight here or below.
         num_waiting: Queued sequences.
         oldest_arrival_s: When the head of the queue arrived; None for an empty queue.
     """

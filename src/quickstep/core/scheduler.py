@@ -3,6 +3,7 @@
     add ──> waiting ──plan──> running ──commit──> finished
                ^                 │                   ^
                └──── preempted <─┘   abort, expire, fail, from anywhere at any moment
+    pause, resume: a request's sequences are held wherever they stand
 
 Two drivers call it, the engine on real time and the simulator on a virtual clock; time comes in as
 `now`. Up to `pipeline_depth` plans are in flight, committed in order. What makes overlap simple:
@@ -12,7 +13,7 @@ prompt block is a prefix hit for others from the moment its computation is *plan
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 
 from quickstep.config import SchedulerConfig
@@ -77,17 +78,15 @@ class Scheduler:
             RequestError: It can never be served, its id is in use, or the queue is full.
         """
         self._limits.check(request, num_waiting=len(self._waiting))
-        if request.request_id in self._requests:
-            name = request.request_id
+        if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
-        sequences: list[Sequence] = []
-        for index in range(request.sampling.n):
-            sequence = Sequence(request, index, self._num_arrivals, now)
-            self._num_arrivals += 1
-            sequences.append(sequence)
+        n, first = request.sampling.n, self._num_arrivals
+        sequences = [Sequence(request, index, first + index, now) for index in range(n)]
+        self._num_arrivals += n
+        for sequence in sequences:
             self._waiting.push(sequence)
             self._deadlines.push(sequence)
-        self._requests[request.request_id] = sequences
+        self._requests[name] = sequences
         self._totals.num_requests += 1
         self._totals.num_prompt_tokens += len(request.prompt_token_ids)
 
@@ -110,6 +109,21 @@ class Scheduler:
         due = self._deadlines.pop_due(now)
         return tuple(self._finish(sequence, FinishReason.DEADLINE, now) for sequence in due)
 
+    def pause(self, request_id: str, now: float) -> None:
+        """Plan nothing of a request until `resume`. It keeps its blocks until others need them."""
+        self._totals.num_pauses += request_id in self._requests
+        self._set_paused(request_id, True, now)
+
+    def resume(self, request_id: str, now: float) -> None:
+        """Go on with a paused request. Like `pause`, it takes any id at any time."""
+        self._set_paused(request_id, False, now)
+
+    def _set_paused(self, request_id: str, is_paused: bool, now: float) -> None:
+        for sequence in self._requests.get(request_id, ()):
+            runs = sequence.state is SequenceState.RUNNING
+            place: Batch | WaitingQueue = self._batch if runs else self._waiting
+            place.set_paused(sequence, is_paused, now)
+
     # -- the next step ----------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
@@ -117,22 +131,17 @@ class Scheduler:
         if len(self._in_flight) >= self._config.pipeline_depth:
             return None
         draft = StepDraft(room=self._config.max_num_batched_tokens)
+        self._make_way(draft, now)
         for phase in self._policy.phases:
-            if phase is Phase.PREFILL and not self._has_prefill():
+            if phase is Phase.PREFILL and not (self._waiting.head or self._batch.has_prefill):
                 continue
             share = self._policy.tokens(phase, self._view(draft, now), self._cost_model)
             budget = min(share, draft.room)
             if phase is Phase.DECODE:
                 self._place_decodes(draft, budget, now)
             else:
-                budget = self._place_prefills(draft, budget)
-                self._admit_waiting(draft, budget, now)
-        if not draft.decode and not draft.prefill:
-            return None
-        return self._issue(draft, now)
-
-    def _has_prefill(self) -> bool:
-        return self._waiting.head is not None or any(one.in_prefill for one in self._batch)
+                self._admit_waiting(draft, self._place_prefills(draft, budget), now)
+        return self._issue(draft, now) if draft.decode or draft.prefill else None
 
     def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
         for sequence in self._batch:
@@ -148,6 +157,7 @@ class Scheduler:
         residency = sequence.resident
         return (
             sequence.state is SequenceState.RUNNING
+            and not sequence.is_paused
             and residency.planned >= residency.prefill_end
             and sequence.num_outputs + residency.pending
             < self._limits.output_limit(sequence.request)
@@ -156,8 +166,7 @@ class Scheduler:
     def _place_prefills(self, draft: StepDraft, budget: int) -> int:
         """Go on with prompts that are partly computed; returns what is left of the budget."""
         for sequence in self._batch:
-            residency = sequence.resident
-            num_tokens = min(residency.prefill_end - residency.planned, budget)
+            num_tokens = min(sequence.num_prefill_left, budget)
             if num_tokens > 0:
                 self._place(draft, sequence, num_tokens, ())
                 budget -= num_tokens
@@ -203,24 +212,23 @@ class Scheduler:
 
     # -- room for it ------------------------------------------------------------------------------
 
+    def _make_way(self, draft: StepDraft, now: float) -> None:
+        """Preempt paused sequences and lower priorities for the head of the queue."""
+        head = self._waiting.head
+        if head is not None and not head.num_pending:
+            for victim in self._batch.in_the_way_of(head):
+                self._preempt(victim, now)
+                draft.num_preemptions += 1
+
     def _make_room(self, sequence: Sequence, draft: StepDraft, now: float) -> bool:
         """Preempt who ranks behind `sequence` until it can grow; False if it must wait instead."""
         while not self._batch.has_room_to_grow(sequence):
-            victim = self._victim(sequence, draft)
+            victim = self._batch.victim_behind(sequence, draft.holds)
             if victim is None:
                 return False
             self._preempt(victim, now)
             draft.num_preemptions += 1
         return True
-
-    def _victim(self, sequence: Sequence, draft: StepDraft) -> Sequence | None:
-        """The latest arrival of the lowest tier behind `sequence` that has no row in the draft."""
-        for candidate in reversed(self._batch):
-            if candidate is sequence:
-                return None
-            if not draft.holds(candidate):
-                return candidate
-        return None
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
         self._batch.leave(sequence)
@@ -340,6 +348,10 @@ class Scheduler:
         """Whether a sequence lives or a step is in flight."""
         return bool(self._requests or self._in_flight)
 
+    def is_held(self) -> bool:
+        """Whether all live sequences are paused, so that only a `resume` brings more steps."""
+        return not (self._batch.num_active or self._waiting.num_active)
+
     def wakeup(self, now: float) -> float | None:
         """When to call `expire` and `plan` again at the latest, without any event before."""
         times = (self._deadlines.next_s(), self._policy.wakeup(self._view(StepDraft(0), now)))
@@ -347,21 +359,23 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """State now, and totals since the start."""
-        preempted = [one for one in self._waiting if one.state is SequenceState.PREEMPTED]
+        states = Counter(one.state for one in (*self._batch, *self._waiting) if not one.is_paused)
         return SchedulerStats(
-            num_waiting=len(self._waiting) - len(preempted),
-            num_running=len(self._batch),
-            num_preempted=len(preempted),
+            num_waiting=states[SequenceState.WAITING],
+            num_running=states[SequenceState.RUNNING],
+            num_preempted=states[SequenceState.PREEMPTED],
             num_in_flight=len(self._in_flight),
             blocks=self._pool.stats(),
             totals=replace(self._totals),
+            num_paused=len(self._batch) + len(self._waiting) - states.total(),
         )
 
     def check(self) -> None:
         """Raise AssertionError if the books do not agree: for tests, after any call."""
         self._batch.check()
-        for sequence in self._waiting:
-            assert sequence.state in (SequenceState.WAITING, SequenceState.PREEMPTED)
+        self._waiting.check()
+        for one in self._requests.values():
+            assert len({sequence.is_paused for sequence in one}) == 1, "a request paused in part"
         live = {one.sequence_id for of_request in self._requests.values() for one in of_request}
         placed = [one.sequence_id for one in (*self._batch, *self._waiting)]
         assert sorted(placed) == sorted(live), "live sequences and those placed differ"
@@ -375,14 +389,14 @@ class Scheduler:
 
     def _view(self, draft: StepDraft, now: float) -> StepView:
         head = self._waiting.head
-        prefilling = (one.resident.planned for one in self._batch if one.in_prefill)
+        prefilling = (one.resident.planned for one in self._batch if one.num_prefill_left)
         return StepView(
             now=now,
             decode=draft.decode_load,
             prefill=draft.prefill_load,
             room=draft.room,
             prefill_start=next(prefilling, 0),
-            num_running=len(self._batch),
-            num_waiting=len(self._waiting),
+            num_running=self._batch.num_active,
+            num_waiting=self._waiting.num_active,
             oldest_arrival_s=head.arrival_s if head else None,
         )

@@ -1,7 +1,8 @@
 """One sequence of a request, from arrival to its end: tokens, residency, and where its time went.
 
 Owned and changed by `core.scheduler` alone. A *residency* is one stay in the batch, from admission
-to end or preemption; a preempted sequence keeps its tokens and starts a new residency later.
+to end or preemption; a preempted sequence keeps its tokens and starts a new residency later. A
+*paused* one gets no rows and stands behind all others, wherever it is.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class _Activity(enum.Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     PREEMPTED = "preempted"
+    PAUSED = "paused"
 
 
 @dataclass(slots=True, eq=False)
@@ -86,18 +88,30 @@ class Residency:
 class _Clock:
     """Books wall time under activities, so that the parts add up to the whole."""
 
-    activity: _Activity
+    activity: _Activity  # beneath a pause, which may outlast several
     since_s: float
+    is_paused: bool = False
     seconds: dict[_Activity, float] = field(default_factory=lambda: dict.fromkeys(_Activity, 0.0))
 
     def enter(self, activity: _Activity, now: float) -> None:
-        self.seconds[self.activity] += now - self.since_s
+        self.book(now)
         self.activity = activity
+
+    def pause(self, is_paused: bool, now: float) -> None:
+        self.book(now)
+        self.is_paused = is_paused
+
+    def book(self, now: float) -> None:
+        activity = _Activity.PAUSED if self.is_paused else self.activity
+        self.seconds[activity] += now - self.since_s
         self.since_s = now
 
 
 class Sequence:
-    """Mutable state of one sequence. `rank` orders service: lower first."""
+    """Mutable state of one sequence. `rank` orders service: lower first.
+
+    It begins with the tier, (paused, priority): nobody makes way for his own tier.
+    """
 
     def __init__(self, request: Request, index: int, arrival: int, now: float) -> None:
         self.request = request
@@ -105,7 +119,8 @@ class Sequence:
         self.sequence_id = f"{request.request_id}#{index}"
         self.seed = sequence_seed(request.seed, index)
         self.arrival = arrival
-        self.rank = (request.priority, arrival)
+        self.is_paused = False
+        self.rank = (False, request.priority, arrival)
         self.root = ChainRoot(request.adapter, request.cache_salt)
         self.token_ids = list(request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
@@ -140,10 +155,15 @@ class Sequence:
         return len(self.token_ids) - 1
 
     @property
-    def queue_rank(self) -> tuple[int, bool, int]:
+    def tier(self) -> tuple[bool, int]:
+        """Who may be preempted for whom: lower tiers for higher ones."""
+        return self.rank[:2]
+
+    @property
+    def queue_rank(self) -> tuple[bool, int, bool, int]:
         """Order among waiting sequences: tier, preempted ones first, then arrival."""
         is_new = self.state is not SequenceState.PREEMPTED
-        return (self.request.priority, is_new, self.arrival)
+        return (*self.tier, is_new, self.arrival)
 
     @property
     def num_pending(self) -> int:
@@ -151,9 +171,10 @@ class Sequence:
         return self.residency.pending if self.residency else 0
 
     @property
-    def in_prefill(self) -> bool:
-        """Whether its known tokens at admission are not all planned yet."""
-        return self.resident.planned < self.resident.prefill_end
+    def num_prefill_left(self) -> int:
+        """Tokens known at admission that a step may take now; none while it is paused."""
+        residency = self.resident
+        return 0 if self.is_paused else max(0, residency.prefill_end - residency.planned)
 
     def admit(self, residency: Residency, now: float) -> None:
         """Enter the batch."""
@@ -210,6 +231,12 @@ class Sequence:
         self._num_preemptions += 1
         self.state = SequenceState.PREEMPTED
         self._clock.enter(_Activity.PREEMPTED, now)
+
+    def set_paused(self, is_paused: bool, now: float) -> None:
+        """Pause or go on; this changes its ranks."""
+        self.is_paused = is_paused
+        self.rank = (is_paused, self.request.priority, self.arrival)
+        self._clock.pause(is_paused, now)
 
     def receive(
         self, row: StepRow, output: RowOutput, now: float, max_outputs: int
@@ -285,7 +312,7 @@ class Sequence:
         if self.state is SequenceState.RUNNING:
             self._max_blocks = max(self._max_blocks, len(self.resident.blocks))
         self.state = SequenceState.FINISHED
-        self._clock.enter(self._clock.activity, now)
+        self._clock.book(now)
         seconds = self._clock.seconds
         return SequenceTimings(
             arrival_s=self.arrival_s,
@@ -296,6 +323,7 @@ class Sequence:
             prefill_s=seconds[_Activity.PREFILL],
             decode_s=seconds[_Activity.DECODE],
             preempted_s=seconds[_Activity.PREEMPTED],
+            paused_s=seconds[_Activity.PAUSED],
             device_s=self.device_s,
             num_preemptions=self._num_preemptions,
             num_prompt_tokens=self.prompt_len,

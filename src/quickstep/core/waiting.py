@@ -15,7 +15,10 @@ __all__ = ["Deadlines", "WaitingQueue"]
 
 
 class WaitingQueue:
-    """By tier, preempted ones first, then in order of arrival: a sorted list of unique ranks."""
+    """By tier, preempted ones first, then in order of arrival: a sorted list of unique ranks.
+
+    Paused ones are the lowest tier, so that the others stand before them.
+    """
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -27,9 +30,15 @@ class WaitingQueue:
         return iter(self._sequences)
 
     @property
+    def num_active(self) -> int:
+        """How many are not paused: those stand first."""
+        return bisect_left(self._sequences, True, key=_is_paused)
+
+    @property
     def head(self) -> Sequence | None:
-        """Who is admitted next."""
-        return self._sequences[0] if self._sequences else None
+        """Who is admitted next; None if there is nobody, or only paused ones."""
+        first = self._sequences[0] if self._sequences else None
+        return None if first is None or first.is_paused else first
 
     def push(self, sequence: Sequence) -> None:
         """Insert by rank, which stays as it is while the sequence waits."""
@@ -40,6 +49,19 @@ class WaitingQueue:
         index = bisect_left(self._sequences, sequence.queue_rank, key=_queue_rank)
         assert self._sequences[index] is sequence, f"{sequence.sequence_id} is not queued"
         del self._sequences[index]
+
+    def set_paused(self, sequence: Sequence, is_paused: bool, now: float) -> None:
+        """Pause a queued sequence or let it go on."""
+        self.remove(sequence)
+        sequence.set_paused(is_paused, now)
+        self.push(sequence)
+
+    def check(self) -> None:
+        """Raise AssertionError unless all wait, in order."""
+        for sequence in self._sequences:
+            assert sequence.state in (SequenceState.WAITING, SequenceState.PREEMPTED)
+        ranks = [sequence.queue_rank for sequence in self._sequences]
+        assert ranks == sorted(set(ranks)), "the queue is out of order"
 
 
 class Deadlines:
@@ -74,9 +96,13 @@ class Deadlines:
         return due
 
 
-def _queue_rank(sequence: Sequence) -> tuple[int, bool, int]:
+def _queue_rank(sequence: Sequence) -> tuple[bool, int, bool, int]:
     return sequence.queue_rank
 
 
 def _is_live(sequence: Sequence) -> bool:
     return sequence.state is not SequenceState.FINISHED
+
+
+def _is_paused(sequence: Sequence) -> bool:
+    return sequence.is_paused

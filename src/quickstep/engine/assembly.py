@@ -133,7 +133,7 @@ def wire_engine(
         Scheduler(settings, pool, make_policy(settings), LinearCostModel()),
         LocalExecutor(runner),
         step_log=StepLog(path=step_log_path),
-        pipeline_depth=settings.pipeline_depth,
+        streams=config.streams,
         seeds=open_seeds(config.seed),
         clock=time.monotonic,
     )

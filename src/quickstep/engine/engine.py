@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from quickstep.config import StreamConfig
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.chat_template import ChatTemplate, Message
 from quickstep.engine.grammars import check_grammar, prepare_grammar
@@ -69,7 +70,8 @@ _LOGGER = logging.getLogger(__name__)
 class Engine:
     """One loaded model, serving requests. Built by `open_engine`; owns scheduler and executor.
 
-    `clock` gives seconds that only grow; `seeds` draws the seeds of unseeded requests.
+    `clock` gives seconds that only grow; `seeds` draws the seeds of unseeded requests; `streams`
+    bounds what readers may leave unread, None does not.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Engine:
         executor: Executor,
         *,
         step_log: StepLog,
-        pipeline_depth: int,
+        streams: StreamConfig | None = None,
         seeds: random.Random,
         clock: Callable[[], float],
     ) -> None:
@@ -87,7 +89,7 @@ class Engine:
         self._scheduler = scheduler
         self._executor = executor
         self._step_log = step_log
-        self._pipeline_depth = pipeline_depth
+        self._stream_bounds = streams
         self._seeds = seeds
         self._clock = clock
         self._state = EngineState.NEW
@@ -97,7 +99,7 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._numbers = itertools.count()
         self._last_step_s: float | None = None
-        self._busy_since_s: float | None = None
+        self._busy_since_s = 0.0  # since when there was somebody to generate for
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -158,7 +160,7 @@ class Engine:
             failure=self._failure,
             now_s=self._clock(),
             last_step_s=self._last_step_s,
-            busy_since_s=self._busy_since_s if self._live else None,
+            busy_since_s=None if self._scheduler.is_held() else self._busy_since_s,
             num_steps_in_flight=len(self._in_flight),
             num_requests=len(self._live),
             scheduler=self._scheduler.stats(),
@@ -261,15 +263,29 @@ class Engine:
             deadline_s=None if deadline_s is None else now + deadline_s,
             pooling=pooling,
         )
+        was_held = self._scheduler.is_held()
         self._scheduler.add(request, now)
-        if not self._live:
-            self._busy_since_s = now
-        self._news.set()
-        return self._live.accept(request, self.abort)
+        self._note_work(was_held, now)
+        return self._live.accept(request, self, self._stream_bounds)
 
     def abort(self, request_id: str) -> None:
         """End a request; what it has is its answer. An unknown or finished id is fine."""
         self._end(request_id, FinishReason.ABORTED)
+
+    def pause(self, request_id: str) -> None:
+        """Generate no more for a request until `resume`; its deadline holds on. Any id is fine."""
+        self._scheduler.pause(request_id, self._clock())
+
+    def resume(self, request_id: str) -> None:
+        """Go on with a paused request, from where it stopped."""
+        was_held, now = self._scheduler.is_held(), self._clock()
+        self._scheduler.resume(request_id, now)
+        self._note_work(was_held, now)
+
+    def _note_work(self, was_held: bool, now: float) -> None:
+        if was_held:
+            self._busy_since_s = now
+        self._news.set()
 
     def _require_running(self) -> None:
         if self._state is not EngineState.RUNNING:
@@ -299,10 +315,7 @@ class Engine:
         self._news.clear()
         now = self._clock()
         self._live.deliver(self._scheduler.expire(now), now)
-        while len(self._in_flight) < self._pipeline_depth:
-            plan = self._scheduler.plan(now)
-            if plan is None:
-                break
+        while (plan := self._scheduler.plan(now)) is not None:
             self._in_flight.append((plan, self._executor.submit(plan)))
         if self._in_flight:
             await self._take_oldest_step()

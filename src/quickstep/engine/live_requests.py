@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from quickstep.config import StreamConfig
 from quickstep.engine.output_text import OutputText
 from quickstep.engine.step_log import SequenceRecord, StepLog
-from quickstep.engine.stream import Delta, Stream
+from quickstep.engine.stream import Delta, Stream, StreamOwner
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.types import FinishReason, Request, SequenceOutput
 
@@ -60,10 +61,10 @@ class LiveRequests:
         """Return once no request is live."""
         await self._empty.wait()
 
-    def accept(self, request: Request, abort: Callable[[str], None]) -> Stream:
+    def accept(self, request: Request, owner: StreamOwner, bounds: StreamConfig | None) -> Stream:
         """Open the stream of a request that the scheduler took."""
         sampling, prompt = request.sampling, request.prompt_token_ids
-        stream = Stream(request.request_id, prompt, request.seed, sampling.n, abort)
+        stream = Stream(request.request_id, prompt, request.seed, sampling.n, owner, bounds)
         at_start = sampling.skip_special_tokens and all(map(self._tokenizer.is_special, prompt))
         texts = [OutputText(self._tokenizer, sampling, at_start) for _ in range(sampling.n)]
         self._live[request.request_id] = _LiveRequest(request, stream, texts)

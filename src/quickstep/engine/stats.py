@@ -32,7 +32,8 @@ class EngineStats:
         failure: Why the engine failed, or why it is restarting; "" otherwise.
         now_s: The engine's clock.
         last_step_s: When the last step was committed, on that clock; None before the first.
-        busy_since_s: When the first request came to the idle engine; None while it is idle.
+        busy_since_s: Since when there has been a request to generate for; None while there is
+            none, or all are paused for their readers.
         num_steps_in_flight: Steps submitted and not committed.
         num_requests: Requests whose streams have not ended.
         scheduler: Waiting, running, blocks (`core.accounting.SchedulerStats`).

@@ -1,21 +1,21 @@
 """What a request gives back while it runs: a stream of deltas.
 
 `Engine.submit` makes a Stream and is the only one to write to it; the caller iterates it in the
-engine's event loop. Nothing is dropped for a slow reader: what can pile up is bounded by the
-request's own `max_tokens`.
+engine's event loop. Nothing is dropped for a slow reader: one who leaves too much unread has his
+request paused (`StreamConfig`) until he has read enough of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
+from quickstep.config import StreamConfig
 from quickstep.types import FinishReason, SequenceTimings, TokenLogprobs
 
-__all__ = ["Delta", "Stream"]
+__all__ = ["Delta", "Stream", "StreamOwner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,27 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     embedding: tuple[float, ...] | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """About what it holds: near enough to bound what is kept."""
+        scored = [one for one in (*self.logprobs, *self.prompt_logprobs) if one is not None]
+        num_logprobs = len(scored) + sum(len(one.top) for one in scored)
+        num_numbers = len(self.token_ids) + 2 * num_logprobs + len(self.embedding or ())
+        return len(self.text) + 8 * num_numbers
+
+
+class StreamOwner(Protocol):
+    """Who runs a stream's request: the engine, or its client in another process."""
+
+    def abort(self, request_id: str) -> None:
+        """End it."""
+
+    def pause(self, request_id: str) -> None:
+        """Generate no more for it until `resume`."""
+
+    def resume(self, request_id: str) -> None:
+        """Go on with it."""
+
 
 class Stream:
     """The deltas of one request, in order per sequence; ends after the last sequence's end.
@@ -59,14 +80,18 @@ class Stream:
         prompt_token_ids: tuple[int, ...],
         seed: int,
         num_sequences: int,
-        abort: Callable[[str], None],
+        owner: StreamOwner,
+        bounds: StreamConfig | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.seed = seed
         self._num_running = num_sequences
-        self._abort = abort
+        self._owner = owner
+        self._bounds = bounds
         self._deltas: deque[Delta] = deque()
+        self._num_bytes = 0  # of the deltas
+        self._is_paused = False
         self._closed = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -79,7 +104,13 @@ class Stream:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self._deltas.popleft()
+        delta = self._deltas.popleft()
+        self._num_bytes -= delta.num_bytes
+        if self._is_paused and not self._exceeds(0.5):
+            self._is_paused = False
+            if self._num_running:
+                self._owner.resume(self.request_id)
+        return delta
 
     async def __aenter__(self) -> Self:
         return self
@@ -97,7 +128,7 @@ class Stream:
         self._closed = True
         self._deltas.clear()
         if self._num_running:
-            self._abort(self.request_id)
+            self._owner.abort(self.request_id)
         self._wake()
 
     def put(self, delta: Delta) -> None:
@@ -107,7 +138,19 @@ class Stream:
         if self._closed:
             return
         self._deltas.append(delta)
+        self._num_bytes += delta.num_bytes
+        if self._num_running and not self._is_paused and self._exceeds(1.0):
+            self._is_paused = True
+            self._owner.pause(self.request_id)
         self._wake()
+
+    def _exceeds(self, share: float) -> bool:
+        """Whether more than this share of what may be unread is."""
+        bounds = self._bounds
+        return bounds is not None and (
+            len(self._deltas) > share * bounds.max_unread_deltas
+            or self._num_bytes > share * bounds.max_unread_bytes
+        )
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

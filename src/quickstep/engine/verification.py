@@ -1,7 +1,7 @@
 """The exactness checker: same request, same bits, whatever stands beside it.
 
 Each random request runs alone first (one slot, whole prompt at once, cold cache); then in random
-groups under scenarios that chunk, hit prefixes, starve the pool, abort neighbours and overlap
+groups under scenarios that chunk, hit prefixes, starve the pool, abort neighbours, pause, overlap
 steps, at each thread count. Token ids, logprob bits and the finish reason have to be equal. One
 comparison is one sequence of one run held against its run alone; an aborted neighbour is held
 against the beginning of its run alone.
@@ -28,7 +28,7 @@ from quickstep.engine.verification_requests import (
     Vocabulary,
     draw_requests,
 )
-from quickstep.engine.verification_run import Event, Trace, run_requests
+from quickstep.engine.verification_run import Event, Signal, Trace, run_requests
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.runtime.grammar_constraint import NewMatcher
@@ -64,6 +64,7 @@ class Scenario:
     prefix_caching: bool = False
     is_starved: bool = False
     has_aborts: bool = False
+    has_pauses: bool = False
     pipeline_depth: int = 1
     policy: PolicyName = PolicyName.MIXED
 
@@ -75,6 +76,7 @@ SCENARIOS = (
     Scenario("prefill first", prefix_caching=True, policy=PolicyName.PREFILL_FIRST),
     Scenario("preempted", is_starved=True),
     Scenario("aborts", prefix_caching=True, has_aborts=True),
+    Scenario("paused", prefix_caching=True, has_pauses=True, pipeline_depth=2),
     Scenario("overlapped", prefix_caching=True, pipeline_depth=2),
     Scenario(
         "all together",
@@ -82,6 +84,7 @@ SCENARIOS = (
         prefix_caching=True,
         is_starved=True,
         has_aborts=True,
+        has_pauses=True,
         pipeline_depth=2,
     ),
 )
@@ -238,7 +241,7 @@ class _Verifier:
             num_blocks = self._blocks_per_sequence + draws.randint(1, 4)
         pool = self._pool(num_blocks, scenario.prefix_caching)
         span = 4 if scenario.is_starved else 2 * len(group)
-        events = _events(group, span, scenario.has_aborts, draws)
+        events = _events(group, span, scenario, draws)
         traces, counts = run_requests(
             self._model, self._kv, config, pool, events, self._new_matcher
         )
@@ -263,15 +266,24 @@ def _max_tokens(request: Request) -> int:
     return request.sampling.max_tokens or MAX_OUTPUTS
 
 
-def _events(group: list[Request], span: int, has_aborts: bool, draws: random.Random) -> list[Event]:
-    """Arrivals over `span` steps; with aborts, a third get a twin that is aborted on its way."""
+def _events(
+    group: list[Request], span: int, scenario: Scenario, draws: random.Random
+) -> list[Event]:
+    """Arrivals over `span` steps; with aborts, a third get a twin that is aborted on its way, with
+    pauses a third are held for a while.
+    """
     events = []
     for request in group:
         at = draws.randrange(span)
         events.append(Event(at, request.request_id, request))
-        if has_aborts and draws.random() < 1 / 3:
+        if scenario.has_pauses and draws.random() < 1 / 3:
+            paused_at = at + draws.randint(1, 12)
+            events.append(Event(paused_at, request.request_id, Signal.PAUSE))
+            resumed_at = paused_at + draws.randint(1, 30)
+            events.append(Event(resumed_at, request.request_id, Signal.RESUME))
+        if scenario.has_aborts and draws.random() < 1 / 3:
             twin = replace(request, request_id=request.request_id + _NEIGHBOUR)
             twin_at = max(0, at + draws.randint(-3, 3))
             events.append(Event(twin_at, twin.request_id, twin))
-            events.append(Event(twin_at + draws.randint(1, 30), twin.request_id))
+            events.append(Event(twin_at + draws.randint(1, 30), twin.request_id, Signal.ABORT))
     return events

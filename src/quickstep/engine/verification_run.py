@@ -7,6 +7,7 @@ threads around them are left out, so that a run is a function of its arguments. 
 
 from __future__ import annotations
 
+import enum
 import struct
 from collections import deque
 from collections.abc import Iterable
@@ -32,7 +33,7 @@ from quickstep.types import (
     TokenLogprobs,
 )
 
-__all__ = ["Event", "RunCounts", "Trace", "run_requests"]
+__all__ = ["Event", "RunCounts", "Signal", "Trace", "run_requests"]
 
 _STEP_S = 1e-3  # what each step pretends to take: measured time would make runs differ
 
@@ -50,13 +51,21 @@ class Trace:
     error: str = ""
 
 
+class Signal(enum.Enum):
+    """What happens to a request on its way."""
+
+    ABORT = "abort"
+    PAUSE = "pause"
+    RESUME = "resume"
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
-    """At step `at` a request arrives, or (`request` None) the one of that id is aborted."""
+    """At step `at` a request arrives, or something happens to the one of that id."""
 
     at: int
     request_id: str
-    request: Request | None = None
+    what: Request | Signal
 
 
 @dataclass(slots=True)
@@ -71,6 +80,7 @@ class RunCounts:
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     aborts: int = 0
+    pauses: int = 0
 
     def add(self, other: RunCounts) -> None:
         """Add another run's counts."""
@@ -116,14 +126,21 @@ class _Run:
             raise EngineError(f"{num_leaked} KV blocks leaked")
 
     def _apply(self, event: Event) -> None:
-        if event.request is not None:
-            self._scheduler.add(event.request, self._now)
-            for index in range(event.request.sampling.n):
-                self.traces[event.request_id, index] = Trace()
-            return
-        ended = self._scheduler.abort(event.request_id, self._now)
-        self.counts.aborts += len(ended)
-        self._take(ended)
+        match event.what:
+            case Request() as request:
+                self._scheduler.add(request, self._now)
+                for index in range(request.sampling.n):
+                    self.traces[event.request_id, index] = Trace()
+            case Signal.ABORT:
+                ended = self._scheduler.abort(event.request_id, self._now)
+                self.counts.aborts += len(ended)
+                self._take(ended)
+            case Signal.PAUSE:
+                before = self._scheduler.stats().num_paused
+                self._scheduler.pause(event.request_id, self._now)
+                self.counts.pauses += self._scheduler.stats().num_paused - before
+            case Signal.RESUME:
+                self._scheduler.resume(event.request_id, self._now)
 
     def _advance(self, is_idle_fine: bool) -> None:
         """Plan and compute a step; commit the oldest once no more may be in flight."""

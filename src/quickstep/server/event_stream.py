@@ -3,9 +3,10 @@
 A surface writes the frames (`routes`), this sends them. Whatever happens, `close` runs at the end.
 
 What waits for a client is bounded: the connection's buffer, then `send` waits and no frame is
-taken from the engine, whose own deltas are bounded by `max_tokens`. A client that reads nothing
-for `slow_reader_s` loses its request and its connection. A stream with nothing to say sends a
-comment now and then, which clients skip, so that proxies keep it open over a long prefill.
+taken from the engine, which pauses a request with too much unread (`config.StreamConfig`). A client
+that reads nothing for `slow_reader_s` loses its request and its connection. A stream with nothing
+to say sends a comment now and then, which clients skip, so that proxies keep it open over a long
+prefill.
 """
 
 from __future__ import annotations

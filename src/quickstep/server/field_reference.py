@@ -79,7 +79,8 @@ _SAMPLING: Mapping[str, str] = {
     "stream": "Sends the answer as server-sent events while it is generated.",
     "stream_options": "What the stream tells beside the text; needs stream: true.",
     "user": "The tenant to whom the work is accounted.",
-    "priority": "A lower number is scheduled first; 0 if not given.",
+    "priority": "A lower number goes first, and may take the place of a running higher one; "
+    "0 if not given.",
     "cache_salt": "Cached prefixes are shared only with requests of the same salt.",
 }
 _COMPLETION: Mapping[str, str] = {

@@ -29,7 +29,8 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "pooling": "How the hidden states become one vector; the model's card decides if not "
         "given, else the last token's state.",
         "add_special_tokens": "Whether the tokenizer adds its special tokens; true if not given.",
-        "priority": "A lower number is scheduled first; 0 if not given.",
+        "priority": "A lower number goes first, and may take the place of a running higher one; "
+        "0 if not given.",
         "timeout_s": "After this many seconds the answer is an error.",
         "cache_salt": "Cached prefixes are shared only with requests of the same salt.",
     },

@@ -224,6 +224,7 @@ class EngineGauges(Collector):
                 "Sequences in the queue, preempted ones included.",
                 load.num_waiting + load.num_preempted,
             ),
+            ("num_requests_paused", "Sequences whose readers are behind.", load.num_paused),
             (
                 "kv_cache_usage_perc",
                 "Share of the KV blocks in use; 1 is all.",
@@ -232,9 +233,11 @@ class EngineGauges(Collector):
         )
         counters = (
             ("num_preemptions", "Sequences put back to the queue.", totals.num_preemptions),
+            ("num_pauses", "Requests paused for their readers.", totals.num_pauses),
             ("prefix_cache_queries", "Prompt tokens looked up.", totals.prefix_query_tokens),
             ("prefix_cache_hits", "Prompt tokens found cached.", totals.prefix_hit_tokens),
             ("engine_steps", "Steps run.", totals.num_steps),
+            ("engine_output_tokens", "Tokens generated, read or not.", totals.num_output_tokens),
             ("engine_busy_seconds", "Measured seconds of all steps.", totals.busy_s),
             ("engine_restarts", "Times the engine was started again.", stats.num_restarts),
         )

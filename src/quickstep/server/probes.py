@@ -1,8 +1,8 @@
 """The routes that do not generate: models, health, readiness, metrics, version.
 
 `/health` is about progress, not about being alive: it fails while the engine is started again,
-when that was given up, and when work is pending and no step has finished for `stall_s`. `/ready`
-says whether new requests are welcome.
+when that was given up, and when work is pending and no step has finished for `stall_s`; requests
+that are paused for their readers are not pending. `/ready` says whether new requests are welcome.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Probes:
             "num_requests": stats.num_requests,
             "num_running": load.num_running,
             "num_waiting": load.num_waiting + load.num_preempted,
+            "num_paused": load.num_paused,
             "num_used_blocks": load.blocks.num_used,
             "num_cached_blocks": load.blocks.num_cached,
             "num_free_blocks": load.blocks.num_free,

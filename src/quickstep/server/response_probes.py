@@ -19,6 +19,7 @@ class Health(msgspec.Struct, frozen=True):
     num_requests: int
     num_running: int
     num_waiting: int
+    num_paused: int
     num_used_blocks: int
     num_cached_blocks: int
     num_free_blocks: int

@@ -5,7 +5,7 @@ inside small tagged messages. Both ends are the same installation, so there are 
 request is known by its `number`, which is never used twice, so that a late delta cannot reach a
 newer request that took the same id. Never pickle, and no torch to read any of it.
 
-    ToEngine     Open, then Submit and Abort, in the end Stop
+    ToEngine     Open, then Submit, Abort, Pause and Resume, in the end Stop
     FromEngine   Loading*, Opened or OpenRefused, then a verdict per Submit, and notes as they come
 """
 
@@ -40,7 +40,9 @@ __all__ = [
     "Open",
     "OpenRefused",
     "Opened",
+    "Pause",
     "Refused",
+    "Resume",
     "SequenceNote",
     "StatsNote",
     "StepNote",
@@ -93,6 +95,18 @@ class Submit(_Message, frozen=True):
 
 class Abort(_Message, frozen=True):
     """End a request; its last deltas come as for any end. Unknown and ended numbers are fine."""
+
+    number: int
+
+
+class Pause(_Message, frozen=True):
+    """The reader of a request is behind: generate no more until Resume. Any number is fine."""
+
+    number: int
+
+
+class Resume(_Message, frozen=True):
+    """Its reader has caught up."""
 
     number: int
 
@@ -168,7 +182,7 @@ class StatsNote(_Message, frozen=True):
     stats: EngineStats
 
 
-ToEngine = Open | Submit | Abort | Stop
+ToEngine = Open | Submit | Abort | Pause | Resume | Stop
 FromEngine = (
     Loading
     | Opened

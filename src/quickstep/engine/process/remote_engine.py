@@ -33,7 +33,9 @@ from quickstep.engine.process.messages import (
     ModelFacts,
     Open,
     Opened,
+    Pause,
     Refused,
+    Resume,
     SequenceNote,
     StatsNote,
     StepNote,
@@ -96,7 +98,8 @@ class RemoteEngine:
     ) -> None:
         self._supervisor = Supervisor(
             client=self,
-            opening=Open(config, log or LogSetup()),
+            # who reads is here, and so is the bound on what stays unread
+            opening=Open(replace(config, streams=None), log or LogSetup()),
             command=command,
             limits=restart_limits or RestartLimits(),
             clock=clock,
@@ -104,6 +107,7 @@ class RemoteEngine:
         self._clock = clock
         self._seeds = open_seeds(config.seed)
         self._template_s = config.inputs.template_s
+        self._stream_bounds = config.streams
         self._ledger = Ledger()
         self._step_log = StepLog()
         self._streams = RemoteStreams(clock)
@@ -235,7 +239,8 @@ class RemoteEngine:
         if self._streams.number_of(name) is not None:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
         seed = draw_seed(self._seeds) if sampling.seed is None else sampling.seed
-        stream = Stream(name, prompt_token_ids, seed, sampling.n, self.abort)
+        bounds = self._stream_bounds
+        stream = Stream(name, prompt_token_ids, seed, sampling.n, self, bounds)
         number, remote = self._streams.open(stream, sampling.n)
         message = Submit(
             number=number,
@@ -262,10 +267,27 @@ class RemoteEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request; what it has is its answer. An unknown or finished id is fine."""
+        self._tell(request_id, Abort)
+
+    def pause(self, request_id: str) -> None:
+        """Generate no more for a request until `resume`; what is under way still comes."""
+        self._tell(request_id, Pause)
+        number = self._streams.number_of(request_id)
+        if number is not None:
+            self._streams.pause(number)
+
+    def resume(self, request_id: str) -> None:
+        """Go on with a paused request, from where it stopped."""
+        self._tell(request_id, Resume)
+        number = self._streams.number_of(request_id)
+        if number is not None:
+            self._streams.resume(number)
+
+    def _tell(self, request_id: str, kind: type[Abort | Pause | Resume]) -> None:
         number = self._streams.number_of(request_id)
         process = self._supervisor.process
         if number is not None and process is not None:
-            process.send(Abort(number))
+            process.send(kind(number))
 
     async def opened(self, opened: Opened) -> None:
         """A process has the model loaded (the supervisor only)."""

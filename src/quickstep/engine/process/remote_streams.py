@@ -94,9 +94,10 @@ class RemoteStreams:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._live: dict[int, _Live] = {}
+        self._paused: set[int] = set()
         self._number_of: dict[str, int] = {}
         self._numbers = itertools.count()
-        self._busy_since_s: float | None = None
+        self._busy_since_s = 0.0
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -105,8 +106,12 @@ class RemoteStreams:
 
     @property
     def busy_since_s(self) -> float | None:
-        """When the first request came after there was none; None while there is none."""
-        return self._busy_since_s
+        """Since when there has been a request that is not paused; None while there is none."""
+        return None if self._is_held else self._busy_since_s
+
+    @property
+    def _is_held(self) -> bool:
+        return len(self._paused) == len(self._live)
 
     def number_of(self, request_id: str) -> int | None:
         """The number of a live request."""
@@ -120,7 +125,7 @@ class RemoteStreams:
         """Take in a request that is about to be sent; gives its number."""
         number = next(self._numbers)
         remote = RemoteStream(stream)
-        if not self._live:
+        if self._is_held:
             self._busy_since_s = self._clock()
         self._live[number] = _Live(remote, set(range(num_sequences)))
         self._number_of[stream.request_id] = number
@@ -137,6 +142,16 @@ class RemoteStreams:
         if number in self._live:
             self._live[number].stream.decide(error)
             self._remove(number)
+
+    def pause(self, number: int) -> None:
+        """The reader of a live request is behind."""
+        self._paused.add(number)
+
+    def resume(self, number: int) -> None:
+        """It has caught up."""
+        if self._is_held:
+            self._busy_since_s = self._clock()
+        self._paused.discard(number)
 
     def deliver(self, number: int, delta: Delta) -> None:
         """Hand a delta to its reader."""
@@ -159,7 +174,7 @@ class RemoteStreams:
 
     def _remove(self, number: int) -> None:
         live = self._live.pop(number)
+        self._paused.discard(number)
         del self._number_of[live.stream.request_id]
         if not self._live:
-            self._busy_since_s = None
             self._empty.set()

@@ -28,7 +28,9 @@ from quickstep.engine.process.messages import (
     Open,
     Opened,
     OpenRefused,
+    Pause,
     Refused,
+    Resume,
     SequenceNote,
     StatsNote,
     StepNote,
@@ -121,6 +123,12 @@ class EngineService:
                 self._preparing.discard(number)
                 if number in self._streams:
                     self._require_engine().abort(self._streams[number].request_id)
+            case Pause(number=number) if number in self._streams:
+                self._require_engine().pause(self._streams[number].request_id)
+                self._stats_due.set()
+            case Resume(number=number) if number in self._streams:
+                self._require_engine().resume(self._streams[number].request_id)
+                self._stats_due.set()
             case Stop():
                 self._start(self._stop(), self._tasks)
 
@@ -209,7 +217,7 @@ class EngineService:
             self._stats_due.clear()
             stats = engine.stats()
             self._sender.put(StatsNote(stats))
-            busy = stats.has_work or stats.num_steps_in_flight > 0
+            busy = stats.busy_since_s is not None or stats.num_steps_in_flight > 0
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STATS_EVERY_S if busy else None):
                     await self._stats_due.wait()
