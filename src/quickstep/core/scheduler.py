@@ -27,7 +27,9 @@ from quickstep.core.sequence import Sequence, SequenceState
 from quickstep.core.step import (
     FlightRow,
     InFlightStep,
+    RowFailures,
     StepDraft,
+    all_failed,
     pending_tokens,
     row_failures,
     spoiled_by,
@@ -38,7 +40,6 @@ from quickstep.types import (
     FinishReason,
     Phase,
     Request,
-    RowFailure,
     RowOutput,
     SequenceOutput,
     StepOutcome,
@@ -268,8 +269,7 @@ class Scheduler:
         Sequences outside the step which share blocks that it should have filled recompute.
         """
         step = self._oldest(plan)
-        failures = {index: RowFailure(index, reason) for index in range(len(step.rows))}
-        outputs = self._end_failed(step, failures, now)
+        outputs = self._end_failed(step, all_failed(step, reason), now)
         self._in_flight.popleft()
         return tuple(outputs)
 
@@ -279,7 +279,7 @@ class Scheduler:
         return self._in_flight[0]
 
     def _end_failed(
-        self, step: InFlightStep, failures: dict[int, RowFailure], now: float
+        self, step: InFlightStep, failures: RowFailures, now: float
     ) -> list[SequenceOutput]:
         """End the sequences of failed rows, and have those that read their KV compute it again."""
         if not failures:
@@ -301,8 +301,7 @@ class Scheduler:
         self, entry: FlightRow, output: RowOutput, now: float
     ) -> SequenceOutput | None:
         sequence, residency = entry.sequence, entry.residency
-        is_over = sequence.state is SequenceState.FINISHED or residency.spoiled
-        if is_over:
+        if sequence.state is SequenceState.FINISHED or residency.spoiled:
             return None
         residency.pending -= entry.row.emits
         max_outputs = self._limits.max_outputs(sequence.prompt_len)

@@ -16,12 +16,15 @@ from quickstep.types import Admission, Phase, RowFailure, StepPlan, StepResult, 
 __all__ = [
     "FlightRow",
     "InFlightStep",
+    "RowFailures",
     "StepDraft",
+    "all_failed",
     "pending_tokens",
     "row_failures",
     "spoiled_by",
 ]
 
+RowFailures = dict[int, RowFailure]  # by the row's place in the plan
 
 _NO_LOAD = StepLoad()
 
@@ -95,7 +98,12 @@ class StepDraft:
         )
 
 
-def row_failures(plan: StepPlan, result: StepResult) -> dict[int, RowFailure]:
+def all_failed(step: InFlightStep, reason: str) -> RowFailures:
+    """Every row of a step that was given up."""
+    return {index: RowFailure(index, reason) for index in range(len(step.rows))}
+
+
+def row_failures(plan: StepPlan, result: StepResult) -> RowFailures:
     """Which rows failed and why; a row that should have emitted and did not has failed too."""
     failures = {failure.row: failure for failure in result.failures}
 
