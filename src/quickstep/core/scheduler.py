@@ -297,15 +297,13 @@ class Scheduler:
                 self._preempt(sequence, now)
         return outputs
 
-    def _take_output(
-        self, entry: FlightRow, output: RowOutput, now: float
-    ) -> SequenceOutput | None:
+    def _take_output(self, entry: FlightRow, given: RowOutput, now: float) -> SequenceOutput | None:
         sequence, residency = entry.sequence, entry.residency
         if sequence.state is SequenceState.FINISHED or residency.spoiled:
             return None
         residency.pending -= entry.row.emits
         max_outputs = self._limits.max_outputs(sequence.prompt_len)
-        new, reason = sequence.receive(entry.row, output, now, max_outputs)
+        new, reason = sequence.receive(entry.row, given, now, max_outputs)
         self._totals.num_output_tokens += len(new.token_ids)
         if sequence.state is SequenceState.RUNNING:
             self._batch.register(sequence)
