@@ -67,11 +67,11 @@ class DemoApi:
 
 
 def shortened(body: Any, known: Collection[str]) -> Any:
-    """The body with few tokens to generate; whatever else it says stays."""
+    """The body with few tokens to generate and time for them; whatever else it says stays."""
     if not isinstance(body, dict):
         return body
     limits = {name: MAX_TOKENS for name in LENGTHS if name in body or name == "max_tokens"}
-    few = {**limits, "min_tokens": None, "n": min(body.get("n") or 1, 2)}
+    few = {**limits, "min_tokens": None, "timeout_s": None, "n": min(body.get("n") or 1, 2)}
     return {**body, **{name: value for name, value in few.items() if name in known}}
 
 
