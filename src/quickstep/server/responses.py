@@ -32,7 +32,7 @@ from quickstep.server.responses_input import (
     template_messages,
     with_instructions,
 )
-from quickstep.server.responses_schema import RESPONSES_REFUSED, ResponsesRequest
+from quickstep.server.responses_schema import RESPONSES_REFUSED, STREAM_REFUSED, ResponsesRequest
 from quickstep.server.responses_store import ResponseStore, StoredResponse
 from quickstep.server.responses_tools import asked_text, offered_functions
 from quickstep.server.responses_writer import ResponsesWriter, Turn
@@ -190,11 +190,8 @@ def _page_size(limit: str | None) -> int:
 
 
 def _stream_flags(fields: ResponsesRequest) -> dict[str, Any]:
-    options = fields.stream_options
-    for name in ("include_usage", "continuous_usage_stats"):
-        if options is not None and getattr(options, name):
-            path = f"stream_options.{name}"
-            raise RequestError(f"{path} is not supported: the last event has the usage", param=path)
+    if fields.stream_options is not None:
+        refuse(fields.stream_options, STREAM_REFUSED, "stream_options.")
     return stream_flags(fields)
 
 
