@@ -5,26 +5,8 @@
 #include <new>
 
 #include "cpu.h"
-#include "kernels/kernels.h"
 #include "memory.h"
-#include "pool.h"
-#include "quickstep.h"
-
-struct qs_context {
-  const qs::Kernels* kernels;
-  qs::Pool* pool;
-};
-
-struct qs_linear {
-  qs::PackedLinear packed;
-  size_t weight_bytes;
-  size_t bias_bytes;
-};
-
-struct qs_probe {
-  void* data;
-  int64_t num_bytes;
-};
+#include "objects.h"
 
 namespace {
 
@@ -278,6 +260,12 @@ int qs_probe_read(qs_context* context, const qs_probe* probe, uint32_t* sum) {
 int qs_probe_multiply(qs_context* context, int dtype, int64_t rounds, int64_t* num_flops) {
   if (!valid_dtype(dtype) || rounds < 1) return QS_INVALID;
   *num_flops = context->kernels->probe_multiply(context->pool, dtype, rounds);
+  return QS_OK;
+}
+
+int qs_probe_multiply_codes(qs_context* context, int64_t rounds, int64_t* num_flops) {
+  if (rounds < 1) return QS_INVALID;
+  *num_flops = context->kernels->probe_multiply_codes(context->pool, rounds);
   return QS_OK;
 }
 

@@ -12,6 +12,7 @@ namespace qs {
 #if defined(QS_HAS_avx2)
 namespace avx2 { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
+namespace avx512_vnni { extern const Kernels kernels; }
 namespace avx512_bf16 { extern const Kernels kernels; }
 #endif
 namespace portable { extern const Kernels kernels; }
@@ -68,14 +69,18 @@ bool supports_avx512(const Features& f) {
   return supports_avx2(f) && zmm_state && leaf7;
 }
 
+bool supports_avx512_vnni(const Features& f) {
+  return supports_avx512(f) && has(f.leaf7_ecx, 11);
+}
+
 bool supports_avx512_bf16(const Features& f) {
-  return supports_avx512(f) && has(f.leaf7_ecx, 11) && has(f.leaf7_1_eax, 5);  // VNNI BF16
+  return supports_avx512_vnni(f) && has(f.leaf7_1_eax, 5);
 }
 
 #endif
 
 struct Levels {
-  static constexpr int kCount = 4;
+  static constexpr int kCount = 5;
   Level all[kCount] = {};
   int count = 0;
   char names[96] = {};
@@ -84,6 +89,7 @@ struct Levels {
 #if defined(QS_HAS_avx2)
     const Features f = read_features();
     add(&avx512_bf16::kernels, supports_avx512_bf16(f));
+    add(&avx512_vnni::kernels, supports_avx512_vnni(f));
     add(&avx512::kernels, supports_avx512(f));
     add(&avx2::kernels, supports_avx2(f));
 #endif

@@ -28,6 +28,7 @@ enum qs_activation { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2 };
 
 typedef struct qs_context qs_context;  // a kernel table and a thread pool
 typedef struct qs_linear qs_linear;    // packed weights of one linear layer
+typedef struct qs_quantized qs_quantized;  // packed weights of 4 or 8 bits
 typedef struct qs_probe qs_probe;      // a buffer to measure reads with
 
 QS_API int qs_abi_version(void);
@@ -49,6 +50,52 @@ QS_API int64_t qs_linear_bytes(const qs_linear* linear);
 // out [T, n] = x [T, k] * weight^T + bias, in the dtype of the weight.
 QS_API int qs_linear_run(qs_context* context, const qs_linear* linear, const void* x,
                          int64_t x_stride, int64_t num_tokens, void* out);
+
+// out [T, k] = weight[ids], in the dtype of the weight.
+QS_API int qs_linear_rows(qs_context* context, const qs_linear* linear, const int64_t* ids,
+                          int64_t num_tokens, void* out);
+
+// Weights of 4 or 8 bits: (code - zero) * scale, codes [n, k] of a byte each, scales and zeros
+// [n, k / group_size] float32.
+typedef struct qs_quantized_weight {
+  int32_t bits;
+  int32_t unused;
+  int64_t n, k;
+  int64_t group_size;   // a multiple of 16, or k
+  const void* codes;
+  const float* scales;
+  const float* zeros;   // null: 2^(bits - 1)
+  const float* bias;    // [n], or null
+} qs_quantized_weight;
+
+// Rounds weight [n, k] of `dtype` to codes [n, k] of a byte each with scales (and zeros, unless
+// null) [n, k / group_size] float32; group_size 0 for one scale per row.
+typedef struct qs_quantize_call {
+  int32_t dtype;
+  int32_t bits;
+  int64_t n, k, row_stride;
+  int64_t group_size;
+  const void* weight;
+  void* codes;
+  float* scales;
+  float* zeros;
+} qs_quantize_call;
+
+QS_API int qs_quantize(qs_context* context, const qs_quantize_call* call);
+QS_API int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
+                               qs_quantized** out);
+QS_API void qs_quantized_destroy(qs_quantized* linear);
+QS_API int64_t qs_quantized_bytes(const qs_quantized* linear);
+// Bytes that a run over `num_tokens` needs as scratch, at any address.
+QS_API int64_t qs_quantized_scratch_bytes(const qs_quantized* linear, int64_t num_tokens);
+// As qs_linear_run, for activations of any dtype. They are quantised too: per token, and per group
+// where the weight has groups, to 8 bits with scale max|x| / 127.
+QS_API int qs_quantized_run(qs_context* context, const qs_quantized* linear, int dtype,
+                            const void* x, int64_t x_stride, int64_t num_tokens, void* out,
+                            void* scratch);
+// out [T, k] = weight[ids], each rounded once to `dtype`.
+QS_API int qs_quantized_rows(qs_context* context, const qs_quantized* linear, int dtype,
+                             const int64_t* ids, int64_t num_tokens, void* out);
 
 // out [T, C] = weight[ids]; any dtype of `row_bytes` bytes per row.
 QS_API int qs_embedding(qs_context* context, const int64_t* ids, int64_t num_tokens,
@@ -104,6 +151,127 @@ typedef struct qs_attention {
 QS_API int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_attention* call);
 QS_API int qs_paged_attention(qs_context* context, const qs_attention* call);
 
+// Elementwise on `count` values of the dtype, each rounded once.
+QS_API int qs_add(qs_context* context, int dtype, const void* a, const void* b, int64_t count,
+                  void* out);
+QS_API int qs_scale(qs_context* context, int dtype, const void* x, int64_t count, float factor,
+                    void* out);
+// x [count] of the dtype -> out [count] float32: x / divisor, then cap * tanh(of that / cap) in
+// float64 unless the cap is 0.
+QS_API int qs_finish_logits(qs_context* context, int dtype, const void* x, int64_t count,
+                            double divisor, double cap, float* out);
+
+// A captured step: the calls of a model's forward pass, recorded once, run as one call.
+//
+// A qs_op is one of the calls above with its pointers and sizes bound; how many rows it has is the
+// one thing that a run decides. `in`, `out`, `size` and `scalar` hold, in this order:
+//
+//   LINEAR     in x, qs_linear            out y                stride[0] of x
+//   GATHER     in ids, table              out rows             size: table rows, bytes of a row
+//   RMS_NORM   in x, weight               out y                size: inner, size; stride: both;
+//                                                              scalar: eps, offset
+//   ADD_NORM   in x, residual, weight     out y, sum           size: size; scalar: eps, offset
+//   ROTARY     in x, cos, sin             out y                size: heads, head size, half;
+//                                                              stride[0]; option: interleaved
+//   GATED      in gate_up                 out y                size: n; option: qs_activation
+//   WRITE_KV   in k, v                    out k, v cache       size: bytes of a row, slots;
+//                                                              stride: of k and v in bytes
+//   ATTENTION  in q, k cache, v cache     out y                size: heads, kv heads, head size,
+//                                                              blocks, window; stride[0] of q;
+//                                                              scalar: scale, softcap
+//   ADD        in a, b                    out y                size: values of a row
+//   SCALE      in x                       out y                size: values of a row;
+//                                                              scalar: factor
+//   LOGITS     in x                       out y (float32)      size: V; scalar: divisor, cap
+//   QUANTIZED  in x, qs_quantized         out y                stride[0] of x
+//   LINEAR_ROWS, QUANTIZED_ROWS           in ids, the weight   out rows
+enum qs_op_kind {
+  QS_OP_LINEAR = 0,
+  QS_OP_GATHER = 1,
+  QS_OP_RMS_NORM = 2,
+  QS_OP_ADD_NORM = 3,
+  QS_OP_ROTARY = 4,
+  QS_OP_GATED = 5,
+  QS_OP_WRITE_KV = 6,
+  QS_OP_ATTENTION = 7,
+  QS_OP_ADD = 8,
+  QS_OP_SCALE = 9,
+  QS_OP_LOGITS = 10,
+  QS_OP_QUANTIZED = 11,
+  QS_OP_LINEAR_ROWS = 12,
+  QS_OP_QUANTIZED_ROWS = 13,
+};
+enum qs_op_rows { QS_TOKENS = 0, QS_EMITTING = 1 };
+
+typedef struct qs_op {
+  int32_t kind;
+  int32_t dtype;
+  int32_t rows;    // which of a step's counts the op runs over
+  int32_t option;
+  int64_t size[5];
+  int64_t stride[2];
+  double scalar[2];
+  const void* in[3];
+  void* out[2];
+} qs_op;
+
+// Where ops find a step's inputs, and the most rows that the bound memory holds of each kind.
+typedef struct qs_program_inputs {
+  int64_t* token_ids;   // [capacity_tokens]
+  int64_t* positions;   // [capacity_tokens]
+  int64_t* emitting;    // [capacity_emitting]
+  int64_t capacity_tokens;
+  int64_t capacity_emitting;
+  int64_t block_size;
+} qs_program_inputs;
+
+typedef struct qs_step_row {
+  int64_t start;             // position of its first token
+  int64_t num_tokens;
+  const int32_t* block_ids;  // the sequence's blocks in order, at least up to the row's end
+  int64_t num_blocks;
+} qs_step_row;
+
+typedef struct qs_step {
+  int64_t num_rows;
+  int64_t num_emitting;
+  const qs_step_row* rows;
+  const int64_t* token_ids;      // of all rows, one after another
+  const int64_t* emitting_rows;  // which rows' last tokens get logits
+} qs_step;
+
+typedef struct qs_program qs_program;
+QS_API int qs_program_create(qs_context* context, const qs_op* ops, int64_t num_ops,
+                             const qs_program_inputs* inputs, qs_program** out);
+QS_API void qs_program_destroy(qs_program* program);
+// Computes positions, KV slots and block tables, and runs the ops in order.
+QS_API int qs_program_run(qs_program* program, const qs_step* step);
+
+// One row to draw a token from.
+typedef struct qs_draw {
+  const void* logits;      // [V] float32, or float64 once adjusted
+  const float* raw;        // [V] for log-probabilities
+  int32_t is_double;
+  int32_t num_top;         // most likely tokens to report; -1: no log-probabilities
+  int64_t top_k;           // 0: all
+  double temperature;      // 0: argmax
+  double top_p;            // 1: all
+  double log_min_p;        // -inf: all
+  uint64_t key_b, key_c;   // runtime/noise.py
+  int64_t token_id;        // result; -1 when the largest logit is not finite
+  int64_t rank;            // result, as are the others, with num_top >= 0
+  int64_t mass;            // sum over V of round(exp(raw - peak) * 2^44)
+  float peak;
+  float chosen;            // raw logit of the token
+  int64_t* top_ids;        // [num_top]
+  float* top_logits;       // [num_top]
+} qs_draw;
+
+QS_API int64_t qs_draw_scratch_bytes(const qs_context* context, int64_t vocab_size,
+                                     int64_t num_rows);
+QS_API int qs_draw_rows(qs_context* context, qs_draw* rows, int64_t num_rows, int64_t vocab_size,
+                        void* scratch);
+
 // Measuring the machine. The library reads no clock here: the caller times the calls.
 
 // A buffer of `num_bytes`, rounded up to whole items, huge-page advised like weights and written
@@ -116,6 +284,8 @@ QS_API int qs_probe_read(qs_context* context, const qs_probe* probe, uint32_t* s
 // Multiplies and adds in registers alone, as qs_linear_run does for the dtype on this level;
 // `num_flops` gets how many operations that were, which `rounds` scales.
 QS_API int qs_probe_multiply(qs_context* context, int dtype, int64_t rounds, int64_t* num_flops);
+// The same for the integers of qs_quantized_run, 8 bits.
+QS_API int qs_probe_multiply_codes(qs_context* context, int64_t rounds, int64_t* num_flops);
 
 // Nanoseconds that the context's parallel loops have taken since it was created, as the calling
 // threads saw them: the time in kernels, without what stands between two of them.

@@ -7,12 +7,24 @@ namespace qs::QS_LEVEL {
 
 void pack_linear(Pool* pool, const PackArgs& args);
 void linear(Pool* pool, const LinearArgs& args);
+void linear_rows(Pool* pool, const PackedLinear& packed, const int64_t* ids, int64_t num_tokens,
+                 void* out);
+void quantize_weights(Pool* pool, const QuantizeArgs& args);
+void pack_quantized(Pool* pool, const PackQuantizedArgs& args);
+void quantized_linear(Pool* pool, const QuantizedLinearArgs& args);
+void quantized_rows(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,
+                    int64_t num_tokens, void* out);
 void rms_norm(Pool* pool, const NormArgs& args);
 void rotary(Pool* pool, const RotaryArgs& args);
 void gated_activation(Pool* pool, const GatedArgs& args);
 int64_t attention_scratch_bytes(int num_threads, const qs_attention& call);
 void paged_attention(Pool* pool, const qs_attention& call);
+void elementwise(Pool* pool, const ElementwiseArgs& args);
+void finish_logits(Pool* pool, const FinishLogitsArgs& args);
+int64_t draw_scratch_bytes(int64_t vocab_size);
+void draw(qs_draw& row, int64_t vocab_size, void* scratch);
 uint32_t probe_read(Pool* pool, const void* data, int64_t num_bytes);
 int64_t probe_multiply(Pool* pool, int dtype, int64_t rounds);
+int64_t probe_multiply_codes(Pool* pool, int64_t rounds);
 
 }  // namespace qs::QS_LEVEL

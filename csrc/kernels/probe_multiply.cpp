@@ -3,6 +3,7 @@
 
 #include "kernels/entries.h"
 #include "kernels/linear_tile.h"
+#include "kernels/quantized_tile.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -45,7 +46,37 @@ float multiply(int64_t rounds) {
   return reduce_add(total);
 }
 
+constexpr int kIntegerSums = kQuantizedRows * kTileVectors;
+
+// The low-bit tile's products of 8 bits.
+int32_t multiply_codes(int64_t rounds) {
+  vi x = set1i(0x01010101);
+  vu bytes = set1u(0x83838383);
+  vi sums[kIntegerSums] = {};
+  for (int64_t round = 0; round < rounds; ++round) {
+    const auto codes = Dot<8>::codes(bit_cast<vcodes>(bytes));
+#pragma GCC unroll 32
+    for (int i = 0; i < kIntegerSums; ++i) {
+      forget(x);
+      Dot<8>::add(sums[i], codes, x);
+    }
+  }
+  vi total = {};
+#pragma GCC unroll 32
+  for (int i = 0; i < kIntegerSums; ++i) total += sums[i];
+  return total[0];
+}
+
 }  // namespace
+
+int64_t probe_multiply_codes(Pool* pool, int64_t rounds) {
+  const int64_t num_items = pool_size(pool) * kItemsPerThread;
+  parallel_for(pool, num_items, [&](int64_t) {
+    volatile int32_t kept = multiply_codes(rounds);
+    (void)kept;
+  });
+  return num_items * rounds * kIntegerSums * 2 * W * kStepInputs;
+}
 
 int64_t probe_multiply(Pool* pool, int dtype, int64_t rounds) {
   const int64_t num_items = pool_size(pool) * kItemsPerThread;

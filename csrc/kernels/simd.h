@@ -49,7 +49,15 @@ QS_INLINE To bit_cast(const From& from) {
   return to;
 }
 
-QS_INLINE vf set1(float x) { return vf{} + x; }
+QS_INLINE vf set1(float x) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return _mm256_set1_ps(x);
+#else
+  return vf{} + x;  // an addition, for the sake of -0
+#endif
+}
 QS_INLINE vi set1i(int32_t x) { return vi{} + x; }
 QS_INLINE vu set1u(uint32_t x) { return vu{} + x; }
 
@@ -100,6 +108,24 @@ QS_INLINE float reduce_max(vf v) {
     }
   }
   return lanes[0];
+}
+
+QS_INLINE int32_t reduce_add(vi v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32(bit_cast<__m512i>(v));
+#endif
+  int32_t total = 0;
+  for (int lane = 0; lane < W; ++lane) total += v[lane];
+  return total;
+}
+
+QS_INLINE int32_t reduce_max(vi v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32(bit_cast<__m512i>(v));
+#endif
+  int32_t most = v[0];
+  for (int lane = 1; lane < W; ++lane) most = v[lane] > most ? v[lane] : most;
+  return most;
 }
 
 // float16 <-> float32 for levels without instructions for it.

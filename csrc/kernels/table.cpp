@@ -12,13 +12,23 @@ const Kernels kernels = {
     .name = QS_NAME(QS_LEVEL),
     .pack_linear = pack_linear,
     .linear = linear,
+    .linear_rows = linear_rows,
+    .quantize_weights = quantize_weights,
+    .pack_quantized = pack_quantized,
+    .quantized_linear = quantized_linear,
+    .quantized_rows = quantized_rows,
     .rms_norm = rms_norm,
     .rotary = rotary,
     .gated_activation = gated_activation,
     .attention_scratch_bytes = attention_scratch_bytes,
     .paged_attention = paged_attention,
+    .elementwise = elementwise,
+    .finish_logits = finish_logits,
+    .draw_scratch_bytes = draw_scratch_bytes,
+    .draw = draw,
     .probe_read = probe_read,
     .probe_multiply = probe_multiply,
+    .probe_multiply_codes = probe_multiply_codes,
 };
 
 }  // namespace qs::QS_LEVEL

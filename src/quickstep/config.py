@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from quickstep.errors import ConfigError
 
 __all__ = [
+    "QUANTIZATIONS",
     "CacheConfig",
     "EngineConfig",
     "InputConfig",
@@ -19,6 +20,8 @@ __all__ = [
     "PolicyName",
     "SchedulerConfig",
 ]
+
+QUANTIZATIONS = ("int8", "int4")
 
 
 class PolicyName(enum.Enum):
@@ -96,6 +99,8 @@ class LoadConfig:
         device: `auto`, `cpu` or `cuda`.
         offline: Never touch the network; the environment's HF_HUB_OFFLINE is honoured as well.
         num_threads: CPU threads; None for one per core that the process may use.
+        quantization: `int8` or `int4`: matrices are rounded as they are loaded, and computed in
+            integers; None keeps the dtype.
     """
 
     model: str = "demo"
@@ -104,6 +109,12 @@ class LoadConfig:
     device: str = "auto"
     offline: bool = False
     num_threads: int | None = None
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.quantization not in (None, *QUANTIZATIONS):
+            known = " or ".join(QUANTIZATIONS)
+            raise ConfigError(f"--quantization is {self.quantization!r}, it must be {known}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +156,7 @@ class EngineConfig:
             KV cache holds it.
         seed: Seeds the draws of seeds for unseeded requests; None takes the system's entropy.
         memory_bytes: Cap on the engine's memory in bytes; None uses what the machine has free.
+        enforce_eager: Run the model op by op instead of replaying captured steps; same bits.
     """
 
     load: LoadConfig = field(default_factory=LoadConfig)
@@ -154,6 +166,7 @@ class EngineConfig:
     max_model_len: int | None = None
     seed: int | None = None
     memory_bytes: int | None = None
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 1:

@@ -17,7 +17,7 @@ from quickstep.bench.subject import made_up_tokenizer
 from quickstep.bench.traffic import ThroughputOptions, draw_lengths
 from quickstep.cli.main import main
 from quickstep.errors import EngineError
-from quickstep.model.random_weights import random_model
+from quickstep.model.random_weights import RandomDraw, random_model
 from quickstep.model.spec import parse_spec
 from quickstep.ops.reference import reference_ops
 
@@ -53,6 +53,19 @@ def test_a_step_on_a_shape_has_times_and_shares(capsys, flags):
     assert found["threads"] == torch.get_num_threads()
     assert {"cpu", "torch", "python", "quickstep", "load_average"} <= set(found["machine"])
     assert set(found["measured_how"]) == {"read", "peak", "overhead"}
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype", "quantization"),
+    [("int8", "bfloat16", "int8"), ("int4", "bfloat16", "int4"), ("fp32", "float32", None)],
+)
+def test_a_step_names_the_weights_it_ran_on(capsys, weights, dtype, quantization):
+    found = report(capsys, *STEP, *SMALL, "--shape", "tiny2", "--weights", weights)
+    assert (found["dtype"], found["quantization"]) == (dtype, quantization)
+    counted = "int8" if quantization else dtype
+    assert counted in found["measured_how"]["peak"]
+    assert 0 < found["decode_bandwidth_share"] < 1.5
+    assert 0 < found["prefill_peak_share"] < 1.5
 
 
 def test_a_step_on_a_checkpoint_and_as_a_table(capsys, tmp_path):
@@ -111,14 +124,19 @@ def test_the_lengths_of_requests_are_a_function_of_the_seed():
 
 def tiny(seed=0, dtype=torch.float32):
     spec = parse_spec(SHAPES["tiny2"])
-    return random_model(spec, reference_ops(), dtype, CPU, 256, seed)
+    return random_model(spec, reference_ops(), RandomDraw(dtype, CPU, seed), 256)
 
 
 def test_random_weights_are_a_function_of_the_seed():
     one, same, other = tiny(0), tiny(0), tiny(1)
     assert one.fingerprint == same.fingerprint != other.fingerprint
-    assert torch.equal(one.weights.embedding, same.weights.embedding)
-    assert not torch.equal(one.weights.embedding, other.weights.embedding)
+    token_ids = torch.arange(one.vocab_size)
+    rows = [
+        model.ops.embedding(token_ids, model.weights.embedding, torch.float32)
+        for model in (one, same, other)
+    ]
+    assert torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[2])
 
 
 def test_every_shape_is_a_model_that_can_be_read():

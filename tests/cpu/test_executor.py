@@ -110,3 +110,56 @@ def test_close_finishes_what_was_submitted_and_refuses_more():
     assert all(ticket.done() and tokens_of(ticket) for ticket in tickets)
     with pytest.raises(EngineError, match="closed"):
         executor.submit(decode_step(2))
+
+
+class ThreadsModel(PagedHashModel):
+    """Notes which thread computes each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.threads = []
+
+    def forward(self, batch, kv):
+        self.threads.append(threading.current_thread())
+        return super().forward(batch, kv)
+
+
+def test_a_step_like_a_short_one_runs_on_the_thread_that_asks_for_it():
+    model, here = ThreadsModel(), threading.current_thread()
+    executor = open_executor(model)
+    executor.submit(first_step()).result()
+    ticket = executor.submit(decode_step(1))
+    assert ticket.done() and len(model.threads) == 1, "it has not run before it is asked for"
+    assert tokens_of(ticket) == tokens_of(ticket)
+    assert [thread is here for thread in model.threads] == [False, True]
+    # one not asked for runs before the next, and a prompt is no short step
+    executor.submit(decode_step(2))
+    executor.submit(first_step(3, slot=1)).result()
+    assert [thread is here for thread in model.threads] == [False, True, True, False]
+    executor.close()
+
+
+def test_after_a_long_step_the_worker_thread_takes_the_next():
+    model, here = ThreadsModel(), threading.current_thread()
+    ticks = iter((0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0))  # the second step takes a second
+    kv = allocate_kv(model.kv_shape, 8, 4, model.device)
+    executor = LocalExecutor(ModelRunner(model, kv, 4, num_slots=2, clock=lambda: next(ticks)))
+    for plan in (first_step(), decode_step(1), decode_step(2), decode_step(3)):
+        executor.submit(plan).result()
+    assert [thread is here for thread in model.threads] == [False, True, False, True]
+    executor.close()
+
+
+def test_closing_and_failing_take_a_short_step_along():
+    model = PagedHashModel()
+    executor = open_executor(model)
+    executor.submit(first_step()).result()
+    model.error = RuntimeError("out of memory")
+    failing = executor.submit(decode_step(1))
+    executor.reset()  # behind it: the next one runs again
+    with pytest.raises(EngineError, match="step 1 failed: out of memory"):
+        failing.result()
+    model.error = None
+    executor.close()
+    with pytest.raises(EngineError, match="closed"):
+        executor.submit(decode_step(2))

@@ -48,6 +48,14 @@ def test_answers_stand_in_the_order_of_the_prompts(llm):
     assert all(output.finished for output in outputs)
 
 
+def test_eager_steps_answer_as_captured_ones(llm, checkpoint):
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=12, seed=5, logprobs=2)
+    with LLM(str(checkpoint), num_threads=1, enforce_eager=True) as eager:
+        expected = eager.generate(["one", "another prompt"], sampling)
+    found = llm.generate(["one", "another prompt"], sampling)
+    assert [one.outputs[0] for one in found] == [one.outputs[0] for one in expected]
+
+
 def test_text_token_ids_and_mappings_are_the_same_prompt(llm):
     ids = llm.engine.tokenizer.encode("same")
     forms = ["same", ids, {"prompt": "same"}, {"prompt_token_ids": ids}]

@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 
-from quickstep.runtime.noise import gumbel, gumbel_of_bits, noise_bits
+from quickstep.runtime.exact_math import exp_nonpositive, log
+from quickstep.runtime.noise import gumbel, gumbel_of_bits, largest_noisy, noise_bits
 
 MASK = 2**64 - 1
 WEYL, MIX_A, MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -81,3 +82,21 @@ def test_neighbouring_seeds_positions_and_tokens_are_uncorrelated():
 def test_no_two_rows_share_a_shifted_copy_of_one_stream():
     rows = [set(noise_bits(s, p, np.arange(2000)).tolist()) for s in range(8) for p in range(8)]
     assert len(set().union(*rows)) == sum(len(row) for row in rows)
+
+
+def test_the_largest_noisy_value_is_that_of_the_exact_noise():
+    draws = np.random.default_rng(0)
+    for seed in range(40):
+        ids = np.arange(2000)
+        values = np.round(draws.normal(scale=3.0, size=2000), seed % 3)
+        noise = gumbel(seed, 1, ids)
+        found = largest_noisy(values, noise_bits(seed, 1, ids))
+        assert found == int(np.argmax(values + noise))
+
+
+def test_exact_functions_are_near_the_true_ones():
+    x = np.concatenate((np.linspace(-700.0, 0.0, 5001), -np.logspace(-12, 0, 200), [0.0]))
+    assert np.abs(exp_nonpositive(x) / np.exp(x) - 1.0).max() < 1e-12
+    y = np.concatenate((np.logspace(-300, -1, 3001), 1.0 - np.logspace(-15, -1, 300)))
+    assert np.abs(log(y) / np.log(y) - 1.0).max() < 1e-12
+    assert log(np.ones(1)) == 0.0

@@ -17,7 +17,7 @@ from quickstep.engine.verification_requests import (
 )
 from quickstep.errors import ConfigError, EngineError
 from quickstep.runtime import batch, runner, sampler, slots
-from quickstep.runtime.noise import gumbel
+from quickstep.runtime.noise import noise_bits
 from quickstep.runtime.pooling import Pool
 from quickstep.runtime.prompt_scores import score_prompt
 from quickstep.runtime.sampling_state import SamplingState
@@ -106,7 +106,7 @@ def test_a_model_whose_rows_notice_their_batch_is_caught(model):
 def test_noise_that_depends_on_the_order_of_draws_is_caught(monkeypatch):
     draws = itertools.count()
     monkeypatch.setattr(
-        sampler, "gumbel", lambda seed, position, ids: gumbel(next(draws), position, ids)
+        sampler, "noise_bits", lambda seed, position, ids: noise_bits(next(draws), position, ids)
     )
     assert verified(PagedHashModel()).mismatches > 0
 
@@ -127,7 +127,10 @@ def test_penalties_lost_in_preemption_are_caught(monkeypatch):
 
 
 def test_an_overlapped_step_that_reads_a_stale_token_is_caught(monkeypatch):
-    monkeypatch.setattr(batch, "_inputs", lambda row, slot: row.token_ids or (0,) * row.num_tokens)
+    def stale(row, slot):
+        return row.token_ids or (0,) * row.num_tokens
+
+    monkeypatch.setattr(batch, "input_tokens", stale)
     report = verified(PagedHashModel())
     overlapping = {"overlapped", "all together"}
     assert {name for name, counts in report.scenarios.items() if counts.mismatches} == overlapping

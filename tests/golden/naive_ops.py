@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
+from quickstep.ops.reference.quantize import quantize
+from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout, QuantizedWeight
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None) -> LinearWeight:
@@ -21,8 +22,13 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return torch.nn.functional.linear(x, weight.data, weight.bias)
 
 
-def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    return weight[token_ids]
+def pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
+    return pack_linear(weight.dequantized(), bias)
+
+
+def embedding(token_ids: Tensor, weight: Tensor | LinearWeight, dtype: torch.dtype) -> Tensor:
+    data = weight.data if isinstance(weight, LinearWeight) else weight
+    return data[token_ids].to(dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -85,9 +91,16 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
 
+def logits(hidden: Tensor, weight: LinearWeight, divisor: float, cap: float | None) -> Tensor:
+    wide = linear(hidden, weight).float() / divisor
+    return wide if cap is None else (wide / cap).tanh() * cap
+
+
 NAIVE_OPS = OpTable(
     name="naive",
     pack_linear=pack_linear,
+    pack_quantized=pack_quantized,
+    quantize=quantize,
     linear=linear,
     embedding=embedding,
     rms_norm=rms_norm,
@@ -96,5 +109,6 @@ NAIVE_OPS = OpTable(
     write_kv=write_kv,
     paged_attention=paged_attention,
     gated_activation=gated_activation,
+    logits=logits,
     scratch_bytes=0,
 )

@@ -14,8 +14,12 @@ from naive_ops import NAIVE_OPS
 from paged_driver import PagedDriver
 from safetensors.torch import load_file, save_file
 
+from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
+from quickstep.model.loader import load_model
+from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
+from quickstep.ops.resolve import resolve_ops
 
 FALLBACK_CASES = (
     Case("gpt-neox", "GPTNeoX", {"rotary_pct": 0.5, "num_key_value_heads": None}),
@@ -67,6 +71,14 @@ def test_an_architecture_without_replaceable_attention_is_refused(tmp_path: Path
     Case("stablelm", "StableLm").save(tmp_path)
     with pytest.raises(ConfigError, match="does not let its attention be replaced"):
         load(tmp_path)
+
+
+def test_quantisation_of_a_fallback_is_refused(tmp_path: Path) -> None:
+    Case("gpt2", "GPT2", {"num_key_value_heads": None}).save(tmp_path)
+    options = LoadConfig(model=str(tmp_path), device="cpu", quantization="int8")
+    checkpoint, spec = Checkpoint(tmp_path, "golden"), read_spec(tmp_path)
+    with pytest.raises(ConfigError, match="--quantization is int8, but GPT2LMHeadModel runs"):
+        load_model(checkpoint, spec, resolve_ops(torch.device("cpu")), options)
 
 
 def test_an_architecture_that_nobody_knows_is_refused(tmp_path: Path) -> None:

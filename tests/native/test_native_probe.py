@@ -34,7 +34,7 @@ def test_a_read_touches_every_byte(isa: str, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 def test_multiplications_are_counted_and_take_time(isa: str, dtype: torch.dtype) -> None:
     one = probe(isa)
     started = time.perf_counter()

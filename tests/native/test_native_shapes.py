@@ -94,7 +94,7 @@ def test_types_without_a_kernel_take_the_reference() -> None:
 def test_an_unknown_token_is_refused() -> None:
     ops = native()
     with pytest.raises(EngineError):
-        ops.embedding(torch.tensor([3, 10]), torch.randn(10, 8))
+        ops.embedding(torch.tensor([3, 10]), torch.randn(10, 8), torch.float32)
 
 
 def test_a_slot_or_block_outside_the_cache_is_refused() -> None:

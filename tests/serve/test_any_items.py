@@ -10,7 +10,6 @@ from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from surface_calls import ANTHROPIC, COUNT_TOKENS, RESPONSES, events
-from test_any_json import JSON, LEAVES
 
 from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS
 from quickstep.server.anthropic_schema import CountTokensRequest, MessagesRequest
@@ -19,6 +18,19 @@ from quickstep.server.options import ServerOptions
 from quickstep.server.responses_schema import ResponsesRequest
 
 TEXT = st.text(max_size=4)
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([-3, 0, 1, 40, 2**31, 2**64, -(2**70), 10**40]),
+    st.floats(allow_nan=False, allow_infinity=False),
+    TEXT,
+)
+NAMES = st.sampled_from(["role", "content", "type", "text", "name", "id", "function"])
+JSON = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=3)),
+    max_leaves=6,
+)
 ARGUMENTS = st.one_of(st.just("{}"), TEXT)
 
 

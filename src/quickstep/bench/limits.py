@@ -126,5 +126,7 @@ def open_limits(
     """The native probes on a CPU that has them, otherwise torch's."""
     probe = load_probe(num_bytes, num_threads, isa) if device.type == "cpu" else None
     if probe is None:
-        return TorchLimits(device, dtype, num_bytes, clock)
+        # torch has no product of codes that runs everywhere
+        square = dtype if dtype.is_floating_point else torch.float32
+        return TorchLimits(device, square, num_bytes, clock)
     return NativeLimits(probe, dtype, clock)

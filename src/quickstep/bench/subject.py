@@ -33,7 +33,7 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import Model
 from quickstep.model.loader import resolve_device, resolve_dtype
-from quickstep.model.random_weights import random_model
+from quickstep.model.random_weights import RandomDraw, random_model
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec
 from quickstep.model.weights import DenseWeights, LayerWeights
@@ -51,6 +51,7 @@ class Subject:
         kernels: The kernel set's name, `native-avx512`.
         kernel_s: Seconds computed so far; `kernel_how` says what they are the time in.
         num_threads: torch's, which the kernels follow.
+        quantization: `LoadConfig.quantization`.
     """
 
     engine: Engine
@@ -60,16 +61,22 @@ class Subject:
     kernel_s: Callable[[], float]
     kernel_how: str
     num_threads: int
+    quantization: str | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """Of weights and KV."""
         return self.model.kv_shape.dtype
 
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Of the products that the layers spend their time in: int8 for quantised weights."""
+        return self.dtype if self.quantization is None else torch.int8
+
     def weight_bytes_read(self, batch: int) -> float:
         """Bytes of packed weights that a decode step of `batch` rows reads, each once."""
         if not isinstance(self.model, Decoder):
-            return weight_bytes(self.spec, self.dtype.itemsize)
+            return weight_bytes(self.spec, self.dtype.itemsize, self.quantization)
         weights = self.model.weights
         layers = sum(
             _bytes_read(layer, read_share(self.spec, kind, batch))
@@ -103,7 +110,8 @@ def open_shape(
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
     ops = resolve_ops(device, "auto", config.load.num_threads, isa)
     plan = plan_for(config, spec, dtype, device, ops)
-    model = random_model(spec, ops, dtype, device, plan.max_model_len, seed, progress)
+    draw = RandomDraw(dtype, device, seed, config.load.quantization)
+    model = random_model(spec, ops, draw, plan.max_model_len, progress)
     description = LoadedModel(
         name=name,
         fingerprint=model.fingerprint,
@@ -146,6 +154,7 @@ def _wired(
         kernel_s=kernel_s,
         kernel_how=kernel_how,
         num_threads=torch.get_num_threads(),
+        quantization=config.load.quantization,
     )
 
 

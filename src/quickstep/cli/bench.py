@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from quickstep.bench.shapes import SHAPES
@@ -23,6 +25,17 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 _Result = TypeVar("_Result")
+
+# --weights -> (dtype, quantization)
+_WEIGHTS: Mapping[str, tuple[str, str | None]] = MappingProxyType(
+    {
+        "fp32": ("float32", None),
+        "bf16": ("bfloat16", None),
+        "fp16": ("float16", None),
+        "int8": ("auto", "int8"),
+        "int4": ("auto", "int4"),
+    }
+)
 
 _STEP_TEXT = """\
 Measure whole decode steps and a prefill through the live engine.
@@ -143,6 +156,11 @@ def _add_subject(parser: Parser, repeats: int) -> None:
         "--seed", type=int, default=0, help="draws prompts, lengths, random weights (default: 0)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--weights",
+        choices=list(_WEIGHTS),
+        help="short for --dtype, or for --quantization over the model's dtype",
+    )
     add_engine_flags(parser)
 
 
@@ -160,7 +178,7 @@ def _run_step(args: argparse.Namespace) -> int:
     subject = _opened(args, sized_for_steps(_config(args), options))
     limits = open_limits(
         subject.model.device,
-        subject.dtype,
+        subject.product_dtype,
         subject.num_threads,
         os.environ.get("QUICKSTEP_CPU_ISA"),
         args.probe_bytes or DEFAULT_PROBE_BYTES,
@@ -221,7 +239,13 @@ def _run_throughput(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> EngineConfig:
     if args.shape and (args.model or args.model_flag):
         raise ConfigError("both a MODEL and --shape are given; give one")
-    return engine_config(args, model_of(args), args.seed)
+    config = engine_config(args, model_of(args), args.seed)
+    if args.weights is None:
+        return config
+    if args.quantization is not None or config.load.dtype != "auto":
+        raise ConfigError("--weights is short for --dtype and --quantization; give it alone")
+    dtype, quantization = _WEIGHTS[args.weights]
+    return replace(config, load=replace(config.load, dtype=dtype, quantization=quantization))
 
 
 def _opened(args: argparse.Namespace, config: EngineConfig) -> Subject:
@@ -235,7 +259,8 @@ def _opened(args: argparse.Namespace, config: EngineConfig) -> Subject:
 
 
 def _measured(subject: Subject, work: Callable[[], Awaitable[_Result]]) -> _Result:
-    """Start the engine, measure, stop it whatever happens."""
+    """Start the engine, measure, stop it whatever happens; in the event loop that serving uses."""
+    import uvloop
 
     async def run() -> _Result:
         await subject.engine.start()
@@ -244,4 +269,5 @@ def _measured(subject: Subject, work: Callable[[], Awaitable[_Result]]) -> _Resu
         finally:
             await subject.engine.stop()
 
-    return asyncio.run(run())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())

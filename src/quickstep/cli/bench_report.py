@@ -68,6 +68,7 @@ def _ran(subject: Subject, repeats: int, seed: int) -> dict[str, Any]:
         "model": subject.engine.model_name,
         "device": subject.model.device.type,
         "dtype": str(subject.dtype).removeprefix("torch."),
+        "quantization": subject.quantization,
         "kernels": subject.kernels,
         "threads": subject.num_threads,
         "repeats": repeats,

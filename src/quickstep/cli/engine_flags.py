@@ -6,6 +6,7 @@ import argparse
 
 from quickstep.cli.parsing import bytes_size, positive_int, token_count
 from quickstep.config import (
+    QUANTIZATIONS,
     CacheConfig,
     EngineConfig,
     LoadConfig,
@@ -58,12 +59,22 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         help="weights and KV cache; auto takes the checkpoint's (default: %(default)s)",
     )
     group.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="round the matrices as they are loaded, and compute in integers (default: do not)",
+    )
+    group.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default=defaults.device,
         help="where to run (default: %(default)s)",
     )
     group.add_argument("--offline", action="store_true", help="never touch the network")
+    group.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="run the model op by op instead of replaying captured steps; same bits, slower",
+    )
     group.add_argument(
         "--threads",
         type=positive_int,
@@ -168,6 +179,7 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
             device=args.device,
             offline=args.offline,
             num_threads=args.threads,
+            quantization=args.quantization,
         ),
         cache=CacheConfig(
             block_size=args.block_size,
@@ -186,4 +198,5 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
         max_model_len=args.max_model_len,
         seed=seed,
         memory_bytes=args.memory_bytes,
+        enforce_eager=args.enforce_eager,
     )

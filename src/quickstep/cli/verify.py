@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from quickstep.cli.parsing import Parser, command, positive_int
 from quickstep.cli.screen import console_on, print_table
+from quickstep.config import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -71,6 +72,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         default="auto",
         help="weights and KV cache (default: the checkpoint's)",
     )
+    parser.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="round the matrices as they are loaded (default: do not)",
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--block-size", type=positive_int, default=16, metavar="TOKENS")
     parser.add_argument("--revision", help="hub revision")
@@ -120,6 +126,7 @@ class _Subject:
             model=args.model,
             revision=args.revision,
             dtype=args.dtype,
+            quantization=args.quantization,
             device=args.device,
             offline=args.offline,
         )

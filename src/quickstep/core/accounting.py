@@ -12,7 +12,7 @@ from quickstep.core.block_pool import PoolStats
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.sequence import SequenceState
 from quickstep.core.step import FlightRow, InFlightStep
-from quickstep.types import Phase, StepRecord
+from quickstep.types import StepRecord
 
 __all__ = ["SchedulerStats", "Totals", "charge", "step_record"]
 
@@ -66,6 +66,9 @@ def charge(rows: tuple[FlightRow, ...], seconds: float, cost_model: CostModel) -
     row whose sequence ended while it ran is nobody's any more, so the others bear it.
     """
     alive = [entry for entry in rows if entry.sequence.state is not SequenceState.FINISHED]
+    if len(alive) == 1:
+        alive[0].sequence.device_s += seconds
+        return 0.0
     idle_s = cost_model.seconds(StepLoad())
     weights = [cost_model.seconds(StepLoad.of_row(entry.row)) - idle_s for entry in alive]
     if not sum(weights) > 0.0:
@@ -80,9 +83,7 @@ def step_record(
     step: InFlightStep, seconds: float, now: float, free_waiting_running: tuple[int, int, int]
 ) -> StepRecord:
     """The line of the step log; the last argument is the state after the commit."""
-    rows = step.plan.rows
-    decode = [row for row in rows if row.phase is Phase.DECODE]
-    num_decode_tokens = sum(row.num_tokens for row in decode)
+    decode, prefill = step.decode_load, step.prefill_load
     num_free_blocks, num_waiting, num_running = free_waiting_running
     return StepRecord(
         step_id=step.plan.step_id,
@@ -90,11 +91,11 @@ def step_record(
         committed_at_s=now,
         seconds=seconds,
         predicted_s=step.predicted_s,
-        num_prefill_rows=len(rows) - len(decode),
-        num_decode_rows=len(decode),
-        num_prefill_tokens=step.plan.num_tokens - num_decode_tokens,
-        num_decode_tokens=num_decode_tokens,
-        num_kv_tokens=sum(row.end for row in rows),
+        num_prefill_rows=prefill.num_rows,
+        num_decode_rows=decode.num_rows,
+        num_prefill_tokens=prefill.num_tokens,
+        num_decode_tokens=decode.num_tokens,
+        num_kv_tokens=decode.num_kv_tokens + prefill.num_kv_tokens,
         num_free_blocks=num_free_blocks,
         num_waiting=num_waiting,
         num_running=num_running,

@@ -83,7 +83,10 @@ class Batch:
 
     def grow(self, sequence: Sequence) -> tuple[int, ...]:
         """Extend the block table for one more token; returns the new blocks."""
-        new_block_ids = self._pool.allocate(self._growth(sequence))
+        growth = self._growth(sequence)
+        if growth < 1:
+            return ()
+        new_block_ids = self._pool.allocate(growth)
         sequence.resident.blocks.extend(new_block_ids)
         return tuple(new_block_ids)
 

@@ -13,7 +13,10 @@ from quickstep.types import StepPlan, StepRow
 
 __all__ = ["Coefficients", "CostModel", "LinearCostModel", "StepLoad"]
 
-_SWEEPS = 4  # of coordinate descent per observation; it starts at the previous solution
+_SWEEPS = 1  # of coordinate descent per observation; it starts at the previous solution
+_STIFFNESS = 1e-3
+_COLUMNS = range(4)  # of the features: one, tokens, rows, KV tokens
+_OTHERS = ((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2))
 _MIN_SECONDS = 1e-9
 _MAX_SECONDS = 1e5
 
@@ -38,6 +41,8 @@ class StepLoad:
         return StepLoad(plan.num_tokens, len(plan.rows), num_kv_tokens)
 
     def __add__(self, other: StepLoad) -> StepLoad:
+        if not self.num_rows or not other.num_rows:  # a load without rows is none
+            return self if self.num_rows else other
         return StepLoad(
             self.num_tokens + other.num_tokens,
             self.num_rows + other.num_rows,
@@ -90,9 +95,9 @@ class LinearCostModel:
 
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step."""
-        return sum(
-            weight * value for weight, value in zip(self._weights, _features(load), strict=True)
-        )
+        step_s, token_s, row_s, kv_token_s = self._weights
+        tokens, rows, kv_tokens = load.num_tokens, load.num_rows, load.num_kv_tokens
+        return step_s + token_s * tokens + row_s * rows + kv_token_s * kv_tokens
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a measured step; times that no step can take are left out."""
@@ -100,12 +105,16 @@ class LinearCostModel:
             return
         if not self._is_scaled:
             self._scale(seconds / max(self.seconds(load), _MIN_SECONDS))
-        scaled = [value / seconds for value in _features(load)]
-        for row, left in enumerate(scaled):
-            self._moment[row] = self._forgetting * self._moment[row] + left
-            for column, right in enumerate(scaled):
-                self._gram[row][column] *= self._forgetting
-                self._gram[row][column] += left * right
+        one, tokens = 1.0 / seconds, load.num_tokens / seconds
+        rows, kv_tokens = load.num_rows / seconds, load.num_kv_tokens / seconds
+        kept, moment = self._forgetting, self._moment
+        for row, left in enumerate((one, tokens, rows, kv_tokens)):
+            gram = self._gram[row]
+            moment[row] = kept * moment[row] + left
+            gram[0] = kept * gram[0] + left * one
+            gram[1] = kept * gram[1] + left * tokens
+            gram[2] = kept * gram[2] + left * rows
+            gram[3] = kept * gram[3] + left * kv_tokens
         for _ in range(_SWEEPS):
             self._sweep()
 
@@ -116,20 +125,15 @@ class LinearCostModel:
 
     def _sweep(self) -> None:
         """One pass of coordinate descent: each weight to its optimum, at least 0, others fixed."""
-        for row, gram in enumerate(self._gram):
+        weights = self._weights
+        for row, gram, moment, prior in zip(
+            _COLUMNS, self._gram, self._moment, self._prior, strict=True
+        ):
             # The prior pulls `weight / prior` to 1 with the strength of a thousandth of a step:
             # features that were never seen apart stay where they started.
-            prior = self._prior[row]
-            stiffness = 1e-3 / prior**2 if prior > 0.0 else 0.0
-            others = sum(
-                gram[column] * weight
-                for column, weight in enumerate(self._weights)
-                if column != row
-            )
-            pull = self._moment[row] - others + stiffness * prior
-            if gram[row] + stiffness > 0.0:
-                self._weights[row] = max(0.0, pull / (gram[row] + stiffness))
-
-
-def _features(load: StepLoad) -> tuple[float, float, float, float]:
-    return (1.0, float(load.num_tokens), float(load.num_rows), float(load.num_kv_tokens))
+            stiffness = _STIFFNESS / prior**2 if prior > 0.0 else 0.0
+            a, b, c = _OTHERS[row]
+            others = gram[a] * weights[a] + gram[b] * weights[b] + gram[c] * weights[c]
+            own = gram[row] + stiffness
+            if own > 0.0:
+                weights[row] = max(0.0, (moment - others + stiffness * prior) / own)

@@ -19,7 +19,7 @@ from quickstep.config import SchedulerConfig
 from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record
 from quickstep.core.batch import Batch
 from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.core.cost_model import CostModel
 from quickstep.core.intake import Limits
 from quickstep.core.policies import Policy, StepView
 from quickstep.core.sequence import Sequence, SequenceState
@@ -117,6 +117,8 @@ class Scheduler:
             return None
         draft = StepDraft(room=self._config.max_num_batched_tokens)
         for phase in self._policy.phases:
+            if phase is Phase.PREFILL and not self._has_prefill():
+                continue
             share = self._policy.tokens(phase, self._view(draft, now), self._cost_model)
             budget = min(share, draft.room)
             if phase is Phase.DECODE:
@@ -127,6 +129,9 @@ class Scheduler:
         if not draft.decode and not draft.prefill:
             return None
         return self._issue(draft, now)
+
+    def _has_prefill(self) -> bool:
+        return self._waiting.head is not None or any(one.in_prefill for one in self._batch)
 
     def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
         for sequence in self._batch:
@@ -235,7 +240,7 @@ class Scheduler:
             raise EngineError(f"step {plan.step_id} got a result of another shape or step")
         reasons = failure_reasons(plan, result)
         unclaimed_s = charge(step.rows, result.seconds, self._cost_model)
-        self._cost_model.observe(StepLoad.of_plan(plan), result.seconds)
+        self._cost_model.observe(step.decode_load + step.prefill_load, result.seconds)
         outputs = self._end_failed(step, reasons, now)
         self._in_flight.popleft()
         for entry, output in zip(step.rows, result.outputs, strict=True):
@@ -368,13 +373,13 @@ class Scheduler:
 
     def _view(self, draft: StepDraft, now: float) -> StepView:
         head = self._waiting.head
-        starts = [one.resident.planned for one in self._batch if one.in_prefill]
+        prefilling = (one.resident.planned for one in self._batch if one.in_prefill)
         return StepView(
             now=now,
             decode=draft.decode_load,
             prefill=draft.prefill_load,
             room=draft.room,
-            prefill_start=starts[0] if starts else 0,
+            prefill_start=next(prefilling, 0),
             num_running=len(self._batch),
             num_waiting=len(self._waiting),
             oldest_arrival_s=head.arrival_s if head else None,

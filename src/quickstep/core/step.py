@@ -23,6 +23,9 @@ __all__ = [
 ]
 
 
+_NO_LOAD = StepLoad()
+
+
 @dataclass(frozen=True, slots=True)
 class FlightRow:
     """A planned row and whose it is. The residency tells rows of an earlier stay apart."""
@@ -34,10 +37,12 @@ class FlightRow:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A plan that an executor has, until its result is committed."""
+    """A plan that an executor has, until its result is committed; the loads are of its phases."""
 
     plan: StepPlan
     rows: tuple[FlightRow, ...]
+    decode_load: StepLoad
+    prefill_load: StepLoad
     planned_at_s: float
     predicted_s: float
     num_preemptions: int
@@ -51,8 +56,8 @@ class StepDraft:
     decode: list[FlightRow] = field(default_factory=list)
     prefill: list[FlightRow] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
-    decode_load: StepLoad = field(default_factory=StepLoad)
-    prefill_load: StepLoad = field(default_factory=StepLoad)
+    decode_load: StepLoad = _NO_LOAD
+    prefill_load: StepLoad = _NO_LOAD
     num_preemptions: int = 0
     _holders: set[str] = field(default_factory=set)
 
@@ -79,7 +84,15 @@ class StepDraft:
         entries = (*self.decode, *self.prefill)
         rows = tuple(entry.row for entry in entries)
         plan = StepPlan(step_id, rows, tuple(self.admitted), released)
-        return InFlightStep(plan, entries, now, predicted_s, self.num_preemptions)
+        return InFlightStep(
+            plan=plan,
+            rows=entries,
+            decode_load=self.decode_load,
+            prefill_load=self.prefill_load,
+            planned_at_s=now,
+            predicted_s=predicted_s,
+            num_preemptions=self.num_preemptions,
+        )
 
 
 def failure_reasons(plan: StepPlan, result: StepResult) -> dict[int, str]:

@@ -123,7 +123,9 @@ def wire_engine(
     grammars = description.grammars
     new_matcher = None if grammars is None else grammars.new_matcher
     clock = time.perf_counter
-    runner = ModelRunner(model, kv, block_size, plan.max_num_seqs, clock, new_matcher)
+    runner = ModelRunner(
+        model, kv, block_size, plan.max_num_seqs, clock, new_matcher, config.enforce_eager
+    )
     settings = _fitted(config.scheduler, plan)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
     return Engine(
@@ -170,15 +172,14 @@ def plan_for(
     config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, ops: OpTable
 ) -> MemoryPlan:
     """What fits into the memory that is free now. Raises ConfigError."""
-    from quickstep.model.sizing import DEFAULT_KV_BYTES, plan_memory
+    from quickstep.model.sizing import DEFAULT_KV_BYTES, ElementBytes, plan_memory
 
     return plan_memory(
         spec,
-        dtype.itemsize,
+        ElementBytes(dtype.itemsize, ops.scratch_bytes, config.load.quantization),
         config.cache,
         replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
         config.memory_bytes or _free_bytes(device),
-        ops.scratch_bytes,
         DEFAULT_KV_BYTES if device.type == "cpu" else None,
     )
 

@@ -26,6 +26,7 @@ class LLMOptions(TypedDict, total=False):
 
     revision: str | None
     dtype: str
+    quantization: str | None
     device: str
     offline: bool
     num_threads: int | None
@@ -43,12 +44,14 @@ class LLMOptions(TypedDict, total=False):
     inter_token_target_s: float
     seed: int | None
     memory_bytes: int | None
+    enforce_eager: bool
 
 
 # option -> (section, field); the section "" is EngineConfig itself
 _PLACES: Mapping[str, tuple[str, str]] = {
     "revision": ("load", "revision"),
     "dtype": ("load", "dtype"),
+    "quantization": ("load", "quantization"),
     "device": ("load", "device"),
     "offline": ("load", "offline"),
     "num_threads": ("load", "num_threads"),
@@ -66,6 +69,7 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "inter_token_target_s": ("scheduler", "inter_token_target_s"),
     "seed": ("", "seed"),
     "memory_bytes": ("", "memory_bytes"),
+    "enforce_eager": ("", "enforce_eager"),
 }
 
 

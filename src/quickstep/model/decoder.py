@@ -15,7 +15,6 @@ from quickstep.model.experts import dense_feed_forward, sparse_feed_forward
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable
 from quickstep.model.weights import AttentionWeights, DecoderWeights, LayerWeights, SparseWeights
-from quickstep.ops.reference.elementary import tanh
 from quickstep.ops.table import AttentionParams, KVCache, OpTable, PagedLayout
 
 __all__ = ["Decoder"]
@@ -39,7 +38,7 @@ class Decoder:
         self._ops = ops
         self._max_model_len = max_model_len
         self._fingerprint = fingerprint
-        dtype = weights.embedding.dtype
+        dtype = weights.final_norm.dtype
         # rounded to the weights' dtype, as Gemma was trained
         self._multiplier = torch.tensor(spec.embedding_multiplier, dtype=dtype).item()
         self._attention = tuple(
@@ -62,6 +61,12 @@ class Decoder:
         """What it computes with."""
         return self._ops
 
+    def with_ops(self, ops: OpTable) -> Decoder:
+        """The same model and weights on another op table, which must read these weights."""
+        return Decoder(
+            self._spec, self._weights, self._ropes, ops, self._max_model_len, self._fingerprint
+        )
+
     @property
     def exact(self) -> bool:
         """Whether a row's bits never depend on its batch: always, for a native model."""
@@ -71,7 +76,7 @@ class Decoder:
     def kv_shape(self) -> KVShape:
         """What to allocate."""
         spec = self._spec
-        dtype = self._weights.embedding.dtype
+        dtype = self._weights.final_norm.dtype
         return KVShape(spec.num_layers, spec.num_kv_heads, spec.head_size, dtype)
 
     @property
@@ -87,7 +92,7 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         """Where weights and KV live."""
-        return self._weights.embedding.device
+        return self._weights.final_norm.device
 
     @property
     def fingerprint(self) -> str:
@@ -98,7 +103,8 @@ class Decoder:
         """Write the step's KV, return the final normed hidden states [T, hidden]."""
         layout = batch.layout
         rotations = tuple(table.at(layout.positions) for table in self._ropes)
-        residual = self._ops.embedding(batch.token_ids, self._weights.embedding)
+        weights = self._weights
+        residual = self._ops.embedding(batch.token_ids, weights.embedding, weights.final_norm.dtype)
         if self._multiplier != 1.0:
             residual = residual * self._multiplier
         delta: Tensor | None = None
@@ -116,16 +122,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[E, hidden] -> [E, V] fp32, soft-capped and scaled as the architecture asks."""
-        logits = self._ops.linear(hidden, self._weights.head).float()
-        if self._spec.logit_divisor != 1.0:
-            logits = logits / self._spec.logit_divisor
-        cap = self._spec.logit_softcap
-        if cap is None:
-            return logits
-        # row by row: the fp64 scratch is a few times V, and not E times that
-        for row in logits:
-            row.copy_(tanh(row.double() / cap) * cap)
-        return logits
+        spec = self._spec
+        return self._ops.logits(hidden, self._weights.head, spec.logit_divisor, spec.logit_softcap)
 
     def _enter(
         self, delta: Tensor | None, residual: Tensor, norm: Tensor | None
@@ -172,8 +170,7 @@ class Decoder:
         """Queries [T, H, D], k and v [T, K, D], normed where the architecture does."""
         spec = self._spec
         queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        parts = torch.split(self._ops.linear(x, weights.qkv), [queries, keys, keys], dim=-1)
-        q, k, v = (part.contiguous() for part in parts)
+        q, k, v = torch.split(self._ops.linear(x, weights.qkv), [queries, keys, keys], dim=-1)
         if spec.qk_norm is QKNorm.FULL:
             q, k = self._norm_qk(weights, q, k)
         q = q.view(-1, spec.num_heads, spec.head_size)

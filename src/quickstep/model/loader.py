@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
@@ -16,6 +17,8 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec, QKNorm
 from quickstep.model.fingerprint import weights_fingerprint
 from quickstep.model.interface import Model
+from quickstep.model.quantization import find_scheme
+from quickstep.model.quantize import QuantizingSource
 from quickstep.model.rope import make_rope_table
 from quickstep.model.rope_spec import RopeKind
 from quickstep.model.safetensors_files import TensorFiles, open_tensor_files
@@ -30,9 +33,16 @@ from quickstep.model.weights import (
     LayerWeights,
     SparseWeights,
 )
-from quickstep.ops.table import LinearWeight, OpTable
+from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
 
-__all__ = ["DecoderNames", "build_decoder", "load_model", "resolve_device", "resolve_dtype"]
+__all__ = [
+    "DecoderNames",
+    "build_decoder",
+    "load_model",
+    "quantizing",
+    "resolve_device",
+    "resolve_dtype",
+]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -60,12 +70,17 @@ def load_model(
     longer = any(
         rope.kind is RopeKind.LONGROPE and max_model_len > rope.trained_len for rope in spec.ropes
     )
-    settings = (str(dtype), ops.name, "long factors" if longer else "")
+    settings = (str(dtype), ops.name, "long factors" if longer else "", load.quantization or "")
     fingerprint = weights_fingerprint(read_config(checkpoint.path), files, settings)
     if not spec.native:
         # Imported here: transformers is optional, and takes seconds to import.
         from quickstep.model.fallback import load_fallback
 
+        if load.quantization is not None:
+            raise ConfigError(
+                f"--quantization is {load.quantization}, but {spec.architecture} runs through "
+                "transformers, where weights stay as they are; leave the option out"
+            )
         return load_fallback(checkpoint, spec, ops, (device, dtype), max_model_len, fingerprint)
     prefix, head = _names(spec, files)
     expected = _expected(spec, prefix, head)
@@ -73,7 +88,8 @@ def load_model(
     total_bytes = sum(files.tensors[name].nbytes for name in expected)
     reader = TensorReader(files, dtype, device, total_bytes, progress)
     names = DecoderNames(prefix, head, head in files.tensors)
-    return build_decoder(spec, ops, reader, names, max_model_len, fingerprint)
+    source = quantizing(reader, load.quantization, names, ops)
+    return build_decoder(spec, ops, source, names, max_model_len, fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +99,21 @@ class DecoderNames:
     prefix: str
     head: str
     head_stored: bool
+
+    @property
+    def embedding(self) -> str:
+        """The embedding's name."""
+        return f"{self.prefix}embed_tokens.weight"
+
+
+def quantizing(
+    source: TensorSource, quantization: str | None, names: DecoderNames, ops: OpTable
+) -> TensorSource:
+    """`source`, with matrices in the codes that `--quantization` asks for."""
+    scheme = find_scheme(quantization)
+    if scheme is None:
+        return source
+    return QuantizingSource(source, scheme, frozenset((names.embedding, names.head)), ops)
 
 
 def build_decoder(
@@ -94,9 +125,8 @@ def build_decoder(
     fingerprint: str,
 ) -> Decoder:
     """Pack the tensors of `source`, layer by layer, for a spec that they fit."""
-    packing = _Packing(spec, ops, source)
-    weights = packing.decoder(names.prefix, names.head, names.head_stored)
-    device = weights.embedding.device
+    weights = _Packing(spec, ops, source).decoder(names)
+    device = weights.final_norm.device
     ropes = tuple(make_rope_table(rope, max_model_len, device) for rope in spec.ropes)
     return Decoder(spec, weights, ropes, ops, max_model_len, fingerprint)
 
@@ -181,26 +211,30 @@ class _Packing:
         self._reader = reader
         self._norms = layer_norms(spec)
 
-    def decoder(self, prefix: str, head: str, head_stored: bool) -> DecoderWeights:
-        spec, reader = self._spec, self._reader
-        embedding = reader.tensor(f"{prefix}embed_tokens.weight")
-        layers = tuple(self._layers(prefix))
-        final_norm = reader.tensor(f"{prefix}norm.weight")
-        projection = embedding
-        if head_stored:
-            projection = reader.tensor(head)
-            if spec.tied and torch.equal(projection, embedding):
-                projection = embedding
-        return DecoderWeights(
-            embedding, layers, final_norm, self._ops.pack_linear(projection, None)
-        )
+    def decoder(self, names: DecoderNames) -> DecoderWeights:
+        embedding, projection = self._outer(names)
+        layers = tuple(self._layers(names.prefix))
+        final_norm = self._reader.tensor(f"{names.prefix}norm.weight")
+        return DecoderWeights(embedding, layers, final_norm, projection)
+
+    def _outer(self, names: DecoderNames) -> tuple[Tensor | LinearWeight, LinearWeight]:
+        """Embedding and output projection: one weight where they are tied."""
+        embedding = self._reader.linear((names.embedding,))
+        if names.head_stored:
+            projection = self._reader.linear((names.head,))
+            if not (self._spec.tied and _equal(projection, embedding)):
+                if isinstance(embedding, QuantizedWeight):
+                    return self._pack(embedding), self._pack(projection)
+                return embedding, self._pack(projection)
+        packed = self._pack(embedding)
+        return packed, packed
 
     def _layers(self, prefix: str) -> Iterator[LayerWeights]:
         for index in range(self._spec.num_layers):
             yield self._layer(f"{prefix}layers.{index}.", self._spec.layers[index].sparse)
 
     def _layer(self, start: str, sparse: bool) -> LayerWeights:
-        def norm(name: str | None) -> torch.Tensor | None:
+        def norm(name: str | None) -> Tensor | None:
             return None if name is None else self._reader.tensor(f"{start}{name}.weight")
 
         names = self._norms
@@ -237,7 +271,8 @@ class _Packing:
         naming, moe = self._spec.naming, self._spec.moe
         assert moe is not None
         gate, up, down = naming.expert_parts
-        router = self._linear(start, (naming.router,), bias=False)
+        # never quantised: which expert a token goes to turns on small differences
+        router = self._ops.pack_linear(self._reader.tensor(f"{start}{naming.router}.weight"), None)
         experts = []
         for index in range(moe.num_experts):
             expert = f"{start}{naming.experts}.{index}."
@@ -246,8 +281,22 @@ class _Packing:
         return SparseWeights(router, tuple(experts))
 
     def _linear(self, start: str, parts: tuple[str, ...], bias: bool) -> LinearWeight:
-        weight = self._reader.stacked(tuple(f"{start}{part}.weight" for part in parts))
+        weight = self._reader.linear(tuple(f"{start}{part}.weight" for part in parts))
         offsets = None
         if bias:
             offsets = self._reader.stacked(tuple(f"{start}{part}.bias" for part in parts))
-        return self._ops.pack_linear(weight, offsets)
+        return self._pack(weight, offsets)
+
+    def _pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
+        if isinstance(weight, QuantizedWeight):
+            return self._ops.pack_quantized(weight, bias)
+        return self._ops.pack_linear(weight, bias)
+
+
+def _equal(a: Tensor | QuantizedWeight, b: Tensor | QuantizedWeight) -> bool:
+    if isinstance(a, QuantizedWeight) and isinstance(b, QuantizedWeight):
+        same_codes = torch.equal(a.codes, b.codes) and torch.equal(a.scales, b.scales)
+        if a.zeros is None or b.zeros is None:
+            return same_codes and a.zeros is b.zeros
+        return same_codes and torch.equal(a.zeros, b.zeros)
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)

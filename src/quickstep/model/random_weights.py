@@ -1,7 +1,7 @@
 """A model of a given shape with random weights, in memory alone: for benchmarks.
 
 `random_model` takes the loader's way from the tensors on, so that packing, layout and kernels are
-those of a checkpoint. The weights are a function of spec, dtype and seed: each tensor draws from a
+those of a checkpoint. The weights are a function of spec and draw: each tensor draws from a
 generator of its own, seeded by its name.
 """
 
@@ -9,27 +9,36 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.loader import DecoderNames, build_decoder
+from quickstep.model.loader import DecoderNames, build_decoder, quantizing
 from quickstep.model.tensor_reader import Progress
 from quickstep.model.tensor_schema import Shapes, layer_tensors, outer_tensors
-from quickstep.ops.table import OpTable
+from quickstep.ops.table import OpTable, QuantizedWeight
 
-__all__ = ["RandomTensors", "random_model"]
+__all__ = ["RandomDraw", "RandomTensors", "random_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class RandomDraw:
+    """Which weights to draw: their dtype and place, the seed, and `--quantization`, if any."""
+
+    dtype: torch.dtype
+    device: torch.device
+    seed: int = 0
+    quantization: str | None = None
 
 
 def random_model(
     spec: ModelSpec,
     ops: OpTable,
-    dtype: torch.dtype,
-    device: torch.device,
+    draw: RandomDraw,
     max_model_len: int,
-    seed: int = 0,
     progress: Progress | None = None,
 ) -> Decoder:
     """Draw and pack the weights of `spec`, a native one, layer by layer."""
@@ -37,10 +46,10 @@ def random_model(
     shapes = outer_tensors(spec, prefix, head)
     for index in range(spec.num_layers):
         shapes.update(layer_tensors(spec, prefix, index))
-    source = RandomTensors(shapes, dtype, device, seed, progress)
-    settings = f"random {seed} {dtype} {ops.name} {spec!r}"
+    settings = f"random {draw} {ops.name} {spec!r}"
     fingerprint = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
     names = DecoderNames(prefix, head, not spec.tied)
+    source = quantizing(RandomTensors(shapes, draw, progress), draw.quantization, names, ops)
     return build_decoder(spec, ops, source, names, max_model_len, fingerprint)
 
 
@@ -52,17 +61,15 @@ class RandomTensors:
     def __init__(
         self,
         shapes: Shapes,
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int,
+        draw: RandomDraw,
         progress: Progress | None = None,
     ) -> None:
         self._shapes = shapes
-        self._dtype = dtype
-        self._device = device
-        self._seed = seed
+        self._dtype = draw.dtype
+        self._device = draw.device
+        self._seed = draw.seed
         self._progress = progress
-        self._total_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
+        self._total_bytes = sum(map(math.prod, shapes.values())) * draw.dtype.itemsize
         self._done_bytes = 0
 
     def tensor(self, name: str) -> Tensor:
@@ -81,6 +88,10 @@ class RandomTensors:
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)
         return drawn.to(self._device)
+
+    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+        """The drawn matrix, whole."""
+        return self.stacked(names)
 
     def _fill_(self, name: str, tensor: Tensor) -> None:
         if name.endswith(".bias"):

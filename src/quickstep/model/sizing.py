@@ -10,16 +10,20 @@ its widest point, and three copies of the sampled logits in float32.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quickstep.config import CacheConfig, SchedulerConfig
 from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.tensor_schema import num_parameters
+from quickstep.model.quantization import find_scheme
+from quickstep.model.tensor_schema import layer_tensors, num_parameters, outer_tensors
 
 __all__ = [
     "DEFAULT_KV_BYTES",
     "GIB",
+    "ElementBytes",
     "MemoryPlan",
     "MemoryRow",
     "activation_bytes",
@@ -30,8 +34,20 @@ __all__ = [
 
 GIB = 2**30
 DEFAULT_KV_BYTES = 4 * GIB  # on a CPU, where memory belongs to other programs as well
+_OUTER = ("embed_tokens.weight", "head")
 _MIN_CONTEXT = 256
 _MIN_STEP_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ElementBytes:
+    """Bytes per element: of the model's dtype (activations, KV, weights that are not quantised),
+    and of the op table's scratch (`OpTable.scratch_bytes`). `quantization` is `--quantization`.
+    """
+
+    dtype: int
+    scratch: int
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +87,23 @@ class MemoryPlan:
         )
 
 
-def weight_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
-    """Bytes of all parameters in one dtype, without scales of a quantisation."""
-    return num_parameters(spec) * dtype_bytes
+def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: str | None = None) -> int:
+    """Bytes of the weights in memory; a tied output projection is the embedding, held once."""
+    scheme = find_scheme(quantization)
+    if scheme is None or not spec.native:
+        return num_parameters(spec) * dtype_bytes
+    total = 0
+    for name, shape in _tensors(spec):
+        kept = len(shape) < 2 or name.endswith(f"{spec.naming.router}.weight")
+        form = scheme.format_of(shape[-1], outer=name in _OUTER)
+        total += math.prod(shape) * dtype_bytes if kept else form.num_bytes(shape)
+    return total
 
 
-def _packed_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
-    """Weights as they stand in memory: a tied head is packed beside the embedding it equals."""
-    head = spec.vocab_size * spec.hidden_size * dtype_bytes if spec.tied else 0
-    return weight_bytes(spec, dtype_bytes) + head
+def _tensors(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from outer_tensors(spec, "", "head").items()
+    for index in range(spec.num_layers):
+        yield from layer_tensors(spec, "", index).items()
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> int:
@@ -112,11 +136,10 @@ def activation_bytes(
 
 def plan_memory(
     spec: ModelSpec,
-    dtype_bytes: int,
+    elements: ElementBytes,
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     memory_bytes: int,
-    scratch_bytes: int,
     default_kv_bytes: int | None = DEFAULT_KV_BYTES,
 ) -> MemoryPlan:
     """Share `memory_bytes` between weights, activations and KV.
@@ -124,7 +147,6 @@ def plan_memory(
     Without `num_blocks` or `kv_cache_bytes` the KV cache gets what `max_num_seqs` sequences of
     `max_model_len` need, at most half of what weights and activations leave, and at most
     `default_kv_bytes` (None: no such limit, for a GPU) unless one sequence needs more.
-    `scratch_bytes` is the op table's (`activation_bytes`).
 
     Raises:
         ConfigError: Weights, or weights and the least KV cache, do not fit.
@@ -135,7 +157,8 @@ def plan_memory(
         notes.append(
             f"max_model_len {scheduler.max_model_len} became {context}, the model's longest"
         )
-    weights = _packed_bytes(spec, dtype_bytes)
+    dtype_bytes, scratch_bytes = elements.dtype, elements.scratch
+    weights = weight_bytes(spec, dtype_bytes, elements.quantization)
     seqs = scheduler.max_num_seqs
     tokens, activations = _fit_step(
         spec, (dtype_bytes, scratch_bytes), scheduler, memory_bytes - weights
@@ -168,7 +191,7 @@ def plan_memory(
     if num_blocks < seqs:
         notes.append(f"max_num_seqs {seqs} became {num_blocks}, one per KV block")
         seqs = num_blocks
-    rows = _rows(spec, dtype_bytes, memory_bytes, (num_blocks, cache.block_size, tokens), left)
+    rows = _rows(spec, elements, memory_bytes, (num_blocks, cache.block_size, tokens), left)
     return MemoryPlan(num_blocks, context, seqs, tokens, rows, tuple(notes))
 
 
@@ -219,16 +242,19 @@ def _num_blocks(
 
 
 def _rows(
-    spec: ModelSpec, dtype_bytes: int, memory_bytes: int, sizes: tuple[int, int, int], left: int
+    spec: ModelSpec,
+    elements: ElementBytes,
+    memory_bytes: int,
+    sizes: tuple[int, int, int],
+    left: int,
 ) -> tuple[MemoryRow, ...]:
     """`sizes` are blocks, block size, tokens of a step; `left` is what KV and spare share."""
     num_blocks, block_size, tokens = sizes
-    weights = _packed_bytes(spec, dtype_bytes)
-    per_token = kv_bytes_per_token(spec, dtype_bytes)
+    weights = weight_bytes(spec, elements.dtype, elements.quantization)
+    per_token = kv_bytes_per_token(spec, elements.dtype)
     kv_bytes = num_blocks * block_size * per_token
-    detail = f"{num_parameters(spec) / 1e9:.3f} B parameters x {dtype_bytes} bytes"
-    if spec.tied:
-        detail += ", and the tied head packed"
+    held = elements.quantization or f"{elements.dtype} bytes"
+    detail = f"{num_parameters(spec) / 1e9:.3f} B parameters x {held}"
     return (
         MemoryRow("weights", weights, detail),
         MemoryRow(

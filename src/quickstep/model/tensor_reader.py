@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quickstep.errors import ConfigError
 from quickstep.model.safetensors_files import TensorFiles
+from quickstep.ops.table import QuantizedWeight
 
 __all__ = ["STORED_DTYPES", "Progress", "TensorReader", "TensorSource"]
 
@@ -33,6 +34,9 @@ class TensorSource(Protocol):
 
     def stacked(self, names: tuple[str, ...]) -> Tensor:
         """Several tensors, one below the other along the first dimension."""
+
+    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+        """A matrix of `stacked` tensors as it is to be packed: whole, or in integer codes."""
 
 
 class TensorReader:
@@ -74,6 +78,10 @@ class TensorReader:
             self._count(stop - start)
             start = stop
         return stored.to(self._device, self._dtype)
+
+    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+        """The stored matrix, whole."""
+        return self.stacked(names)
 
     def _stored_dtype(self, name: str) -> torch.dtype:
         code = self._files.tensors[name].dtype

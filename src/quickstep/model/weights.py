@@ -57,9 +57,12 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """A whole decoder: embedding [V, hidden], layers, final norm, output projection."""
+    """A whole decoder: embedding [V, hidden], layers, final norm, output projection.
 
-    embedding: Tensor
+    The embedding of a tied model is the output projection itself, held once.
+    """
+
+    embedding: Tensor | LinearWeight
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: LinearWeight

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quickstep.ops.cases import AttentionCase, Case, bind
 from quickstep.ops.reference import reference_ops
-from quickstep.ops.table import OpTable
+from quickstep.ops.table import OpTable, QuantizedWeight
 
 __all__ = ["Agreement", "agreement", "oracle"]
 
@@ -165,14 +165,42 @@ def _write_kv(
     return _exactly(k, v)
 
 
-def _embedding(token_ids: Tensor, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _embedding(
+    token_ids: Tensor, weight: Tensor, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
     return _exactly(weight[token_ids])
+
+
+def _quantized_linear(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """The linear layer on activations and weights that stand for their codes."""
+    values = torch.zeros_like(x)
+    for start in range(0, x.shape[1], weight.group_size):
+        part = x[:, start : start + weight.group_size].float()
+        most = part.abs().max(dim=1, keepdim=True).values
+        codes = (part * torch.div(torch.full_like(most, 127), most)).round()
+        scaled = codes.double() * (most / 127).double()
+        values[:, start : start + part.shape[1]] = scaled.masked_fill(most < 1e-30, 0.0)
+    return _linear(values, weight.dequantized().double(), bias)
+
+
+def _quantized_rows(
+    token_ids: Tensor, weight: QuantizedWeight, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    value = weight.dequantized()[token_ids].double()
+    largest = 2**weight.bits * weight.scales[token_ids].double()
+    slack = 2 * _FP32_ROUNDOFF * largest.repeat_interleave(weight.group_size, 1)
+    return [(value, slack)]
 
 
 _ORACLES: Mapping[str, Callable[..., list[tuple[Tensor, Tensor]]]] = MappingProxyType(
     {
         "linear": _linear,
+        "quantized_linear": _quantized_linear,
         "embedding": _embedding,
+        "packed_rows": _embedding,
+        "quantized_rows": _quantized_rows,
         "rms_norm": _rms_norm,
         "add_rms_norm": _add_rms_norm,
         "rotary": _rotary,

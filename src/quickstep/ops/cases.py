@@ -8,7 +8,6 @@ others (`fixed`), so that a check can pick tokens, and `bind` turns an op into a
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +16,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
+from quickstep.ops.case_draws import CaseDraws, label
+from quickstep.ops.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
+from quickstep.ops.table import (
+    AttentionParams,
+    LinearWeight,
+    OpTable,
+    PagedLayout,
+    QuantizedWeight,
+)
 
 __all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases", "make_layout"]
 
@@ -30,8 +37,9 @@ Rows = tuple[tuple[int, int], ...]  # per row: (position of the first token, num
 class Case:
     """Inputs of an op that treats each token by itself.
 
-    `tokens` then `fixed` are the op's arguments, but for linear, whose `fixed` is (weight, bias),
-    and write_kv, whose `tokens` are (k, v, slot_mapping) and `fixed` (k_cache, v_cache).
+    `tokens` then `fixed` are the op's arguments, but for the linear ops, whose `fixed` is
+    (weight, bias), the embedding of packed rows, whose weight is not packed yet, and write_kv,
+    whose `tokens` are (k, v, slot_mapping) and `fixed` (k_cache, v_cache).
     """
 
     op: str
@@ -82,9 +90,13 @@ def make_layout(rows: Rows, block_tables: Tensor, block_size: int) -> PagedLayou
 def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
     """The op as a function of `case.tokens` alone; every output has the token axis first."""
     fixed = case.fixed
-    if case.op == "linear":
-        packed = ops.pack_linear(*fixed)  # type: ignore[arg-type]
+    if case.op in ("linear", "quantized_linear"):
+        packed = _pack(ops, *fixed)  # type: ignore[arg-type]
         return lambda x: (ops.linear(x, packed),)
+    if case.op in ("packed_rows", "quantized_rows"):
+        weight, dtype = fixed
+        rows = _pack(ops, weight, None)  # type: ignore[arg-type]
+        return lambda token_ids: (ops.embedding(token_ids, rows, dtype),)  # type: ignore[arg-type]
     if case.op == "write_kv":
         return lambda k, v, slots: _write_and_read(ops, (k, v), slots, fixed)
     functions: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
@@ -103,6 +115,12 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
     return call
 
 
+def _pack(ops: OpTable, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> LinearWeight:
+    if isinstance(weight, QuantizedWeight):
+        return ops.pack_quantized(weight, bias)
+    return ops.pack_linear(weight, bias)
+
+
 def _write_and_read(
     ops: OpTable, kv: tuple[Tensor, Tensor], slots: Tensor, caches: Sequence[object]
 ) -> tuple[Tensor, ...]:
@@ -119,20 +137,6 @@ def _write_and_read(
     return tuple(written)
 
 
-class _Source:
-    """Random inputs of one case; the name is the seed."""
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-
-    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=self.generator) * scale).to(self.dtype)
-
-    def permutation(self, n: int) -> Tensor:
-        return torch.randperm(n, generator=self.generator)
-
-
 def cases(
     ops: Sequence[str] | None = None, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> Iterator[Case | AttentionCase]:
@@ -140,10 +144,6 @@ def cases(
     for name in OPS if ops is None else ops:
         for dtype in dtypes:
             yield from OPS[name](dtype)
-
-
-def _label(op: str, dtype: torch.dtype, *parts: object) -> str:
-    return "-".join([op, str(dtype).removeprefix("torch."), *(str(part) for part in parts)])
 
 
 def _linear_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -161,8 +161,8 @@ def _linear_cases(dtype: torch.dtype) -> Iterator[Case]:
         (0, 64, 32, True),
     ]
     for num_tokens, width, outputs, has_bias in shapes:
-        name = _label("linear", dtype, num_tokens, width, outputs)
-        source = _Source(name, dtype)
+        name = label("linear", dtype, num_tokens, width, outputs)
+        source = CaseDraws(name, dtype)
         weight = source.normal(outputs, width, scale=width**-0.5)
         bias = source.normal(outputs) if has_bias else None
         yield Case("linear", name, (source.normal(num_tokens, width),), (weight, bias))
@@ -171,22 +171,43 @@ def _linear_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 def _spread_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Activations with one channel far above the others, as language models have them."""
-    name = _label("linear", dtype, "outlier")
-    source = _Source(name, dtype)
+    name = label("linear", dtype, "outlier")
+    source = CaseDraws(name, dtype)
     x = source.normal(9, 512)
     x[:, 7] *= 60.0
     yield Case("linear", name, (x,), (source.normal(64, 512, scale=0.04), None))
-    name = _label("linear", dtype, "zero")
+    name = label("linear", dtype, "zero")
     zero = torch.zeros(5, 96, dtype=dtype)
-    yield Case("linear", name, (zero,), (_Source(name, dtype).normal(40, 96), None))
+    yield Case("linear", name, (zero,), (CaseDraws(name, dtype).normal(40, 96), None))
 
 
 def _embedding_cases(dtype: torch.dtype) -> Iterator[Case]:
     for num_tokens, vocabulary, width in ((1, 10, 32), (45, 300, 77)):
-        name = _label("embedding", dtype, num_tokens, vocabulary, width)
-        source = _Source(name, dtype)
+        name = label("embedding", dtype, num_tokens, vocabulary, width)
+        source = CaseDraws(name, dtype)
         token_ids = source.permutation(vocabulary)[:num_tokens]
-        yield Case("embedding", name, (token_ids,), (source.normal(vocabulary, width),))
+        weight = source.normal(vocabulary, width)
+        yield Case("embedding", name, (token_ids,), (weight, dtype))
+
+
+def _packed_rows_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for num_tokens, vocabulary, width in ((1, 10, 32), (45, 300, 77), (0, 20, 16)):
+        name = label("packed_rows", dtype, num_tokens, vocabulary, width)
+        source = CaseDraws(name, dtype)
+        token_ids = source.permutation(vocabulary)[:num_tokens]
+        # multiples of 2**-6, which the reference's packing does not round
+        weight = source.integers(-511, 512, vocabulary, width).float() / 64
+        yield Case("packed_rows", name, (token_ids,), (weight.to(dtype), dtype))
+
+
+def _quantized_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs in quantized_linear_inputs(dtype):
+        yield Case("quantized_linear", *inputs)
+
+
+def _quantized_rows_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for inputs in quantized_rows_inputs(dtype):
+        yield Case("quantized_rows", *inputs)
 
 
 _NORM_SHAPES: tuple[tuple[tuple[int, ...], float], ...] = (
@@ -201,19 +222,19 @@ _NORM_SHAPES: tuple[tuple[tuple[int, ...], float], ...] = (
 
 def _rms_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
     for shape, offset in _NORM_SHAPES:
-        name = _label("rms_norm", dtype, *shape)
-        source = _Source(name, dtype)
+        name = label("rms_norm", dtype, *shape)
+        source = CaseDraws(name, dtype)
         fixed = (source.normal(shape[-1]), 1e-6, offset)
         yield Case("rms_norm", name, (source.normal(*shape, scale=3.0),), fixed)
-    name = _label("rms_norm", dtype, "zero")
-    fixed = (_Source(name, dtype).normal(64), 1e-5, 0.0)
+    name = label("rms_norm", dtype, "zero")
+    fixed = (CaseDraws(name, dtype).normal(64), 1e-5, 0.0)
     yield Case("rms_norm", name, (torch.zeros(3, 64, dtype=dtype),), fixed)
 
 
 def _add_rms_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
     for shape, offset in _NORM_SHAPES[:-1]:
-        name = _label("add_rms_norm", dtype, *shape)
-        source = _Source(name, dtype)
+        name = label("add_rms_norm", dtype, *shape)
+        source = CaseDraws(name, dtype)
         tokens = (source.normal(*shape), source.normal(*shape, scale=4.0))
         yield Case("add_rms_norm", name, tokens, (source.normal(shape[-1]), 1e-5, offset))
 
@@ -227,17 +248,17 @@ def _rotary_cases(dtype: torch.dtype) -> Iterator[Case]:
         (5, 4, 18, 6),
     ):
         for interleaved in (False, True):
-            name = _label("rotary", dtype, num_tokens, heads, size, rotated, interleaved)
-            source = _Source(name, dtype)
-            angles = _Source(name, torch.float32).normal(num_tokens, rotated // 2, scale=40.0)
+            name = label("rotary", dtype, num_tokens, heads, size, rotated, interleaved)
+            source = CaseDraws(name, dtype)
+            angles = CaseDraws(name, torch.float32).normal(num_tokens, rotated // 2, scale=40.0)
             tokens = (source.normal(num_tokens, heads, size), angles.cos(), angles.sin())
             yield Case("rotary", name, tokens, (interleaved,))
 
 
 def _write_kv_cases(dtype: torch.dtype) -> Iterator[Case]:
     for num_tokens, heads, size, block_size in ((1, 1, 32, 16), (29, 2, 80, 8)):
-        name = _label("write_kv", dtype, num_tokens, heads, size)
-        source = _Source(name, dtype)
+        name = label("write_kv", dtype, num_tokens, heads, size)
+        source = CaseDraws(name, dtype)
         num_blocks = num_tokens // block_size + 3
         slots = source.permutation(num_blocks * block_size)[:num_tokens]
         shape = (num_blocks, block_size, heads, size)
@@ -249,10 +270,10 @@ def _write_kv_cases(dtype: torch.dtype) -> Iterator[Case]:
 def _gated_activation_cases(dtype: torch.dtype) -> Iterator[Case]:
     for kind in ("silu", "gelu", "gelu_tanh"):
         for num_tokens, width in ((1, 7), (19, 77), (6, 4864), (0, 32)):
-            name = _label("gated_activation", dtype, kind, num_tokens, width)
-            gate_up = _Source(name, dtype).normal(num_tokens, 2 * width, scale=3.0)
+            name = label("gated_activation", dtype, kind, num_tokens, width)
+            gate_up = CaseDraws(name, dtype).normal(num_tokens, 2 * width, scale=3.0)
             yield Case("gated_activation", name, (gate_up,), (kind,))
-        name = _label("gated_activation", dtype, kind, "extremes")
+        name = label("gated_activation", dtype, kind, "extremes")
         gate = torch.tensor([[0.0, -0.0, 1e-4, -1e-4, 8.0, -8.0, 90.0, -90.0, 2e4, -2e4]])
         gate_up = torch.cat((gate, torch.ones_like(gate)), -1).to(dtype)
         yield Case("gated_activation", name, (gate_up,), (kind,))
@@ -274,11 +295,11 @@ _ATTENTION: tuple[tuple[str, Rows, tuple[int, int, int], int, int | None, float 
 
 
 def _attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
-    for label, rows, heads, block_size, window, softcap in _ATTENTION:
+    for title, rows, heads, block_size, window, softcap in _ATTENTION:
         # large scores: one key takes all the weight, exp underflows for the others
-        scale = 40.0 if label == "large-scores" else 1.0
-        name = _label("paged_attention", dtype, label)
-        source = _Source(name, dtype)
+        scale = 40.0 if title == "large-scores" else 1.0
+        name = label("paged_attention", dtype, title)
+        source = CaseDraws(name, dtype)
         lengths = [-(-(start + count) // block_size) for start, count in rows]
         num_blocks = sum(lengths) + 2
         order = (source.permutation(num_blocks - 1) + 1).to(torch.int32)
@@ -301,7 +322,10 @@ def _attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
 OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = MappingProxyType(
     {
         "linear": _linear_cases,
+        "quantized_linear": _quantized_linear_cases,
         "embedding": _embedding_cases,
+        "packed_rows": _packed_rows_cases,
+        "quantized_rows": _quantized_rows_cases,
         "rms_norm": _rms_norm_cases,
         "add_rms_norm": _add_rms_norm_cases,
         "rotary": _rotary_cases,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from quickstep.errors import ConfigError
 from quickstep.ops.native_library import library_path, open_library, raise_for_status
 from quickstep.ops.native_ops import NativeOps
 from quickstep.ops.native_probe import NativeProbe
+from quickstep.ops.native_steps import NativeSteps
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
 
@@ -86,7 +87,8 @@ def load_native(
     library, context = opened
     level = library.qs_context_isa(context).decode()
     ops = NativeOps(library, context, reference or reference_ops())
-    return ops.table(f"native-{level}")
+    steps = NativeSteps(library, context, ops)
+    return replace(ops.table(f"native-{level}"), steps=steps)
 
 
 def load_probe(

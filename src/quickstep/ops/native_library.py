@@ -11,10 +11,13 @@ from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32
 from pathlib import Path
 
 from quickstep.errors import ConfigError, EngineError
+from quickstep.ops.native_step_abi import STEP_SIGNATURES
 
 __all__ = [
     "ABI_VERSION",
     "AttentionCall",
+    "QuantizeCall",
+    "QuantizedWeightCall",
     "library_path",
     "open_library",
     "raise_for_status",
@@ -52,6 +55,39 @@ class AttentionCall(ctypes.Structure):
     )
 
 
+class QuantizedWeightCall(ctypes.Structure):
+    """`qs_quantized_weight` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (
+        ("bits", c_int32),
+        ("unused", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("group_size", c_int64),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("bias", c_void_p),
+    )
+
+
+class QuantizeCall(ctypes.Structure):
+    """`qs_quantize_call` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("bits", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("row_stride", c_int64),
+        ("group_size", c_int64),
+        ("weight", c_void_p),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+    )
+
+
 _P, _I, _L, _F = c_void_p, c_int, c_int64, c_float
 
 # name -> (result, arguments), in the order of csrc/quickstep.h
@@ -65,6 +101,14 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_linear_destroy", None, (_P,)),
     ("qs_linear_bytes", _L, (_P,)),
     ("qs_linear_run", _I, (_P, _P, _P, _L, _L, _P)),
+    ("qs_linear_rows", _I, (_P, _P, _P, _L, _P)),
+    ("qs_quantize", _I, (_P, POINTER(QuantizeCall))),
+    ("qs_quantized_create", _I, (_P, POINTER(QuantizedWeightCall), POINTER(_P))),
+    ("qs_quantized_destroy", None, (_P,)),
+    ("qs_quantized_bytes", _L, (_P,)),
+    ("qs_quantized_scratch_bytes", _L, (_P, _L)),
+    ("qs_quantized_run", _I, (_P, _P, _I, _P, _L, _L, _P, _P)),
+    ("qs_quantized_rows", _I, (_P, _P, _I, _P, _L, _P)),
     ("qs_embedding", _I, (_P, _P, _L, _P, _L, _L, _P)),
     ("qs_rms_norm", _I, (_P, _I, _P, _L, _L, _L, _L, _L, _P, _F, _F, _P)),
     ("qs_add_rms_norm", _I, (_P, _I, _P, _P, _L, _L, _P, _F, _F, _P, _P)),
@@ -78,7 +122,9 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_probe_bytes", _L, (_P,)),
     ("qs_probe_read", _I, (_P, _P, POINTER(c_uint32))),
     ("qs_probe_multiply", _I, (_P, _I, _L, POINTER(_L))),
+    ("qs_probe_multiply_codes", _I, (_P, _L, POINTER(_L))),
     ("qs_context_loop_ns", _L, (_P,)),
+    *STEP_SIGNATURES,
 )
 
 

@@ -15,30 +15,24 @@ import torch
 from torch import Tensor
 
 from quickstep.ops.native_library import AttentionCall, raise_for_status
-from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
+from quickstep.ops.native_logits import NativeLogits
+from quickstep.ops.native_packed import DTYPES, PackedCodes, PackedWeight
+from quickstep.ops.native_quantized import NativeQuantized
+from quickstep.ops.table import (
+    AttentionParams,
+    LinearWeight,
+    OpTable,
+    PagedLayout,
+    QuantizedWeight,
+)
 
 __all__ = ["DTYPES", "NativeOps", "PackedWeight"]
 
-# qs_dtype and qs_activation of csrc/quickstep.h
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# qs_activation of csrc/quickstep.h
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-
 
 # Results of ops that are alive together at a layer's widest point, per element of it.
 _SCRATCH_BYTES = 8
-
-
-class PackedWeight:
-    """Owns one `qs_linear`; its memory goes back to the system with this object."""
-
-    __slots__ = ("__weakref__", "dtype", "handle", "nbytes")
-
-    def __init__(self, library: ctypes.CDLL, handle: int, dtype: torch.dtype) -> None:
-        self.handle = handle
-        self.dtype = dtype
-        self.nbytes: int = library.qs_linear_bytes(handle)
-        finalizer = weakref.finalize(self, library.qs_linear_destroy, handle)
-        finalizer.atexit = False  # the process's end frees it, and a daemon thread may still read
 
 
 class _AttentionLayout:
@@ -65,6 +59,7 @@ class NativeOps:
         self._context = context
         self._library = library
         self._reference = reference
+        self._quantized = NativeQuantized(library, context)
         self._linear_run = library.qs_linear_run
         self._embedding = library.qs_embedding
         self._rms_norm = library.qs_rms_norm
@@ -83,6 +78,8 @@ class NativeOps:
         return OpTable(
             name=name,
             pack_linear=self.pack_linear,
+            pack_quantized=self.pack_quantized,
+            quantize=self.quantize,
             linear=self.linear,
             embedding=self.embedding,
             rms_norm=self.rms_norm,
@@ -91,6 +88,7 @@ class NativeOps:
             write_kv=self.write_kv,
             paged_attention=self.paged_attention,
             gated_activation=self.gated_activation,
+            logits=NativeLogits(self._library, self._context, self.linear).logits,
             scratch_bytes=_SCRATCH_BYTES,
             kernel_s=self.kernel_s,
         )
@@ -124,9 +122,22 @@ class NativeOps:
         packed = PackedWeight(self._library, handle.value, weight.dtype)
         return LinearWeight(packed, bias, outputs, inputs, packed.nbytes)
 
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
+        """`OpTable.pack_quantized`."""
+        return self._quantized.pack(weight, bias)
+
+    def quantize(
+        self, weight: Tensor, bits: int, group_size: int | None, has_zeros: bool
+    ) -> QuantizedWeight:
+        """`OpTable.quantize`."""
+        return self._quantized.quantize(_rows(weight), bits, group_size, has_zeros)
+
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """`OpTable.linear`."""
         packed = weight.data
+        if isinstance(packed, PackedCodes):
+            assert x.shape[1] == weight.num_inputs
+            return self._quantized.linear(_rows(x), DTYPES[x.dtype], weight, packed)
         if not isinstance(packed, PackedWeight):
             return self._reference.linear(x, weight)
         assert x.dtype == packed.dtype and x.shape[1] == weight.num_inputs
@@ -140,13 +151,18 @@ class NativeOps:
             raise_for_status(status, "linear")
         return out
 
-    def embedding(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+    def embedding(
+        self, token_ids: Tensor, weight: Tensor | LinearWeight, dtype: torch.dtype
+    ) -> Tensor:
         """`OpTable.embedding`; a token id outside the table raises EngineError."""
-        assert weight.is_contiguous() and token_ids.dtype == torch.int64
+        assert token_ids.dtype == torch.int64
         token_ids = token_ids.contiguous()
+        if isinstance(weight, LinearWeight):
+            return self._packed_rows(token_ids, weight, dtype)
+        assert weight.is_contiguous() and weight.dtype == dtype
         num_rows, size = weight.shape
         num_tokens = token_ids.numel()
-        out = torch.empty((num_tokens, size), dtype=weight.dtype)
+        out = torch.empty((num_tokens, size), dtype=dtype)
         status = self._embedding(
             self._context,
             token_ids.data_ptr(),
@@ -154,6 +170,26 @@ class NativeOps:
             weight.data_ptr(),
             num_rows,
             size * weight.element_size(),
+            out.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "embedding")
+        return out
+
+    def _packed_rows(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+        packed = weight.data
+        out = torch.empty((token_ids.numel(), weight.num_inputs), dtype=dtype)
+        if isinstance(packed, PackedCodes):
+            self._quantized.rows(token_ids, weight, out, DTYPES[dtype])
+            return out
+        if not isinstance(packed, PackedWeight):
+            return self._reference.embedding(token_ids, weight, dtype)
+        assert packed.dtype == dtype
+        status = self._library.qs_linear_rows(
+            self._context,
+            packed.handle,
+            token_ids.data_ptr(),
+            token_ids.numel(),
             out.data_ptr(),
         )
         if status:

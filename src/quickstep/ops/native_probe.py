@@ -12,7 +12,7 @@ import weakref
 import torch
 
 from quickstep.ops.native_library import raise_for_status
-from quickstep.ops.native_ops import DTYPES
+from quickstep.ops.native_packed import DTYPES
 
 __all__ = ["NativeProbe"]
 
@@ -43,10 +43,14 @@ class NativeProbe:
         return total.value
 
     def multiply(self, dtype: torch.dtype, rounds: int) -> int:
-        """Multiply and add in registers as `linear` does for `dtype`. Gives the operations done."""
+        """Multiply and add in registers as `linear` does for `dtype` (`int8`: as it does for codes
+        of 8 bits). Gives the operations done.
+        """
         num_flops = ctypes.c_int64()
-        status = self._library.qs_probe_multiply(
-            self._context, DTYPES[dtype], rounds, ctypes.byref(num_flops)
-        )
+        found = ctypes.byref(num_flops)
+        if dtype == torch.int8:
+            status = self._library.qs_probe_multiply_codes(self._context, rounds, found)
+        else:
+            status = self._library.qs_probe_multiply(self._context, DTYPES[dtype], rounds, found)
         raise_for_status(status, "multiplying in registers")
         return num_flops.value

@@ -13,8 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from quickstep.ops.native_steps import NativeSteps
 
 __all__ = [
     "AttentionParams",
@@ -59,7 +64,8 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """A weight in the layout of the implementation that made it (`OpTable.pack_linear`).
+    """A weight in the layout of the implementation that made it (`OpTable.pack_linear`, or
+    `OpTable.pack_quantized`).
 
     Only that implementation reads `data`. `num_outputs` N, `num_inputs` C; `nbytes` counts `data`
     and `bias`.
@@ -95,7 +101,7 @@ class QuantizedWeight:
     def dequantized(self) -> Tensor:
         """The weight [N, C] in float32."""
         zeros = float(2 ** (self.bits - 1)) if self.zeros is None else self.zeros.unsqueeze(2)
-        grouped = self.codes.reshape(self.codes.shape[0], -1, self.group_size).float()
+        grouped = self.codes.reshape(*self.scales.shape, self.group_size).float()
         return ((grouped - zeros) * self.scales.unsqueeze(2)).reshape(self.codes.shape)
 
 
@@ -121,8 +127,13 @@ class OpTable:
     Attributes:
         name: Kernel set, part of `system_fingerprint`: `reference`, `native-avx512`.
         pack_linear: (weight [N, C], bias [N] | None) -> LinearWeight. Called once at load.
+        pack_quantized: (QuantizedWeight, bias [N] | None) -> LinearWeight, for activations of any
+            dtype; `linear` then quantises them as well, per token and group of the weight.
+        quantize: (weight [N, C], bits, group size or None for whole rows, has zeros) ->
+            QuantizedWeight: on-the-fly rounding, row by row. Called once at load.
         linear: (x [T, C], LinearWeight) -> [T, N] in x's dtype; fp32 accumulation in one order.
-        embedding: (token_ids [T], weight [V, C]) -> [T, C].
+        embedding: (token_ids [T], weight [V, C] or LinearWeight, dtype) -> [T, C]: rows of the
+            weight. `dtype` is the weight's own where it has one, else what its rows are rounded to.
         rms_norm: (x [T, C], weight [C], eps, offset) -> [T, C]: x / rms(x) * (weight + offset),
             computed in fp32, rounded once (Gemma's offset is 1.0). Also for QK norm on [T, H, D].
         add_rms_norm: (x, residual, weight, eps, offset) -> (normed, x + residual).
@@ -134,19 +145,26 @@ class OpTable:
         scratch_bytes: Temporary bytes per element at a layer's widest point: the planner's bound.
         gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half;
             kind is `silu`, `gelu` or `gelu_tanh`.
+        logits: (hidden [E, C], LinearWeight, divisor, softcap or None) -> [E, V] fp32: the product,
+            widened, divided, then softcap * tanh(logits / softcap) in fp64.
         kernel_s: Seconds that the kernels have run so far, without what stands between them; None
             where nobody counts. The difference of two readings is what a benchmark wants.
+        steps: Makes captured steps and draws tokens; None where only single ops run.
     """
 
     name: str
     pack_linear: Callable[[Tensor, Tensor | None], LinearWeight]
+    pack_quantized: Callable[[QuantizedWeight, Tensor | None], LinearWeight]
+    quantize: Callable[[Tensor, int, int | None, bool], QuantizedWeight]
     linear: Callable[[Tensor, LinearWeight], Tensor]
-    embedding: Callable[[Tensor, Tensor], Tensor]
+    embedding: Callable[[Tensor, Tensor | LinearWeight, torch.dtype], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
     rotary: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[[Tensor, Tensor, Tensor, PagedLayout, AttentionParams], Tensor]
     gated_activation: Callable[[Tensor, str], Tensor]
+    logits: Callable[[Tensor, LinearWeight, float, float | None], Tensor]
     scratch_bytes: int
     kernel_s: Callable[[], float] | None = None
+    steps: NativeSteps | None = None

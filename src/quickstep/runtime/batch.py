@@ -20,7 +20,7 @@ from quickstep.ops.table import PagedLayout
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
-__all__ = ["build_batch"]
+__all__ = ["build_batch", "input_tokens"]
 
 # Input of a row that has failed already: it keeps its place in the step, its output is discarded.
 _PADDING_TOKEN = 0
@@ -38,7 +38,7 @@ def build_batch(
     Raises EngineError when a row's tokens, positions or blocks contradict each other.
     """
     token_ids = np.fromiter(
-        chain.from_iterable(_inputs(row, slot) for row, slot in zip(rows, slots, strict=True)),
+        chain.from_iterable(input_tokens(row, slot) for row, slot in zip(rows, slots, strict=True)),
         dtype=np.int64,
     )
     if token_ids.size and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
@@ -65,8 +65,11 @@ def build_batch(
     return ForwardBatch(token_ids=tensor(token_ids), layout=layout)
 
 
-def _inputs(row: StepRow, slot: Slot) -> tuple[int, ...]:
-    """The row's input tokens; a pending one is what the slot sampled last."""
+def input_tokens(row: StepRow, slot: Slot) -> tuple[int, ...]:
+    """The row's input tokens; a pending one is what the slot sampled last.
+
+    A row without one sets the slot's `failure`. Raises EngineError when row and tokens disagree.
+    """
     if slot.failure:
         return (_PADDING_TOKEN,) * row.num_tokens
     if row.token_ids:

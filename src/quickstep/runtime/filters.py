@@ -10,9 +10,12 @@ Called by `runtime.sampler` and `runtime.logprobs`.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
+from quickstep.runtime.exact_math import MASS_UNIT, masses
 from quickstep.types import SamplingParams
 
 __all__ = ["kept_token_ids", "largest"]
@@ -48,9 +51,10 @@ def kept_token_ids(
         ids = ids[_typical(scaled[ids], sampling.typical_p)]
     if sampling.top_p < 1.0:
         values = scaled[ids]
-        ids = ids[largest(values, _nucleus_size(_weights(values), sampling.top_p))]
+        ids = ids[largest(values, _nucleus_size(values - values.max(), sampling.top_p))]
     if sampling.min_p > 0.0:
-        ids = ids[_weights(scaled[ids]) >= sampling.min_p]
+        values = scaled[ids]
+        ids = ids[values - values.max() >= math.log(sampling.min_p)]
     if excludes_top:
         ids = ids[_without_top(scaled[ids], sampling.xtc_threshold)]
     return ids
@@ -89,16 +93,18 @@ def _without_top(values: npt.NDArray[np.float64], threshold: float) -> Ids:
     return np.setdiff1d(np.arange(values.shape[0]), top[top != least], assume_unique=True)
 
 
-def _nucleus_size(weights: npt.NDArray[np.float64], top_p: float) -> int:
-    """Size of the smallest set, largest weights first, whose share reaches `top_p`; at least 1.
+def _nucleus_size(values: npt.NDArray[np.float64], top_p: float) -> int:
+    """Size of the smallest set, largest values first, whose share reaches `top_p`; at least 1.
 
-    Weights are relative to the largest, which is 1. Sorting the few large ones nearly always
-    suffices: the prefix sums do not depend on how much of the tail is sorted behind them.
+    Shares are integers, so that they add up to the same in any order. Sorting the few large ones
+    nearly always suffices.
     """
-    target = top_p * weights.sum()
-    for floor in (1e-4, 0.0):
+    weights = masses(values)
+    total = int(weights.sum())
+    target = min(max(1, math.ceil(top_p * float(total))), total)
+    for floor in (1e-4 * MASS_UNIT, 0.0):
         head = -np.sort(-weights[weights >= floor])
         mass = np.cumsum(head)
         if mass[-1] >= target:
-            return int(np.searchsorted(mass, target)) + 1
-    return len(weights)
+            break
+    return int(np.searchsorted(mass, target)) + 1

@@ -1,7 +1,7 @@
 """Log-probabilities of an emitted token, from the raw logits of its row.
 
-log_softmax with exp in float32 (as the logits are) and the sum in float64 in NumPy's pairwise
-order, which is fixed by V: neither threads nor the batch change a bit.
+log_softmax in float64 over a sum of integers (`runtime.exact_math.masses`): neither the order of
+summing nor the machine changes a bit of it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from quickstep.runtime.exact_math import MASS_UNIT, masses
 from quickstep.runtime.filters import largest
 from quickstep.types import TokenLogprobs
 
@@ -24,7 +25,8 @@ def token_logprobs(logits: npt.NDArray[np.float32], token_id: int, num_top: int)
     unique and agree with the order of `top`.
     """
     peak = logits.max()
-    log_total = math.log(np.exp(logits - peak).astype(np.float64).sum())
+    mass = int(masses(logits.astype(np.float64) - float(peak)).sum())
+    log_total = math.log(mass / MASS_UNIT)
 
     def logprob(index: int) -> float:
         return float(logits[index]) - float(peak) - log_total

@@ -17,10 +17,11 @@ from torch import Tensor
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache
-from quickstep.runtime.batch import build_batch
+from quickstep.runtime.capture import open_steps
 from quickstep.runtime.grammar_constraint import NewMatcher
+from quickstep.runtime.native_sampler import open_sampler
 from quickstep.runtime.prompt_scores import score_prompt
-from quickstep.runtime.sampler import Sample, SampleFailure, sample
+from quickstep.runtime.sampler import Sample, SampleFailure
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
 
@@ -41,10 +42,11 @@ class ModelRunner:
         num_slots: int,
         clock: Callable[[], float],
         new_matcher: NewMatcher | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         self._model = model
-        self._kv = kv
-        self._block_size = block_size
+        self._steps = open_steps(model, kv, block_size, enforce_eager)
+        self._sample = open_sampler(model)
         self._num_blocks = kv.keys[0].shape[0]
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
         self._clock = clock
@@ -58,8 +60,7 @@ class ModelRunner:
         started = self._clock()
         self._slots.move(plan.released, plan.admitted)
         try:
-            with torch.inference_mode():
-                outputs, failures = self._step(plan)
+            outputs, failures = self._step(plan)
         except BaseException:
             self._slots.fail(plan.rows, f"step {plan.step_id} failed")
             raise
@@ -98,30 +99,37 @@ class ModelRunner:
     def _compute(
         self, rows: Sequence[StepRow], slots: Sequence[Slot]
     ) -> tuple[tuple[RowOutput, ...], tuple[RowFailure, ...]]:
-        model = self._model
-        batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
-        hidden, offsets = model.forward(batch, self._kv), batch.layout.row_offsets
-        outputs = [RowOutput()] * len(rows)
-        for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
-            if (row.num_scored or slot.pool is not None) and not slot.failure:
-                of_row = hidden[offsets[index] : offsets[index + 1]]
-                outputs[index] = self._of_prompt(row, slot, of_row)
+        self._steps.prepare(rows, slots)
         emitting = [
             index
             for index, (row, slot) in enumerate(zip(rows, slots, strict=True))
             if row.emits and not slot.failure
         ]
+        hidden, logits = self._steps.run(emitting)
+        outputs = self._of_prompts(rows, slots, hidden)
         if emitting:
-            ends = [offsets[index + 1] - 1 for index in emitting]
-            logits = model.logits(hidden[torch.tensor(ends, device=model.device)])
             states = [state for i in emitting if (state := slots[i].state) is not None]
-            for index, drawn in zip(emitting, sample(logits, states), strict=True):
+            for index, drawn in zip(emitting, self._sample(logits, states), strict=True):
                 outputs[index] = _recorded(slots[index], drawn, outputs[index])
         failures = tuple(
             RowFailure(index, slot.failure) for index, slot in enumerate(slots) if slot.failure
         )
         return tuple(outputs), failures
 
+    def _of_prompts(
+        self, rows: Sequence[StepRow], slots: Sequence[Slot], hidden: Tensor
+    ) -> list[RowOutput]:
+        """What each row gives beside a token; `hidden` [T, H] is of all rows."""
+        outputs = [_NOTHING] * len(rows)
+        start = 0
+        for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+            end = start + row.num_tokens
+            if (row.num_scored or slot.pool is not None) and not slot.failure:
+                outputs[index] = self._of_prompt(row, slot, hidden[start:end])
+            start = end
+        return outputs
+
+    @torch.inference_mode()
     def _of_prompt(self, row: StepRow, slot: Slot, hidden: Tensor) -> RowOutput:
         """What the row says of its prompt: scores of its tokens, its embedding. `hidden` [T, H]."""
         scores = score_prompt(self._model, hidden, row, slot) if row.num_scored else ()
@@ -136,11 +144,18 @@ class ModelRunner:
         return RowOutput(prompt_logprobs=scores, embedding=embedding)
 
 
+_NOTHING = RowOutput()
+
+
 def _recorded(slot: Slot, drawn: Sample | SampleFailure, output: RowOutput) -> RowOutput:
     """The row's output with its token, after the slot has taken note of it."""
+    if slot.failure:
+        return _NOTHING
     if isinstance(drawn, SampleFailure):
         slot.failure = drawn.reason
-        return RowOutput()
+        return _NOTHING
     slot.record(drawn.token_id)
     logprobs = (drawn.logprobs,) if drawn.logprobs else ()
+    if output is _NOTHING:
+        return RowOutput((drawn.token_id,), logprobs)
     return replace(output, token_ids=(drawn.token_id,), logprobs=logprobs)

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from quickstep.runtime.filters import kept_token_ids
 from quickstep.runtime.logprobs import token_logprobs
-from quickstep.runtime.noise import chance, gumbel
+from quickstep.runtime.noise import chance, largest_noisy, noise_bits
 from quickstep.runtime.sampling_state import SamplingState
 from quickstep.types import TokenLogprobs
 
-__all__ = ["Sample", "SampleFailure", "sample", "sample_row"]
+__all__ = ["NO_MAXIMUM", "Sample", "SampleFailure", "adjusted", "sample", "sample_row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +57,35 @@ def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Sample | Sam
 
 def sample_row(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
     """The token of one row of raw logits [V]."""
-    if not np.isfinite(row.max()):
-        return _NO_MAXIMUM
     if state.adjusts_logits:
-        logits = row.astype(np.float64)
-        state.adjust_(logits)
-        if state.failure:
-            return SampleFailure(state.failure)
-        if not np.isfinite(logits.max()):
-            return _NOTHING_ALLOWED
+        logits = adjusted(row, state)
+        if isinstance(logits, SampleFailure):
+            return logits
         token_id = state.steered(_choose(logits, state))
-    else:
+    elif np.isfinite(row.max()):
         token_id = _choose(row, state)
+    else:
+        return NO_MAXIMUM
     num_top = state.sampling.logprobs
     if num_top is None:
         return Sample(token_id)
     return Sample(token_id, token_logprobs(row, token_id, num_top))
 
 
-_NO_MAXIMUM = SampleFailure("the logits hold NaN or infinity")
+def adjusted(
+    row: npt.NDArray[np.float32], state: SamplingState
+) -> npt.NDArray[np.float64] | SampleFailure:
+    """A row of raw logits [V] after what stands before temperature; its maximum is finite."""
+    if not np.isfinite(row.max()):
+        return NO_MAXIMUM
+    logits = row.astype(np.float64)
+    state.adjust_(logits)
+    if state.failure:
+        return SampleFailure(state.failure)
+    return logits if np.isfinite(logits.max()) else _NOTHING_ALLOWED
+
+
+NO_MAXIMUM = SampleFailure("the logits hold NaN or infinity")
 _NOTHING_ALLOWED = SampleFailure(
     "no token is left after logit_bias, allowed ids, grammar and min_tokens"
 )
@@ -86,7 +96,7 @@ def _argmax(logits: Tensor) -> list[Sample | SampleFailure]:
     token_ids = torch.argmax(logits, dim=1, keepdim=True)
     is_finite = torch.isfinite(logits.gather(1, token_ids))
     return [
-        Sample(token_id) if finite else _NO_MAXIMUM
+        Sample(token_id) if finite else NO_MAXIMUM
         for token_id, finite in zip(
             token_ids.flatten().tolist(), is_finite.flatten().tolist(), strict=True
         )
@@ -106,4 +116,4 @@ def _choose(logits: npt.NDArray[np.floating], state: SamplingState) -> int:
         sampling.xtc_probability
     )
     ids = kept_token_ids(scaled, sampling, excludes_top)
-    return int(ids[np.argmax(scaled[ids] + gumbel(seed, position, ids))])
+    return int(ids[largest_noisy(scaled[ids], noise_bits(seed, position, ids))])

@@ -26,6 +26,8 @@ class Slot:
     `token_ids` are those known at its admission. `last_token` is the newest sampled token, None
     before the first. `pool` takes the hidden states of a prompt to embed. `failure` says why the
     sequence cannot go on; its rows then fail, and the sequences beside it do not notice.
+    `block_table_address` is where the `num_blocks` int32 ids of the block table stand, until it
+    grows.
     """
 
     def __init__(
@@ -47,22 +49,26 @@ class Slot:
             except RequestError as error:
                 self.failure = str(error)
         self._block_ids = np.zeros(8, dtype=np.int32)
-        self._num_blocks = 0
+        self.block_table_address: int = self._block_ids.ctypes.data
+        self.num_blocks = 0
 
     @property
     def block_ids(self) -> npt.NDArray[np.int32]:
         """The block table, in order."""
-        return self._block_ids[: self._num_blocks]
+        return self._block_ids[: self.num_blocks]
 
     def append_blocks(self, block_ids: Sequence[int]) -> None:
         """Extend the block table."""
-        end = self._num_blocks + len(block_ids)
+        if not block_ids:
+            return
+        end = self.num_blocks + len(block_ids)
         if end > self._block_ids.shape[0]:
             grown = np.zeros(max(end, 2 * self._block_ids.shape[0]), dtype=np.int32)
-            grown[: self._num_blocks] = self.block_ids
+            grown[: self.num_blocks] = self.block_ids
             self._block_ids = grown
-        self._block_ids[self._num_blocks : end] = block_ids
-        self._num_blocks = end
+            self.block_table_address = grown.ctypes.data
+        self._block_ids[self.num_blocks : end] = block_ids
+        self.num_blocks = end
 
     def record(self, token_id: int) -> None:
         """Remember a sampled token: it is the input of the next decode row."""

@@ -18,6 +18,8 @@ import socket
 import sys
 from collections.abc import Sequence
 
+import uvloop
+
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.process.service import EngineOpener, EngineService
 
@@ -38,7 +40,8 @@ def run(argv: Sequence[str], opener: EngineOpener) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _die_with(parent_pid)
-    return asyncio.run(_serve(socket_fd, opener))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(socket_fd, opener))
 
 
 def _die_with(parent_pid: int) -> None:

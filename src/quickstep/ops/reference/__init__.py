@@ -10,7 +10,10 @@ from __future__ import annotations
 from quickstep.ops.reference.embedding import embedding
 from quickstep.ops.reference.gated_activation import gated_activation
 from quickstep.ops.reference.linear import linear, pack_linear
+from quickstep.ops.reference.logits import logits
 from quickstep.ops.reference.paged_attention import paged_attention
+from quickstep.ops.reference.quantize import quantize
+from quickstep.ops.reference.quantized_linear import pack_quantized
 from quickstep.ops.reference.rms_norm import add_rms_norm, rms_norm
 from quickstep.ops.reference.rotary import rotary
 from quickstep.ops.reference.write_kv import write_kv
@@ -30,6 +33,8 @@ def reference_ops() -> OpTable:
     return OpTable(
         name="reference",
         pack_linear=pack_linear,
+        pack_quantized=pack_quantized,
+        quantize=quantize,
         linear=linear,
         embedding=embedding,
         rms_norm=rms_norm,
@@ -38,5 +43,6 @@ def reference_ops() -> OpTable:
         write_kv=write_kv,
         paged_attention=paged_attention,
         gated_activation=gated_activation,
+        logits=logits,
         scratch_bytes=_SCRATCH_BYTES,
     )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quickstep.ops.reference.fixed_point import round_rows, sum_bits
-from quickstep.ops.table import LinearWeight
+from quickstep.ops.reference.quantized_linear import quantized_linear
+from quickstep.ops.table import LinearWeight, QuantizedWeight
 
 __all__ = ["linear", "pack_linear"]
 
@@ -48,6 +49,8 @@ def pack_linear(weight: Tensor, bias: Tensor | None) -> LinearWeight:
 def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     """X [T, C] -> [T, N] in x's dtype; T may be 0."""
     data = weight.data
+    if isinstance(data, QuantizedWeight):
+        return quantized_linear(x, weight)
     assert isinstance(data, Tensor)
     out = x.new_empty(x.shape[0], weight.num_outputs)
     if out.numel() == 0:

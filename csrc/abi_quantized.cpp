@@ -1,0 +1,200 @@
+// The exported functions on weights of 4 or 8 bits, and the rows of packed weights.
+
+#include <cmath>
+#include <cstring>
+#include <initializer_list>
+#include <new>
+
+#include "memory.h"
+#include "objects.h"
+
+namespace {
+
+constexpr int64_t kAlignment = 64;
+constexpr int64_t kMaxGroup = 65536;  // 255 x 127 of these fit 32 bits
+
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+bool valid_dtype(int dtype) { return dtype >= QS_F32 && dtype <= QS_F16; }
+
+// Whether f16 holds the value.
+bool fits_half(float value) {
+  const float magnitude = std::fabs(value);
+  if (!(magnitude <= 65504.0f)) return false;
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  if (magnitude >= 0x1p-14f) return (bits & 0x1fff) == 0;
+  const float units = magnitude * 0x1p24f;
+  return units == std::floor(units);
+}
+
+bool all_fit_half(const float* values, int64_t count, float less) {
+  for (int64_t i = 0; values != nullptr && i < count; ++i) {
+    if (!fits_half(values[i] - less)) return false;
+  }
+  return true;
+}
+
+bool valid(const qs_quantized_weight& weight) {
+  const bool bits = weight.bits == 4 || weight.bits == 8;
+  const bool sizes = weight.n >= 1 && weight.k >= 1 && weight.group_size >= 1;
+  if (!bits || !sizes || weight.group_size > kMaxGroup) return false;
+  if (weight.group_size == weight.k) return true;
+  return weight.group_size % 16 == 0 && weight.k % weight.group_size == 0;
+}
+
+qs::PackedQuantized layout_of(const qs_quantized_weight& weight) {
+  qs::PackedQuantized packed = {};
+  packed.bits = weight.bits;
+  packed.n = weight.n;
+  packed.k = weight.k;
+  packed.num_panels = (weight.n + qs::kQuantizedPanel - 1) / qs::kQuantizedPanel;
+  packed.num_groups = weight.k / weight.group_size;
+  packed.has_zeros = weight.zeros != nullptr;
+  const int64_t inputs_per_step = qs::kStepInputs * (weight.bits == 4 ? 2 : 1);
+  packed.group_size = weight.group_size;
+  if (packed.num_groups == 1) {
+    packed.group_size = round_up(weight.k, inputs_per_step);
+    packed.group_bytes = packed.code_bytes();
+  } else {
+    const int64_t count = weight.n * packed.num_groups;
+    const float middle = static_cast<float>(1 << (weight.bits - 1));
+    packed.half_scales = all_fit_half(weight.scales, count, 0.0f) &&
+                         all_fit_half(weight.zeros, count, middle);
+    const int64_t per_scale = packed.scale_bytes() * (packed.has_zeros ? 2 : 1);
+    packed.group_bytes = packed.code_bytes() + per_scale * qs::kQuantizedPanel;
+  }
+  packed.panel_bytes = packed.group_bytes * packed.num_groups;
+  return packed;
+}
+
+// Room for what stands apart from the codes. False when memory is lacking.
+bool allocate(qs_quantized* linear, bool has_bias) {
+  qs::PackedQuantized& packed = linear->packed;
+  linear->weight_bytes = packed.num_panels * packed.panel_bytes;
+  linear->scale_bytes = packed.num_panels * qs::kQuantizedPanel * sizeof(float);
+  packed.weights = qs::weight_alloc(linear->weight_bytes);
+  bool whole = packed.weights != nullptr;
+  const auto floats = [&](bool wanted) {
+    if (!wanted || !whole) return static_cast<float*>(nullptr);
+    void* memory = qs::weight_alloc(linear->scale_bytes);
+    whole = memory != nullptr;
+    return static_cast<float*>(memory);
+  };
+  const bool single = packed.num_groups == 1;
+  packed.scales = floats(single);
+  packed.zeros = floats(single && packed.has_zeros);
+  packed.bias = floats(has_bias);
+  return whole;
+}
+
+bool in_range(const int64_t* ids, int64_t num_tokens, int64_t num_rows) {
+  for (int64_t i = 0; i < num_tokens; ++i) {
+    if (ids[i] < 0 || ids[i] >= num_rows) return false;
+  }
+  return true;
+}
+
+int64_t row_stride(const qs::PackedQuantized& packed) {
+  return round_up(packed.group_size * packed.num_groups, kAlignment);
+}
+
+}  // namespace
+
+extern "C" {
+
+int qs_quantize(qs_context* context, const qs_quantize_call* call) {
+  const bool grouped = call->group_size != 0;
+  if (!valid_dtype(call->dtype) || (call->bits != 4 && call->bits != 8)) return QS_INVALID;
+  if (call->n < 1 || call->k < 1 || call->row_stride < call->k) return QS_INVALID;
+  if (grouped && (call->group_size % 16 != 0 || call->k % call->group_size != 0)) return QS_INVALID;
+  if (!grouped && call->zeros != nullptr) return QS_INVALID;
+  context->kernels->quantize_weights(
+      context->pool,
+      {call->dtype, call->bits, grouped, call->n, call->k, call->row_stride, call->group_size,
+       call->weight, static_cast<uint8_t*>(call->codes), call->scales, call->zeros});
+  return QS_OK;
+}
+
+int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
+                        qs_quantized** out) {
+  if (!valid(*weight)) return QS_INVALID;
+  qs_quantized* linear = new (std::nothrow) qs_quantized{};
+  if (linear == nullptr) return QS_OUT_OF_MEMORY;
+  linear->packed = layout_of(*weight);
+  if (!allocate(linear, weight->bias != nullptr)) {
+    qs_quantized_destroy(linear);
+    return QS_OUT_OF_MEMORY;
+  }
+  if (weight->bias != nullptr) {
+    memcpy(linear->packed.bias, weight->bias, weight->n * sizeof(float));
+  }
+  context->kernels->pack_quantized(
+      context->pool, {static_cast<const uint8_t*>(weight->codes), weight->scales, weight->zeros,
+                      &linear->packed});
+  *out = linear;
+  return QS_OK;
+}
+
+void qs_quantized_destroy(qs_quantized* linear) {
+  if (linear == nullptr) return;
+  qs::weight_free(linear->packed.weights, linear->weight_bytes);
+  for (float* floats : {linear->packed.scales, linear->packed.zeros, linear->packed.bias}) {
+    qs::weight_free(floats, linear->scale_bytes);
+  }
+  delete linear;
+}
+
+int64_t qs_quantized_bytes(const qs_quantized* linear) {
+  const qs::PackedQuantized& packed = linear->packed;
+  int64_t arrays = 0;
+  for (const float* floats : {packed.scales, packed.zeros, packed.bias}) {
+    arrays += floats != nullptr;
+  }
+  return static_cast<int64_t>(linear->weight_bytes + arrays * linear->scale_bytes);
+}
+
+int64_t qs_quantized_scratch_bytes(const qs_quantized* linear, int64_t num_tokens) {
+  const qs::PackedQuantized& packed = linear->packed;
+  const int64_t per_group = sizeof(float) + sizeof(int32_t);
+  return kAlignment + num_tokens * (row_stride(packed) + packed.num_groups * per_group);
+}
+
+int qs_quantized_run(qs_context* context, const qs_quantized* linear, int dtype, const void* x,
+                     int64_t x_stride, int64_t num_tokens, void* out, void* scratch) {
+  const qs::PackedQuantized& packed = linear->packed;
+  if (!valid_dtype(dtype) || num_tokens < 0) return QS_INVALID;
+  if (num_tokens == 0) return QS_OK;
+  qs::QuantizedRows rows;
+  rows.stride = row_stride(packed);
+  rows.num_groups = packed.num_groups;
+  const uintptr_t start = round_up(reinterpret_cast<intptr_t>(scratch), kAlignment);
+  rows.codes = reinterpret_cast<int8_t*>(start);
+  rows.scales = reinterpret_cast<float*>(rows.codes + num_tokens * rows.stride);
+  rows.corrections = reinterpret_cast<int32_t*>(rows.scales + num_tokens * rows.num_groups);
+  context->kernels->quantized_linear(context->pool,
+                                     {&packed, dtype, x, x_stride, num_tokens, out, rows});
+  return QS_OK;
+}
+
+int qs_quantized_rows(qs_context* context, const qs_quantized* linear, int dtype,
+                      const int64_t* ids, int64_t num_tokens, void* out) {
+  if (!valid_dtype(dtype) || num_tokens < 0) return QS_INVALID;
+  if (!in_range(ids, num_tokens, linear->packed.n)) return QS_OUT_OF_RANGE;
+  if (num_tokens == 0) return QS_OK;
+  context->kernels->quantized_rows(context->pool, linear->packed, dtype, ids, num_tokens, out);
+  return QS_OK;
+}
+
+int qs_linear_rows(qs_context* context, const qs_linear* linear, const int64_t* ids,
+                   int64_t num_tokens, void* out) {
+  if (num_tokens < 0) return QS_INVALID;
+  if (!in_range(ids, num_tokens, linear->packed.n)) return QS_OUT_OF_RANGE;
+  if (num_tokens == 0) return QS_OK;
+  context->kernels->linear_rows(context->pool, linear->packed, ids, num_tokens, out);
+  return QS_OK;
+}
+
+}  // extern "C"

@@ -1,0 +1,198 @@
+// Codes, scales and zeros into the layout of quantized.h, a panel at a time, and rows out of it.
+
+#include "kernels/entries.h"
+#include "kernels/quantized.h"
+#include "kernels/simd.h"
+
+namespace qs::QS_LEVEL {
+namespace {
+
+// Where input k of an output stands in its panel: the byte, without the output's own offset.
+QS_INLINE int64_t code_offset(const PackedQuantized& packed, int64_t k) {
+  const int64_t group = packed.num_groups == 1 ? 0 : k / packed.group_size;
+  const int64_t within = k - group * packed.group_size;
+  const int64_t step = within >> (packed.bits == 4 ? 3 : 2);  // a division would be felt
+  return group * packed.group_bytes + step * kStepBytes + within % kStepInputs;
+}
+
+QS_INLINE uint8_t* panel_of(const PackedQuantized& packed, int64_t output) {
+  return static_cast<uint8_t*>(packed.weights) + output / kQuantizedPanel * packed.panel_bytes;
+}
+
+constexpr int64_t kSegment = 16;  // what every group's size is a multiple of
+
+struct Inputs {
+  int64_t begin, end;
+};
+
+template <typename Scale>
+void pack_group_scales(const PackQuantizedArgs& args, int64_t output, int64_t group, uint8_t* at) {
+  const PackedQuantized& packed = *args.packed;
+  const float middle = static_cast<float>(1 << (packed.bits - 1));
+  const int64_t from = output * packed.num_groups + group;
+  Scale* scales = reinterpret_cast<Scale*>(at) + output % kQuantizedPanel;
+  store_n(scales, set1(args.scales[from]), 1);
+  if (packed.has_zeros) {
+    store_n(scales + kQuantizedPanel, set1(args.zeros[from] - middle), 1);
+  }
+}
+
+// 16 codes of one output, of which no two are in different groups, to where the first goes.
+QS_INLINE void pack_segment(const uint8_t* codes, int bits, uint8_t* out) {
+  uint32_t steps[kSegment / kStepInputs];
+  memcpy(steps, codes, sizeof(steps));
+  if (bits == 8) {
+    for (int i = 0; i < 4; ++i) memcpy(out + i * kStepBytes, &steps[i], sizeof(steps[i]));
+    return;
+  }
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t pair = steps[2 * i] | steps[2 * i + 1] << 4;
+    memcpy(out + i * kStepBytes, &pair, sizeof(pair));
+  }
+}
+
+// Codes of inputs [begin, end) of one output; `begin` is a multiple of 16.
+QS_INLINE void pack_codes(const PackQuantizedArgs& args, int64_t output, Inputs inputs) {
+  const PackedQuantized& packed = *args.packed;
+  uint8_t* column = panel_of(packed, output) + output % kQuantizedPanel * kStepInputs;
+  const uint8_t* codes = args.codes + output * packed.k;
+  int64_t k = inputs.begin;
+  for (; k + kSegment <= inputs.end; k += kSegment) {
+    pack_segment(codes + k, packed.bits, column + code_offset(packed, k));
+  }
+  if (k == inputs.end) return;
+  uint8_t rest[kSegment] = {};
+  memcpy(rest, codes + k, inputs.end - k);
+  uint8_t packed_rest[kSegment / kStepInputs * kStepBytes];
+  pack_segment(rest, packed.bits, packed_rest);
+  const int64_t inputs_per_step = kStepInputs * (packed.bits == 4 ? 2 : 1);
+  for (int64_t i = 0; k + i < inputs.end; i += inputs_per_step) {
+    memcpy(column + code_offset(packed, k + i), packed_rest + i / inputs_per_step * kStepBytes,
+           kStepInputs);
+  }
+}
+
+void pack_scales(const PackQuantizedArgs& args, int64_t output) {
+  const PackedQuantized& packed = *args.packed;
+  if (packed.num_groups == 1) {
+    packed.scales[output] = args.scales[output];
+    if (packed.zeros == nullptr) return;
+    packed.zeros[output] = args.zeros[output] - static_cast<float>(1 << (packed.bits - 1));
+    return;
+  }
+  for (int64_t group = 0; group < packed.num_groups; ++group) {
+    uint8_t* at = panel_of(packed, output) + group * packed.group_bytes + packed.code_bytes();
+    if (packed.half_scales) {
+      pack_group_scales<f16>(args, output, group, at);
+    } else {
+      pack_group_scales<float>(args, output, group, at);
+    }
+  }
+}
+
+// A cache line of every output's codes at a time, so that what is written stays in L1.
+void pack_panel(const PackQuantizedArgs& args, int64_t panel) {
+  constexpr int64_t kAtOnce = 64;
+  const int64_t first = panel * kQuantizedPanel;
+  const int64_t last = min_of(args.packed->n, first + kQuantizedPanel);
+  for (int64_t k = 0; k < args.packed->k; k += kAtOnce) {
+    const Inputs inputs = {k, min_of(args.packed->k, k + kAtOnce)};
+    for (int64_t output = first; output < last; ++output) pack_codes(args, output, inputs);
+  }
+  for (int64_t output = first; output < last; ++output) pack_scales(args, output);
+}
+
+struct Scaling {
+  float scale, zero;  // the zero with its middle
+};
+
+template <typename Scale>
+QS_INLINE Scaling group_scaling(const PackedQuantized& packed, const uint8_t* at, int64_t lane) {
+  const Scale* scales = reinterpret_cast<const Scale*>(at) + lane;
+  const float zero = packed.has_zeros ? load_n(scales + kQuantizedPanel, 1)[0] : 0.0f;
+  return {load_n(scales, 1)[0], zero};
+}
+
+QS_INLINE Scaling scaling_of(const PackedQuantized& packed, int64_t output, int64_t group) {
+  Scaling found;
+  if (packed.num_groups == 1) {
+    found = {packed.scales[output], packed.zeros == nullptr ? 0.0f : packed.zeros[output]};
+  } else {
+    const uint8_t* at = static_cast<const uint8_t*>(packed.weights) +
+                        output / kQuantizedPanel * packed.panel_bytes +
+                        group * packed.group_bytes + packed.code_bytes();
+    const int64_t lane = output % kQuantizedPanel;
+    found = packed.half_scales ? group_scaling<f16>(packed, at, lane)
+                               : group_scaling<float>(packed, at, lane);
+  }
+  found.zero += static_cast<float>(1 << (packed.bits - 1));
+  return found;
+}
+
+template <typename T>
+QS_INLINE void store_row(const float* values, int64_t n, T* out) {
+  for (int64_t i = 0; i < n; i += W) store_up_to(out + i, load(values + i), n - i);
+}
+
+template <typename T>
+void read_row(const PackedQuantized& packed, int64_t output, T* out) {
+  constexpr int64_t kAtOnce = 64;  // a multiple of 2 steps and of W
+  const uint8_t* column = static_cast<const uint8_t*>(packed.weights) +
+                          output / kQuantizedPanel * packed.panel_bytes +
+                          output % kQuantizedPanel * kStepInputs;
+  float values[kAtOnce];
+  for (int64_t group = 0; group < packed.num_groups; ++group) {
+    const Scaling scaling = scaling_of(packed, output, group);
+    const int64_t begin = group * packed.group_size;
+    const int64_t end = min_of(packed.k, begin + packed.group_size);
+    for (int64_t first = begin; first < end; first += kAtOnce) {
+      const int64_t size = min_of(kAtOnce, end - first);
+      for (int64_t i = 0; i < size; ++i) {
+        int code = column[code_offset(packed, first + i)];
+        if (packed.bits == 4) code = i / kStepInputs % 2 != 0 ? code >> 4 : code & 15;
+        values[i] = (static_cast<float>(code) - scaling.zero) * scaling.scale;
+      }
+      store_row(values, size, out + first);
+    }
+  }
+}
+
+template <typename T>
+void read_plain_row(const PackedLinear& packed, int64_t output, T* out) {
+  constexpr int64_t kPair = sizeof(T) == sizeof(bf16) ? 2 : 1;
+  const int64_t pair = packed.dtype == QS_BF16 ? kPair : 1;
+  const T* column = static_cast<const T*>(packed.weights) +
+                    output / kPanel * packed.panel_size + output % kPanel * pair;
+  for (int64_t k = 0; k < packed.k; ++k) {
+    out[k] = column[k / pair * kPanel * pair + k % pair];
+  }
+}
+
+}  // namespace
+
+void pack_quantized(Pool* pool, const PackQuantizedArgs& args) {
+  const PackedQuantized& packed = *args.packed;
+  parallel_for(pool, packed.num_panels, [&](int64_t panel) { pack_panel(args, panel); });
+}
+
+void quantized_rows(Pool* pool, const PackedQuantized& packed, int dtype, const int64_t* ids,
+                    int64_t num_tokens, void* out) {
+  with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel_for(pool, num_tokens, [&](int64_t i) {
+      read_row(packed, ids[i], static_cast<T*>(out) + i * packed.k);
+    });
+  });
+}
+
+void linear_rows(Pool* pool, const PackedLinear& packed, const int64_t* ids, int64_t num_tokens,
+                 void* out) {
+  with_dtype(packed.dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel_for(pool, num_tokens, [&](int64_t i) {
+      read_plain_row(packed, ids[i], static_cast<T*>(out) + i * packed.k);
+    });
+  });
+}
+
+}  // namespace qs::QS_LEVEL

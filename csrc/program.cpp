@@ -1,0 +1,264 @@
+// Captured steps: a list of calls with bound pointers, run without anything between them.
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "objects.h"
+
+namespace {
+
+// Memory that grows to what the largest step so far needed; contents are lost when it grows.
+struct Grown {
+  void* data = nullptr;
+  int64_t num_bytes = 0;
+
+  ~Grown() { free(data); }
+
+  bool reserve(int64_t wanted) {
+    if (wanted <= num_bytes) return true;
+    free(data);
+    const int64_t size = (wanted + wanted / 2 + 63) / 64 * 64;
+    data = aligned_alloc(64, size);
+    num_bytes = data == nullptr ? 0 : size;
+    return data != nullptr;
+  }
+};
+
+}  // namespace
+
+struct qs_program {
+  qs_context* context;
+  qs_program_inputs inputs;
+  qs_op* ops;
+  int64_t num_ops;
+  // of the step that runs
+  int64_t num_tokens;
+  int64_t num_emitting;
+  int64_t num_rows;
+  int64_t max_blocks;
+  int64_t* slots;         // [capacity_tokens]
+  int64_t* row_offsets;   // [capacity_tokens + 1]
+  int64_t* context_lens;  // [capacity_tokens]
+  Grown block_tables;     // [num_rows, max_blocks] int32
+  Grown scratch;
+};
+
+namespace {
+
+int64_t rows_of(const qs_program& program, const qs_op& op) {
+  return op.rows == QS_EMITTING ? program.num_emitting : program.num_tokens;
+}
+
+// Counts of the step; QS_INVALID unless they fit the bound memory and the rows their blocks.
+int measure(qs_program* program, const qs_step& step) {
+  const qs_program_inputs& inputs = program->inputs;
+  program->num_rows = step.num_rows;
+  program->num_emitting = step.num_emitting;
+  program->num_tokens = 0;
+  program->max_blocks = 0;
+  if (step.num_rows < 1 || step.num_rows > inputs.capacity_tokens) return QS_INVALID;
+  if (step.num_emitting < 0 || step.num_emitting > inputs.capacity_emitting) return QS_INVALID;
+  for (int64_t i = 0; i < step.num_rows; ++i) {
+    const qs_step_row& row = step.rows[i];
+    const int64_t end = row.start + row.num_tokens;
+    const int64_t blocks = (end + inputs.block_size - 1) / inputs.block_size;
+    if (row.start < 0 || row.num_tokens < 1 || blocks > row.num_blocks) return QS_INVALID;
+    program->num_tokens += row.num_tokens;
+    if (blocks > program->max_blocks) program->max_blocks = blocks;
+  }
+  for (int64_t i = 0; i < step.num_emitting; ++i) {
+    if (step.emitting_rows[i] < 0 || step.emitting_rows[i] >= step.num_rows) return QS_INVALID;
+  }
+  return program->num_tokens <= inputs.capacity_tokens ? QS_OK : QS_INVALID;
+}
+
+void place_row(qs_program* program, int64_t index, const qs_step_row& row) {
+  const int64_t block_size = program->inputs.block_size;
+  const int64_t first = program->row_offsets[index], end = row.start + row.num_tokens;
+  const int64_t num_blocks = (end + block_size - 1) / block_size;
+  for (int64_t i = 0; i < row.num_tokens; ++i) {
+    const int64_t position = row.start + i;
+    program->inputs.positions[first + i] = position;
+    program->slots[first + i] =
+        row.block_ids[position / block_size] * block_size + position % block_size;
+  }
+  int32_t* table = static_cast<int32_t*>(program->block_tables.data) + index * program->max_blocks;
+  memcpy(table, row.block_ids, num_blocks * sizeof(int32_t));
+  memset(table + num_blocks, 0, (program->max_blocks - num_blocks) * sizeof(int32_t));
+  program->row_offsets[index + 1] = first + row.num_tokens;
+  program->context_lens[index] = end;
+}
+
+int place(qs_program* program, const qs_step& step) {
+  const int status = measure(program, step);
+  if (status != QS_OK) return status;
+  const int64_t table_bytes = step.num_rows * program->max_blocks * sizeof(int32_t);
+  if (!program->block_tables.reserve(table_bytes)) return QS_OUT_OF_MEMORY;
+  memcpy(program->inputs.token_ids, step.token_ids, program->num_tokens * sizeof(int64_t));
+  program->row_offsets[0] = 0;
+  for (int64_t i = 0; i < step.num_rows; ++i) place_row(program, i, step.rows[i]);
+  for (int64_t i = 0; i < step.num_emitting; ++i) {
+    program->inputs.emitting[i] = program->row_offsets[step.emitting_rows[i] + 1] - 1;
+  }
+  return QS_OK;
+}
+
+int attend(qs_program* program, const qs_op& op) {
+  qs_attention call = {};
+  call.dtype = op.dtype;
+  call.num_heads = static_cast<int32_t>(op.size[0]);
+  call.num_kv_heads = static_cast<int32_t>(op.size[1]);
+  call.head_size = static_cast<int32_t>(op.size[2]);
+  call.q_stride = op.stride[0];
+  call.num_rows = program->num_rows;
+  call.block_size = program->inputs.block_size;
+  call.max_blocks = program->max_blocks;
+  call.num_blocks = op.size[3];
+  call.window = op.size[4];
+  call.scale = static_cast<float>(op.scalar[0]);
+  call.softcap = static_cast<float>(op.scalar[1]);
+  call.q = op.in[0];
+  call.k_cache = op.in[1];
+  call.v_cache = op.in[2];
+  call.row_offsets = program->row_offsets;
+  call.context_lens = program->context_lens;
+  call.block_tables = static_cast<const int32_t*>(program->block_tables.data);
+  call.out = op.out[0];
+  const int64_t scratch_bytes = qs_attention_scratch_bytes(program->context, &call);
+  if (!program->scratch.reserve(scratch_bytes)) return QS_OUT_OF_MEMORY;
+  call.scratch = scratch_bytes > 0 ? program->scratch.data : nullptr;
+  return qs_paged_attention(program->context, &call);
+}
+
+int multiply_quantized(qs_program* program, const qs_op& op, int64_t rows) {
+  const qs_quantized* weight = static_cast<const qs_quantized*>(op.in[1]);
+  if (!program->scratch.reserve(qs_quantized_scratch_bytes(weight, rows))) return QS_OUT_OF_MEMORY;
+  return qs_quantized_run(program->context, weight, op.dtype, op.in[0], op.stride[0], rows,
+                          op.out[0], program->scratch.data);
+}
+
+int run_op(qs_program* program, const qs_op& op) {
+  qs_context* context = program->context;
+  const int64_t rows = rows_of(*program, op);
+  const float a = static_cast<float>(op.scalar[0]), b = static_cast<float>(op.scalar[1]);
+  switch (op.kind) {
+    case QS_OP_LINEAR:
+      return qs_linear_run(context, static_cast<const qs_linear*>(op.in[1]), op.in[0],
+                           op.stride[0], rows, op.out[0]);
+    case QS_OP_GATHER:
+      return qs_embedding(context, static_cast<const int64_t*>(op.in[0]), rows, op.in[1],
+                          op.size[0], op.size[1], op.out[0]);
+    case QS_OP_RMS_NORM:
+      return qs_rms_norm(context, op.dtype, op.in[0], rows, op.size[0], op.size[1], op.stride[0],
+                         op.stride[1], op.in[1], a, b, op.out[0]);
+    case QS_OP_ADD_NORM:
+      return qs_add_rms_norm(context, op.dtype, op.in[0], op.in[1], rows, op.size[0], op.in[2], a,
+                             b, op.out[0], op.out[1]);
+    case QS_OP_ROTARY:
+      return qs_rotary(context, op.dtype, op.in[0], rows, op.size[0], op.size[1], op.stride[0],
+                       static_cast<const float*>(op.in[1]), static_cast<const float*>(op.in[2]),
+                       op.size[2], op.option, op.out[0]);
+    case QS_OP_GATED:
+      return qs_gated_activation(context, op.dtype, op.option, op.in[0], rows, op.size[0],
+                                 op.out[0]);
+    case QS_OP_WRITE_KV:
+      return qs_write_kv(context, op.in[0], op.in[1], op.stride[0], op.stride[1], op.size[0],
+                         program->slots, rows, op.out[0], op.out[1], op.size[1]);
+    case QS_OP_ATTENTION:
+      return attend(program, op);
+    case QS_OP_ADD:
+      return qs_add(context, op.dtype, op.in[0], op.in[1], rows * op.size[0], op.out[0]);
+    case QS_OP_SCALE:
+      return qs_scale(context, op.dtype, op.in[0], rows * op.size[0], a, op.out[0]);
+    case QS_OP_LOGITS:
+      return qs_finish_logits(context, op.dtype, op.in[0], rows * op.size[0], op.scalar[0],
+                              op.scalar[1], static_cast<float*>(op.out[0]));
+    case QS_OP_QUANTIZED:
+      return multiply_quantized(program, op, rows);
+    case QS_OP_LINEAR_ROWS:
+      return qs_linear_rows(context, static_cast<const qs_linear*>(op.in[1]),
+                            static_cast<const int64_t*>(op.in[0]), rows, op.out[0]);
+    case QS_OP_QUANTIZED_ROWS:
+      return qs_quantized_rows(context, static_cast<const qs_quantized*>(op.in[1]), op.dtype,
+                               static_cast<const int64_t*>(op.in[0]), rows, op.out[0]);
+  }
+  return QS_INVALID;
+}
+
+bool allocate(qs_program* program, const qs_op* ops) {
+  const int64_t capacity = program->inputs.capacity_tokens;
+  program->ops = static_cast<qs_op*>(malloc(program->num_ops * sizeof(qs_op)));
+  program->slots = static_cast<int64_t*>(malloc(capacity * sizeof(int64_t)));
+  program->row_offsets = static_cast<int64_t*>(malloc((capacity + 1) * sizeof(int64_t)));
+  program->context_lens = static_cast<int64_t*>(malloc(capacity * sizeof(int64_t)));
+  if (program->ops == nullptr || program->slots == nullptr || program->row_offsets == nullptr ||
+      program->context_lens == nullptr) {
+    return false;
+  }
+  memcpy(program->ops, ops, program->num_ops * sizeof(qs_op));
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+int qs_program_create(qs_context* context, const qs_op* ops, int64_t num_ops,
+                      const qs_program_inputs* inputs, qs_program** out) {
+  if (num_ops < 1 || inputs->capacity_tokens < 1 || inputs->capacity_emitting < 1 ||
+      inputs->block_size < 1) {
+    return QS_INVALID;
+  }
+  qs_program* program = new (std::nothrow) qs_program{};
+  if (program == nullptr) return QS_OUT_OF_MEMORY;
+  program->context = context;
+  program->inputs = *inputs;
+  program->num_ops = num_ops;
+  if (!allocate(program, ops)) {
+    qs_program_destroy(program);
+    return QS_OUT_OF_MEMORY;
+  }
+  *out = program;
+  return QS_OK;
+}
+
+void qs_program_destroy(qs_program* program) {
+  if (program == nullptr) return;
+  free(program->ops);
+  free(program->slots);
+  free(program->row_offsets);
+  free(program->context_lens);
+  delete program;
+}
+
+int qs_program_run(qs_program* program, const qs_step* step) {
+  int status = place(program, *step);
+  for (int64_t i = 0; i < program->num_ops && status == QS_OK; ++i) {
+    if (rows_of(*program, program->ops[i]) > 0) status = run_op(program, program->ops[i]);
+  }
+  return status;
+}
+
+int qs_add(qs_context* context, int dtype, const void* a, const void* b, int64_t count,
+           void* out) {
+  if (dtype < QS_F32 || dtype > QS_F16 || count < 0) return QS_INVALID;
+  context->kernels->elementwise(context->pool, {dtype, a, b, 1.0f, count, out});
+  return QS_OK;
+}
+
+int qs_scale(qs_context* context, int dtype, const void* x, int64_t count, float factor,
+             void* out) {
+  if (dtype < QS_F32 || dtype > QS_F16 || count < 0) return QS_INVALID;
+  context->kernels->elementwise(context->pool, {dtype, x, nullptr, factor, count, out});
+  return QS_OK;
+}
+
+int qs_finish_logits(qs_context* context, int dtype, const void* x, int64_t count, double divisor,
+                     double cap, float* out) {
+  if (dtype < QS_F32 || dtype > QS_F16 || count < 0 || cap < 0.0) return QS_INVALID;
+  context->kernels->finish_logits(context->pool, {dtype, x, count, divisor, cap, out});
+  return QS_OK;
+}
+
+}  // extern "C"

@@ -1,0 +1,38 @@
+"""Whole steps on the native library: programs of recorded calls, and draws of tokens.
+
+One per native op table (`OpTable.steps`), which `ops.native` builds. Used by `runtime.capture` and
+`runtime.native_sampler`; where it is None, steps run op by op and draws in NumPy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from torch import Tensor
+
+from quickstep.ops.native_draw import RowDraws
+from quickstep.ops.native_program import Program
+from quickstep.ops.recording import Recording
+
+__all__ = ["NativeSteps"]
+
+
+class NativeSteps:
+    """Makes programs and draws on one context; `owner` keeps that alive."""
+
+    def __init__(self, library: ctypes.CDLL, context: int, owner: object) -> None:
+        self._library = library
+        self._context = context
+        self._owner = owner
+
+    def program(
+        self, recording: Recording, capacities: tuple[int, int], memory: Tensor, block_size: int
+    ) -> Program:
+        """The recording bound to `memory`, for steps of up to (tokens, emitting rows)."""
+        return Program(
+            self._library, self._context, self._owner, recording, capacities, memory, block_size
+        )
+
+    def draws(self, vocab_size: int) -> RowDraws:
+        """Draws from rows of `vocab_size` logits."""
+        return RowDraws(self._library, self._context, self._owner, vocab_size)

@@ -1,0 +1,95 @@
+"""Inputs of the ops on integer codes, for `ops.cases`: every form of a `QuantizedWeight`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quickstep.ops.case_draws import CaseDraws, label
+from quickstep.ops.table import QuantizedWeight
+
+__all__ = ["Inputs", "quantized_linear_inputs", "quantized_rows_inputs"]
+
+
+class Inputs(NamedTuple):
+    """A `Case` but for its op."""
+
+    name: str
+    tokens: tuple[Tensor, ...]
+    fixed: tuple[object, ...]
+
+
+# (T, C, N, bits, group size, has zeros, has bias): one row, tile, panel and block edges, odd sizes
+_QUANTIZED_SHAPES = (
+    (1, 32, 32, 8, 32, False, False),
+    (3, 77, 33, 8, 77, True, True),
+    (37, 896, 150, 8, 896, False, True),
+    (6, 4864, 65, 8, 4864, False, False),
+    (5, 512, 70, 8, 16, False, True),
+    (7, 640, 64, 8, 320, True, False),
+    (100, 128, 257, 8, 128, False, False),
+    (1, 256, 330, 4, 32, False, False),
+    (1, 1024, 640, 8, 1024, False, False),
+    (2, 92, 140, 4, 92, True, True),
+    (19, 384, 100, 4, 128, True, False),
+    (13, 1152, 130, 4, 48, False, True),
+    (98, 256, 65, 4, 64, True, True),
+    (0, 64, 32, 4, 32, False, False),
+)
+
+
+def _quantized_weight(
+    source: CaseDraws, shape: tuple[int, int], bits: int, group: int, *, zeros: bool
+) -> QuantizedWeight:
+    outputs, inputs = shape
+    codes = source.integers(0, 2**bits, outputs, inputs).to(torch.uint8)
+    groups = (outputs, inputs // group)
+    # half of the cases have scales that f16 holds, the others do not
+    fine = 2.0**-18 if inputs % 128 else 2.0**-26
+    size = inputs**-0.5 / 2 ** (bits - 2)
+    scales = (source.integers(1, 400, *groups).float() / 400 * size / fine).round() * fine
+    offsets = source.integers(0, 2**bits, *groups).float() if zeros else None
+    if offsets is not None and inputs % 3 == 0:
+        offsets += 0.3
+    return QuantizedWeight(codes, scales, offsets, bits, group)
+
+
+def quantized_linear_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
+    """Tokens (x,), fixed (weight, bias)."""
+    for num_tokens, width, outputs, bits, group, zeros, has_bias in _QUANTIZED_SHAPES:
+        name = label("quantized_linear", dtype, num_tokens, width, outputs, bits, group, zeros)
+        source = CaseDraws(name, dtype)
+        weight = _quantized_weight(source, (outputs, width), bits, group, zeros=zeros)
+        bias = source.normal(outputs) if has_bias else None
+        x = source.normal(num_tokens, width)
+        x[num_tokens // 2 :, 7] *= 60.0  # as language models have them
+        yield Inputs(name, (x,), (weight, bias))
+    yield from _extreme_codes(dtype)
+
+
+def _extreme_codes(dtype: torch.dtype) -> Iterator[Inputs]:
+    """The largest sums there are, where 16-bit steps would saturate; tiny and no activations."""
+    x = torch.full((4, 2048), 3.0)
+    x[1] = -3.0
+    x[2] = 1e-33 if dtype != torch.float16 else 0.0
+    x[3] = 0.0
+    for bits, group in ((8, 2048), (8, 128), (4, 2048), (4, 64)):
+        for code in (0, 2**bits - 1):
+            name = label("quantized_linear", dtype, "extreme", bits, group, code)
+            codes = torch.full((66, 2048), code, dtype=torch.uint8)
+            scales = torch.full((66, 2048 // group), 2.0**-12)
+            weight = QuantizedWeight(codes, scales, None, bits, group)
+            yield Inputs(name, (x.to(dtype),), (weight, None))
+
+
+def quantized_rows_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
+    """Tokens (token_ids,), fixed (weight, dtype)."""
+    for num_tokens, width, rows, bits, group, zeros, _ in _QUANTIZED_SHAPES[1:]:
+        name = label("quantized_rows", dtype, num_tokens, width, rows, bits, group)
+        source = CaseDraws(name, dtype)
+        weight = _quantized_weight(source, (rows, width), bits, group, zeros=zeros)
+        token_ids = source.permutation(rows)[:num_tokens]
+        yield Inputs(name, (token_ids,), (weight, dtype))

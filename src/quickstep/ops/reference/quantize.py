@@ -1,0 +1,120 @@
+"""Weights into integer codes: the definition of `OpTable.quantize`.
+
+Deterministic: codes are a function of their row alone. Without a group size a row has one scale,
+its largest magnitude over 2**(bits - 1) - 1, codes about the middle. With one, each group tries a
+few scales and keeps the one with the smallest squared error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quickstep.ops.table import QuantizedWeight
+
+__all__ = ["quantize"]
+
+_BLOCK_ELEMENTS = 1 << 20  # in float32 at a time: 4 MiB
+_TINY = 1e-30  # weights below count as zero: 127 over them overflows, or nearly
+
+# Shares of a group's range that are tried for its scale, the least squared error wins: clipping
+# the outermost weight can serve the others better.
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+
+# Squared error of each group, and what gave it: codes, scale, zero.
+_Attempt = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def quantize(weight: Tensor, bits: int, group_size: int | None, has_zeros: bool) -> QuantizedWeight:
+    """Codes of weight [N, C] (any floating dtype); `group_size` divides C."""
+    outputs, inputs = weight.shape
+    searches, group_size = group_size is not None, group_size or inputs
+    codes = torch.empty((outputs, inputs), dtype=torch.uint8, device=weight.device)
+    scales = weight.new_empty((outputs, inputs // group_size), dtype=torch.float32)
+    zeros = torch.empty_like(scales) if has_zeros else None
+    step = max(1, _BLOCK_ELEMENTS // inputs)
+    for start in range(0, outputs, step):
+        block = slice(start, start + step)
+        groups = weight[block].float().reshape(-1, inputs // group_size, group_size)
+        if not searches:
+            scales[block], part = _whole_rows(groups, bits)
+        elif zeros is None:
+            scales[block], part = _symmetric(groups, bits)
+        else:
+            scales[block], zeros[block], part = _asymmetric(groups, bits)
+        codes[block] = part.reshape(-1, inputs).to(torch.uint8)
+    return QuantizedWeight(codes, scales, zeros, bits, group_size)
+
+
+def _whole_rows(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scale = largest / (2**(bits - 1) - 1), codes about the middle."""
+    middle = 2 ** (bits - 1)
+    most = groups.abs().amax(-1)
+    most = torch.where(most > _TINY, most, 0.0)
+    # not (middle - 1) / most, for which torch multiplies with a rounded reciprocal
+    inverse = torch.where(most > 0, torch.full_like(most, middle - 1) / most, 0.0)
+    codes = (groups * inverse.unsqueeze(-1)).round_().add_(middle)
+    return most / (middle - 1), codes
+
+
+def _symmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The weight of the largest magnitude at code 0, or nearer: 2**bits codes, none in vain."""
+    middle = 2 ** (bits - 1)
+    most, least = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
+    extreme = torch.where(most >= -least, most, least) / -middle
+
+    def attempt(shrink: float) -> _Attempt:
+        scale = _half(extreme * shrink)
+        codes = (groups * _inverse(scale)).round_().add_(middle).clamp_(0, 2 * middle - 1)
+        return _measured(groups, codes, scale, torch.full_like(scale, middle))
+
+    _, codes, scale, _ = _best(attempt)
+    return scale.squeeze(-1), codes
+
+
+def _asymmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A whole zero point: the range from least to largest, 0 included, over all codes."""
+    last = 2**bits - 1
+    least = groups.amin(-1, keepdim=True).clamp_(max=0.0)
+    largest = groups.amax(-1, keepdim=True).clamp_(min=0.0)
+
+    def attempt(shrink: float) -> _Attempt:
+        scale = _half(largest * (shrink / last) - least * (shrink / last))
+        zero = (least * -shrink * _inverse(scale)).round_()
+        codes = (groups * _inverse(scale)).round_().add_(zero).clamp_(0, last)
+        return _measured(groups, codes, scale, zero)
+
+    _, codes, scale, zero = _best(attempt)
+    return scale.squeeze(-1), zero.squeeze(-1), codes
+
+
+def _measured(groups: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> _Attempt:
+    error = ((codes - zero) * scale - groups).square_().sum(-1, keepdim=True)
+    return error, codes, scale, zero
+
+
+def _best(attempt: Callable[[float], _Attempt]) -> _Attempt:
+    """Group by group the attempt with the smallest error, the first where equal."""
+    best = attempt(_SHRINKS[0])
+    for shrink in _SHRINKS[1:]:
+        other = attempt(shrink)
+        wins = other[0] < best[0]
+        best = (
+            torch.where(wins, other[0], best[0]),
+            torch.where(wins, other[1], best[1]),
+            torch.where(wins, other[2], best[2]),
+            torch.where(wins, other[3], best[3]),
+        )
+    return best
+
+
+def _half(scale: Tensor) -> Tensor:
+    """Rounded to what float16 holds, as kernels keep scales of groups."""
+    rounded = scale.half().float()
+    return torch.where(rounded.isfinite(), rounded, scale)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale != 0, 1.0 / scale, 0.0)

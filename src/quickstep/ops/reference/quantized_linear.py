@@ -1,0 +1,82 @@
+"""Linear layers on integer codes: the activations are quantised too, and sums are exact.
+
+    scale[t, g] = max |x[t, g, :]| / 127        codes q = round(x * (127 / max)), half to even
+    y[t, n] = sum over g of (sum over i of q (code - zero)) * scale[t, g] * scales[n, g]
+
+A group is the weight's; a weight with one scale per output takes a whole row as one group. Scale
+and codes of activations are computed in float32, as every implementation does; the rest is
+float64 over integers, so that no product's order can show.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quickstep.ops.table import LinearWeight, QuantizedWeight
+
+__all__ = ["pack_quantized", "quantize_activations", "quantized_linear", "quantized_rows"]
+
+_BLOCK_ELEMENTS = 1 << 18  # of codes in fp64 at a time: 2 MiB, stays in cache
+_TINY = 1e-30  # 127 over anything smaller overflows, or nearly; such a group counts as zero
+
+
+def pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
+    """The codes as they are, a byte each."""
+    parts = [weight.codes, weight.scales]
+    parts += [part for part in (weight.zeros, bias) if part is not None]
+    outputs, inputs = weight.codes.shape
+    return LinearWeight(weight, bias, outputs, inputs, sum(part.nbytes for part in parts))
+
+
+def quantize_activations(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """X [T, C] -> codes [T, G, C / G] (fp32 integers up to 127) and scales [T, G] fp32.
+
+    A group with inf or NaN has codes 0 and the scale NaN.
+    """
+    grouped = x.float().reshape(x.shape[0], x.shape[1] // group_size, group_size)
+    most = grouped.abs().amax(-1)
+    finite = most.isfinite()
+    used = finite & (most > _TINY)
+    # not 127.0 / most, for which torch multiplies with a rounded reciprocal
+    inverse = torch.where(used, torch.full_like(most, 127.0) / most, 0.0).unsqueeze(-1)
+    codes = torch.where(used.unsqueeze(-1), torch.round(grouped * inverse), 0.0)
+    scales = torch.where(used, most / 127.0, torch.where(finite, 0.0, torch.nan))
+    return codes, scales
+
+
+def quantized_linear(x: Tensor, weight: LinearWeight) -> Tensor:
+    """X [T, C] -> [T, N] in x's dtype; T may be 0."""
+    data = weight.data
+    assert isinstance(data, QuantizedWeight)
+    out = x.new_empty(x.shape[0], weight.num_outputs)
+    if out.numel() == 0:
+        return out
+    codes, scales = quantize_activations(x, data.group_size)
+    inputs = codes.double().transpose(0, 1)  # [G, T, C / G]
+    sums = inputs.sum(-1).unsqueeze(-1)
+    step = max(1, _BLOCK_ELEMENTS // weight.num_inputs)
+    for start in range(0, weight.num_outputs, step):
+        block = slice(start, start + step)
+        dots = inputs @ _grouped(data.codes[block], data.group_size).permute(1, 2, 0)
+        zeros = 2.0 ** (data.bits - 1) if data.zeros is None else data.zeros[block].t()[:, None]
+        scaled = (dots - sums * zeros) * data.scales[block].double().t()[:, None]
+        total = torch.zeros_like(dots[0])
+        for group in range(scaled.shape[0]):
+            total += scaled[group] * scales[:, group, None].double()
+        if weight.bias is not None:
+            total += weight.bias[block].double()
+        out[:, block] = total.float()
+    return out
+
+
+def quantized_rows(token_ids: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Rows of the weight [T, C], rounded once to `dtype`."""
+    zeros = None if weight.zeros is None else weight.zeros[token_ids]
+    scales = weight.scales[token_ids]
+    rows = QuantizedWeight(weight.codes[token_ids], scales, zeros, weight.bits, weight.group_size)
+    return rows.dequantized().to(dtype)
+
+
+def _grouped(codes: Tensor, group_size: int) -> Tensor:
+    return codes.double().reshape(codes.shape[0], codes.shape[1] // group_size, group_size)

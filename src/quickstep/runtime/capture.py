@@ -1,0 +1,155 @@
+"""Captured steps: the forward pass recorded once, replayed as one native call.
+
+What a CUDA graph is to a GPU. The recording does not depend on the number of tokens; a program is
+it bound to memory for at most so many tokens and emitting rows, and runs with the step's real
+counts, so that no row is padded and every bit is as op by op. Programs are bound when a step first
+needs their size (a few milliseconds), decode steps in small memory of their own, and share it.
+
+Called by `runtime.runner`. What cannot be recorded (a mixture of experts, a fallback model,
+reference ops, another device) runs through `EagerSteps`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quickstep.errors import EngineError
+from quickstep.model.decoder import Decoder
+from quickstep.model.interface import ForwardBatch, Model
+from quickstep.ops.native_program import Program, program_bytes
+from quickstep.ops.native_recorder import NativeRecorder, NotCapturable
+from quickstep.ops.native_step_abi import StepCall
+from quickstep.ops.native_steps import NativeSteps
+from quickstep.ops.recording import Recording
+from quickstep.ops.table import KVCache
+from quickstep.runtime.batch import input_tokens
+from quickstep.runtime.slots import Slot
+from quickstep.runtime.step_model import EagerSteps, StepModel
+from quickstep.types import StepRow
+
+__all__ = ["CapturedSteps", "open_steps", "record"]
+
+_LEAST_TOKENS = 64
+_LEAST_EMITTING = 8
+_ROW_WORDS = 4  # of `StepRowCall`
+
+
+def open_steps(model: Model, kv: KVCache, block_size: int, enforce_eager: bool) -> StepModel:
+    """Captured steps where the model can be recorded, otherwise its Python, op by op."""
+    if not enforce_eager and isinstance(model, Decoder) and model.ops.steps is not None:
+        recording = record(model, kv, block_size)
+        if recording is not None:
+            hidden_dtype = model.kv_shape.dtype
+            return CapturedSteps(model.ops.steps, recording, hidden_dtype, block_size)
+    return EagerSteps(model, kv, block_size)
+
+
+def record(model: Decoder, kv: KVCache, block_size: int) -> Recording | None:
+    """The model's forward pass and its logits; None where they are more than native calls."""
+    recorder = NativeRecorder(block_size)
+    recorded = model.with_ops(recorder.table(model.ops))
+    try:
+        with torch.no_grad(), recorder:
+            hidden = recorded.forward(ForwardBatch(recorder.token_ids, recorder.layout), kv)
+            logits = recorded.logits(recorder.emitting_rows(hidden))
+            return recorder.finish(hidden, logits)
+    except NotCapturable:
+        return None
+
+
+class CapturedSteps:
+    """Programs of one recording, and the buffers through which a step's rows reach them."""
+
+    def __init__(
+        self, steps: NativeSteps, recording: Recording, dtype: torch.dtype, block_size: int
+    ) -> None:
+        self._steps = steps
+        self._recording = recording
+        self._dtype = dtype
+        self._block_size = block_size
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._programs: dict[tuple[int, int], _BoundProgram] = {}
+        self._num_tokens = 0
+        self._call = StepCall()
+        self._call_address = ctypes.addressof(self._call)
+        self._rows = array("q")
+        self._token_ids = array("q")
+        self._emitting = array("q")
+
+    def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
+        """`StepModel.prepare`."""
+        words: list[int] = []
+        token_ids = array("q")
+        for row, slot in zip(rows, slots, strict=True):
+            token_ids.extend(input_tokens(row, slot))
+            num_blocks = slot.num_blocks
+            if row.end > num_blocks * self._block_size:
+                raise EngineError(
+                    f"a row ends at token {row.end}, its {num_blocks} blocks hold "
+                    f"{num_blocks * self._block_size}"
+                )
+            words += (row.start, row.num_tokens, slot.block_table_address, num_blocks)
+        self._rows, self._token_ids = array("q", words), token_ids
+        self._num_tokens = len(token_ids)
+
+    def run(self, emitting: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """`StepModel.run`. Raises EngineError for a token id that the model lacks."""
+        num_tokens, num_emitting = self._num_tokens, len(emitting)
+        bound = self._bound(num_tokens, num_emitting)
+        call = self._call
+        call.num_rows = len(self._rows) // _ROW_WORDS
+        call.num_emitting = num_emitting
+        self._emitting = array("q", emitting)
+        call.rows = self._rows.buffer_info()[0]
+        call.token_ids = self._token_ids.buffer_info()[0]
+        call.emitting_rows = self._emitting.buffer_info()[0] if emitting else None
+        bound.program.run(self._call_address)
+        return bound.results(num_tokens, num_emitting)
+
+    def _bound(self, num_tokens: int, num_emitting: int) -> _BoundProgram:
+        key = (_bucket(num_tokens, _LEAST_TOKENS), _bucket(num_emitting, _LEAST_EMITTING))
+        bound = self._programs.get(key)
+        if bound is None:
+            wanted = program_bytes(self._recording, key)
+            if wanted > self._memory.nbytes:
+                self._programs.clear()  # they point into what is given back
+                self._memory = torch.empty(wanted, dtype=torch.uint8)
+            bound = self._programs[key] = self._bind(key)
+        return bound
+
+    def _bind(self, capacities: tuple[int, int]) -> _BoundProgram:
+        recording = self._recording
+        program = self._steps.program(recording, capacities, self._memory, self._block_size)
+        hidden = program.rows(recording.hidden, self._dtype)
+        return _BoundProgram(program, hidden, program.rows(recording.logits, torch.float32))
+
+
+class _BoundProgram:
+    """A program and its results, of which a step's first rows are valid."""
+
+    __slots__ = ("_hidden", "_logits", "_newest", "_newest_counts", "program")
+
+    def __init__(self, program: Program, hidden: Tensor, logits: Tensor) -> None:
+        self.program = program
+        self._hidden = hidden
+        self._logits = logits
+        self._newest = (hidden, logits)
+        self._newest_counts = program.capacities
+
+    def results(self, num_tokens: int, num_emitting: int) -> tuple[Tensor, Tensor]:
+        """Hidden states and logits; decode steps of one size share the views."""
+        counts = (num_tokens, num_emitting)
+        if counts != self._newest_counts:
+            self._newest = (self._hidden[:num_tokens], self._logits[:num_emitting])
+            self._newest_counts = counts
+        return self._newest
+
+
+def _bucket(count: int, least: int) -> int:
+    """The next power of two."""
+    return max(least, 1 << (count - 1).bit_length()) if count else least

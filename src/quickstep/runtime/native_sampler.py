@@ -1,0 +1,153 @@
+"""Draws of a step's rows in one native call; the same tokens and bits as `runtime.sampler`.
+
+What adjusts a row's logits (penalties, masks, grammars) is done in NumPy on the row's copy, and the
+call draws from that. Filters that only NumPy knows (typical-p, XTC) take their rows to
+`sample_row`. Called by `runtime.runner` where the kernels are native.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from quickstep.model.decoder import Decoder
+from quickstep.model.interface import Model
+from quickstep.ops.native_draw import RowDraws
+from quickstep.ops.native_step_abi import DrawCall
+from quickstep.runtime.exact_math import MASS_UNIT
+from quickstep.runtime.logprobs import token_logprobs
+from quickstep.runtime.noise import row_keys
+from quickstep.runtime.sampler import (
+    NO_MAXIMUM,
+    Sample,
+    SampleFailure,
+    adjusted,
+    sample,
+    sample_row,
+)
+from quickstep.runtime.sampling_state import SamplingState
+from quickstep.types import SamplingParams, TokenLogprobs
+
+__all__ = ["NativeSampler", "Sampler", "open_sampler"]
+
+# (logits [E, V] fp32, a state for each row) -> a token for each row
+Sampler = Callable[[Tensor, Sequence[SamplingState]], list[Sample | SampleFailure]]
+
+
+def open_sampler(model: Model) -> Sampler:
+    """The native one where the model's kernels are native."""
+    if isinstance(model, Decoder) and model.ops.steps is not None:
+        return NativeSampler(model.ops.steps.draws(model.vocab_size)).sample
+    return sample
+
+
+class NativeSampler:
+    """Fills the calls, runs them, reads them. Not for two threads at a time."""
+
+    def __init__(self, draws: RowDraws) -> None:
+        self._draws = draws
+
+    def sample(
+        self, logits: Tensor, states: Sequence[SamplingState]
+    ) -> list[Sample | SampleFailure]:
+        """`runtime.sampler.sample`, for contiguous rows on a CPU."""
+        if all(state.is_plain_argmax for state in states):
+            return self._argmax(logits)
+        calls = self._draws.calls(len(states))
+        found: list[Sample | SampleFailure | _Drawing] = []
+        num_calls = 0
+        for index, state in enumerate(states):
+            found.append(_begun(calls[num_calls], logits[index].numpy(), state))
+            num_calls += isinstance(found[-1], _Drawing)
+        if num_calls:
+            self._draws.run(num_calls)
+        return [
+            _ended(one, state) if isinstance(one, _Drawing) else one
+            for one, state in zip(found, states, strict=True)
+        ]
+
+    def _argmax(self, logits: Tensor) -> list[Sample | SampleFailure]:
+        num_rows = logits.shape[0]
+        calls = self._draws.calls(num_rows)
+        address, row_bytes = logits.data_ptr(), logits.stride(0) * logits.element_size()
+        for index in range(num_rows):
+            call = calls[index]
+            call.logits = address + index * row_bytes
+            call.is_double, call.num_top, call.temperature = 0, -1, 0.0
+        self._draws.run(num_rows)
+        token_ids = [calls[index].token_id for index in range(num_rows)]
+        return [Sample(one) if one >= 0 else NO_MAXIMUM for one in token_ids]
+
+
+@dataclass(slots=True)
+class _Drawing:
+    """A call under way and the arrays that it points to."""
+
+    call: DrawCall
+    row: npt.NDArray[np.float32]
+    adjusted: npt.NDArray[np.float64] | None
+    top_ids: npt.NDArray[np.int64] | None = None
+    top_logits: npt.NDArray[np.float32] | None = None
+
+
+def _begun(
+    call: DrawCall, row: npt.NDArray[np.float32], state: SamplingState
+) -> Sample | SampleFailure | _Drawing:
+    sampling = state.sampling
+    if sampling.typical_p < 1.0 or sampling.xtc_probability > 0.0:
+        return sample_row(row, state)
+    logits = adjusted(row, state) if state.adjusts_logits else None
+    if isinstance(logits, SampleFailure):
+        return logits
+    drawing = _Drawing(call, row, logits)
+    source = row if logits is None else logits
+    call.logits = source.ctypes.data
+    call.raw = row.ctypes.data
+    call.is_double = logits is not None
+    call.temperature = sampling.temperature
+    call.num_top = -1
+    _fill_filters(call, sampling, row.shape[0])
+    call.key_b, call.key_c = row_keys(state.seed, state.num_outputs)
+    if sampling.logprobs is not None:
+        call.num_top = min(sampling.logprobs, row.shape[0])
+        top_ids = drawing.top_ids = np.empty(call.num_top, dtype=np.int64)
+        top_logits = drawing.top_logits = np.empty(call.num_top, dtype=np.float32)
+        call.top_ids, call.top_logits = top_ids.ctypes.data, top_logits.ctypes.data
+    return drawing
+
+
+def _fill_filters(call: DrawCall, sampling: SamplingParams, vocab_size: int) -> None:
+    call.top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
+    call.top_p = sampling.top_p
+    call.log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
+
+
+def _ended(drawing: _Drawing, state: SamplingState) -> Sample | SampleFailure:
+    call = drawing.call
+    token_id: int = call.token_id
+    if token_id < 0:
+        return NO_MAXIMUM
+    has_logprobs = call.num_top >= 0
+    steered = token_id if drawing.adjusted is None else state.steered(token_id)
+    if steered != token_id and has_logprobs:
+        return Sample(steered, token_logprobs(drawing.row, steered, call.num_top))
+    return Sample(steered, _logprobs(drawing) if has_logprobs else None)
+
+
+def _logprobs(drawing: _Drawing) -> TokenLogprobs:
+    """As `runtime.logprobs.token_logprobs`."""
+    call, ids, logits = drawing.call, drawing.top_ids, drawing.top_logits
+    assert ids is not None and logits is not None
+    log_total = math.log(call.mass / MASS_UNIT)
+    logprobs: list[float] = [x - call.peak - log_total for x in logits.tolist()]
+    return TokenLogprobs(
+        token_id=call.token_id,
+        logprob=call.chosen - call.peak - log_total,
+        rank=call.rank,
+        top=tuple(zip(ids.tolist(), logprobs, strict=True)),
+    )

@@ -1,0 +1,132 @@
+"""A captured step computes what the model's Python computes op by op, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from golden_cases import CASES, VOCAB, Case
+from golden_harness import load, random_prompts
+from torch import Tensor
+
+from quickstep.config import LoadConfig
+from quickstep.errors import EngineError
+from quickstep.model.decoder import Decoder
+from quickstep.model.interface import Model
+from quickstep.model.loader import load_model
+from quickstep.model.sizing import activation_bytes
+from quickstep.model.source import Checkpoint
+from quickstep.model.spec import read_spec
+from quickstep.ops.native_program import program_bytes
+from quickstep.ops.resolve import resolve_ops
+from quickstep.ops.table import KVCache
+from quickstep.runtime.capture import CapturedSteps, open_steps, record
+from quickstep.runtime.kv import allocate_kv
+from quickstep.runtime.slots import Slot
+from quickstep.types import Admission, Phase, SamplingParams, StepRow
+
+BLOCK = 4
+LENGTHS = (38, 9, 70, 1)
+# (sequence, tokens) of each step: one row, prompts in chunks beside decode rows, more than a bucket
+STEPS = (
+    ((0, 1),),
+    ((0, 16), (1, 4)),
+    ((1, 1), (0, 1), (2, 66)),
+    ((3, 1), (1, 2), (0, 20), (2, 1)),
+    ((2, 1),),
+)
+EMITTING = ((0,), (), (0, 2), (3, 0), (0,))
+
+
+def steps_of(blocks: torch.Tensor) -> Iterator[tuple[list[StepRow], list[Slot], tuple[int, ...]]]:
+    prompts = random_prompts(LENGTHS, VOCAB)
+    tables = blocks.split(blocks.numel() // len(prompts))
+    slots = []
+    for prompt, table in zip(prompts, tables, strict=True):
+        slot = Slot(Admission(0, "", tuple(prompt), len(prompt), SamplingParams(), 0), VOCAB)
+        slot.append_blocks(table.tolist())
+        slots.append(slot)
+    computed = [0] * len(prompts)
+    for step, emitting in zip(STEPS, EMITTING, strict=True):
+        rows = []
+        for index, count in step:
+            start = computed[index]
+            computed[index] += count
+            tokens = tuple(prompts[index][start : start + count])
+            rows.append(StepRow(index, start, count, tokens, (), Phase.PREFILL, True, 0))
+        yield rows, [slots[index] for index, _ in step], emitting
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def assert_same_steps(model: Model, case: Case) -> None:
+    assert isinstance(model, Decoder) and model.ops.steps is not None
+    caches = [allocate_kv(model.kv_shape, 80, BLOCK, model.device) for _ in range(2)]
+    eager = open_steps(model, caches[0], BLOCK, enforce_eager=True)
+    captured = open_steps(model, caches[1], BLOCK, enforce_eager=False)
+    # a mixture of experts chooses by its data, which no list of calls can
+    assert isinstance(captured, CapturedSteps) == (model.spec.moe is None)
+    assert_memory_is_planned(model, caches[0])
+    longest = case.max_model_len or 256
+    order = torch.randperm(80, generator=torch.Generator().manual_seed(3))
+    for rows, slots, emitting in steps_of(order):
+        if max(row.end for row in rows) > longest:
+            continue
+        eager.prepare(rows, slots)
+        captured.prepare(rows, slots)
+        expected, found = eager.run(emitting), captured.run(emitting)
+        for right, got in zip(expected, found, strict=True):
+            assert got.dtype == right.dtype and got.shape == right.shape
+            assert torch.equal(bits(got), bits(right))
+    for right, got in zip(caches[0].keys, caches[1].keys, strict=True):
+        assert right.any() and torch.equal(bits(got), bits(right))
+
+
+def assert_memory_is_planned(model: Decoder, kv: KVCache) -> None:
+    recording = record(model, kv, BLOCK)
+    if recording is None:
+        return
+    counts, element = (256, 16), model.kv_shape.dtype.itemsize
+    planned = activation_bytes(model.spec, element, *counts, model.ops.scratch_bytes)
+    assert program_bytes(recording, counts) < planned
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_captured_steps_have_the_bits_of_eager_ones(case: Case, dtype: str, tmp_path: Path) -> None:
+    case.save(tmp_path)
+    assert_same_steps(load(tmp_path, case.max_model_len, dtype), case)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["llama-biases-mqa", "qwen3", "gemma2"])
+def test_captured_steps_of_low_bit_weights_have_the_bits_of_eager_ones(
+    name: str, quantization: str, tmp_path: Path
+) -> None:
+    case = next(case for case in CASES if case.name == name)
+    case.save(tmp_path)
+    options = LoadConfig(model=str(tmp_path), dtype="bfloat16", quantization=quantization)
+    table, spec = resolve_ops(torch.device("cpu")), read_spec(tmp_path)
+    model = load_model(Checkpoint(tmp_path, name), spec, table, options)
+    assert_same_steps(model, case)
+
+
+def test_a_captured_step_refuses_what_an_eager_one_refuses(tmp_path: Path) -> None:
+    CASES[0].save(tmp_path)
+    model = load(tmp_path)
+    kv = allocate_kv(model.kv_shape, 4, BLOCK, model.device)
+    slot = Slot(Admission(0, "", (1, 2), 2, SamplingParams(), 0), VOCAB)
+    slot.append_blocks((0,))
+    unknown = StepRow(0, 0, 2, (1, VOCAB), (), Phase.PREFILL, True, 0)
+    beyond = StepRow(0, 3, 2, (1, 1), (), Phase.PREFILL, True, 0)
+    for enforce_eager in (True, False):
+        steps = open_steps(model, kv, BLOCK, enforce_eager)
+        with pytest.raises(EngineError, match="outside"):
+            steps.prepare([unknown], [slot])
+            steps.run((0,))
+        with pytest.raises(EngineError, match="its 1 blocks hold 4"):
+            steps.prepare([beyond], [slot])

@@ -1,0 +1,117 @@
+"""Low-bit kernels at their edges: exact integers on every level, in every tile, and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quickstep.errors import EngineError
+from quickstep.ops.native import load_native, native_status
+from quickstep.ops.reference import reference_ops
+from quickstep.ops.table import OpTable, QuantizedWeight
+
+LEVELS = native_status().levels
+
+
+def native(level: str | None = None, num_threads: int = 2) -> OpTable:
+    ops = load_native(num_threads, level)
+    assert ops is not None
+    return ops
+
+
+TABLES = [native(level) for level in LEVELS]
+
+
+def integers(seed: int, low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([4, 8]),
+    st.integers(1, 14),
+    st.sampled_from([1, 2, 3, 4, 5, 7, 15, 64, 65, 255, 511, 513, 1030]),
+    st.sampled_from([1, 15, 63, 64, 65, 130, 200, 321]),
+)
+def test_sums_over_one_group_are_exact_integers_on_every_level(
+    seed: int, bits: int, num_tokens: int, inputs: int, outputs: int
+) -> None:
+    x = integers(seed, -127, 128, num_tokens, inputs)
+    x[:, 0] = 127  # so that a token's codes are its numbers, and its scale is 1
+    codes = integers(seed + 1, 0, 2**bits, outputs, inputs)
+    weight = QuantizedWeight(codes.to(torch.uint8), torch.ones(outputs, 1), None, bits, inputs)
+    expected = (x @ (codes - 2 ** (bits - 1)).t()).float()
+    for ops in TABLES:
+        packed = ops.pack_quantized(weight, None)
+        assert torch.equal(ops.linear(x.float(), packed), expected)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([4, 8]),
+    st.integers(1, 14),
+    st.sampled_from([(32, 16), (64, 32), (576, 48), (1024, 128), (1536, 768)]),
+    st.sampled_from([1, 64, 65, 200, 321]),
+)
+def test_sums_over_groups_are_exact_where_their_scales_are_powers_of_two(
+    seed: int, bits: int, num_tokens: int, sizes: tuple[int, int], outputs: int
+) -> None:
+    inputs, group = sizes
+    x = integers(seed, -7, 8, num_tokens, inputs)
+    x[:, ::group] = -127
+    codes = integers(seed + 1, 0, 2**bits, outputs, inputs)
+    scales = 2.0 ** integers(seed + 2, -2, 3, outputs, inputs // group)
+    zeros = integers(seed + 3, 0, 2**bits, outputs, inputs // group).float()
+    weight = QuantizedWeight(codes.to(torch.uint8), scales, zeros, bits, group)
+    exact = x.double() @ weight.dequantized().double().t()
+    assert exact.abs().max() < 2**22  # quarters of it fit float32
+    for ops in TABLES:
+        packed = ops.pack_quantized(weight, None)
+        assert torch.equal(ops.linear(x.float(), packed).double(), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_activations_of_any_dtype_and_stride_are_taken(dtype: torch.dtype) -> None:
+    weight = QuantizedWeight(
+        integers(0, 0, 16, 70, 96).to(torch.uint8), torch.full((70, 3), 0.01), None, 4, 32
+    )
+    wide = torch.randn(9, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = wide[:, 40:136]
+    ops, reference = native(), reference_ops()
+    got = ops.linear(x, ops.pack_quantized(weight, None))
+    assert got.dtype == dtype
+    expected = reference.linear(x, reference.pack_quantized(weight, None))
+    assert torch.allclose(got.float(), expected.float(), rtol=1e-2, atol=1e-2)
+
+
+def test_a_token_with_nan_or_inf_is_nan_and_no_other() -> None:
+    weight = QuantizedWeight(
+        integers(0, 0, 256, 70, 64).to(torch.uint8), torch.ones(70, 1), None, 8, 64
+    )
+    x = torch.ones(5, 64)
+    x[1, 3], x[3, 60] = torch.nan, -torch.inf
+    for ops in (*TABLES, reference_ops()):
+        y = ops.linear(x, ops.pack_quantized(weight, None))
+        assert y.isnan().all(1).tolist() == [False, True, False, True, False]
+        assert torch.equal(y[0], y[4])
+
+
+def test_an_unknown_token_is_refused() -> None:
+    ops = native()
+    plain = ops.pack_linear(torch.randn(10, 8), None)
+    coded = ops.pack_quantized(ops.quantize(torch.randn(10, 16), 8, None, False), None)
+    for weight in (plain, coded):
+        for token in (-1, 10):
+            with pytest.raises(EngineError):
+                ops.embedding(torch.tensor([3, token]), weight, torch.float32)
+
+
+def test_a_group_that_no_kernel_has_is_refused() -> None:
+    for inputs, group in ((24, 8), (70_000, 70_000)):
+        codes = torch.zeros(2, inputs, dtype=torch.uint8)
+        weight = QuantizedWeight(codes, torch.ones(2, inputs // group), None, 8, group)
+        with pytest.raises(EngineError, match=f"groups of {group}"):
+            native().pack_quantized(weight, None)
