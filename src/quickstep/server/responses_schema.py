@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -28,6 +28,7 @@ __all__ = [
     "FunctionCallItem",
     "FunctionCallOutputItem",
     "FunctionToolSpec",
+    "InputItemsQuery",
     "InputPart",
     "MessageItem",
     "ReasoningItem",
@@ -218,6 +219,15 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     prompt_cache_retention: Any = None
     service_tier: Any = None
     truncation: Any = None
+
+
+class InputItemsQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The query of `GET /v1/responses/{id}/input_items`; what `include` adds is there already."""
+
+    after: str | None = None
+    include: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 20  # OpenAI's
+    order: Literal["asc", "desc"] = "desc"
 
 
 _LAST_EVENT = "the last event has the usage"

@@ -17,6 +17,7 @@ from quickstep.server.llama_cpp_routes import llama_cpp_routes
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.probes import Probes
+from quickstep.server.response_events import MESSAGES_EVENTS, RESPONSES_EVENTS
 from quickstep.server.response_messages import MessageResponse, TokenCount
 from quickstep.server.response_openai import (
     ChatCompletion,
@@ -29,7 +30,7 @@ from quickstep.server.response_openai import (
 from quickstep.server.response_probes import ApiDocument, Health, Pong, Readiness, Version
 from quickstep.server.response_responses import DeletedResponse, InputItems, ResponseObject
 from quickstep.server.responses import Responses, StoredResponses
-from quickstep.server.responses_schema import ResponsesRequest
+from quickstep.server.responses_schema import InputItemsQuery, ResponsesRequest
 from quickstep.server.responses_store import ResponseStore
 from quickstep.server.routes import GeneratingRoute
 from quickstep.server.schemas import ChatRequest, CompletionRequest
@@ -111,6 +112,7 @@ def _responses(served: Served, metrics: Metrics) -> list[ApiRoute]:
             request=ResponsesRequest,
             response=ResponseObject,
             streams=True,
+            events=RESPONSES_EVENTS,
         ),
         ApiRoute("GET", one, stored.retrieve, "A stored response.", response=ResponseObject),
         ApiRoute("DELETE", one, stored.delete, "Forget a response.", response=DeletedResponse),
@@ -120,6 +122,7 @@ def _responses(served: Served, metrics: Metrics) -> list[ApiRoute]:
             stored.input_items,
             "What a stored response answers.",
             response=InputItems,
+            query=InputItemsQuery,
         ),
     ]
 
@@ -134,6 +137,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
             request=MessagesRequest,
             response=MessageResponse,
             streams=True,
+            events=MESSAGES_EVENTS,
             error_shape=anthropic_shape,
         ),
         ApiRoute(
