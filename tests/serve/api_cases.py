@@ -67,6 +67,13 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield method.upper(), path
 
 
+def endpoints(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The same without the second paths of an endpoint, which are OpenAI's without `/v1`."""
+    for method, path in operations(document):
+        if f"/v1{path}" not in document["paths"]:
+            yield method, path
+
+
 def num_cases(num: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """As many examples as told, but more of them when new ones are searched for."""
     asked = settings.get_profile("search").max_examples if searching() else 0

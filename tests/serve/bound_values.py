@@ -22,8 +22,10 @@ _ITEM = {"number": 1, "integer": 1, "string": "a"}
 _NO_BOUND = ("type", "anyOf")
 
 
-def beyond(keywords: Mapping[str, Any], item: Any = None) -> Iterator[Pair]:
-    """Of every bound in `keywords`; `item` is an entry of a list."""
+def beyond(
+    keywords: Mapping[str, Any], item: Callable[[int], Any] = lambda index: None
+) -> Iterator[Pair]:
+    """Of every bound in `keywords`; `item` gives the entries of a list."""
     for name, bound in keywords.items():
         if name in _PLAIN:
             yield _PLAIN[name](bound)
@@ -31,14 +33,14 @@ def beyond(keywords: Mapping[str, Any], item: Any = None) -> Iterator[Pair]:
             yield from _of_many(name, keywords, item)
 
 
-def _of_many(name: str, keywords: Mapping[str, Any], item: Any) -> Iterator[Pair]:
+def _of_many(name: str, keywords: Mapping[str, Any], item: Callable[[int], Any]) -> Iterator[Pair]:
     bound = keywords[name]
     value = _ITEM[keywords.get("additionalProperties", {}).get("type", "string")]
     match name:
         case "minItems":
-            yield [item] * (bound - 1), [item] * bound
+            yield [*map(item, range(bound - 1))], [*map(item, range(bound))]
         case "maxItems":
-            yield [item] * (bound + 1), [item] * bound
+            yield [*map(item, range(bound + 1))], [*map(item, range(bound))]
         case "maxProperties":
             entries = {str(index): value for index in range(bound + 1)}
             yield entries, dict(list(entries.items())[:bound])

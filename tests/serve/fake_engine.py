@@ -67,6 +67,7 @@ class FakeTemplate:
         default_factory=lambda: formats_of("{{ tools }}<tool_call>{{ message.tool_calls }}")
     )
     rendered: list[Mapping[str, Any]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
 
     source: str = "{{ messages }}"
 
@@ -87,7 +88,8 @@ class FakeTemplate:
         ]
         lines += [f"tool={json.dumps(tool)}" for tool in tools or ()]
         lines += [f"{name}={value}" for name, value in (extra or {}).items()]
-        return "\n".join(lines + ["assistant:"] * add_generation_prompt)
+        self.texts.append("\n".join(lines + ["assistant:"] * add_generation_prompt))
+        return self.texts[-1]
 
 
 @dataclass(slots=True)
@@ -178,6 +180,8 @@ class FakeStream:
 
     def _embedded(self) -> Delta:
         """The prompt's length on a circle tells which prompt it was; MEAN and LAST differ."""
+        if self._engine.script.reason is FinishReason.DEADLINE:
+            return Delta(0, finish_reason=FinishReason.DEADLINE)
         angle = float(len(self.prompt_token_ids)) + (self._item.pooling is Pooling.MEAN)
         vector = (math.cos(angle), math.sin(angle))
         return Delta(0, finish_reason=FinishReason.POOLED, embedding=vector)

@@ -1,138 +1,67 @@
-"""For every honoured field a request that uses it and what must be true then: its visible effect.
+"""For every honoured field of chat and completions a value, and its visible effect.
 
-`test_request_fields` demands a case for each honoured row of `field_reference`, and runs it. The
-rows of a struct that several routes share run on each of them.
+`test_request_fields` demands a case for each honoured row of `field_reference`, and runs it on
+every route that the field stands on.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from fake_engine import Submitted
+from field_seen import (
+    ANY_OBJECT,
+    ARRAY,
+    Case,
+    Cases,
+    Holds,
+    Seen,
+    called,
+    calling_twice,
+    cases,
+    constrained,
+    ending_early,
+    filling,
+    is_forced,
+    read,
+    said,
+    sampled,
+    shown,
+    thinking,
+)
 
 from quickstep.server import schemas
 from quickstep.types import Grammar
 
-ANY_OBJECT = {"type": "object"}
 SEARCH = {"name": "find_it", "description": "Finds it.", "parameters": ANY_OBJECT}
 TOOL = {"type": "function", "function": SEARCH}
-CALL = {
-    "id": "call_9",
-    "type": "function",
-    "index": 0,
-    "function": {"name": "find_it", "arguments": '{"a": 1}'},
-}
-SCHEMA_FORMAT = {
-    "type": "json_schema",
-    "json_schema": {"name": "s", "schema": {"type": "array"}, "strict": False, "description": "d"},
-}
+CALL = {"id": "call_9", "function": {"name": "find_it", "arguments": '{"a": 1}'}}
+SCHEMA_FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": ARRAY}}
+BEAMS = {"use_beam_search": True, "n": 2, "max_tokens": 4}
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What the engine got, what its chat template saw, and what the client got."""
-
-    submitted: Submitted
-    messages: list[Mapping[str, Any]]
-    text: str
-
-    @property
-    def answer(self) -> dict[str, Any]:
-        """The JSON answer."""
-        answer: dict[str, Any] = json.loads(self.text)
-        return answer
-
-    @property
-    def chunks(self) -> list[dict[str, Any]]:
-        """The chunks of a stream."""
-        lines = [line.removeprefix("data: ") for line in self.text.split("\n")]
-        return [json.loads(line) for line in lines if line.startswith("{")]
-
-    @property
-    def prompt(self) -> bytes:
-        """The prompt's bytes."""
-        return bytes(self.submitted.prompt)
-
-
-Holds = Callable[[Seen], bool]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Fields beside the required ones, and what they lead to."""
-
-    fields: dict[str, Any]
-    holds: Holds
-
-
-Cases = dict[str, Case]
-
-
-def cases(**rows: tuple[Any, Holds]) -> Cases:
-    """One field each: its value, and what it leads to."""
-    return {name: Case({name: value}, holds) for name, (value, holds) in rows.items()}
-
-
-def sampled(name: str, value: Any) -> Holds:
-    return lambda seen: getattr(seen.submitted.sampling, name) == value
-
-
-def message(field: str, value: Any, **fields: Any) -> Case:
-    """A message with a field, which the chat template sees."""
-    body = {"messages": [{**fields, field: value}]}
-    return Case(body, lambda seen: seen.messages[0][field] == value)
-
-
-def part(kind: str, text: str) -> Case:
-    body = {"messages": [{"role": "assistant", "content": [{"type": kind, kind: text}]}]}
-    return Case(body, lambda seen: seen.messages[0]["content"] == text)
-
-
-def called(holds: Callable[[Mapping[str, Any]], bool]) -> Case:
-    """An earlier call, as the chat template sees it."""
-    body = {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]}
-    return Case(body, lambda seen: holds(seen.messages[0]["tool_calls"][0]))
-
-
-def shown(text: bytes) -> Case:
-    """A tool, of which the prompt shows something."""
-    return Case({"tools": [TOOL]}, lambda seen: text in seen.prompt)
-
-
-def streamed(options: dict[str, Any], holds: Holds) -> Case:
-    return Case({"stream": True, "stream_options": options}, holds)
+def streamed(name: str, holds: Holds) -> Case:
+    return Case(True, holds, {"stream": True})
 
 
 def structured(expected: Grammar, **outputs: Any) -> Case:
-    return Case({"structured_outputs": outputs}, sampled("grammar", expected))
-
-
-def formatted(holds: Holds) -> Case:
-    return Case({"response_format": SCHEMA_FORMAT}, holds)
-
-
-ARRAY = sampled("grammar", Grammar.of_json_schema({"type": "array"}))
-FORCED = {"tools": [TOOL], "tool_choice": "required"}
-
-
-def is_forced(seen: Seen) -> bool:
-    grammar = seen.submitted.sampling.grammar
-    return grammar is not None and grammar.kind == "lark"
-
-
-# What a scripted engine cannot show is tried with a model of its own (`test_choice_fields`,
-# `test_sampling_fields`).
-UNTRIED = Case({}, lambda seen: True)
+    holds = sampled("grammar", expected)
+    return Case(None, holds, whole={"structured_outputs": outputs})
 
 
 def shows_token_ids(seen: Seen) -> bool:
     choice = seen.answer["choices"][0]
-    prompt = seen.answer.get("prompt_token_ids") or choice["prompt_token_ids"]
-    return tuple(prompt) == seen.submitted.prompt and choice["token_ids"][:2] == [0, 1]
+    prompt = seen.answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    return prompt == list(seen.submitted.prompt) and choice["token_ids"][:2] == [0, 1]
+
+
+def text_of(seen: Seen) -> str:
+    choice = seen.answer["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def num_calls(seen: Seen) -> int:
+    return len(seen.answer["choices"][0]["message"]["tool_calls"])
 
 
 CHOICES: Cases = {
@@ -140,11 +69,20 @@ CHOICES: Cases = {
         prompt_logprobs=(2, sampled("prompt_logprobs", 2)),
         return_token_ids=(True, shows_token_ids),
     ),
-    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), UNTRIED),
+    # a search asks the engine for one token of each beam at a time
+    "use_beam_search": Case(
+        True, lambda seen: len(seen.engine.submitted) > 1, {"n": 2, "max_tokens": 3}
+    ),
+    # without the penalty, the longest text has the highest score
+    "length_penalty": Case(-3, lambda seen: text_of(seen) == "", BEAMS, engine=ending_early),
+    # the prompt, then two beams, of which one ends; the other ended before
+    "early_stopping": Case(
+        True, lambda seen: len(seen.engine.submitted) == 3, BEAMS, engine=ending_early
+    ),
 }
 SAMPLING: Cases = {
     **cases(
-        model=("fake", lambda seen: seen.answer["model"] == "fake"),
+        model=("second", lambda seen: seen.answer["model"] == "second"),
         n=(2, lambda seen: len(seen.answer["choices"]) == 2),
         temperature=(0.5, sampled("temperature", 0.5)),
         top_p=(0.5, sampled("top_p", 0.5)),
@@ -174,57 +112,53 @@ SAMPLING: Cases = {
         include_stop_str_in_output=(True, sampled("include_stop_str_in_output", True)),
         ignore_eos=(True, sampled("ignore_eos", True)),
         skip_special_tokens=(False, sampled("skip_special_tokens", False)),
-        response_format=(SCHEMA_FORMAT, ARRAY),
+        response_format=(SCHEMA_FORMAT, constrained(ARRAY)),
         structured_outputs=({"regex": "a+"}, sampled("grammar", Grammar.of_regex("a+"))),
         stream=(True, lambda seen: len(seen.chunks) > 2),
         user=("ann", lambda seen: seen.submitted.tenant == "ann"),
         priority=(-3, lambda seen: seen.submitted.priority == -3),
         cache_salt=("x", lambda seen: seen.submitted.cache_salt == "x"),
     ),
-    "thinking_budget": UNTRIED,
-    "stream_options": streamed(
-        {"include_usage": True}, lambda seen: seen.chunks[-1]["choices"] == []
+    "thinking_budget": Case(7, sampled("thinking_budget", 7), engine=thinking),
+    "stream_options": Case(
+        {"include_usage": True}, lambda seen: seen.chunks[-1]["choices"] == [], {"stream": True}
     ),
 }
-COMPLETION = cases(
-    prompt=([7], lambda seen: seen.submitted.prompt == (7,)),
-    logprobs=(2, sampled("logprobs", 2)),
-    add_special_tokens=(False, lambda seen: seen.submitted.prompt == (97,)),
-    echo=(True, lambda seen: seen.answer["choices"][0]["text"].startswith("aHello")),
-    best_of=(
-        4,
-        lambda seen: seen.submitted.sampling.n == 4 and len(seen.answer["choices"]) == 1,
+COMPLETION: Cases = {
+    **cases(
+        prompt=([7], lambda seen: seen.submitted.prompt == (7,)),
+        logprobs=(2, sampled("logprobs", 2)),
+        add_special_tokens=(False, lambda seen: seen.submitted.prompt == (97,)),
+        echo=(True, lambda seen: text_of(seen).startswith("aHello")),
+        best_of=(
+            4,
+            lambda seen: seen.submitted.sampling.n == 4 and len(seen.answer["choices"]) == 1,
+        ),
     ),
-)
-COMPLETION["suffix"] = UNTRIED
+    "suffix": Case(
+        "b", lambda seen: seen.submitted.prompt == (1, 211, 97, 212, 98, 213), engine=filling
+    ),
+}
 CHAT: Cases = {
     "continue_final_message": Case(
-        {
-            "messages": [{"role": "assistant", "content": "So"}],
-            "continue_final_message": True,
-        },
-        lambda seen: seen.prompt == b"assistant: So",
+        True,
+        lambda seen: seen.prompt.endswith("assistant: So"),
+        {"messages": [{"role": "assistant", "content": "So"}]},
     ),
     **cases(
-        messages=(
-            [{"role": "user", "content": "yo"}],
-            lambda seen: seen.prompt.startswith(b"user: yo"),
-        ),
+        messages=([{"role": "user", "content": "yo"}], shown("user: yo")),
         max_completion_tokens=(2, lambda seen: seen.answer["usage"]["completion_tokens"] == 2),
         logprobs=(True, sampled("logprobs", 0)),
-        add_generation_prompt=(False, lambda seen: seen.prompt == b"user: hi"),
-        chat_template_kwargs=({"k": "v"}, lambda seen: b"k=v" in seen.prompt),
-        metadata=({"a": "b"}, lambda seen: seen.answer["metadata"] == {"a": "b"}),
-        tools=([TOOL], lambda seen: b'"name": "find_it"' in seen.prompt),
+        top_logprobs=(3, sampled("logprobs", 3)),
+        add_generation_prompt=(False, lambda seen: "assistant:" not in seen.prompt),
+        chat_template_kwargs=({"k": "v"}, shown("k=v")),
+        metadata=({"a": "b"}, lambda seen: seen.answer.get("metadata") == {"a": "b"}),
+        tools=([TOOL], shown('"name": "find_it"')),
         safety_identifier=("ann", lambda seen: seen.submitted.tenant == "ann"),
-        # a hint that one engine has no use for: it is not to separate what the cache may share
-        prompt_cache_key=("k", lambda seen: seen.submitted.cache_salt == ""),
     ),
-    "top_logprobs": Case({"logprobs": True, "top_logprobs": 3}, sampled("logprobs", 3)),
-    "tool_choice": Case(FORCED, is_forced),
+    "tool_choice": Case("required", is_forced, {"tools": [TOOL]}),
     "parallel_tool_calls": Case(
-        {**FORCED, "parallel_tool_calls": False},
-        lambda seen: is_forced(seen) and len(seen.answer["choices"]) == 1,
+        False, lambda seen: num_calls(seen) == 1, {"tools": [TOOL]}, engine=calling_twice
     ),
 }
 
@@ -235,17 +169,17 @@ OPENAI_CASES: dict[type[msgspec.Struct], Cases] = {
     schemas.ChatRequest: CHAT,
     schemas.StreamOptions: {
         "include_usage": streamed(
-            {"include_usage": True}, lambda seen: seen.chunks[-1]["usage"]["total_tokens"] > 0
+            "include_usage", lambda seen: (seen.chunks[-1].get("usage") or {}) != {}
         ),
         "continuous_usage_stats": streamed(
-            {"continuous_usage_stats": True},
-            lambda seen: all(chunk["usage"] for chunk in seen.chunks),
+            "continuous_usage_stats",
+            lambda seen: seen.chunks[1].get("usage", {}).get("completion_tokens", 0) > 0,
         ),
     },
-    schemas.JsonSchemaFormat: {"json_schema": formatted(ARRAY)},
-    schemas.JsonSchema: dict.fromkeys(
-        ("name", "description", "schema", "strict"), formatted(ARRAY)
-    ),
+    schemas.JsonSchemaFormat: {
+        "json_schema": Case({"name": "s", "schema": ANY_OBJECT}, constrained(ANY_OBJECT))
+    },
+    schemas.JsonSchema: {"schema": Case(ANY_OBJECT, constrained(ANY_OBJECT))},
     schemas.StructuredOutputs: {
         "json": structured(Grammar.of_json_schema(ANY_OBJECT), json=ANY_OBJECT),
         "json_object": structured(Grammar.of_json_object(), json_object=True),
@@ -253,48 +187,37 @@ OPENAI_CASES: dict[type[msgspec.Struct], Cases] = {
         "choice": structured(Grammar.of_choice(["a", "b"]), choice=["a", "b"]),
         "grammar": structured(Grammar.of_lark('start: "a"'), grammar='start: "a"'),
     },
-    schemas.TextPart: {"text": part("text", "yo")},
-    schemas.RefusalPart: {"refusal": part("refusal", "no")},
-    schemas.SystemMessage: {
-        "content": message("content", "yo", role="system"),
-        "name": message("name", "ann", role="system", content="yo"),
-    },
-    schemas.DeveloperMessage: {
-        "content": message("content", "yo", role="developer"),
-        "name": message("name", "ann", role="developer", content="yo"),
-    },
-    schemas.UserMessage: {
-        "content": message("content", "yo", role="user"),
-        "name": message("name", "ann", role="user", content="yo"),
-    },
+    schemas.TextPart: {"text": read()},
+    schemas.RefusalPart: {"refusal": read()},
+    schemas.SystemMessage: {"content": said("content"), "name": said("name")},
+    schemas.DeveloperMessage: {"content": said("content"), "name": said("name")},
+    schemas.UserMessage: {"content": said("content"), "name": said("name")},
     schemas.AssistantMessage: {
-        "content": message("content", "yo", role="assistant"),
-        "name": message("name", "ann", role="assistant", content="yo"),
-        "tool_calls": called(lambda call: call["id"] == "call_9"),
-        "reasoning_content": message("reasoning_content", "h", role="assistant", content="yo"),
+        "content": said("content"),
+        "name": said("name"),
+        "tool_calls": Case([CALL], lambda seen: seen.call["id"] == "call_9"),
+        "reasoning_content": said("reasoning_content"),
     },
     schemas.ToolMessage: {
-        "content": message("content", "yo", role="tool", tool_call_id="1"),
-        "tool_call_id": message("tool_call_id", "1", role="tool", content="yo"),
-        "name": message("name", "ann", role="tool", content="yo", tool_call_id="1"),
+        "content": said("content"),
+        "tool_call_id": said("tool_call_id"),
+        "name": said("name"),
     },
     schemas.ToolCall: {
-        "id": called(lambda call: call["id"] == "call_9"),
-        "function": called(lambda call: call["function"]["name"] == "find_it"),
-        "type": called(lambda call: call["type"] == "function"),
-        "index": called(lambda call: "index" not in call),
+        "id": called("id", "call_9"),
+        "function": Case(CALL["function"], lambda seen: seen.call["function"] == CALL["function"]),
     },
     schemas.CalledFunction: {
-        "name": called(lambda call: call["function"]["name"] == "find_it"),
-        "arguments": called(lambda call: call["function"]["arguments"] == '{"a": 1}'),
+        "name": called("name", "find_it"),
+        "arguments": called("arguments", '{"a": 1}'),
     },
-    schemas.FunctionTool: {"function": shown(b"find_it")},
+    schemas.FunctionTool: {"function": Case(SEARCH, shown("Finds it."))},
     schemas.FunctionSpec: {
-        "name": shown(b'"name": "find_it"'),
-        "description": shown(b"Finds it."),
-        "parameters": shown(b'"parameters": {"type": "object"}'),
-        "strict": Case(
-            {"tools": [{"type": "function", "function": {**SEARCH, "strict": True}}]}, is_forced
+        "name": Case("find_it", shown('"name": "find_it"')),
+        "description": Case("Finds it.", shown("Finds it.")),
+        "parameters": Case(
+            {"type": "object", "title": "yo!"}, shown('"parameters": {"type": "object", "title"')
         ),
+        "strict": Case(True, is_forced),
     },
 }

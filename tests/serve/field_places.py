@@ -17,13 +17,18 @@ from quickstep.server import schemas
 from quickstep.server.anthropic_schema import AssistantTurn, CountTokensRequest
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.field_parts import parts_of
-from quickstep.server.field_reference import REFUSED_FORMS
+from quickstep.server.field_reference import REFUSED_FORMS, reference_of
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
-from quickstep.server.responses_schema import FunctionCallItem, ResponsesRequest
+from quickstep.server.refused import Refusal
+from quickstep.server.responses_schema import (
+    FunctionCallItem,
+    ResponsesRequest,
+    ResponsesStreamOptions,
+)
 from quickstep.server.route_list import api_routes
 from quickstep.server.schema_types import branches, field_types
-from quickstep.server.schemas_files import BatchRequest
+from quickstep.server.schemas_files import BatchRequest, ExpiresAfter
 from quickstep.server.schemas_tokens import TokenizeRequest
 from quickstep.server.surface import Served, output_formats
 
@@ -34,7 +39,12 @@ Keys = tuple[str | int, ...]
 EXAMPLES: dict[Struct, dict[str, Any]] = {
     CountTokensRequest: {"model": "fake"},
     ResponsesRequest: {"input": "a"},
-    BatchRequest: {"input_file_id": "file-1", "endpoint": "/v1/completions"},
+    BatchRequest: {
+        "input_file_id": "file-1",
+        "endpoint": "/v1/completions",
+        "completion_window": "24h",
+    },
+    ExpiresAfter: {"seconds": 3600},
     TokenizeRequest: {"messages": [{"role": "user", "content": "a"}]},
     FunctionCallItem: {"arguments": "{}"},
     schemas.JsonSchema: {"schema": {"type": "array"}},
@@ -45,7 +55,10 @@ EXAMPLES: dict[Struct, dict[str, Any]] = {
 # What has to stand behind it in a list.
 BEHIND: dict[Struct, list[Any]] = {AssistantTurn: [{"role": "user", "content": "a"}]}
 # What the body has to have around an optional struct.
-AROUND: dict[Struct, dict[str, Any]] = {schemas.StreamOptions: {"stream": True}}
+AROUND: dict[Struct, dict[str, Any]] = {
+    schemas.StreamOptions: {"stream": True},
+    ResponsesStreamOptions: {"stream": True},
+}
 # Or around a plain field.
 BESIDE: dict[tuple[Struct, str], dict[str, Any]] = {
     (schemas.ChatRequest, "top_logprobs"): {"logprobs": True},
@@ -133,6 +146,8 @@ def _within(
     for name, declared in field_types(struct).items():
         keys = (*at, name)
         yield Place(route, struct, name, keys, {**body, **BESIDE.get((struct, name), {})})
+        if isinstance(reference_of(struct).get(name), Refusal):
+            continue
         parts = [(part, (0,)) for part in parts_of(struct).get(name, ())]
         for inner, more in (*structs_in(declared), *parts):
             if inner in seen or inner in REFUSED_FORMS:

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 from client import client_of
-from fake_engine import FakeEngine, Script, Submitted
+from fake_engine import FakeEngine, Script
 
 from quickstep.server.app import create_app
 
 RESPONSES = "/v1/responses"
 ANTHROPIC = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
-
-Seen = tuple[Submitted, dict[str, Any]]
-Row = tuple[Any, Callable[[Seen], bool]]
-
-
-def sampled(name: str, value: Any) -> Callable[[Seen], bool]:
-    return lambda seen: getattr(seen[0].sampling, name) == value
-
-
-def prompt_of(seen: Seen) -> str:
-    return bytes(seen[0].prompt).decode()
 
 
 def post_to(path: str, body: dict[str, Any], engine: FakeEngine | None = None) -> httpx.Response:

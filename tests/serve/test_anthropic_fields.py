@@ -1,65 +1,20 @@
-"""Every field of `/v1/messages`: honoured with its effect, or refused by name.
+"""`/v1/messages`: values that are refused with their paths, and what its blocks become.
 
-The tables are complete: a field of Anthropic's own client, or of our schema, that stands in none
-of them fails the first tests.
+Each field alone is tried in `test_request_fields`.
 """
 
 from typing import Any
 
 import httpx
 import pytest
-from anthropic.types import message_count_tokens_params, message_create_params
 from client import MESSAGES
 from fake_engine import FakeEngine, FakeTemplate
-from surface_calls import ANTHROPIC, COUNT_TOKENS, Row, post_to, prompt_of, sampled
+from surface_calls import ANTHROPIC, COUNT_TOKENS, post_to
 
 from quickstep.engine.tool_calls.formats import formats_of
-from quickstep.server.anthropic_schema import MESSAGES_REFUSED, CountTokensRequest, MessagesRequest
-from quickstep.types import Grammar
 
 TOOL = {"name": "find_it", "input_schema": {"type": "object"}}
-EPHEMERAL = {"type": "ephemeral", "ttl": "5m"}
 JSON_OUTPUT = {"format": {"type": "json_schema", "schema": {"type": "array"}}}
-HONOURED: dict[str, Row] = {
-    "model": ("fake", lambda seen: seen[1]["model"] == "fake"),
-    "max_tokens": (
-        2,
-        lambda seen: (
-            seen[1]["usage"]["output_tokens"] == 2 and seen[1]["stop_reason"] == "max_tokens"
-        ),
-    ),
-    "messages": (
-        [{"role": "user", "content": [{"type": "text", "text": "yo"}]}],
-        lambda seen: prompt_of(seen).startswith("user: yo"),
-    ),
-    "system": (
-        [{"type": "text", "text": "be kind", "cache_control": EPHEMERAL}],
-        lambda seen: prompt_of(seen).startswith("system: be kind\n"),
-    ),
-    "stop_sequences": (["x"], sampled("stop", ("x",))),
-    "temperature": (0.5, sampled("temperature", 0.5)),
-    "top_k": (5, sampled("top_k", 5)),
-    "top_p": (0.5, sampled("top_p", 0.5)),
-    "metadata": ({"user_id": "ann"}, lambda seen: seen[0].tenant == "ann"),
-    "tools": ([TOOL], lambda seen: '"name": "find_it"' in prompt_of(seen)),
-    "output_config": (JSON_OUTPUT, sampled("grammar", Grammar.of_json_schema({"type": "array"}))),
-    # every prefix is cached, marked or not: what was read from the cache is told apart
-    "cache_control": (EPHEMERAL, lambda seen: seen[1]["usage"]["cache_read_input_tokens"] == 3),
-}
-# what needs a second field, another model or a stream has tests of its own
-ELSEWHERE = {"stream", "tool_choice", "thinking"}
-REFUSED: dict[str, Any] = {
-    "betas": ["files-api"],
-    "container": "c",
-    "context_management": {"edits": []},
-    "diagnostics": {"previous_message_id": "m"},
-    "inference_geo": "eu",
-    "mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}],
-    "service_tier": "priority",
-    "speed": "fast",
-}
-# the client sends these as headers
-HEADERS = {"user_profile_id", "workspace_id"}
 
 
 def post(fields: dict[str, Any], engine: FakeEngine | None = None) -> httpx.Response:
@@ -73,50 +28,6 @@ def refusal_of(response: httpx.Response) -> str:
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"
     return str(body["error"]["message"])
-
-
-def test_every_field_of_the_schema_is_in_a_table() -> None:
-    declared = set(MessagesRequest.__struct_fields__)
-    assert set(CountTokensRequest.__struct_fields__) - declared == set()
-    assert set(HONOURED) & set(MESSAGES_REFUSED) == set()
-    assert declared - set(HONOURED) - set(MESSAGES_REFUSED) - ELSEWHERE == set()
-    assert set(REFUSED) == set(MESSAGES_REFUSED)
-
-
-def test_every_field_of_anthropics_client_is_in_the_schema() -> None:
-    create = set(message_create_params.MessageCreateParamsBase.__annotations__)
-    assert create - set(MessagesRequest.__struct_fields__) - HEADERS == set()
-    count = set(message_count_tokens_params.MessageCountTokensParams.__annotations__)
-    assert count - set(CountTokensRequest.__struct_fields__) - HEADERS == set()
-
-
-@pytest.mark.parametrize(("name", "row"), HONOURED.items())
-def test_an_honoured_field_takes_effect(name: str, row: Row) -> None:
-    value, holds = row
-    engine = FakeEngine()
-    response = post({name: value}, engine)
-    assert response.status_code == 200, response.text
-    assert holds((engine.submitted[0], response.json()))
-
-
-@pytest.mark.parametrize("name", MESSAGES_REFUSED)
-def test_a_refused_field_is_400_with_its_name(name: str) -> None:
-    engine = FakeEngine()
-    message = refusal_of(post({name: REFUSED[name]}, engine))
-    assert message.startswith(f"{name} is not supported: ")
-    assert not engine.submitted
-
-
-@pytest.mark.parametrize("name", MESSAGES_REFUSED)
-def test_a_refused_field_passes_where_it_asks_for_nothing(name: str) -> None:
-    for value in (None, *MESSAGES_REFUSED[name].passes):
-        assert post({name: value}).status_code == 200
-
-
-@pytest.mark.parametrize("name", MessagesRequest.__struct_fields__)
-def test_null_means_not_given(name: str) -> None:
-    expected = 400 if name in ("messages", "model", "max_tokens") else 200
-    assert post({name: None}).status_code == expected
 
 
 def said(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:

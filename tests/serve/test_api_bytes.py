@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from api_cases import JSON, Api, document_of, exchange, num_cases, operations
+from api_cases import JSON, Api, document_of, endpoints, exchange, num_cases
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ from quickstep.server.app import create_app
 API = Api(document_of(create_app(FakeEngine())))
 WITH_JSON = [
     (method, path)
-    for method, path in operations(API.document)
+    for method, path in endpoints(API.document)
     if JSON in API.document["paths"][path][method.lower()].get("requestBody", {}).get("content", ())
 ]
 NAMES = sorted(
@@ -116,7 +116,7 @@ def test_bytes_that_are_no_request_are_refused(method: str, path: str, body: byt
 
 @pytest.mark.parametrize(("method", "path"), WITH_JSON)
 def test_any_bytes_are_refused_in_shape(method: str, path: str) -> None:
-    @num_cases(40)
+    @num_cases(25)
     @given(st.binary(max_size=60))
     def each(body: bytes) -> None:
         assert 400 <= answer(method, path, body, {}) < 500
@@ -126,7 +126,7 @@ def test_any_bytes_are_refused_in_shape(method: str, path: str) -> None:
 
 @pytest.mark.parametrize(("method", "path"), WITH_JSON)
 def test_a_cut_off_object_is_refused_in_shape(method: str, path: str) -> None:
-    @num_cases(40)
+    @num_cases(25)
     @given(OBJECTS.map(json.dumps), st.floats(0, 1, exclude_max=True))
     def each(text: str, share: float) -> None:
         assert 400 <= answer(method, path, text[: int(len(text) * share)].encode(), {}) < 500
@@ -136,7 +136,7 @@ def test_a_cut_off_object_is_refused_in_shape(method: str, path: str) -> None:
 
 @pytest.mark.parametrize(("method", "path"), WITH_JSON)
 def test_any_object_of_known_names_is_answered_in_shape(method: str, path: str) -> None:
-    @num_cases(100)
+    @num_cases(60)
     @given(OBJECTS)
     def each(fields: dict[str, Any]) -> None:
         answer(method, path, json.dumps(fields).encode(), {})
@@ -144,7 +144,7 @@ def test_any_object_of_known_names_is_answered_in_shape(method: str, path: str) 
     each()
 
 
-@pytest.mark.parametrize(("method", "path"), operations(API.document))
+@pytest.mark.parametrize(("method", "path"), endpoints(API.document))
 def test_any_headers_are_answered_in_shape(method: str, path: str) -> None:
     @num_cases(15)
     @given(HEADERS)

@@ -17,8 +17,8 @@ from api_cases import (
     Api,
     GenerationMode,
     as_integers,
+    endpoints,
     num_cases,
-    operations,
     request_of,
 )
 from client import client_of
@@ -28,7 +28,7 @@ from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerCon
 from quickstep.engine.process.remote_engine import RemoteEngine
 from quickstep.server.app import create_app
 
-NUM_CASES = 60  # each mode of each route with a body
+NUM_CASES = 40  # each mode of each route with a body
 MAX_TOKENS = 3
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
 
@@ -85,7 +85,7 @@ def demo() -> Iterator[DemoApi]:
 
 @pytest.mark.parametrize("mode", [POSITIVE, NEGATIVE], ids=["fits", "does_not_fit"])
 def test_the_demo_model_answers_as_the_document_says(demo: DemoApi, mode: GenerationMode) -> None:
-    routes = [item for item in operations(demo.api.document) if demo.api.has_body(*item)]
+    routes = [item for item in endpoints(demo.api.document) if demo.api.has_body(*item)]
     for method, path in routes:
 
         @num_cases(NUM_CASES)

@@ -1,21 +1,18 @@
-"""Every field of llama.cpp's `/completion`: honoured with its effect, or refused by name."""
+"""llama.cpp's `/completion`: values that are refused, and fields that take several forms.
+
+Each field alone is tried in `test_request_fields`.
+"""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from client import client_of
-from fake_engine import WORDS, FakeEngine, Submitted
+from fake_engine import WORDS, FakeEngine
 
 from quickstep.server.app import create_app
-from quickstep.server.llama_cpp_request import LLAMA_REFUSED, SAMPLERS
-from quickstep.server.schemas_llama_cpp import LlamaCompletionRequest
-from quickstep.types import Grammar
-
-ARRAYS = Grammar.of_json_schema({"type": "array"})
-Seen = tuple[Submitted, dict[str, Any]]
+from quickstep.server.llama_cpp_request import SAMPLERS
 
 
 def post(fields: dict[str, Any], engine: FakeEngine | None = None) -> httpx.Response:
@@ -24,105 +21,6 @@ def post(fields: dict[str, Any], engine: FakeEngine | None = None) -> httpx.Resp
             return await client.post("/completion", json={"prompt": "a", **fields})
 
     return asyncio.run(run())
-
-
-def sampled(name: str, value: Any) -> Callable[[Seen], bool]:
-    return lambda seen: getattr(seen[0].sampling, name) == value
-
-
-# field -> (value, what has to be true of what the engine got and of the answer)
-HONOURED: dict[str, tuple[Any, Callable[[Seen], bool]]] = {
-    "prompt": ([7, "b"], lambda seen: seen[0].prompt == (7, 98)),
-    "model": ("fake", lambda seen: seen[1]["model"] == "fake"),
-    "n_predict": (2, lambda seen: seen[1]["tokens_predicted"] == 2),
-    "max_tokens": (2, lambda seen: seen[1]["tokens_predicted"] == 2),
-    "temperature": (0.5, sampled("temperature", 0.5)),
-    "top_k": (5, sampled("top_k", 5)),
-    "top_p": (0.5, sampled("top_p", 0.5)),
-    "min_p": (0.5, sampled("min_p", 0.5)),
-    "typical_p": (0.5, sampled("typical_p", 0.5)),
-    "repeat_penalty": (1.5, sampled("repetition_penalty", 1.5)),
-    "repeat_last_n": (0, sampled("repetition_penalty", 1.0)),
-    "presence_penalty": (1.5, sampled("presence_penalty", 1.5)),
-    "frequency_penalty": (1.5, sampled("frequency_penalty", 1.5)),
-    "dry_multiplier": (0.8, sampled("dry_multiplier", 0.8)),
-    "dry_base": (2.0, sampled("dry_base", 2.0)),
-    "dry_allowed_length": (3, sampled("dry_allowed_length", 3)),
-    "dry_penalty_last_n": (64, sampled("dry_range", 64)),
-    "dry_sequence_breakers": (["x"], sampled("dry_sequence_breakers", ("x",))),
-    "xtc_probability": (0.5, sampled("xtc_probability", 0.5)),
-    "xtc_threshold": (0.2, sampled("xtc_threshold", 0.2)),
-    "samplers": (["temperature"], sampled("top_k", 0)),
-    "seed": (99, lambda seen: seen[1]["generation_settings"]["seed"] == 99),
-    "stop": (["x"], sampled("stop", ("x",))),
-    "ignore_eos": (True, sampled("ignore_eos", True)),
-    "logit_bias": ([[5, 1.5]], sampled("logit_bias", {5: 1.5})),
-    "grammar": (
-        'root ::= "yes" | "no"',
-        sampled("grammar", Grammar.of_gbnf('root ::= "yes" | "no"')),
-    ),
-    "json_schema": (
-        {"type": "array"},
-        sampled("grammar", Grammar.of_json_schema({"type": "array"})),
-    ),
-    "n_probs": (2, lambda seen: len(seen[1]["completion_probabilities"][0]["top_logprobs"]) == 2),
-    "cache_prompt": (False, lambda seen: len(seen[0].cache_salt) == 16),
-    "return_tokens": (True, lambda seen: seen[1]["tokens"][:2] == [0, 1]),
-    "response_fields": (["content"], lambda seen: list(seen[1]) == ["content"]),
-    # nothing of the prompt is ever left out
-    "n_keep": (5, lambda seen: seen[1]["generation_settings"]["n_keep"] == -1),
-}
-# without effect unless another field that is refused switches on what they belong to
-IDLE = {"mirostat_tau": 5.0, "mirostat_eta": 0.1, "dynatemp_exponent": 1.0}
-ELSEWHERE = {"stream", "timings_per_token", "n_cmpl"}
-REFUSED: dict[str, Any] = {
-    "mirostat": 2,
-    "dynatemp_range": 0.5,
-    "top_n_sigma": 1.0,
-    "adaptive_target": 0.5,
-    "min_keep": 2,
-    "n_indent": 4,
-    "n_discard": 5,
-    "n_cache_reuse": 256,
-    "t_max_predict_ms": 500,
-    "id_slot": 0,
-    "post_sampling_probs": True,
-    "return_progress": True,
-    "sse_ping_interval": 5,
-    "image_data": [{"data": "", "id": 1}],
-    "lora": [{"id": 0, "scale": 1.0}],
-}
-
-
-def test_every_field_of_the_schema_is_in_a_table() -> None:
-    told = set(HONOURED) | set(REFUSED) | set(IDLE) | ELSEWHERE
-    assert set(LlamaCompletionRequest.__struct_fields__) == told
-    assert set(LLAMA_REFUSED) == set(REFUSED)
-
-
-@pytest.mark.parametrize("name", HONOURED)
-def test_an_honoured_field_takes_effect(name: str) -> None:
-    value, holds = HONOURED[name]
-    engine = FakeEngine()
-    response = post({name: value}, engine)
-    assert response.status_code == 200, response.text
-    assert holds((engine.submitted[0], response.json()))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_field_is_400_with_its_name(name: str) -> None:
-    engine = FakeEngine()
-    error = post({name: REFUSED[name]}, engine).json()["error"]
-    assert error["param"] == name
-    assert error["message"].startswith(f"{name} is not supported: ")
-    assert not engine.submitted
-    for passing in (None, *LLAMA_REFUSED[name].passes):
-        assert post({name: passing}).status_code == 200
-
-
-@pytest.mark.parametrize("name", LlamaCompletionRequest.__struct_fields__)
-def test_null_means_not_given(name: str) -> None:
-    assert post({name: None}).status_code == (400 if name == "prompt" else 200)
 
 
 def test_silence_is_no_limit_unless_the_model_has_one() -> None:

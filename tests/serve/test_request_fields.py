@@ -5,47 +5,130 @@ bounds in `field_bounds`; the first tests demand that none of them lacks a field
 """
 
 import asyncio
-from collections.abc import Iterator
-from typing import Any, get_args, get_origin
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, get_args, get_origin
 
 import httpx
 import msgspec
 import pytest
-from api_cases import exchange
+from anthropic.types import message_count_tokens_params, message_create_params
 from bound_values import beyond
-from client import MESSAGES
-from fake_engine import FakeEngine, FakeTemplate, FakeTokenizer
-from field_cases import OPENAI_CASES, Case, Seen
-from field_places import PLACES, Place, json_routes, minimal, structs_in
-from openai.types import completion_create_params
+from client import client_of
+from fake_engine import FakeEngine, FakeTokenizer
+from field_cases import OPENAI_CASES
+from field_cases_messages import MESSAGES_CASES
+from field_cases_others import COMPLETION_LINE, OTHER_CASES
+from field_cases_responses import RESPONSES_CASES
+from field_places import PLACES, Place, Struct, json_routes, minimal, structs_in
+from field_seen import Case, Seen, thinking
+from openai.types import batch_create_params, completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
-from quickstep.engine.tool_calls.formats import formats_of
+from quickstep.server.anthropic_schema import (
+    AnyChoice,
+    AnyTool,
+    AutoChoice,
+    CountTokensRequest,
+    CustomToolSpec,
+    EnabledThinking,
+    JsonOutput,
+    MessagesRequest,
+    OutputConfig,
+)
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.app import create_app
+from quickstep.server.embedding_schema import EmbeddingRequest
 from quickstep.server.field_bounds import SchemaFacts, bounds_of
-from quickstep.server.field_reference import REFUSED_FORMS, Honoured, Row, reference_of
+from quickstep.server.field_parts import parts_of
+from quickstep.server.field_reference import REFUSED_FORMS, reference_of
+from quickstep.server.field_rows import Honoured, Note, Row
 from quickstep.server.options import RequestLimits, ServerOptions
 from quickstep.server.refused import Refusal
+from quickstep.server.responses_schema import ResponsesRequest
 from quickstep.server.schema_types import branches, reachable_structs
-from quickstep.server.schemas import ChatRequest, CompletionRequest
+from quickstep.server.schemas import ChatRequest, CompletionRequest, FunctionSpec
+from quickstep.server.schemas_files import BatchRequest
+from quickstep.server.schemas_tokens import ApplyTemplateRequest, TokenizeRequest
 
-CASES = OPENAI_CASES
-REQUIRED: dict[type[msgspec.Struct], dict[str, Any]] = {
-    ChatRequest: {"messages": MESSAGES},
-    CompletionRequest: {"prompt": "a"},
-}
-OPENAI: dict[type[msgspec.Struct], Any] = {
+CASES = OPENAI_CASES | RESPONSES_CASES | MESSAGES_CASES | OTHER_CASES
+CLIENTS: dict[type[msgspec.Struct], Any] = {
     ChatRequest: chat_create_params.CompletionCreateParamsBase,
     CompletionRequest: completion_create_params.CompletionCreateParamsBase,
+    ResponsesRequest: response_create_params.ResponseCreateParamsBase,
+    EmbeddingRequest: embedding_create_params.EmbeddingCreateParams,
+    BatchRequest: batch_create_params.BatchCreateParams,
+    MessagesRequest: message_create_params.MessageCreateParamsBase,
+    CountTokensRequest: message_count_tokens_params.MessageCountTokensParams,
+}
+HEADERS = {"user_profile_id", "workspace_id"}  # Anthropic's client sends these as headers
+# Where a field is read but changes nothing, though it does on other routes.
+WITHOUT_EFFECT: dict[tuple[Struct, Struct, str], str] = {
+    (CountTokensRequest, CustomToolSpec, "strict"): "nothing is called",
+    (TokenizeRequest, FunctionSpec, "strict"): "nothing is called",
+    (ApplyTemplateRequest, FunctionSpec, "strict"): "nothing is called",
+    (CountTokensRequest, AutoChoice, "disable_parallel_tool_use"): "nothing is called",
+    (CountTokensRequest, AnyChoice, "disable_parallel_tool_use"): "nothing is called",
+    (CountTokensRequest, AnyTool, "name"): "nothing is called",
+    (CountTokensRequest, EnabledThinking, "budget_tokens"): "nothing is generated",
+    (CountTokensRequest, OutputConfig, "format"): "nothing is generated",
+    (CountTokensRequest, JsonOutput, "schema"): "nothing is generated",
+}
+# What a note needs around it.
+BESIDE_NOTES: dict[tuple[Struct, str], Mapping[str, Any]] = {
+    (ResponsesRequest, "stream_options"): {"stream": True},
+    (AnyTool, "disable_parallel_tool_use"): {"tools": [{"name": "a", "input_schema": {}}]},
+    (EnabledThinking, "display"): {"max_tokens": 50},
 }
 LIMITS = RequestLimits(logit_bias=9)  # so few that the fake vocabulary has ids for them
+OPTIONS = ServerOptions(limits=LIMITS, served_model_names=("fake", "second"))
 FACTS = SchemaFacts(LIMITS, vocab_size=FakeTokenizer.vocab_size)
 
 
 def post(route: ApiRoute, body: dict[str, Any], engine: FakeEngine | None = None) -> httpx.Response:
-    app = create_app(engine or FakeEngine(), ServerOptions(limits=LIMITS))
-    return asyncio.run(exchange(app, method="POST", url=route.path, json=body))
+    async def run() -> httpx.Response:
+        async with client_of(create_app(engine or FakeEngine(), OPTIONS)) as client:
+            given = body
+            if route.request is BatchRequest and body.get("input_file_id") == "file-1":
+                given = {**body, **await COMPLETION_LINE(client)}  # a file that exists
+            return await client.post(route.path, json=given)
+
+    return asyncio.run(run())
+
+
+def shows_effect(place: Place, case: Case, given: bool) -> bool:
+    """Whether the case's request, or the same without the field, leads to what the case says."""
+
+    async def run() -> bool:
+        engine = case.engine()
+        async with client_of(create_app(engine, OPTIONS)) as client:
+            before = {} if case.before is None else await case.before(client)
+            body = asked(place, case, before) if given else unasked(place, case, before)
+            response = await client.post(place.route.path, json=body)
+            later = None
+            if response.status_code == 200 and case.after is not None:
+                later = await case.after(client, response.json())
+        if given:
+            assert response.status_code == case.status, response.text
+        return response.status_code == case.status and case.holds(
+            Seen(engine, response.text, later)
+        )
+
+    return asyncio.run(run())
+
+
+def asked(place: Place, case: Case, before: Mapping[str, Any]) -> dict[str, Any]:
+    value = before.get(place.name, case.value)
+    body = place.body if case.whole is not None else place.with_value(value)
+    return {**body, **case.beside, **before, **(case.whole or {})}
+
+
+def unasked(place: Place, case: Case, before: Mapping[str, Any]) -> dict[str, Any]:
+    """A required field keeps the plain value of the small body."""
+    plain = place.body if place.is_required or case.whole is not None else place.without()
+    around = {name: value for name, value in before.items() if name != place.name}
+    return {**plain, **case.beside, **around}
 
 
 def assert_names(response: httpx.Response, path: str) -> None:
@@ -57,36 +140,60 @@ def assert_names(response: httpx.Response, path: str) -> None:
     assert param == path or param.startswith((f"{path}.", f"{path}[")), error
 
 
-def requests_types() -> Iterator[type[msgspec.Struct]]:
+# Of an answer, what differs each time.
+_FLEETING = re.compile(r'"(?:\w*id|created\w*|completed_at|expires_at|\w*_ms|\w*_second)": *[^,}]+')
+
+
+def told(response: httpx.Response) -> str:
+    """An answer without what differs each time."""
+    return _FLEETING.sub("", response.text)
+
+
+def requests_types() -> Iterator[Struct]:
     for route in json_routes():
         assert route.request is not None
         yield from reachable_structs(route.request)
 
 
-def cases_of(struct: type[msgspec.Struct]) -> dict[str, Case]:
-    found: dict[str, Case] = {}
-    for parent in reversed(struct.__mro__):
-        found |= CASES.get(parent, {})
-    return found
+def case_of(place: Place) -> Case | None:
+    for struct in place.struct.__mro__:
+        found = CASES.get(struct, {}).get(place.name)
+        if found is not None:
+            return found
+    return None
 
 
-def _forms(declared: Any) -> list[type[msgspec.Struct]]:
+def _forms(declared: Any) -> list[Struct]:
     inner = {struct for struct, more in structs_in(declared) if more}
     return sorted(inner & set(REFUSED_FORMS), key=lambda struct: struct.__name__)
 
 
-def _row(place: Place) -> Row | None:
-    return reference_of(place.struct).get(place.name)
+def _row(place: Place) -> Row:
+    return reference_of(place.struct)[place.name]
 
 
-# The effects of the other surfaces' fields stand in tables of their own (`test_*_fields`).
-TRIED_HERE = {struct for schema in REQUIRED for struct in reachable_structs(schema)}
+def _key(place: Place) -> tuple[Struct, Struct, str]:
+    assert place.route.request is not None
+    return place.route.request, place.struct, place.name
+
+
+def has_one_value(place: Place) -> bool:
+    """Whether it only says which form this is: there is nothing to choose."""
+    values = [branch for branch in branches(place.declared) if branch is not type(None)]
+    return all(get_origin(v) is Literal and len(get_args(v)) == 1 for v in values)
+
+
+REFUSED = [place for place in PLACES if isinstance(_row(place), Refusal)]
+NOTES = [
+    place for place in PLACES if isinstance(_row(place), Note) or _key(place) in WITHOUT_EFFECT
+]
 HONOURED = [
     place
     for place in PLACES
-    if place.route.request in REQUIRED and isinstance(_row(place), Honoured)
+    if isinstance(_row(place), Honoured)
+    and _key(place) not in WITHOUT_EFFECT
+    and not has_one_value(place)
 ]
-REFUSED = [place for place in PLACES if isinstance(_row(place), Refusal)]
 
 
 def refusal_of(place: Place) -> Refusal:
@@ -96,7 +203,7 @@ def refusal_of(place: Place) -> Refusal:
 
 
 @pytest.mark.parametrize("struct", sorted(set(requests_types()), key=lambda item: item.__name__))
-def test_every_field_has_a_row_and_every_honoured_one_a_case(struct: type[msgspec.Struct]) -> None:
+def test_every_field_has_a_row(struct: Struct) -> None:
     rows = reference_of(struct)
     declared = {field.encode_name for field in msgspec.structs.fields(struct)}
     if struct in REFUSED_FORMS:
@@ -104,25 +211,46 @@ def test_every_field_has_a_row_and_every_honoured_one_a_case(struct: type[msgspe
         return
     assert set(rows) == declared
     assert set(bounds_of(struct, FACTS)) <= declared
-    if struct in TRIED_HERE:
-        assert set(cases_of(struct)) == {n for n, row in rows.items() if isinstance(row, Honoured)}
 
 
-@pytest.mark.parametrize("schema", OPENAI)
-def test_every_field_of_openais_client_is_in_the_schema(schema: type[msgspec.Struct]) -> None:
-    assert set(OPENAI[schema].__annotations__) - set(schema.__struct_fields__) == set()
+def test_every_case_is_of_a_field_that_is_honoured() -> None:
+    tried = {(struct, place.name) for place in HONOURED for struct in place.struct.__mro__}
+    for struct, known in CASES.items():
+        assert [name for name in known if (struct, name) not in tried] == []
+    assert {_key(place) for place in PLACES} >= set(WITHOUT_EFFECT)
+
+
+@pytest.mark.parametrize("schema", CLIENTS)
+def test_every_field_of_the_client_is_in_the_schema(schema: Struct) -> None:
+    theirs = set(CLIENTS[schema].__annotations__)
+    assert theirs - set(schema.__struct_fields__) - HEADERS == set()
 
 
 @pytest.mark.parametrize("place", HONOURED, ids=str)
-def test_an_honoured_field_takes_effect(place: Place) -> None:
-    case = cases_of(place.struct)[place.name]
-    engine = FakeEngine()
+def test_an_honoured_field_takes_effect_and_without_it_there_is_none(place: Place) -> None:
+    case = case_of(place)
+    assert case is not None, "no case shows the effect"
+    assert shows_effect(place, case, given=True)
+    assert not shows_effect(place, case, given=False)
+
+
+@pytest.mark.parametrize("place", NOTES, ids=str)
+def test_a_note_is_accepted_and_changes_nothing(place: Place) -> None:
+    case = case_of(place) if isinstance(_row(place), Honoured) else None
+    beside = BESIDE_NOTES.get((place.struct, place.name), {} if case is None else case.beside)
     assert place.route.request is not None
-    response = post(place.route, {**REQUIRED[place.route.request], **case.fields}, engine)
-    assert response.status_code == 200, response.text
-    template = engine.chat_template
-    assert template is not None
-    assert case.holds(Seen(engine.submitted[0], template.rendered, response.text))
+    known = place.route.request.__struct_fields__
+    beside = {name: value for name, value in beside.items() if name in known}
+    value = "yo" if place.declared is str else minimal(place.declared)
+    noted = place.with_value(value if case is None else case.value)
+    results = []
+    for body in (noted, place.body if place.is_required else place.without()):
+        engine = thinking()
+        response = post(place.route, {**body, **beside}, engine)
+        assert response.status_code == 200, response.text
+        assert engine.chat_template is not None
+        results.append((engine.submitted, engine.chat_template.texts, told(response)))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("place", REFUSED, ids=str)
@@ -134,7 +262,7 @@ def test_a_refused_field_is_400_with_its_name(place: Place) -> None:
     engine = FakeEngine()
     response = post(place.route, place.with_value(value), engine)
     assert_names(response, place.path)
-    assert f"{place.path} is not supported" in response.json()["error"]["message"]
+    assert f"{place.path} is not supported: {refusal.why}" in response.json()["error"]["message"]
     assert not engine.submitted
 
 
@@ -175,10 +303,19 @@ def _fits(value: Any, place: Place) -> bool:
     return True
 
 
-def item_of(place: Place) -> Any:
-    """An entry, where the field may be a list."""
+def item_of(place: Place) -> Callable[[int], Any]:
+    """The entries, where the field may be a list; no two have the same name."""
     lists = [branch for branch in branches(place.declared) if get_origin(branch) is list]
-    return minimal(get_args(lists[0])[0]) if lists else None
+    parts = parts_of(place.struct).get(place.name)
+    kind = parts[0] if parts else get_args(lists[0])[0] if lists else None
+
+    def item(index: int) -> Any:
+        value = minimal(kind)
+        if place.name == "tools":
+            value.get("function", value)["name"] = f"f{index}"
+        return value
+
+    return item
 
 
 BOUNDED = [
@@ -198,11 +335,10 @@ def test_a_value_beyond_a_bound_is_400_and_one_at_it_is_taken(
     engine = FakeEngine()
     assert_names(post(place.route, place.with_value(outside), engine), place.path)
     assert not engine.submitted
-    thinks = FakeEngine(chat_template=FakeTemplate(formats_of("<tool_call></think>")))
+    thinks = thinking()
+    thinks.max_model_len = 2**16  # room for every tool
     response = post(place.route, place.with_value(inside), thinks)
-    if response.status_code != 200:  # for another reason than the bound
-        error = response.json()["error"]
-        assert error.get("param") != place.path or "is not supported" in error["message"]
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize("route", json_routes(), ids=lambda route: route.path)

@@ -10,12 +10,18 @@ from typing import Any
 import httpx
 import pytest
 from client import CHAT, COMPLETIONS, MESSAGES, client_of
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, Script
 
 from quickstep.server.app import create_app
+from quickstep.types import FinishReason
 
 JSON_FORMAT = {"response_format": {"type": "json_object"}}
-ROUTES = {CHAT: {"messages": MESSAGES}, COMPLETIONS: {"prompt": "a"}}
+EMBEDDINGS = "/v1/embeddings"
+ROUTES = {
+    CHAT: {"messages": MESSAGES},
+    COMPLETIONS: {"prompt": "a"},
+    EMBEDDINGS: {"input": "a"},
+}
 
 
 def post(route: str, fields: dict[str, Any], engine: FakeEngine | None = None) -> httpx.Response:
@@ -58,7 +64,7 @@ WRONG: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize(("name", "value", "param"), WRONG)
 def test_a_wrong_value_is_400_with_its_path(route: str, name: str, value: Any, param: str) -> None:
     engine = FakeEngine()
@@ -103,3 +109,12 @@ def test_the_checkpoints_defaults_hold_where_a_request_is_silent() -> None:
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.6, 5, 7)
     post(COMPLETIONS, {}, engine)
     assert engine.submitted[1].sampling.max_tokens == 16  # OpenAI's own default goes first
+
+
+def test_an_embedding_that_takes_too_long_is_408_with_the_fields_name() -> None:
+    engine = FakeEngine(script=Script(FinishReason.DEADLINE))
+    response = post(EMBEDDINGS, {"timeout_s": 0.001}, engine)
+    assert response.status_code == 408
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("timeout_s", "request_timeout")
+    assert not engine.open_streams

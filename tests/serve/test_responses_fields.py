@@ -1,139 +1,24 @@
-"""Every field of `/v1/responses`: honoured with its effect, or refused by name.
+"""`/v1/responses`: values that are refused with their paths, and what its items become.
 
-The tables are complete: a field of OpenAI's own client, or of our schema, that stands in none of
-them fails the first tests. What chat has as well is taken from its table.
+Each field alone is tried in `test_request_fields`.
 """
 
-import json
 from typing import Any
 
 import httpx
 import pytest
 from fake_engine import FakeEngine, FakeTemplate
-from field_cases import SAMPLING, Case, Seen
-from openai.types.responses import response_create_params
-from surface_calls import RESPONSES, Row, post_to, prompt_of, sampled
+from surface_calls import RESPONSES, post_to
 
 from quickstep.engine.tool_calls.formats import formats_of
-from quickstep.server.responses_schema import RESPONSES_REFUSED, ResponsesRequest
-from quickstep.types import Grammar
 
 TOOL = {"type": "function", "name": "find_it", "parameters": None, "strict": None}
 SCHEMA = {"type": "json_schema", "name": "s", "schema": {"type": "array"}}
 LOGPROBS = ["message.output_text.logprobs"]
-OWN: dict[str, Row] = {
-    "input": (
-        [{"role": "user", "content": [{"type": "input_text", "text": "yo"}]}],
-        lambda seen: prompt_of(seen).startswith("user: yo"),
-    ),
-    "instructions": ("be kind", lambda seen: prompt_of(seen).startswith("system: be kind\nuser:")),
-    "max_output_tokens": (
-        2,
-        lambda seen: (
-            seen[1]["usage"]["output_tokens"] == 2
-            and seen[1]["incomplete_details"] == {"reason": "max_output_tokens"}
-        ),
-    ),
-    # a limit of what runs inside the server, where nothing does: it holds, and is repeated
-    "max_tool_calls": (3, lambda seen: seen[1]["max_tool_calls"] == 3),
-    "metadata": ({"a": "b"}, lambda seen: seen[1]["metadata"] == {"a": "b"}),
-    "parallel_tool_calls": (False, lambda seen: seen[1]["parallel_tool_calls"] is False),
-    "prompt_cache_key": ("k", lambda seen: seen[1]["prompt_cache_key"] == "k"),
-    "safety_identifier": ("ann", lambda seen: seen[0].tenant == "ann"),
-    "store": (False, lambda seen: seen[1]["store"] is False),
-    "text": ({"format": SCHEMA}, sampled("grammar", Grammar.of_json_schema({"type": "array"}))),
-    "reasoning": ({"effort": "none"}, lambda seen: seen[1]["reasoning"]["effort"] == "none"),
-    "include": (LOGPROBS, sampled("logprobs", 0)),
-    "tools": ([TOOL], lambda seen: '"name": "find_it"' in prompt_of(seen)),
-    "chat_template_kwargs": ({"k": "v"}, lambda seen: "k=v" in prompt_of(seen)),
-    "model": ("fake", lambda seen: seen[1]["model"] == "fake"),
-    "seed": (99, lambda seen: seen[0].sampling.seed == 99 and seen[1]["seed"] == 99),
-}
-
-
-def as_chat(name: str, case: Case) -> Row:
-    """A row of chat's table."""
-    return case.fields[name], lambda seen: case.holds(Seen(seen[0], [], json.dumps(seen[1])))
-
-
-SHARED = {
-    name: as_chat(name, case)
-    for name, case in SAMPLING.items()
-    if name in case.fields and "stream" not in name
-}
-HONOURED: dict[str, Row] = {
-    name: row for name, row in (SHARED | OWN).items() if name not in RESPONSES_REFUSED
-}
-# what needs a second field, a stream or another model has tests of its own
-# (`previous_response_id`: test_responses_store.py)
-# (`thinking_budget`, which needs a model that reasons: the samplers' own tests)
-ELSEWHERE = {
-    *("stream", "stream_options", "top_logprobs", "tool_choice", "previous_response_id"),
-    "thinking_budget",
-}
-REFUSED: dict[str, Any] = {
-    "access_programs": {"cyber": "standard"},
-    "background": True,
-    "context_management": [{"type": "compaction"}],
-    "conversation": "conv_1",
-    "image": {"context_compression": "auto"},
-    "max_tokens": 5,
-    "moderation": {"model": "m"},
-    "n": 2,
-    "prompt": {"id": "p"},
-    "prompt_cache_options": {"mode": "explicit"},
-    "prompt_cache_retention": "24h",
-    "response_format": {"type": "json_object"},
-    "service_tier": "flex",
-    "truncation": "auto",
-}
 
 
 def post(fields: dict[str, Any], engine: FakeEngine | None = None) -> httpx.Response:
     return post_to(RESPONSES, {"input": "hi", **fields}, engine)
-
-
-def test_every_field_of_the_schema_is_in_a_table() -> None:
-    assert set(HONOURED) & set(REFUSED) == set()
-    declared = set(ResponsesRequest.__struct_fields__)
-    assert declared - set(HONOURED) - set(RESPONSES_REFUSED) - ELSEWHERE == set()
-    assert set(REFUSED) == set(RESPONSES_REFUSED)
-
-
-def test_every_field_of_openais_client_is_in_the_schema() -> None:
-    theirs = set(response_create_params.ResponseCreateParamsBase.__annotations__)
-    assert theirs - set(ResponsesRequest.__struct_fields__) == set()
-
-
-@pytest.mark.parametrize(("name", "row"), HONOURED.items())
-def test_an_honoured_field_takes_effect(name: str, row: Row) -> None:
-    value, holds = row
-    engine = FakeEngine()
-    response = post({name: value}, engine)
-    assert response.status_code == 200, response.text
-    assert holds((engine.submitted[0], response.json()))
-
-
-@pytest.mark.parametrize("name", RESPONSES_REFUSED)
-def test_a_refused_field_is_400_with_its_name(name: str) -> None:
-    engine = FakeEngine()
-    response = post({name: REFUSED[name]}, engine)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["param"] == name
-    assert error["message"].startswith(f"{name} is not supported: ")
-    assert not engine.submitted
-
-
-@pytest.mark.parametrize("name", RESPONSES_REFUSED)
-def test_a_refused_field_passes_where_it_asks_for_nothing(name: str) -> None:
-    for value in (None, *RESPONSES_REFUSED[name].passes):
-        assert post({name: value}).status_code == 200
-
-
-@pytest.mark.parametrize("name", ResponsesRequest.__struct_fields__)
-def test_null_means_not_given(name: str) -> None:
-    assert post({name: None}).status_code == (400 if name == "input" else 200)
 
 
 def item(kind: str, **fields: Any) -> dict[str, Any]:

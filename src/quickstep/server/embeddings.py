@@ -155,7 +155,11 @@ async def _vector(stream: TokenStream, meter: EmbeddingMeter) -> Sequence[float]
         if delta.finish_reason is not None and delta.finish_reason.is_failure:
             raise GenerationFailed(delta.error or "the model failed on this request")
         if delta.finish_reason is FinishReason.DEADLINE:
-            raise EngineError("the embedding was not there within timeout_s; allow it more time")
+            raise RequestError(
+                "the embedding was not there within timeout_s; allow it more time",
+                param="timeout_s",
+                status=408,
+            )
     raise EngineError("the server is shutting down; send the request again")
 
 

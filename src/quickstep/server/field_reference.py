@@ -8,7 +8,6 @@ fields' rows are the ones that refuse (`refused`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import msgspec
@@ -17,6 +16,7 @@ from quickstep.server import field_reference_messages as messages
 from quickstep.server import field_reference_others as others
 from quickstep.server import field_reference_responses as responses
 from quickstep.server import schemas
+from quickstep.server.field_rows import Effects, Honoured, Note, Row
 from quickstep.server.refused import (
     ASSISTANT_REFUSED,
     CHAT_REFUSED,
@@ -25,19 +25,9 @@ from quickstep.server.refused import (
     Refusal,
 )
 
-__all__ = ["REFERENCE", "REFUSED_FORMS", "Honoured", "Row", "reference_of"]
+__all__ = ["REFERENCE", "REFUSED_FORMS", "reference_of"]
 
-
-@dataclass(frozen=True, slots=True)
-class Honoured:
-    """The visible effect, as a sentence."""
-
-    effect: str
-
-
-Row = Honoured | Refusal
-
-_SAMPLING: Mapping[str, str] = {
+_SAMPLING: Effects = {
     "model": "Which served name answers; the first one if not given, 404 for an unknown one.",
     "n": "How many choices each prompt gets; they share the prompt's computation.",
     "temperature": "Divides the logits before the draw; 0 takes the most likely token.",
@@ -83,7 +73,7 @@ _SAMPLING: Mapping[str, str] = {
     "0 if not given.",
     "cache_salt": "Cached prefixes are shared only with requests of the same salt.",
 }
-_COMPLETION: Mapping[str, str] = {
+_COMPLETION: Effects = {
     "prompt": "What to continue: a text, token ids, or a list of either.",
     "logprobs": "Gives the chosen token's and this many alternatives' logprobs, of the raw logits.",
     "add_special_tokens": "Whether the tokenizer adds its special tokens to the prompt; true if "
@@ -93,7 +83,7 @@ _COMPLETION: Mapping[str, str] = {
     "suffix": "The text between prompt and suffix is asked for; 400 if the model has no tokens "
     "for that.",
 }
-_CHAT: Mapping[str, str] = {
+_CHAT: Effects = {
     "messages": "The conversation, as the model's chat template writes it.",
     "max_completion_tokens": "OpenAI's later name of max_tokens; both may stand if they agree.",
     "logprobs": "Gives the chosen tokens' logprobs, of the raw logits.",
@@ -104,12 +94,12 @@ _CHAT: Mapping[str, str] = {
     "chat_template_kwargs": "Further variables for the chat template.",
     "metadata": "Stands in the answer as it was sent.",
     "safety_identifier": "OpenAI's later name of user.",
-    "prompt_cache_key": "Checked only: one engine has every prefix in its reach.",
+    "prompt_cache_key": Note("one engine has every prefix in its reach"),
     "tools": "Functions that the model is shown and may call.",
     "tool_choice": "Whether calls are possible, forbidden, or enforced by a grammar.",
     "parallel_tool_calls": "False keeps the first call only.",
 }
-_CHOICES: Mapping[str, str] = {
+_CHOICES: Effects = {
     "prompt_logprobs": "Gives the prompt's tokens' and this many alternatives' logprobs; not in a "
     "stream.",
     "return_token_ids": "Adds the token ids of prompt and output.",
@@ -117,7 +107,7 @@ _CHOICES: Mapping[str, str] = {
     "length_penalty": "How much longer texts gain in a beam search; needs use_beam_search: true.",
     "early_stopping": "Ends a beam search with the first n texts; needs use_beam_search: true.",
 }
-_EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
+_EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
     schemas.SamplingFields: _SAMPLING,
     schemas.ChoiceFields: _CHOICES,
     schemas.CompletionRequest: _COMPLETION,
@@ -128,10 +118,10 @@ _EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     },
     schemas.JsonSchemaFormat: {"json_schema": "The schema, with a name."},
     schemas.JsonSchema: {
-        "name": "A note for readers of the request; it changes nothing.",
-        "description": "A note for readers of the request; it changes nothing.",
+        "name": Note("for readers of the request"),
+        "description": Note("for readers of the request"),
         "schema": "The JSON schema that the output fits; a keyword that cannot be enforced is 400.",
-        "strict": "The schema is enforced whatever is said here.",
+        "strict": Note("the schema is enforced whatever is said here"),
     },
     schemas.StructuredOutputs: {
         "json": "The output fits this JSON schema, given as an object or as its text.",
@@ -169,7 +159,7 @@ _EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "id": "Given to the chat template.",
         "function": "What was called.",
         "type": "Only function is known.",
-        "index": "Accepted, since clients send back what a stream gave them; it changes nothing.",
+        "index": Note("clients send back what a stream gave them"),
     },
     schemas.CalledFunction: {
         "name": "Given to the chat template.",
@@ -210,10 +200,16 @@ _TABLES = (
     (messages.EFFECTS, messages.REFUSALS),
     (others.EFFECTS, others.REFUSALS),
 )
+
+
+def _row(told: str | Note) -> Row:
+    return told if isinstance(told, Note) else Honoured(told)
+
+
 REFERENCE: Mapping[type[msgspec.Struct], Mapping[str, Row]] = MappingProxyType(
     {
         struct: {
-            **{name: Honoured(effect) for name, effect in effects.get(struct, {}).items()},
+            **{name: _row(told) for name, told in effects.get(struct, {}).items()},
             **refusals.get(struct, {}),
         }
         for effects, refusals in _TABLES

@@ -8,14 +8,16 @@ import msgspec
 
 from quickstep.server import anthropic_schema as schemas
 from quickstep.server.anthropic import TOOL_REFUSED
+from quickstep.server.field_rows import Effects, Note
 from quickstep.server.refused import Refusal
 
 __all__ = ["EFFECTS", "REFUSALS", "REFUSED_FORMS"]
 
-_MARK = "Checked only: every prefix is cached without a mark, and for no fixed time."
+_MARK = Note("every prefix is cached without a mark, and for no fixed time")
+_SHOWN = Note("the reasoning is shown; omitted is 400")
 _ONE_CALL = "True keeps the first call only."
 
-EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
+EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
     schemas.CountTokensRequest: {
         "model": "Which served name answers; 404 for an unknown one.",
         "messages": "The conversation, as the model's chat template writes it.",
@@ -42,7 +44,7 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     },
     schemas.ThinkingBlock: {
         "thinking": "Given to the chat template, which may leave it out.",
-        "signature": "Any is fine: this server signs nothing.",
+        "signature": Note("this server signs nothing"),
     },
     schemas.ToolUseBlock: {
         "id": "Given to the chat template.",
@@ -75,9 +77,14 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     schemas.AnyChoice: {"disable_parallel_tool_use": _ONE_CALL},
     schemas.AnyTool: {
         "name": "The tool that has to be called.",
-        "disable_parallel_tool_use": "Changes nothing: one tool is called once.",
+        "disable_parallel_tool_use": Note("one named tool is called once in any case"),
     },
-    schemas.AdaptiveThinking: {"display": "The reasoning is shown; omitted is 400."},
+    schemas.AdaptiveThinking: {"display": _SHOWN},
+    schemas.EnabledThinking: {
+        "budget_tokens": "Tokens of reasoning after which its closing tag is written; from 1 to "
+        "max_tokens - 1.",
+        "display": _SHOWN,
+    },
     schemas.JsonOutput: {"schema": "The JSON schema that the answer fits."},
     schemas.OutputConfig: {
         "effort": "Turns reasoning off (none), or sets gpt-oss's level; other levels are 400.",
@@ -107,6 +114,5 @@ REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = {
     schemas.DocumentBlock: "the model reads text only",
     schemas.SearchResultBlock: "the model reads text only",
     schemas.RedactedThinkingBlock: "only Anthropic can read it",
-    schemas.EnabledThinking: "reasoning has no budget of its own; send adaptive, and max_tokens",
     schemas.BetweenToolsThinking: "the model cannot be told when to reason",
 }

@@ -8,6 +8,7 @@ import msgspec
 
 from quickstep.server import schemas_files, schemas_llama_cpp, schemas_tokens
 from quickstep.server.embedding_schema import EmbeddingRequest
+from quickstep.server.field_rows import Effects, Note
 from quickstep.server.llama_cpp_request import LLAMA_REFUSED, PROMPT_REFUSED
 from quickstep.server.refused import Refusal
 from quickstep.server.tokenize import TOKENIZE_REFUSED
@@ -19,7 +20,7 @@ _OPENS = "Whether the template opens an assistant message; true if not given."
 _VARIABLES = "Further variables for the chat template."
 _TOOLS = "Functions that the template shows."
 
-EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
+EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
     EmbeddingRequest: {
         "input": "What to embed: a text, token ids, or a list of either.",
         "model": _MODEL,
@@ -31,7 +32,7 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "add_special_tokens": "Whether the tokenizer adds its special tokens; true if not given.",
         "priority": "A lower number goes first, and may take the place of a running higher one; "
         "0 if not given.",
-        "timeout_s": "After this many seconds the answer is an error.",
+        "timeout_s": "After this many seconds the answer is the error 408.",
         "cache_salt": "Cached prefixes are shared only with requests of the same salt.",
     },
     schemas_files.BatchRequest: {
@@ -108,10 +109,10 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "return_tokens": "Adds the token ids.",
         "timings_per_token": "Every event tells the timings so far.",
         "response_fields": "Keeps these fields of the answer.",
-        "n_keep": "Accepted: the context does not shift, so all is kept.",
-        "mirostat_tau": "Accepted: it acts with mirostat only, which is refused.",
-        "mirostat_eta": "Accepted: it acts with mirostat only, which is refused.",
-        "dynatemp_exponent": "Accepted: it acts with dynatemp_range only, which is refused.",
+        "n_keep": Note("the context does not shift, so all is kept"),
+        "mirostat_tau": Note("it acts with mirostat only, which is refused"),
+        "mirostat_eta": Note("it acts with mirostat only, which is refused"),
+        "dynatemp_exponent": Note("it acts with dynatemp_range only, which is refused"),
     },
 }
 

@@ -7,21 +7,22 @@ from collections.abc import Mapping
 import msgspec
 
 from quickstep.server import responses_schema as schemas
+from quickstep.server.field_rows import Effects, Note
 from quickstep.server.refused import Refusal
 from quickstep.server.responses_tools import TOOL_REFUSED
 
 __all__ = ["EFFECTS", "REFUSALS", "REFUSED_FORMS"]
 
-_PLAIN_TOOLS = "only the model calls"
 _ID = "Stands in the listing of the input; one is made if not given."
 _STATUS = "Stands in the listing of the input."
 
-EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
+EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
     schemas.ResponsesRequest: {
         "input": "What to answer: a text, or items of a conversation.",
         "instructions": "A system message before the conversation; the next response forgets it.",
         "max_output_tokens": "Ends the response after this many tokens, with status incomplete.",
-        "max_tool_calls": "Bounds tools that run inside the server, of which there are none.",
+        "max_tool_calls": "Stands in the answer; it bounds tools that run inside the server, of "
+        "which there are none.",
         "metadata": "Stands in the answer as it was sent.",
         "parallel_tool_calls": "False keeps the first call only.",
         "previous_response_id": "Continues a stored response; 400 for one that is not stored.",
@@ -36,7 +37,7 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "tool_choice": "Whether calls are possible, forbidden, or enforced by a grammar.",
         "top_logprobs": "Alternatives per token; needs message.output_text.logprobs in include.",
         "chat_template_kwargs": "Further variables for the chat template.",
-        "stream_options": "Accepted where it asks for nothing; needs stream: true.",
+        "stream_options": Note("it may only ask for nothing; needs stream: true"),
     },
     schemas.InputTextPart: {"text": "The text; parts are joined by line ends."},
     schemas.OutputTextPart: {
@@ -66,7 +67,7 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "output": "What the function gave back.",
         "id": _ID,
         "status": _STATUS,
-        "name": "Accepted: the call has the name already.",
+        "name": Note("the call has the name already"),
     },
     schemas.ReasoningItem: {
         "type": "Says that this is earlier reasoning.",
@@ -88,10 +89,10 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
         "strict": "Whether arguments have to fit where the model may choose to call.",
     },
     schemas.SchemaFormat: {
-        "name": "A note for readers of the request; it changes nothing.",
+        "name": "Stands in the answer, and changes nothing else.",
         "schema": "The JSON schema that the output fits; a keyword that cannot be enforced is 400.",
-        "description": "A note for readers of the request; it changes nothing.",
-        "strict": "The schema is enforced whatever is said here.",
+        "description": "Stands in the answer, and changes nothing else.",
+        "strict": "Stands in the answer; the schema is enforced whatever is said here.",
     },
     schemas.TextConfig: {"format": "Enforces the form of the whole output by a grammar."},
     schemas.ReasoningConfig: {
@@ -101,19 +102,12 @@ EFFECTS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
 
 REFUSALS: Mapping[type[msgspec.Struct], Mapping[str, Refusal]] = {
     schemas.ResponsesRequest: schemas.RESPONSES_REFUSED,
+    schemas.ResponsesStreamOptions: schemas.STREAM_REFUSED,
     schemas.FunctionToolSpec: TOOL_REFUSED,
     schemas.InputTextPart: {
         "prompt_cache_breakpoint": Refusal((), "prefixes are cached without marks")
     },
-    schemas.MessageItem: {"phase": Refusal((), "the model writes in no phases")},
-    schemas.FunctionCallItem: {
-        "caller": Refusal(({"type": "direct"},), _PLAIN_TOOLS),
-        "namespace": Refusal((), "functions have no namespaces"),
-    },
-    schemas.FunctionCallOutputItem: {
-        "caller": Refusal(({"type": "direct"},), _PLAIN_TOOLS),
-        "namespace": Refusal((), "functions have no namespaces"),
-    },
+    **schemas.ITEM_REFUSED,
     schemas.TextConfig: {"verbosity": Refusal(("medium",), "the model has no verbosity setting")},
     schemas.ReasoningConfig: {
         "summary": Refusal((), "the reasoning is given as it is"),

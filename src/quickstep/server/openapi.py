@@ -24,6 +24,7 @@ from quickstep.server.error_shapes import OVERLOADED, anthropic_shape
 from quickstep.server.field_bounds import Keywords, SchemaFacts, bounds_of
 from quickstep.server.field_parts import parts_of
 from quickstep.server.field_reference import REFUSED_FORMS, reference_of
+from quickstep.server.field_rows import Note
 from quickstep.server.refused import Refusal
 from quickstep.server.response_errors import ErrorAnswer, MessagesError
 from quickstep.server.schema_types import component_names, reachable_structs
@@ -39,7 +40,7 @@ _STATUSES: Mapping[int, str] = {
     401: "The API key is missing or wrong.",
     404: "There is no such route, model or other resource.",
     405: "The route has other methods.",
-    408: "The body came too slowly.",
+    408: "The body came too slowly, or an embedding took longer than timeout_s.",
     413: "The body is too large.",
     414: "The URL is too long.",
     431: "The headers are too large.",
@@ -223,6 +224,8 @@ def _refine(schema: dict[str, Any], struct: type[msgspec.Struct], facts: SchemaF
             }
             if name not in schema.get("required", ()):
                 properties[name]["default"] = None
+        elif isinstance(row, Note):
+            properties[name]["description"] = f"A note without effect: {row.why}."
         else:
             properties[name]["description"] = row.effect
     if issubclass(struct, SamplingFields):

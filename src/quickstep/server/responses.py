@@ -32,13 +32,18 @@ from quickstep.server.responses_input import (
     template_messages,
     with_instructions,
 )
-from quickstep.server.responses_schema import RESPONSES_REFUSED, ResponsesRequest
+from quickstep.server.responses_schema import (
+    RESPONSES_REFUSED,
+    STREAM_REFUSED,
+    InputItemsQuery,
+    ResponsesRequest,
+)
 from quickstep.server.responses_store import ResponseStore, StoredResponse
 from quickstep.server.responses_tools import asked_text, offered_functions
 from quickstep.server.responses_writer import ResponsesWriter, Turn
 from quickstep.server.routes import caller_of
 from quickstep.server.sampling import bounded, label
-from quickstep.server.schemas import decode
+from quickstep.server.schemas import decode, decode_values
 from quickstep.server.surface import Asked, Served, stream_flags
 
 __all__ = ["INCLUDES", "Responses", "StoredResponses"]
@@ -46,8 +51,6 @@ __all__ = ["INCLUDES", "Responses", "StoredResponses"]
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
 INCLUDES = (_LOGPROBS, _SEALED)
-_MAX_PAGE = 100
-_PAGE = 20  # OpenAI's
 
 
 class Responses:
@@ -133,21 +136,17 @@ class StoredResponses:
 
     async def input_items(self, request: Request) -> Response:
         """What the response answers, the last item first unless `order` is `asc`."""
-        _no_queries(request, ("after", "include", "limit", "order"))
+        query = decode_values(_named_once(request), InputItemsQuery)
         items = list(self._stored(request).input_items)
-        order = request.query_params.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise RequestError(f"order is {order[:64]!r}, it must be asc or desc", param="order")
-        if order == "desc":
+        if query.order == "desc":
             items.reverse()
-        start = _place_behind(request.query_params.get("after"), items)
-        limit = _page_size(request.query_params.get("limit"))
-        page = items[start : start + limit]
+        start = _place_behind(query.after, items)
+        page = items[start : start + query.limit]
         listed = InputItems(
             data=[dict(item) for item in page],
             first_id=page[0]["id"] if page else None,
             last_id=page[-1]["id"] if page else None,
-            has_more=start + limit < len(items),
+            has_more=start + query.limit < len(items),
         )
         return json_response(listed)
 
@@ -170,6 +169,11 @@ def _no_queries(request: Request, known: tuple[str, ...]) -> None:
             raise RequestError(f"{name[:64]} is not supported in the query", param=name[:64])
 
 
+def _named_once(request: Request) -> dict[str, str]:
+    """The query; clients write a list as `include[]`."""
+    return {name.removesuffix("[]"): text for name, text in request.query_params.items()}
+
+
 def _place_behind(item_id: str | None, items: Sequence[Mapping[str, Any]]) -> int:
     if item_id is None:
         return 0
@@ -179,22 +183,9 @@ def _place_behind(item_id: str | None, items: Sequence[Mapping[str, Any]]) -> in
     raise RequestError(f"after is {item_id[:64]!r}, there is no such item", param="after")
 
 
-def _page_size(limit: str | None) -> int:
-    if limit is None:
-        return _PAGE
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_PAGE):
-        raise RequestError(
-            f"limit is {limit[:64]!r}, it must be between 1 and {_MAX_PAGE}", param="limit"
-        )
-    return int(limit)
-
-
 def _stream_flags(fields: ResponsesRequest) -> dict[str, Any]:
-    options = fields.stream_options
-    for name in ("include_usage", "continuous_usage_stats"):
-        if options is not None and getattr(options, name):
-            path = f"stream_options.{name}"
-            raise RequestError(f"{path} is not supported: the last event has the usage", param=path)
+    if fields.stream_options is not None:
+        refuse(fields.stream_options, STREAM_REFUSED, "stream_options.")
     return stream_flags(fields)
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from quickstep.errors import RequestError
 from quickstep.server.conversation import check_shows_calls, past_call
+from quickstep.server.refused import refuse
 from quickstep.server.responses_schema import (
+    ITEM_REFUSED,
     FunctionCallItem,
     FunctionCallOutputItem,
     InputPart,
@@ -50,7 +52,6 @@ _ID_PREFIXES = {
     "function_call_output": "fco_",
     "reasoning": "rs_",
 }
-_NULL_ONLY = ("phase", "namespace")  # labels of features that are not there
 
 
 def read_items(given: str | Sequence[dict[str, Any]] | None) -> list[InputItem]:
@@ -109,7 +110,7 @@ def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[s
     turns = _Turns()
     for place, item in enumerate(items):
         path = f"input[{place}]"
-        _check_notes(item, path)
+        refuse(item, ITEM_REFUSED.get(type(item), {}), f"{path}.")
         match item:
             case MessageItem(role="assistant"):
                 turns.assistant("content", _text(item.content, f"{path}.content"))
@@ -176,19 +177,6 @@ class _Turns:
         self._assistant = {"role": "assistant", "content": None}
         self.messages.append(self._assistant)
         return self._assistant
-
-
-def _check_notes(item: InputItem, path: str) -> None:
-    for name in _NULL_ONLY:
-        if name in item.__struct_fields__ and getattr(item, name) is not None:
-            raise RequestError(f"{path}.{name} is not supported", param=f"{path}.{name}")
-    if isinstance(item, FunctionCallItem | FunctionCallOutputItem) and item.caller not in (
-        None,
-        {"type": "direct"},
-    ):
-        raise RequestError(
-            f"{path}.caller is not supported: only the model calls", param=f"{path}.caller"
-        )
 
 
 def _reasoning(item: ReasoningItem, path: str) -> str:

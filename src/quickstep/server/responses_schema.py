@@ -9,22 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quickstep.server.refused import Refusal
-from quickstep.server.schemas import JsonObjectFormat, SamplingFields, TextFormat
+from quickstep.server.refused import STREAM_OPTIONS_REFUSED, Refusal
+from quickstep.server.schemas import (
+    JsonObjectFormat,
+    SamplingFields,
+    StreamOptions,
+    TextFormat,
+)
 
 __all__ = [
+    "ITEM_REFUSED",
     "RESPONSES_REFUSED",
+    "STREAM_REFUSED",
     "FunctionCallItem",
     "FunctionCallOutputItem",
     "FunctionToolSpec",
+    "InputItemsQuery",
     "InputPart",
     "MessageItem",
     "ReasoningItem",
     "ResponsesRequest",
+    "ResponsesStreamOptions",
     "SchemaFormat",
     "TextConfig",
 ]
@@ -174,6 +183,10 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     mode: str | None = None
 
 
+class ResponsesStreamOptions(StreamOptions, forbid_unknown_fields=True, frozen=True):
+    """`stream_options`, which may only ask for nothing here."""
+
+
 class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/responses`."""
 
@@ -193,6 +206,7 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     top_logprobs: int | None = None
+    stream_options: ResponsesStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     access_programs: Any = None
     background: Any = None
@@ -207,6 +221,23 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     truncation: Any = None
 
 
+class InputItemsQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The query of `GET /v1/responses/{id}/input_items`; what `include` adds is there already."""
+
+    after: str | None = None
+    include: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 20  # OpenAI's
+    order: Literal["asc", "desc"] = "desc"
+
+
+_LAST_EVENT = "the last event has the usage"
+STREAM_REFUSED: Mapping[str, Refusal] = MappingProxyType(
+    {
+        **STREAM_OPTIONS_REFUSED,
+        "include_usage": Refusal((False,), _LAST_EVENT),
+        "continuous_usage_stats": Refusal((False,), _LAST_EVENT),
+    }
+)
 RESPONSES_REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
         "access_programs": Refusal((), "there are no access programs"),
@@ -223,5 +254,18 @@ RESPONSES_REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "response_format": Refusal((), "send text.format"),
         "service_tier": Refusal(("auto", "default"), "there is one service tier"),
         "truncation": Refusal(("disabled",), "nothing of the input is left out"),
+    }
+)
+_CALL_REFUSED = MappingProxyType(
+    {
+        "caller": Refusal(({"type": "direct"},), "only the model calls"),
+        "namespace": Refusal((), "functions have no namespaces"),
+    }
+)
+ITEM_REFUSED: Mapping[type[msgspec.Struct], Mapping[str, Refusal]] = MappingProxyType(
+    {
+        MessageItem: {"phase": Refusal((), "the model writes in no phases")},
+        FunctionCallItem: _CALL_REFUSED,
+        FunctionCallOutputItem: _CALL_REFUSED,
     }
 )

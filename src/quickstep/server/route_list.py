@@ -18,6 +18,7 @@ from quickstep.server.llama_cpp_routes import llama_cpp_routes
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.probes import Probes
+from quickstep.server.response_events import MESSAGES_EVENTS, RESPONSES_EVENTS
 from quickstep.server.response_messages import MessageResponse, TokenCount
 from quickstep.server.response_openai import (
     ChatCompletion,
@@ -31,7 +32,11 @@ from quickstep.server.response_probes import ApiDocument, Health, Pong, Readines
 from quickstep.server.response_responses import DeletedResponse, InputItems, ResponseObject
 from quickstep.server.responses import Responses, StoredResponses
 from quickstep.server.responses_input import item_schema
-from quickstep.server.responses_schema import FunctionToolSpec, ResponsesRequest
+from quickstep.server.responses_schema import (
+    FunctionToolSpec,
+    InputItemsQuery,
+    ResponsesRequest,
+)
 from quickstep.server.responses_store import ResponseStore
 from quickstep.server.routes import GeneratingRoute
 from quickstep.server.schemas import ChatRequest, CompletionRequest
@@ -117,6 +122,7 @@ def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list
             response=ResponseObject,
             streams=True,
             parts={"input": item_schema, "tools": lambda tool: FunctionToolSpec},
+            events=RESPONSES_EVENTS,
         ),
         ApiRoute("GET", one, stored.retrieve, "A stored response.", response=ResponseObject),
         ApiRoute("DELETE", one, stored.delete, "Forget a response.", response=DeletedResponse),
@@ -126,6 +132,7 @@ def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list
             stored.input_items,
             "What a stored response answers.",
             response=InputItems,
+            query=InputItemsQuery,
         ),
     ]
 
@@ -141,6 +148,7 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
             response=MessageResponse,
             streams=True,
             parts=_ANTHROPIC_PARTS,
+            events=MESSAGES_EVENTS,
             error_shape=anthropic_shape,
         ),
         ApiRoute(

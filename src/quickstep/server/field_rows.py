@@ -1,0 +1,32 @@
+"""What the reference says of one field: honoured with an effect, a note, or refused.
+
+The tables of `field_reference` are made of these; the tests try each kind in its own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quickstep.server.refused import Refusal
+
+__all__ = ["Effects", "Honoured", "Note", "Row"]
+
+
+@dataclass(frozen=True, slots=True)
+class Honoured:
+    """The visible effect, as a sentence."""
+
+    effect: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A note without effect: checked for its type, accepted, and why it changes nothing."""
+
+    why: str
+
+
+Row = Honoured | Note | Refusal
+# What a field does: a sentence for its effect.
+Effects = Mapping[str, str | Note]
