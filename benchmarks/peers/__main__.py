@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -35,6 +36,8 @@ _SERVED = {"w4": under_arrivals, "footprint": footprint}
 def main() -> int:
     """Run what was asked for; 1 if a driver failed."""
     args = _arguments()
+    # a terminated run ends the processes that it started, as an interrupted one does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     args.cache.mkdir(parents=True, exist_ok=True)
     checkpoint = make_checkpoint(args.shape, args.cache / "checkpoints", args.seed)
     found = contestants(args.engines, args.precisions, checkpoint, args.cache, args.threads)

@@ -39,6 +39,9 @@ def figures(answer: Mapping[str, Any], arrivals_s: Sequence[float]) -> dict[str,
 def table(workload: str, results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     """Markdown: medians with least and greatest, and the ratio to the first row's median."""
     names = HEADLINES[workload]
+    results = {contestant: runs for contestant, runs in results.items() if runs}
+    if not results:
+        return f"{workload}: no engine ran it"
     lines = [
         f"| {workload} | " + " | ".join(f"{name} (min - max) | x" for name in names) + " |",
         "|---|" + "---|---|" * len(names),
