@@ -16,6 +16,9 @@ __all__ = ["PEERS", "Environment", "prepare"]
 
 _TORCH = "torch==2.13.0"
 
+# They are built for another torch, and break what imports them where they are there.
+_UNMATCHED = ("torchvision", "torchaudio", "torchcodec")
+
 
 @dataclass(frozen=True, slots=True)
 class Environment:
@@ -50,8 +53,8 @@ def prepare(name: str, cache: Path) -> Environment:
     print(f"setting up {name} in {directory}", file=sys.stderr)
     _run(sys.executable, "-m", "venv", str(directory / "venv"))
     _run(str(found.python), "-m", "pip", "install", "--quiet", *PEERS[name])
-    if name in ("vllm", "convert"):  # they do not match this torch, and are imported if there
-        _run(str(found.python), "-m", "pip", "uninstall", "-qy", "torchvision", "torchaudio")
+    if name in ("vllm", "convert"):
+        _run(str(found.python), "-m", "pip", "uninstall", "-qy", *_UNMATCHED)
     if name == "llama_cpp":
         _build_llama_cpp(found)
     ready.touch()
