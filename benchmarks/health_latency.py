@@ -15,7 +15,7 @@ import time
 
 import httpx
 
-from benchmarks.served import ServedChild
+from quickstep.bench.served import ServedChild
 
 _TEXT = "def chain(*iterables):\n    for it in iterables:\n        yield from it\n\n"
 _NUM_CHARS = 4 * 2**20 * 9 // 10

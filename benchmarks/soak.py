@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from benchmarks.served import ServedChild
 from benchmarks.soak_requests import SURFACES, Asked, drawn, malformed
+from quickstep.bench.served import ServedChild
 
 _ABORTED, _MALFORMED = 0.30, 0.05
 _SAMPLE_EVERY_S = 1.0

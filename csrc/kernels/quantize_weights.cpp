@@ -119,6 +119,7 @@ void search_group(const QuantizeArgs& args, const T* x, int64_t at, uint8_t* cod
     }
     tried.error = attempt_codes(x, args.group_size, args.bits, tried.scale, tried.zero, nullptr);
     if (shrink == kShrinks[0] || tried.error < best.error) best = tried;
+    if (args.bits == 8) break;  // the step is small: clipping gains nothing
   }
   attempt_codes(x, args.group_size, args.bits, best.scale, best.zero, codes);
   args.scales[at] = best.scale;

@@ -22,7 +22,7 @@ __all__ = [
     "StreamConfig",
 ]
 
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128")
 
 
 class PolicyName(enum.Enum):
@@ -100,8 +100,8 @@ class LoadConfig:
         device: `auto`, `cpu` or `cuda`.
         offline: Never touch the network; the environment's HF_HUB_OFFLINE is honoured as well.
         num_threads: CPU threads; None for one per core that the process may use.
-        quantization: `int8` or `int4`: matrices are rounded as they are loaded, and computed in
-            integers; None keeps the dtype.
+        quantization: One of QUANTIZATIONS: matrices are rounded as they are loaded, and computed
+            in integers; None keeps the dtype.
     """
 
     model: str = "demo"
@@ -114,7 +114,7 @@ class LoadConfig:
 
     def __post_init__(self) -> None:
         if self.quantization not in (None, *QUANTIZATIONS):
-            known = " or ".join(QUANTIZATIONS)
+            known = f"{', '.join(QUANTIZATIONS[:-1])} or {QUANTIZATIONS[-1]}"
             raise ConfigError(f"--quantization is {self.quantization!r}, it must be {known}")
 
 

@@ -116,7 +116,13 @@ def test_inputs_that_no_group_divides_stay_at_8_bits() -> None:
     assert int4.format_of(896, outer=False) == MatrixFormat(4, 32)
     assert int4.format_of(48, outer=False) == MatrixFormat(4, 16)
     assert int4.format_of(40, outer=False) == MatrixFormat(8)
-    assert int4.format_of(896, outer=True) == MatrixFormat(8)
+    assert int4.format_of(40, outer=True) == MatrixFormat(8)
+
+
+def test_the_output_projection_keeps_8_bits_in_every_scheme() -> None:
+    for scheme in SCHEMES.values():
+        assert scheme.format_of(896, outer=True) == MatrixFormat(8, 64)
+    assert SCHEMES["int8"].format_of(704, outer=False) == MatrixFormat(8, 64)
 
 
 def quantize(weight: Tensor, form: MatrixFormat, ops: OpTable | None = None) -> QuantizedWeight:
@@ -194,7 +200,7 @@ def test_the_fingerprint_names_the_quantisation() -> None:
 
 
 def test_an_unknown_quantisation_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--quantization is 'int3', it must be int8 or int4"):
+    with pytest.raises(ConfigError, match="--quantization is 'int3', it must be int8, int8-g32, "):
         LoadConfig(quantization="int3")
 
 

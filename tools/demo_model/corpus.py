@@ -10,12 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Never trained on, nor asked about: the quality script measures bits per byte on them. They cover
-# parsing, numerics, networking, text and file formats, and no other module carries a copy of one.
-HELD_OUT_MODULES = (
-    "cmd", "colorsys", "configparser", "difflib", "fileinput", "graphlib", "mailbox",
-    "netrc", "quopri", "sched", "shelve", "statistics", "tomllib", "wave", "xmlrpc", "zipapp",
-)  # fmt: skip
+# Never trained on, nor asked about: the quality script measures bits per byte on them.
+from quickstep.bench.held_out import HELD_OUT_MODULES
 
 # Generated tables, fixtures and packaging machinery: text nobody would ask the model to continue.
 _EXCLUDED_FOLDERS = frozenset(

@@ -11,24 +11,19 @@ import random
 import time
 from dataclasses import dataclass, replace
 
+from quickstep.bench.lengths import RequestLengths, draw_request
 from quickstep.bench.lives import follow
 from quickstep.bench.subject import Subject, random_prompt
 from quickstep.config import EngineConfig
 
 __all__ = [
     "LatencyOptions",
-    "RequestLengths",
     "ThroughputOptions",
     "draw_lengths",
     "measure_latency",
     "measure_throughput",
     "sized_for",
 ]
-
-# Medians and spreads of the lognormal lengths, near those of short chat turns: 64 requests have
-# some 14,000 prompt and 6,000 output tokens.
-_INPUT_MEDIAN, _INPUT_SIGMA, _INPUT_RANGE = 150, 0.8, (8, 1024)
-_OUTPUT_MEDIAN, _OUTPUT_SIGMA, _OUTPUT_RANGE = 90, 0.6, (8, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +46,10 @@ class ThroughputOptions:
     max_len: int = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLengths:
-    """Tokens of one request."""
-
-    num_inputs: int
-    num_outputs: int
-
-
 def draw_lengths(options: ThroughputOptions) -> tuple[RequestLengths, ...]:
     """Lognormal lengths: a function of the seed."""
     rng = random.Random(options.seed)
-
-    def draw(median: float, sigma: float, limits: tuple[int, int]) -> int:
-        drawn = round(median * rng.lognormvariate(0.0, sigma))
-        return min(max(limits[0], drawn), limits[1], options.max_len)
-
-    return tuple(
-        RequestLengths(
-            draw(_INPUT_MEDIAN, _INPUT_SIGMA, _INPUT_RANGE),
-            draw(_OUTPUT_MEDIAN, _OUTPUT_SIGMA, _OUTPUT_RANGE),
-        )
-        for _ in range(options.num_requests)
-    )
+    return tuple(draw_request(rng, options.max_len) for _ in range(options.num_requests))
 
 
 def sized_for(config: EngineConfig, max_model_len: int) -> EngineConfig:

@@ -1,4 +1,4 @@
-"""`quickstep bench step|latency|throughput`: measured speed beside measured limits.
+"""`quickstep bench`: measured speed beside measured limits; `serve` and `accuracy` besides.
 
 Each runs the live engine on a checkpoint or, with `--shape`, on random weights of a known model's
 sizes in memory. Nothing here is asserted by a test: run it on a quiet machine, on purpose.
@@ -14,6 +14,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from quickstep.bench.shapes import SHAPES
+from quickstep.cli.bench_accuracy import add_accuracy
+from quickstep.cli.bench_serve import add_serve
 from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
 from quickstep.cli.parsing import Parser, bytes_size, command, positive_int, token_count
 from quickstep.config import EngineConfig
@@ -61,6 +63,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     _add_step(kinds)
     _add_latency(kinds)
     _add_throughput(kinds)
+    add_serve(kinds)
+    add_accuracy(kinds)
 
 
 def _no_kind(args: argparse.Namespace) -> int:

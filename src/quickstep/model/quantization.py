@@ -1,8 +1,10 @@
 """What `--quantization` means, weight by weight: bits, groups, bytes. Standard library only.
 
-int8 has one symmetric scale per output. int4 has groups of inputs; a matrix whose inputs no group
-size divides stays at int8, and so do embeddings and the output projection. Norms, biases and the
-routers of experts keep the model's dtype.
+A matrix has a symmetric scale per output and group of inputs; the kernels quantise activations per
+token and the same groups. Where a scheme's group size does not divide a matrix's inputs, a half or
+a quarter of it may; where none does, the matrix has 8 bits and one scale per output. Embeddings
+and the output projection always have 8 bits, in groups of 64. Norms, biases and the routers of
+experts keep the model's dtype. docs/design/0005 has the measurements behind it.
 """
 
 from __future__ import annotations
@@ -50,27 +52,28 @@ class QuantizationScheme:
 
     name: str
     bits: int
-    group_size: int | None = None
-    has_zeros: bool = False
+    group_size: int
 
     def format_of(self, num_inputs: int, outer: bool) -> MatrixFormat:
         """The format of a matrix; `outer` marks embeddings and the output projection."""
-        if self.group_size is None or outer:
-            return MatrixFormat(8)
-        size = self.group_size
+        size = _OUTER_GROUP if outer else self.group_size
         while num_inputs % size and size > _LEAST_GROUP:
             size //= 2
         if num_inputs % size:
             return MatrixFormat(8)
-        return MatrixFormat(self.bits, size, self.has_zeros)
+        return MatrixFormat(8 if outer else self.bits, size)
 
 
 _LEAST_GROUP = 16
+_OUTER_GROUP = 64
 
 SCHEMES: Mapping[str, QuantizationScheme] = MappingProxyType(
     {
-        "int8": QuantizationScheme("int8", 8),
+        "int8": QuantizationScheme("int8", 8, 128),
+        "int8-g32": QuantizationScheme("int8-g32", 8, 32),
         "int4": QuantizationScheme("int4", 4, 32),
+        "int4-g64": QuantizationScheme("int4-g64", 4, 64),
+        "int4-g128": QuantizationScheme("int4-g128", 4, 128),
     }
 )
 

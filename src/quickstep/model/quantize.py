@@ -2,17 +2,30 @@
 
 The codes are a function of the weight and its format alone (`OpTable.quantize`). Matrices are
 quantised as the loader asks for them, so that one is in memory twice at most.
+
+What rounding did to a matrix is measured on a sample of its rows. A matrix that lost more than
+weights of trained models do gives a warning: no perplexity doubles in silence.
 """
 
 from __future__ import annotations
 
+import warnings
+
+import torch
 from torch import Tensor
 
 from quickstep.model.quantization import QuantizationScheme
 from quickstep.model.tensor_reader import TensorSource
 from quickstep.ops.table import OpTable, QuantizedWeight
 
-__all__ = ["QuantizingSource"]
+__all__ = ["ERROR_BOUND", "QuantizingSource", "rounding_error"]
+
+# Of a matrix, norm of the error over norm of the weights. Four bits leave 0.08 to 0.14 on normal
+# and heavy-tailed weights, whose models lose 2 to 4 % of perplexity; what is lost grows with the
+# square, so beyond this bound it would be several times as much. Eight bits leave 0.01.
+ERROR_BOUND = 0.2
+
+_SAMPLED_ROWS = 64
 
 
 class QuantizingSource:
@@ -45,4 +58,27 @@ class QuantizingSource:
             return weight
         outer = not self._outer.isdisjoint(names)
         form = self._scheme.format_of(weight.shape[1], outer)
-        return self._ops.quantize(weight, form.bits, form.group_size, form.has_zeros)
+        codes = self._ops.quantize(weight, form.bits, form.group_size, form.has_zeros)
+        error = rounding_error(weight, codes)
+        if not error <= ERROR_BOUND:
+            warnings.warn(
+                f"{self._scheme.name} changes {' + '.join(names)} by {error:.0%} (a warning stands "
+                f"above {ERROR_BOUND:.0%}), answers may suffer: measure with `quickstep bench "
+                "accuracy`, or use --quantization int8 or none",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return codes
+
+
+def rounding_error(weight: Tensor, codes: QuantizedWeight) -> float:
+    """Norm of what rounding changed over that of the weights, over a sample of the rows."""
+    rows = slice(None, None, max(1, weight.shape[0] // _SAMPLED_ROWS))
+    exact = weight[rows].float()
+    zeros = None if codes.zeros is None else codes.zeros[rows]
+    kept = QuantizedWeight(
+        codes.codes[rows], codes.scales[rows], zeros, codes.bits, codes.group_size
+    )
+    total = float(torch.linalg.vector_norm(exact))
+    wrong = float(torch.linalg.vector_norm(kept.dequantized() - exact))
+    return wrong / total if total else 0.0

@@ -1,0 +1,114 @@
+"""`python -m benchmarks.peers`: Quickstep and its peers, interleaved, on this machine.
+
+Sets up what is missing under `--cache`, makes the checkpoints, loads every engine, then takes each
+workload's repeats round all of them. w4 and `footprint` start the engines' servers instead, one at
+a time and new in each repeat. Prints Markdown; the raw figures go to `--out` as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+
+from benchmarks.machine import describe_machine
+from benchmarks.peers.checkpoints import VOCABULARY, make_checkpoint
+from benchmarks.peers.contestants import (
+    PRECISIONS,
+    Contestant,
+    DriverFailed,
+    DriverProcess,
+    contestants,
+)
+from benchmarks.peers.report import HEADLINES, figures, table
+from benchmarks.peers.served import footprint, under_arrivals
+from benchmarks.peers.workloads import draw_requests, write_requests
+from quickstep.bench.shapes import SHAPES
+
+Results = dict[str, list[dict[str, float]]]
+
+# They run on servers.
+_SERVED = {"w4": under_arrivals, "footprint": footprint}
+
+
+def main() -> int:
+    """Run what was asked for; 1 if a driver failed."""
+    args = _arguments()
+    # a terminated run ends the processes that it started, as an interrupted one does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    args.cache.mkdir(parents=True, exist_ok=True)
+    checkpoint = make_checkpoint(args.shape, args.cache / "checkpoints", args.seed)
+    found = contestants(args.engines, args.precisions, checkpoint, args.cache, args.threads)
+    drivers: dict[Contestant, DriverProcess] = {}
+    print(describe_machine())
+    in_process = [name for name in args.workloads if name not in _SERVED]
+    results: dict[str, Results] = {}
+    try:
+        for contestant in found if in_process else ():
+            _start(contestant, args.cache, drivers)
+        for name in in_process:
+            results[name] = _workload(name, drivers, args)
+    finally:
+        for driver in drivers.values():
+            driver.close()
+    for name in args.workloads:
+        if name in _SERVED:
+            results[name] = _SERVED[name](found, args)
+            print("\n" + table(name, results[name]), flush=True)
+    if args.out is not None:
+        args.out.write_text(json.dumps(results, indent=1))
+    return 0 if not in_process or len(drivers) == len(found) else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "quickstep-peers")
+    parser.add_argument("--shape", choices=[*SHAPES], default="qwen2.5-0.5b")
+    parser.add_argument("--engines", nargs="+", choices=[*PRECISIONS], default=[*PRECISIONS])
+    parser.add_argument("--precisions", nargs="+", default=["bf16", "int8", "int4"])
+    parser.add_argument("--workloads", nargs="+", choices=[*HEADLINES], default=["w1"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--requests", type=int, default=64, help="of w2 and w4; half for w3")
+    parser.add_argument("--rate", type=float, default=0.67, help="requests per second of w4")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def _start(contestant: Contestant, cache: Path, drivers: dict[Contestant, DriverProcess]) -> None:
+    """Load one engine; a failure is printed and leaves it out."""
+    driver = DriverProcess(contestant, cache / f"{contestant.name.replace(' ', '-')}.log")
+    try:
+        driver.wait_ready()
+    except DriverFailed as error:
+        driver.close()
+        print(f"left out: {error}", file=sys.stderr)
+        return
+    drivers[contestant] = driver
+    print(f"- {contestant.name}: ready after {driver.ready_s:.2f} s", flush=True)
+
+
+def _workload(
+    workload: str, drivers: dict[Contestant, DriverProcess], args: argparse.Namespace
+) -> Results:
+    """All repeats of one workload, one round unmeasured; prints the table."""
+    results: Results = {contestant.name: [] for contestant in drivers}
+    for repeat in range(-1, args.repeats):
+        seed = args.seed * 1000 + repeat
+        requests = draw_requests(workload, seed, VOCABULARY, rate=1.0, num_requests=args.requests)
+        path = write_requests(args.cache / "requests.json", requests)
+        for contestant, driver in drivers.items():
+            answer = driver.run(path)
+            if repeat >= 0:
+                found = figures(answer, [request.at_s for request in requests])
+                found["rss_gb"] = answer["rss_bytes"] / 1e9
+                results[contestant.name].append(found)
+    print("\n" + table(workload, results), flush=True)
+    return results
+
+
+if __name__ == "__main__":
+    sys.exit(main())
