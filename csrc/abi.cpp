@@ -16,6 +16,8 @@ int64_t element_bytes(int dtype) { return dtype == QS_F32 ? 4 : 2; }
 
 bool valid_dtype(int dtype) { return dtype >= QS_F32 && dtype <= QS_F16; }
 
+bool valid_kv_dtype(int dtype) { return valid_dtype(dtype) || dtype == QS_I8; }
+
 float to_float(int dtype, const void* data, int64_t index) {
   if (dtype == QS_F32) return static_cast<const float*>(data)[index];
   const uint32_t half = static_cast<const uint16_t*>(data)[index];
@@ -186,20 +188,15 @@ int qs_gated_activation(qs_context* context, int dtype, int activation, const vo
   return QS_OK;
 }
 
-int qs_write_kv(qs_context* context, const void* k, const void* v, int64_t k_stride_bytes,
-                int64_t v_stride_bytes, int64_t row_bytes, const int64_t* slots,
-                int64_t num_tokens, void* k_cache, void* v_cache, int64_t num_slots) {
-  for (int64_t i = 0; i < num_tokens; ++i) {
-    if (slots[i] < 0 || slots[i] >= num_slots) return QS_OUT_OF_RANGE;
+int qs_write_kv(qs_context* context, const qs_kv_write* call) {
+  if (!valid_dtype(call->dtype) || !valid_kv_dtype(call->kv_dtype) || call->num_kv_heads < 1 ||
+      call->head_size < 1 || call->num_tokens < 0) {
+    return QS_INVALID;
   }
-  for_row_parts(context->pool, num_tokens, 2 * row_bytes, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      memcpy(static_cast<char*>(k_cache) + slots[i] * row_bytes,
-             static_cast<const char*>(k) + i * k_stride_bytes, row_bytes);
-      memcpy(static_cast<char*>(v_cache) + slots[i] * row_bytes,
-             static_cast<const char*>(v) + i * v_stride_bytes, row_bytes);
-    }
-  });
+  for (int64_t i = 0; i < call->num_tokens; ++i) {
+    if (call->slots[i] < 0 || call->slots[i] >= call->num_slots) return QS_OUT_OF_RANGE;
+  }
+  context->kernels->write_kv(context->pool, *call);
   return QS_OK;
 }
 
@@ -209,7 +206,8 @@ int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_attention
 
 int qs_paged_attention(qs_context* context, const qs_attention* call) {
   const bool heads = call->num_kv_heads >= 1 && call->num_heads % call->num_kv_heads == 0;
-  if (!valid_dtype(call->dtype) || !heads || call->block_size < 1 || call->num_rows < 0) {
+  const bool dtypes = valid_dtype(call->dtype) && valid_kv_dtype(call->kv_dtype);
+  if (!dtypes || !heads || call->block_size < 1 || call->num_rows < 0) {
     return QS_INVALID;
   }
   for (int64_t row = 0; row < call->num_rows; ++row) {

@@ -104,12 +104,31 @@ int place(qs_program* program, const qs_step& step) {
   return QS_OK;
 }
 
+int write_kv(qs_program* program, const qs_op& op, int64_t rows) {
+  qs_kv_write call = {};
+  call.dtype = op.dtype;
+  call.kv_dtype = op.option;
+  call.num_kv_heads = static_cast<int32_t>(op.size[0]);
+  call.head_size = static_cast<int32_t>(op.size[1]);
+  call.num_tokens = rows;
+  call.num_slots = op.size[2];
+  call.k_stride = op.stride[0];
+  call.v_stride = op.stride[1];
+  call.k = op.in[0];
+  call.v = op.in[1];
+  call.slots = program->slots;
+  call.k_cache = op.out[0];
+  call.v_cache = op.out[1];
+  return qs_write_kv(program->context, &call);
+}
+
 int attend(qs_program* program, const qs_op& op) {
   qs_attention call = {};
   call.dtype = op.dtype;
   call.num_heads = static_cast<int32_t>(op.size[0]);
   call.num_kv_heads = static_cast<int32_t>(op.size[1]);
   call.head_size = static_cast<int32_t>(op.size[2]);
+  call.kv_dtype = op.option;
   call.q_stride = op.stride[0];
   call.num_rows = program->num_rows;
   call.block_size = program->inputs.block_size;
@@ -163,8 +182,7 @@ int run_op(qs_program* program, const qs_op& op) {
       return qs_gated_activation(context, op.dtype, op.option, op.in[0], rows, op.size[0],
                                  op.out[0]);
     case QS_OP_WRITE_KV:
-      return qs_write_kv(context, op.in[0], op.in[1], op.stride[0], op.stride[1], op.size[0],
-                         program->slots, rows, op.out[0], op.out[1], op.size[1]);
+      return write_kv(program, op, rows);
     case QS_OP_ATTENTION:
       return attend(program, op);
     case QS_OP_ADD:

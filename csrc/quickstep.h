@@ -24,6 +24,9 @@ enum qs_status {
 };
 
 enum qs_dtype { QS_F32 = 0, QS_BF16 = 1, QS_F16 = 2 };
+// What a KV cache holds beside those: a head is D codes of 8 bits and the float32 that they are
+// multiplied by, D + 4 bytes together. Codes are rounded half to even, scale = max|x| / 127.
+enum qs_kv_dtype { QS_I8 = 3 };
 enum qs_activation { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2 };
 
 typedef struct qs_context qs_context;  // a kernel table and a thread pool
@@ -119,16 +122,33 @@ QS_API int qs_rotary(qs_context* context, int dtype, const void* x, int64_t num_
 QS_API int qs_gated_activation(qs_context* context, int dtype, int activation, const void* gate_up,
                                int64_t num_tokens, int64_t n, void* out);
 
-// Copies k and v [T, row] (token strides given, in bytes) to cache rows `slots` [T].
-QS_API int qs_write_kv(qs_context* context, const void* k, const void* v, int64_t k_stride_bytes,
-                       int64_t v_stride_bytes, int64_t row_bytes, const int64_t* slots,
-                       int64_t num_tokens, void* k_cache, void* v_cache, int64_t num_slots);
+// Writes k and v [T, K, D] of `dtype` to the rows `slots` [T] of caches of `kv_dtype` (a qs_dtype
+// or QS_I8), each value rounded once.
+typedef struct qs_kv_write {
+  int32_t dtype;
+  int32_t kv_dtype;
+  int32_t num_kv_heads;
+  int32_t head_size;
+  int64_t num_tokens;
+  int64_t num_slots;
+  int64_t k_stride;         // between tokens
+  int64_t v_stride;
+  const void* k;
+  const void* v;
+  const int64_t* slots;
+  void* k_cache;
+  void* v_cache;
+} qs_kv_write;
+
+QS_API int qs_write_kv(qs_context* context, const qs_kv_write* call);
 
 typedef struct qs_attention {
   int32_t dtype;
   int32_t num_heads;
   int32_t num_kv_heads;
   int32_t head_size;
+  int32_t kv_dtype;         // a qs_dtype or QS_I8
+  int32_t unused;
   int64_t q_stride;         // between tokens
   int64_t num_rows;         // R
   int64_t block_size;
@@ -174,11 +194,13 @@ QS_API int qs_finish_logits(qs_context* context, int dtype, const void* x, int64
 //   ROTARY     in x, cos, sin             out y                size: heads, head size, half;
 //                                                              stride[0]; option: interleaved
 //   GATED      in gate_up                 out y                size: n; option: qs_activation
-//   WRITE_KV   in k, v                    out k, v cache       size: bytes of a row, slots;
-//                                                              stride: of k and v in bytes
+//   WRITE_KV   in k, v                    out k, v cache       size: kv heads, head size, slots;
+//                                                              stride: of k and v;
+//                                                              option: dtype of the caches
 //   ATTENTION  in q, k cache, v cache     out y                size: heads, kv heads, head size,
 //                                                              blocks, window; stride[0] of q;
-//                                                              scalar: scale, softcap
+//                                                              scalar: scale, softcap;
+//                                                              option: dtype of the caches
 //   ADD        in a, b                    out y                size: values of a row
 //   SCALE      in x                       out y                size: values of a row;
 //                                                              scalar: factor

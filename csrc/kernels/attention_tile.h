@@ -1,13 +1,13 @@
-// One KV tile against up to 32 query rows: gather, scores, online softmax, weighted sum of values.
+// One KV tile against up to 32 query rows: scores, online softmax, weighted sum of values.
 //
 // For one query row and head everything is a chain in a fixed order: a score adds over d; a tile's
 // weights add by vector lane, then by reduce_add; an output element adds over the visible positions
-// in ascending order. Positions that a query must not see are left out of its chain, not multiplied
-// by zero, so what stands there (another step's tokens, NaN) cannot show.
+// in ascending order. Positions that a query must not see are left out of its chain, or meet it as
+// zeros on both sides, so what stands there (another step's tokens, NaN) cannot show.
 #pragma once
 
+#include "kernels/attention_products.h"
 #include "kernels/kernels.h"
-#include "kernels/transpose.h"
 #include "kernels/vecmath.h"
 
 namespace qs::QS_LEVEL {
@@ -16,167 +16,35 @@ constexpr int64_t kTile = 64;       // KV positions, at absolute multiples
 constexpr int64_t kMaxQueries = 32;  // (token, head) pairs that share a pass over the KV
 constexpr int64_t kMaxHeadSize = 256;
 
-// Register tile of both products: kSumRows queries x kSumVectors registers.
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kSumRows = 6, kSumVectors = 4;
-#elif defined(__AVX2__)
-constexpr int kSumRows = 6, kSumVectors = 2;
-#else
-constexpr int kSumRows = 4, kSumVectors = 2;
-#endif
-
 // Softmax state of a query row over the positions seen so far: maximum, sum of weights, and the
-// weighted sum of values, which stands in `out`.
+// weighted sum of values, which stands in `out` [query][width].
 struct SoftmaxState {
   float max[kMaxQueries];
   float sum[kMaxQueries];
-  float out[kMaxQueries * kMaxHeadSize];
+  alignas(64) float out[kMaxQueries * kMaxHeadSize];
 };
 
-// Half-open range of absolute KV positions.
-struct Span {
-  int64_t begin, end;
-  bool empty() const { return begin >= end; }
-};
-
-QS_INLINE Span intersect(Span a, Span b) {
-  return {max_of(a.begin, b.begin), min_of(a.end, b.end)};
-}
-
+// `width` is the head size rounded up to whole vectors; a word is a float or a pair.
 struct TileBuffers {
-  alignas(64) float queries[kMaxQueries * kMaxHeadSize];
-  alignas(64) float keys[kMaxHeadSize * kTile];  // transposed: [d][position]
-  alignas(64) float values[kTile * kMaxHeadSize];
-  alignas(64) float weights[kMaxQueries * kTile];  // scores, then exp(score - max)
+  alignas(64) float queries[kMaxQueries * kMaxHeadSize];  // [query][words of the width]
+  alignas(64) float keys[kMaxHeadSize * kTile];           // [word of the width][position]
+  alignas(64) float values[kTile * kMaxHeadSize];         // [position or pair of them][width]
+  alignas(64) float scores[kMaxQueries * kTile];          // then exp(score - max)
+  alignas(64) float pairs[kMaxQueries * kTile / 2];       // the same as pairs
+  alignas(64) float rests[kMaxQueries * kTile / 2];       // what pairs of scaled weights leave
+  alignas(64) float key_scales[kTile];                    // of codes; 0 outside the span
+  alignas(64) float value_scales[kTile];
 };
 
-// c[R][V * W] (+)= sum over i in [begin, end) of a[r][i] * b[i][...], i ascending.
-template <int R, int V>
-QS_INLINE void sum_products(const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-                            Span range, float* c, int64_t c_stride, bool from_zero) {
-  vf sum[R][V];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) sum[r][v] = from_zero ? vf{} : load(c + r * c_stride + v * W);
+// How a tile is computed: products of floats or of pairs; `kScaled`: keys and values are codes.
+template <typename ProductType, bool Scaled>
+struct TileForm {
+  using Product = ProductType;
+  static constexpr bool kScaled = Scaled;
+  static constexpr int kPair = ProductType::kPair;
+  static int64_t width(int64_t head_size) {
+    return div_up(head_size, W * kPair) * W * kPair;
   }
-  for (int64_t i = range.begin; i < range.end; ++i) {
-    vf held[V];
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) held[v] = load(b + i * b_stride + v * W);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const vf streamed = set1(a[r * a_stride + i]);
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sum[r][v] = fma(streamed, held[v], sum[r][v]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < V; ++v) store(c + r * c_stride + v * W, sum[r][v]);
-  }
-}
-
-template <int R>
-QS_INLINE void sum_products_wide(const float* a, int64_t a_stride, const float* b,
-                                 int64_t b_stride, Span range, float* c, int64_t c_stride,
-                                 int64_t width, bool from_zero) {
-  int64_t at = 0;
-  for (; at + kSumVectors * W <= width; at += kSumVectors * W) {
-    sum_products<R, kSumVectors>(a, a_stride, b + at, b_stride, range, c + at, c_stride, from_zero);
-  }
-  for (; at < width; at += W) {
-    sum_products<R, 1>(a, a_stride, b + at, b_stride, range, c + at, c_stride, from_zero);
-  }
-}
-
-// As sum_products over `rows` <= kSumRows rows and `width` columns, a multiple of W.
-template <int R = kSumRows>
-inline void sum_products_rows(int rows, const float* a, int64_t a_stride, const float* b,
-                              int64_t b_stride, Span range, float* c, int64_t c_stride,
-                              int64_t width, bool from_zero) {
-  if constexpr (R > 1) {
-    if (rows < R) {
-      sum_products_rows<R - 1>(rows, a, a_stride, b, b_stride, range, c, c_stride, width,
-                               from_zero);
-      return;
-    }
-  }
-  sum_products_wide<R>(a, a_stride, b, b_stride, range, c, c_stride, width, from_zero);
-}
-
-// Brings the positions of `span` (inside one tile) to fp32: keys transposed, values as rows.
-template <typename T>
-class TileLoader {
- public:
-  TileLoader(const qs_attention& call, int64_t row, int64_t kv_head)
-      : block_table_(call.block_tables + row * call.max_blocks),
-        block_size_(call.block_size),
-        head_size_(call.head_size),
-        stride_(int64_t{call.num_kv_heads} * call.head_size),
-        keys_(static_cast<const T*>(call.k_cache) + kv_head * call.head_size),
-        values_(static_cast<const T*>(call.v_cache) + kv_head * call.head_size) {}
-
-  void load_tile(int64_t tile_begin, Span span, TileBuffers& buffers) {
-    int64_t offsets[kTile];
-    for (int64_t j = span.begin; j < span.end; ++j) {
-      const int64_t block = block_table_[j / block_size_];
-      offsets[j - tile_begin] = (block * block_size_ + j % block_size_) * stride_;
-    }
-    const Span local = {span.begin - tile_begin, span.end - tile_begin};
-    if (head_size_ % W == 0) {
-      convert<true>(offsets, local, buffers);
-    } else {
-      convert<false>(offsets, local, buffers);
-    }
-  }
-
- private:
-  // `Whole`: the head size is a multiple of W.
-  template <bool Whole>
-  QS_INLINE static vf load_head(const T* p, int64_t n) {
-    return Whole ? load(p) : load_up_to(p, n);
-  }
-
-  template <bool Whole>
-  void convert(const int64_t* offsets, Span local, TileBuffers& buffers) const {
-    for (int64_t j = 0; j < kTile; j += W) {
-      if (j >= local.begin && j + W <= local.end) {
-        load_keys<Whole>(offsets + j, 0, W, buffers.keys + j);
-      } else if (j < local.end && j + W > local.begin) {
-        load_keys<Whole>(offsets + j, max_of(0, local.begin - j), min_of(W, local.end - j),
-                         buffers.keys + j);
-      }
-    }
-    for (int64_t j = local.begin; j < local.end; ++j) {
-      const T* from = values_ + offsets[j];
-      float* to = buffers.values + j * kMaxHeadSize;
-      for (int64_t d = 0; d < head_size_; d += W) {
-        store(to + d, load_head<Whole>(from + d, head_size_ - d));
-      }
-    }
-  }
-
-  // W positions, of which [first, last) exist; the others get zeros.
-  template <bool Whole>
-  QS_INLINE void load_keys(const int64_t* offsets, int64_t first, int64_t last,
-                           float* keys) const {
-    for (int64_t d = 0; d < head_size_; d += W) {
-      vf rows[W] = {};
-      for (int64_t i = first; i < last; ++i) {
-        rows[i] = load_head<Whole>(keys_ + offsets[i] + d, head_size_ - d);
-      }
-      transpose(rows);
-      const int64_t num_d = Whole ? W : min_of(W, head_size_ - d);
-      for (int64_t i = 0; i < num_d; ++i) store(keys + (d + i) * kTile, rows[i]);
-    }
-  }
-
-  const int32_t* block_table_;
-  int64_t block_size_, head_size_, stride_;
-  const T* keys_;
-  const T* values_;
 };
 
 QS_INLINE void scale_row(float* row, int64_t size, float factor) {
@@ -184,39 +52,142 @@ QS_INLINE void scale_row(float* row, int64_t size, float factor) {
   for (int64_t i = 0; i < size; i += W) store(row + i, load(row + i) * factors);
 }
 
-// Turns a query's raw scores into weights and moves its state on to the new maximum.
-QS_INLINE void softmax_row(const qs_attention& call, Span visible, float* scores, float& max,
-                           float& sum, float* out) {
+QS_INLINE vi lanes_inside(int64_t first, Span span) {
+  const vi lane = lane_indices() + static_cast<int32_t>(first);
+  return (lane >= static_cast<int32_t>(span.begin)) & (lane < static_cast<int32_t>(span.end));
+}
+
+// Where a query's softmax stands.
+struct RowState {
+  float& max;
+  float& sum;
+  float* out;  // [width]
+  int64_t width;
+};
+
+// Turns a query's raw scores into weights and moves its state on to the new maximum. The sum is of
+// the weights before they take over the values' scales.
+template <bool Scaled>
+QS_INLINE void softmax_row(const qs_attention& call, Span visible, const TileBuffers& buffers,
+                           float* scores, RowState row) {
   const vf low = set1(-__builtin_inff());
-  const vi lanes = lane_indices();
+  const int64_t begin = visible.begin / W * W;
   vf tile_max = low;
-  for (int64_t j = visible.begin / W * W; j < visible.end; j += W) {
+  for (int64_t j = begin; j < visible.end; j += W) {
     vf s = load(scores + j) * call.scale;
+    if constexpr (Scaled) s = s * load(buffers.key_scales + j);
     if (call.softcap > 0.0f) s = call.softcap * vtanh(s / call.softcap);
-    if (j < visible.begin || j + W > visible.end) {
-      const vi lane = lanes + static_cast<int32_t>(j);
-      const vi inside = (lane >= static_cast<int32_t>(visible.begin)) &
-                        (lane < static_cast<int32_t>(visible.end));
-      s = inside ? s : low;
-    }
+    if (j < visible.begin || j + W > visible.end) s = lanes_inside(j, visible) ? s : low;
     store(scores + j, s);
     tile_max = vmax(s, tile_max);
   }
   const float tile_top = reduce_max(tile_max);
-  const float new_max = tile_top > max ? tile_top : max;
+  const float new_max = tile_top > row.max ? tile_top : row.max;
   vf total = {};
-  for (int64_t j = visible.begin / W * W; j < visible.end; j += W) {
-    const vf weight = vexp(load(scores + j) - new_max);
-    store(scores + j, weight);
+  for (int64_t j = begin; j < visible.end; j += W) {
+    vf weight = vexp(load(scores + j) - new_max);
     total += weight;
+    if constexpr (Scaled) {
+      weight = weight * load(buffers.value_scales + j);
+      if (j < visible.begin || j + W > visible.end) {
+        weight = lanes_inside(j, visible) ? weight : vf{};
+      }
+    }
+    store(scores + j, weight);
   }
-  if (new_max != max) {
-    const float factor = vexp(set1(max - new_max))[0];
-    sum *= factor;
-    scale_row(out, call.head_size, factor);
-    max = new_max;
+  if (new_max != row.max) {
+    const float factor = vexp(set1(row.max - new_max))[0];
+    row.sum *= factor;
+    scale_row(row.out, row.width, factor);
+    row.max = new_max;
   }
-  sum += reduce_add(total);
+  row.sum += reduce_add(total);
 }
+
+// Query `row`'s weights as words of the product with values: floats are as they stand.
+template <typename Form>
+QS_INLINE void pack_weights(TileBuffers&, int) {}
+
+// out[rows][width] += the weights of `visible` times the values; one chain per element.
+template <typename Form>
+QS_INLINE void add_values(int rows, Span visible, const TileBuffers& buffers, int first_row,
+                          float* out, int64_t width) {
+  const Products of = {buffers.scores + first_row * kTile, kTile, buffers.values, width,
+                       out + first_row * width,            width, false};
+  sum_products_rows<typename Form::Product>(rows, of, visible, width);
+}
+
+#if defined(__AVX512BF16__)
+
+// As bfloat16, two to a word.
+template <>
+QS_INLINE void pack_weights<TileForm<Pairs, false>>(TileBuffers& buffers, int row) {
+  const float* scores = buffers.scores + row * kTile;
+  float* pairs = buffers.pairs + row * kTile / 2;
+  for (int64_t j = 0; j < kTile; j += 2 * W) {
+    const __m512bh packed = _mm512_cvtne2ps_pbh(load(scores + j + W), load(scores + j));
+    store(pairs + j / 2, bit_cast<vf>(packed));
+  }
+}
+
+// A weight that took over a scale has no few-bit values left, not even for one visible position;
+// what its rounding leaves goes into a second word.
+template <>
+QS_INLINE void pack_weights<TileForm<Pairs, true>>(TileBuffers& buffers, int row) {
+  const float* scores = buffers.scores + row * kTile;
+  float* pairs = buffers.pairs + row * kTile / 2;
+  float* rests = buffers.rests + row * kTile / 2;
+  for (int64_t j = 0; j < kTile; j += 2 * W) {
+    const vf low = load(scores + j), high = load(scores + j + W);
+    const __m512i packed = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+    store(pairs + j / 2, bit_cast<vf>(packed));
+    const vf low_taken = bit_cast<vf>(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(packed)), 16));
+    const vf high_taken = bit_cast<vf>(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(packed, 1)), 16));
+    const __m512bh rest = _mm512_cvtne2ps_pbh(high - high_taken, low - low_taken);
+    store(rests + j / 2, bit_cast<vf>(rest));
+  }
+}
+
+// The words of one pair of positions, of which only one is visible; the other becomes zero.
+QS_INLINE void add_single_value(int rows, Products of, int64_t pair, uint32_t mask, int64_t width) {
+  alignas(64) float masked[kMaxHeadSize];
+  for (int64_t d = 0; d < width; d += W) {
+    const vu words = bit_cast<vu>(load(of.b + pair * of.b_stride + d));
+    store(masked + d, bit_cast<vf>(words & mask));
+  }
+  of.a += pair;
+  of.b = masked;
+  sum_products_rows<Pairs>(rows, of, {0, 1}, width);
+}
+
+inline void add_pairs(int rows, Span visible, const Products& of, int64_t width) {
+  const Span whole = {div_up(visible.begin, 2), visible.end / 2};
+  if (visible.begin % 2 != 0) {
+    add_single_value(rows, of, visible.begin / 2, 0xffff0000u, width);
+  }
+  if (!whole.empty()) sum_products_rows<Pairs>(rows, of, whole, width);
+  if (visible.end % 2 != 0) add_single_value(rows, of, visible.end / 2, 0x0000ffffu, width);
+}
+
+template <>
+inline void add_values<TileForm<Pairs, false>>(int rows, Span visible, const TileBuffers& buffers,
+                                               int first_row, float* out, int64_t width) {
+  const Products of = {buffers.pairs + first_row * kTile / 2, kTile / 2, buffers.values, width,
+                       out + first_row * width,               width,     false};
+  add_pairs(rows, visible, of, width);
+}
+
+template <>
+inline void add_values<TileForm<Pairs, true>>(int rows, Span visible, const TileBuffers& buffers,
+                                              int first_row, float* out, int64_t width) {
+  add_values<TileForm<Pairs, false>>(rows, visible, buffers, first_row, out, width);
+  const Products of = {buffers.rests + first_row * kTile / 2, kTile / 2, buffers.values, width,
+                       out + first_row * width,               width,     false};
+  add_pairs(rows, visible, of, width);
+}
+
+#endif
 
 }  // namespace qs::QS_LEVEL

@@ -17,6 +17,7 @@ void quantized_rows(Pool* pool, const PackedQuantized& packed, int dtype, const 
 void rms_norm(Pool* pool, const NormArgs& args);
 void rotary(Pool* pool, const RotaryArgs& args);
 void gated_activation(Pool* pool, const GatedArgs& args);
+void write_kv(Pool* pool, const qs_kv_write& call);
 int64_t attention_scratch_bytes(int num_threads, const qs_attention& call);
 void paged_attention(Pool* pool, const qs_attention& call);
 void elementwise(Pool* pool, const ElementwiseArgs& args);

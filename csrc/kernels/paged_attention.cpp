@@ -6,15 +6,15 @@
 // alone: not on the chunk it came in, its neighbours in the pass, or whether the splits of a long
 // context ran on one thread or on several.
 
-#include "kernels/attention_tile.h"
+#include <type_traits>
+
+#include "kernels/attention_loader.h"
 #include "kernels/entries.h"
 
 namespace qs::QS_LEVEL {
 namespace {
 
 constexpr int64_t kSplit = 8 * kTile;
-
-int64_t padded_size(const qs_attention& call) { return div_up(call.head_size, W) * W; }
 
 int64_t heads_per_kv(const qs_attention& call) { return call.num_heads / call.num_kv_heads; }
 
@@ -57,21 +57,28 @@ Pass make_pass(const qs_attention& call, int64_t row, int64_t index, int64_t kv_
   return {&call, row, kv_head, first, static_cast<int>(count)};
 }
 
-template <typename T>
+// Queries as the products read them, zeros up to the width.
+template <typename T, typename Form>
 void load_queries(const Pass& pass, float* queries) {
   const qs_attention& call = *pass.call;
+  const int64_t size = call.head_size, words = Form::width(size) / Form::kPair;
   for (int i = 0; i < pass.num_queries; ++i) {
-    const T* q = static_cast<const T*>(call.q) + pass.token(i) * call.q_stride +
-                 pass.head(i) * call.head_size;
-    for (int64_t d = 0; d < call.head_size; d += W) {
-      store(queries + i * kMaxHeadSize + d, load_up_to(q + d, call.head_size - d));
+    const T* q = static_cast<const T*>(call.q) + pass.token(i) * call.q_stride;
+    q += pass.head(i) * size;
+    float* to = queries + i * words;
+    if constexpr (Form::kPair == 1) {
+      for (int64_t d = 0; d < words; d += W) store(to + d, load_up_to(q + d, size - d));
+    } else {
+      memset(to, 0, words * sizeof(float));
+      memcpy(to, q, size * sizeof(T));
     }
   }
 }
 
 // The tile's products with the values, row group by row group.
-void add_values(const Pass& pass, const Span* visible, const TileBuffers& buffers, float* out) {
-  const int64_t width = padded_size(*pass.call);
+template <typename Form>
+void add_tile_values(const Pass& pass, const Span* visible, TileBuffers& buffers, float* out) {
+  const int64_t width = Form::width(pass.call->head_size);
   for (int i = 0; i < pass.num_queries;) {
     // Rows that see the same positions share a register tile.
     int rows = 1;
@@ -80,55 +87,60 @@ void add_values(const Pass& pass, const Span* visible, const TileBuffers& buffer
       ++rows;
     }
     if (!visible[i].empty()) {
-      sum_products_rows(rows, buffers.weights + i * kTile, kTile, buffers.values, kMaxHeadSize,
-                        visible[i], out + i * kMaxHeadSize, kMaxHeadSize, width, false);
+      add_values<Form>(rows, visible[i], buffers, i, out, width);
     }
     i += rows;
   }
 }
 
+template <typename Form>
 void run_tile(const Pass& pass, int64_t tile_begin, TileBuffers& buffers, SoftmaxState& state) {
   const qs_attention& call = *pass.call;
+  const int64_t width = Form::width(call.head_size), words = width / Form::kPair;
   for (int i = 0; i < pass.num_queries; i += kSumRows) {
     const int rows = static_cast<int>(min_of(kSumRows, pass.num_queries - i));
-    sum_products_rows(rows, buffers.queries + i * kMaxHeadSize, kMaxHeadSize, buffers.keys, kTile,
-                      {0, call.head_size}, buffers.weights + i * kTile, kTile, kTile, true);
+    const Products of = {buffers.queries + i * words, words, buffers.keys, kTile,
+                         buffers.scores + i * kTile,  kTile, true};
+    sum_products_rows<typename Form::Product>(rows, of, {0, words}, kTile);
   }
   Span visible[kMaxQueries];
   for (int i = 0; i < pass.num_queries; ++i) {
     const Span span = intersect(pass.visible(i), {tile_begin, tile_begin + kTile});
     visible[i] = {span.begin - tile_begin, span.end - tile_begin};
     if (visible[i].empty()) continue;
-    softmax_row(call, visible[i], buffers.weights + i * kTile, state.max[i], state.sum[i],
-                state.out + i * kMaxHeadSize);
+    float* scores = buffers.scores + i * kTile;
+    softmax_row<Form::kScaled>(call, visible[i], buffers, scores,
+                               {state.max[i], state.sum[i], state.out + i * width, width});
+    pack_weights<Form>(buffers, i);
   }
-  add_values(pass, visible, buffers, state.out);
+  add_tile_values<Form>(pass, visible, buffers, state.out);
 }
 
-template <typename T>
+template <typename Form, typename KV>
 void run_split(const Pass& pass, int64_t split, TileBuffers& buffers, SoftmaxState& state) {
-  const qs_attention& call = *pass.call;
+  const int64_t width = Form::width(pass.call->head_size);
   for (int i = 0; i < pass.num_queries; ++i) {
     state.max[i] = -__builtin_inff();
     state.sum[i] = 0.0f;
-    memset(state.out + i * kMaxHeadSize, 0, padded_size(call) * sizeof(float));
   }
+  memset(state.out, 0, pass.num_queries * width * sizeof(float));
   const Span span = intersect(pass.visible_by_any(), {split * kSplit, (split + 1) * kSplit});
-  TileLoader<T> loader(call, pass.row, pass.kv_head);
+  TileLoader<Form, KV> loader(*pass.call, pass.row, pass.kv_head);
   for (int64_t begin = span.begin / kTile * kTile; begin < span.end; begin += kTile) {
     loader.load_tile(begin, intersect(span, {begin, begin + kTile}), buffers);
-    run_tile(pass, begin, buffers, state);
+    loader.prefetch(intersect(span, {begin + kTile, begin + 2 * kTile}));
+    run_tile<Form>(pass, begin, buffers, state);
   }
 }
 
 // Adds the state of a later split to `total`. Queries that see nothing of the split are untouched.
-void merge(const Pass& pass, int64_t split, const SoftmaxState& state, SoftmaxState& total) {
-  const int64_t width = padded_size(*pass.call);
+void merge(const Pass& pass, int64_t split, const SoftmaxState& state, int64_t width,
+           SoftmaxState& total) {
   for (int i = 0; i < pass.num_queries; ++i) {
     const Span visible = pass.visible(i);
     if (intersect(visible, {split * kSplit, (split + 1) * kSplit}).empty()) continue;
-    float* out = total.out + i * kMaxHeadSize;
-    const float* add = state.out + i * kMaxHeadSize;
+    float* out = total.out + i * width;
+    const float* add = state.out + i * width;
     if (visible.begin / kSplit == split) {  // the first one that it sees
       total.max[i] = state.max[i];
       total.sum[i] = state.sum[i];
@@ -147,29 +159,30 @@ void merge(const Pass& pass, int64_t split, const SoftmaxState& state, SoftmaxSt
 }
 
 template <typename T>
-void write_out(const Pass& pass, const SoftmaxState& total) {
+void write_out(const Pass& pass, const SoftmaxState& total, int64_t width) {
   const qs_attention& call = *pass.call;
   for (int i = 0; i < pass.num_queries; ++i) {
     T* out = static_cast<T*>(call.out) +
              (pass.token(i) * call.num_heads + pass.head(i)) * call.head_size;
     for (int64_t d = 0; d < call.head_size; d += W) {
-      const vf value = load(total.out + i * kMaxHeadSize + d) / total.sum[i];
+      const vf value = load(total.out + i * width + d) / total.sum[i];
       store_up_to(out + d, value, call.head_size - d);
     }
   }
 }
 
-template <typename T>
+template <typename T, typename Form, typename KV>
 void run_pass(const Pass& pass) {
+  const int64_t width = Form::width(pass.call->head_size);
   TileBuffers buffers;
   SoftmaxState state, total;
-  load_queries<T>(pass, buffers.queries);
+  load_queries<T, Form>(pass, buffers.queries);
   const Span span = pass.visible_by_any();
   for (int64_t split = span.begin / kSplit; split * kSplit < span.end; ++split) {
-    run_split<T>(pass, split, buffers, state);
-    merge(pass, split, state, total);
+    run_split<Form, KV>(pass, split, buffers, state);
+    merge(pass, split, state, width, total);
   }
-  write_out<T>(pass, total);
+  write_out<T>(pass, total, width);
 }
 
 // The row of flat item `index`, where row r has count(r) of them; `index` becomes that within it.
@@ -200,9 +213,10 @@ Work count_work(const qs_attention& call) {
 }
 
 // Few passes over long contexts: one item per split, states in scratch, merged afterwards.
-template <typename T>
+template <typename T, typename Form, typename KV>
 void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
   SoftmaxState* states = static_cast<SoftmaxState*>(call.scratch);
+  const int64_t width = Form::width(call.head_size);
   const auto splits_in_row = [&](int64_t row) {
     return passes_of_row(call, row) * call.num_kv_heads * splits_of_row(call, row);
   };
@@ -217,8 +231,8 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
     const Pass pass = make_pass(call, row, pass_index / call.num_kv_heads,
                                 pass_index % call.num_kv_heads);
     TileBuffers buffers;
-    load_queries<T>(pass, buffers.queries);
-    run_split<T>(pass, split, buffers, states[item]);
+    load_queries<T, Form>(pass, buffers.queries);
+    run_split<Form, KV>(pass, split, buffers, states[item]);
   });
   parallel_for(pool, work.passes, [&](int64_t item) {
     int64_t index = item;
@@ -230,21 +244,48 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
     SoftmaxState total;
     const Span span = pass.visible_by_any();
     for (int64_t split = span.begin / kSplit; split * kSplit < span.end; ++split) {
-      merge(pass, split, states[first_state + index * splits + split], total);
+      merge(pass, split, states[first_state + index * splits + split], width, total);
     }
-    write_out<T>(pass, total);
+    write_out<T>(pass, total, width);
   });
 }
 
-template <typename T>
+template <typename T, typename Form, typename KV>
 void run_passes(Pool* pool, const qs_attention& call, const Work& work) {
   parallel_for(pool, work.passes, [&](int64_t item) {
     int64_t index = work.passes - 1 - item;  // the longest contexts of a prefill come first
     const int64_t row = find_row(call, index, [&](int64_t r) {
       return passes_of_row(call, r) * call.num_kv_heads;
     });
-    run_pass<T>(make_pass(call, row, index / call.num_kv_heads, index % call.num_kv_heads));
+    const int64_t pass = index / call.num_kv_heads, kv_head = index % call.num_kv_heads;
+    run_pass<T, Form, KV>(make_pass(call, row, pass, kv_head));
   });
+}
+
+// Pairs where queries and keys are bfloat16, or codes, as they stand.
+template <typename T, typename KV>
+struct FormOf {
+  using Type = TileForm<Floats, std::is_same_v<KV, int8_t>>;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct FormOf<bf16, bf16> {
+  using Type = TileForm<Pairs, false>;
+};
+template <>
+struct FormOf<bf16, int8_t> {
+  using Type = TileForm<Pairs, true>;
+};
+#endif
+
+template <typename T, typename Form, typename KV>
+void run(Pool* pool, const qs_attention& call) {
+  const Work work = count_work(call);
+  if (call.scratch != nullptr) {
+    run_split_passes<T, Form, KV>(pool, call, work);
+  } else {
+    run_passes<T, Form, KV>(pool, call, work);
+  }
 }
 
 }  // namespace
@@ -257,14 +298,12 @@ int64_t attention_scratch_bytes(int num_threads, const qs_attention& call) {
 }
 
 void paged_attention(Pool* pool, const qs_attention& call) {
-  const Work work = count_work(call);
   with_dtype(call.dtype, [&](auto type) {
-    using T = decltype(type);
-    if (call.scratch != nullptr) {
-      run_split_passes<T>(pool, call, work);
-    } else {
-      run_passes<T>(pool, call, work);
-    }
+    with_kv_dtype(call.kv_dtype, [&](auto kv_type) {
+      using T = decltype(type);
+      using KV = decltype(kv_type);
+      run<T, typename FormOf<T, KV>::Type, KV>(pool, call);
+    });
   });
 }
 

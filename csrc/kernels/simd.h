@@ -26,6 +26,7 @@ constexpr int W = 4;
 typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef int8_t vb __attribute__((vector_size(W)));
 typedef uint16_t vh __attribute__((vector_size(2 * W)));
 
 struct bf16 {
@@ -199,6 +200,13 @@ QS_INLINE void store(f16* p, vf v) {
 #endif
 }
 
+// Codes of quantised keys and values.
+QS_INLINE vf load(const int8_t* p) {
+  vb codes;
+  memcpy(&codes, p, sizeof(codes));
+  return __builtin_convertvector(__builtin_convertvector(codes, vi), vf);
+}
+
 // The first n < W elements; the other lanes are zero, and nothing beyond is touched.
 template <typename T>
 QS_INLINE vf load_n(const T* p, int64_t n) {
@@ -235,6 +243,16 @@ QS_INLINE void with_dtype(int dtype, const Fn& fn) {
     fn(bf16{});
   } else {
     fn(f16{});
+  }
+}
+
+// The same for what a KV cache may hold.
+template <typename Fn>
+QS_INLINE void with_kv_dtype(int dtype, const Fn& fn) {
+  if (dtype == 3) {
+    fn(int8_t{});
+  } else {
+    with_dtype(dtype, fn);
   }
 }
 

@@ -20,6 +20,7 @@ const Kernels kernels = {
     .rms_norm = rms_norm,
     .rotary = rotary,
     .gated_activation = gated_activation,
+    .write_kv = write_kv,
     .attention_scratch_bytes = attention_scratch_bytes,
     .paged_attention = paged_attention,
     .elementwise = elementwise,

@@ -22,6 +22,9 @@ QS_INLINE vf vexp(vf x) {
   g = fma(r, g, set1(1.66666672e-1f));
   g = fma(r, g, set1(0.5f));
   const vf p = fma(r * r, g, r) + 1.0f;
+#if defined(__AVX512F__)
+  return _mm512_scalef_ps(p, n);
+#endif
   // 2^n in two factors, so that results near the ends of the range are right.
   const vi exponent = bit_cast<vi>(shifted) - 0x4b400000;
   const vi half = exponent >> 1;

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from quickstep.errors import ConfigError
 
 __all__ = [
+    "KV_DTYPES",
     "QUANTIZATIONS",
     "CacheConfig",
     "EngineConfig",
@@ -22,6 +23,7 @@ __all__ = [
     "StreamConfig",
 ]
 
+KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
 QUANTIZATIONS = ("int8", "int8-g32", "int4", "int4-g64", "int4-g128")
 
 
@@ -41,18 +43,24 @@ class CacheConfig:
         num_blocks: Blocks in the pool (B); None derives it from `kv_cache_bytes` or free memory.
         kv_cache_bytes: Budget for KV tensors in bytes; None derives it.
         prefix_caching: Keep full blocks of finished sequences for later prompts.
+        kv_dtype: What keys and values are held in: `auto` (the model's dtype), `bfloat16`,
+            `float16`, `float32`, or `int8` codes with a scale for each token and head.
     """
 
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     prefix_caching: bool = True
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size is {self.block_size}, it must be a power of two")
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ConfigError(f"--num-blocks is {self.num_blocks}, it must be at least 1")
+        if self.kv_dtype not in KV_DTYPES:
+            known = ", ".join(KV_DTYPES)
+            raise ConfigError(f"--kv-cache-dtype is {self.kv_dtype!r}, it must be one of {known}")
 
 
 @dataclass(frozen=True, slots=True)

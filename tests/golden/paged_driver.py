@@ -28,9 +28,11 @@ class Row:
 
 
 class PagedDriver:
-    def __init__(self, model: Model, num_blocks: int = 96, block_size: int = 4) -> None:
-        shape = model.kv_shape
-        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_size)
+    def __init__(
+        self, model: Model, num_blocks: int = 96, block_size: int = 4, kv_dtype: str = "auto"
+    ) -> None:
+        shape = model.kv_shape.stored_as(kv_dtype)
+        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_width)
         layers = range(shape.num_layers)
         self.kv = KVCache(
             tuple(torch.zeros(size, dtype=shape.dtype) for _ in layers),

@@ -63,9 +63,10 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-def assert_same_steps(model: Model, case: Case) -> None:
+def assert_same_steps(model: Model, case: Case, kv_dtype: str = "auto") -> None:
     assert isinstance(model, Decoder) and model.ops.steps is not None
-    caches = [allocate_kv(model.kv_shape, 80, BLOCK, model.device) for _ in range(2)]
+    kv_shape = model.kv_shape.stored_as(kv_dtype)
+    caches = [allocate_kv(kv_shape, 80, BLOCK, model.device) for _ in range(2)]
     eager = open_steps(model, caches[0], BLOCK, enforce_eager=True)
     captured = open_steps(model, caches[1], BLOCK, enforce_eager=False)
     # a mixture of experts chooses by its data, which no list of calls can
@@ -100,6 +101,16 @@ def assert_memory_is_planned(model: Decoder, kv: KVCache) -> None:
 def test_captured_steps_have_the_bits_of_eager_ones(case: Case, dtype: str, tmp_path: Path) -> None:
     case.save(tmp_path)
     assert_same_steps(load(tmp_path, case.max_model_len, dtype), case)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float32", "float16"])
+@pytest.mark.parametrize("name", ["llama-biases-mqa", "qwen3", "gemma2"])
+def test_captured_steps_over_another_kv_dtype_have_the_bits_of_eager_ones(
+    name: str, kv_dtype: str, tmp_path: Path
+) -> None:
+    case = next(case for case in CASES if case.name == name)
+    case.save(tmp_path)
+    assert_same_steps(load(tmp_path, case.max_model_len, "bfloat16"), case, kv_dtype)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

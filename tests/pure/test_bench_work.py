@@ -20,8 +20,8 @@ def test_shapes_have_the_parameters_of_their_models():
 
 def test_kv_of_one_step_is_all_tokens_of_all_rows():
     # 24 layers x K and V x 2 heads x 64 x 2 bytes = 12,288 bytes a token
-    assert decode_kv_bytes(QWEN, 2, 512, 1) == 12_288 * 512
-    assert decode_kv_bytes(QWEN, 2, 512, 4) == 4 * 12_288 * 512
+    assert decode_kv_bytes(QWEN, 128, 512, 1) == 12_288 * 512
+    assert decode_kv_bytes(QWEN, 128, 512, 4) == 4 * 12_288 * 512
 
 
 @pytest.mark.parametrize(("spec", "seconds"), [(QWEN, 0.378), (LLAMA, 1.014)])
@@ -44,7 +44,7 @@ def windowed(spec, window):
 
 def test_a_window_bounds_what_is_read_and_computed():
     narrow = windowed(QWEN, 100)
-    assert decode_kv_bytes(narrow, 2, 512, 1) == decode_kv_bytes(QWEN, 2, 100, 1)
+    assert decode_kv_bytes(narrow, 128, 512, 1) == decode_kv_bytes(QWEN, 128, 100, 1)
     # 100 * 101 / 2 pairs while the window fills, then 100 each
     saved = 512 * 513 // 2 - (100 * 101 // 2 + 412 * 100)
     assert prefill_flops(QWEN, 512) - prefill_flops(narrow, 512) == 24 * 4 * 896 * saved

@@ -25,6 +25,7 @@ from quickstep.bench.subject import Subject, random_prompt
 from quickstep.bench.work import decode_kv_bytes, prefill_flops
 from quickstep.config import CacheConfig, EngineConfig
 from quickstep.errors import ConfigError, EngineError
+from quickstep.model.sizing import kv_head_bytes
 
 __all__ = [
     "StepOptions",
@@ -159,7 +160,8 @@ def figures(
     subject: Subject, options: StepOptions, samples: Sequence[StepSample]
 ) -> dict[str, list[float]]:
     """Every figure that is printed, a value per repeat."""
-    kv_bytes = decode_kv_bytes(subject.spec, subject.dtype.itemsize, options.context, options.batch)
+    head_bytes = kv_head_bytes(subject.spec.head_size, subject.dtype.itemsize, subject.kv_dtype)
+    kv_bytes = decode_kv_bytes(subject.spec, head_bytes, options.context, options.batch)
     num_bytes = subject.weight_bytes_read(options.batch) + kv_bytes
     num_flops = prefill_flops(subject.spec, options.prefill)
     return {

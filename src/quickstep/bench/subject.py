@@ -31,6 +31,7 @@ from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.fingerprint import fingerprint_with_kv
 from quickstep.model.interface import Model
 from quickstep.model.loader import resolve_device, resolve_dtype
 from quickstep.model.random_weights import RandomDraw, random_model
@@ -52,6 +53,7 @@ class Subject:
         kernel_s: Seconds computed so far; `kernel_how` says what they are the time in.
         num_threads: torch's, which the kernels follow.
         quantization: `LoadConfig.quantization`.
+        kv_dtype: `CacheConfig.kv_dtype`.
     """
 
     engine: Engine
@@ -62,10 +64,11 @@ class Subject:
     kernel_how: str
     num_threads: int
     quantization: str | None = None
+    kv_dtype: str = "auto"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and KV."""
+        """Of weights and activations."""
         return self.model.kv_shape.dtype
 
     @property
@@ -114,7 +117,7 @@ def open_shape(
     model = random_model(spec, ops, draw, plan.max_model_len, progress)
     description = LoadedModel(
         name=name,
-        fingerprint=model.fingerprint,
+        fingerprint=fingerprint_with_kv(model, model.kv_shape.stored_as(config.cache.kv_dtype)),
         max_model_len=plan.max_model_len,
         vocab_size=spec.vocab_size,
         tokenizer=made_up_tokenizer(spec.vocab_size),
@@ -144,7 +147,8 @@ def _wired(
     plan: MemoryPlan,
     description: LoadedModel,
 ) -> Subject:
-    kv = allocate_kv(model.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
+    kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
+    kv = allocate_kv(kv_shape, plan.num_blocks, config.cache.block_size, model.device)
     timed, kernel_s, kernel_how = with_kernel_clock(model, time.perf_counter)
     return Subject(
         engine=wire_engine(config, timed, kv, plan, description),
@@ -155,6 +159,7 @@ def _wired(
         kernel_how=kernel_how,
         num_threads=torch.get_num_threads(),
         quantization=config.load.quantization,
+        kv_dtype=config.cache.kv_dtype,
     )
 
 

@@ -14,9 +14,12 @@ from quickstep.model.tensor_schema import layer_tensors
 __all__ = ["decode_kv_bytes", "prefill_flops", "read_share"]
 
 
-def decode_kv_bytes(spec: ModelSpec, dtype_bytes: int, context: int, batch: int) -> int:
-    """KV bytes that one decode step reads: K and V of every token that a layer's window shows."""
-    per_token = 2 * spec.num_kv_heads * spec.head_size * dtype_bytes
+def decode_kv_bytes(spec: ModelSpec, head_bytes: int, context: int, batch: int) -> int:
+    """KV bytes that one decode step reads: K and V of every token that a layer's window shows.
+
+    `head_bytes` are those of one token's key in one kv head (`model.sizing.kv_head_bytes`).
+    """
+    per_token = 2 * spec.num_kv_heads * head_bytes
     return batch * per_token * sum(_visible(layer, context) for layer in spec.layers)
 
 

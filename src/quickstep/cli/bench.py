@@ -39,6 +39,11 @@ _WEIGHTS: Mapping[str, tuple[str, str | None]] = MappingProxyType(
     }
 )
 
+# --kv -> --kv-cache-dtype
+_KV: Mapping[str, str] = MappingProxyType(
+    {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
+)
+
 _STEP_TEXT = """\
 Measure whole decode steps and a prefill through the live engine.
 
@@ -165,6 +170,7 @@ def _add_subject(parser: Parser, repeats: int) -> None:
         choices=list(_WEIGHTS),
         help="short for --dtype, or for --quantization over the model's dtype",
     )
+    parser.add_argument("--kv", choices=list(_KV), help="short for --kv-cache-dtype")
     add_engine_flags(parser)
 
 
@@ -244,6 +250,10 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     if args.shape and (args.model or args.model_flag):
         raise ConfigError("both a MODEL and --shape are given; give one")
     config = engine_config(args, model_of(args), args.seed)
+    if args.kv is not None:
+        if config.cache.kv_dtype != "auto":
+            raise ConfigError("--kv is short for --kv-cache-dtype; give one")
+        config = replace(config, cache=replace(config.cache, kv_dtype=_KV[args.kv]))
     if args.weights is None:
         return config
     if args.quantization is not None or config.load.dtype != "auto":

@@ -69,6 +69,7 @@ def _ran(subject: Subject, repeats: int, seed: int) -> dict[str, Any]:
         "device": subject.model.device.type,
         "dtype": str(subject.dtype).removeprefix("torch."),
         "quantization": subject.quantization,
+        "kv_cache_dtype": subject.kv_dtype,
         "kernels": subject.kernels,
         "threads": subject.num_threads,
         "repeats": repeats,

@@ -6,6 +6,7 @@ import argparse
 
 from quickstep.cli.parsing import bytes_size, positive_int, token_count
 from quickstep.config import (
+    KV_DTYPES,
     QUANTIZATIONS,
     CacheConfig,
     EngineConfig,
@@ -15,7 +16,7 @@ from quickstep.config import (
 )
 from quickstep.errors import ConfigError
 
-__all__ = ["add_engine_flags", "add_model", "engine_config", "model_of"]
+__all__ = ["add_engine_flags", "add_kv_cache_dtype", "add_model", "engine_config", "model_of"]
 
 _DTYPES = {
     "auto": "auto",
@@ -56,7 +57,7 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         "--dtype",
         choices=list(_DTYPES),
         default=defaults.dtype,
-        help="weights and KV cache; auto takes the checkpoint's (default: %(default)s)",
+        help="weights and activations; auto takes the checkpoint's (default: %(default)s)",
     )
     group.add_argument(
         "--quantization",
@@ -117,11 +118,23 @@ def _add_cache_flags(group: argparse._ArgumentGroup) -> None:
         metavar="SIZE",
         help="cap on the engine's memory, weights included (default: what is free)",
     )
+    add_kv_cache_dtype(group)
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=defaults.prefix_caching,
         help="keep full blocks of ended sequences for later prompts (default: on)",
+    )
+
+
+def add_kv_cache_dtype(group: argparse._ActionsContainer) -> None:
+    """`--kv-cache-dtype`."""
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_DTYPES,
+        default=CacheConfig().kv_dtype,
+        help="what keys and values are held in; int8 has a scale for each token and head, auto is "
+        "the dtype of the weights (default: %(default)s)",
     )
 
 
@@ -186,6 +199,7 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
             num_blocks=args.num_blocks,
             kv_cache_bytes=args.kv_cache_memory_bytes,
             prefix_caching=args.enable_prefix_caching,
+            kv_dtype=args.kv_cache_dtype,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=args.max_num_seqs,

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from quickstep.cli.engine_flags import add_kv_cache_dtype
 from quickstep.cli.parsing import Parser, command, positive_int
 from quickstep.cli.screen import console_on, print_table
 from quickstep.config import QUANTIZATIONS
@@ -70,13 +71,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--dtype",
         choices=["auto", "bfloat16", "float16", "float32"],
         default="auto",
-        help="weights and KV cache (default: the checkpoint's)",
+        help="weights and activations (default: the checkpoint's)",
     )
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
         help="round the matrices as they are loaded (default: do not)",
     )
+    add_kv_cache_dtype(parser)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--block-size", type=positive_int, default=16, metavar="TOKENS")
     parser.add_argument("--revision", help="hub revision")
@@ -100,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
         threads=args.threads,
         rounds=args.rounds,
         block_size=CacheConfig(block_size=args.block_size).block_size,
+        kv_dtype=args.kv_cache_dtype,
     )
     subject = _Subject(args)
     with _progress_bar() as progress:
@@ -130,6 +133,7 @@ class _Subject:
             device=args.device,
             offline=args.offline,
         )
+        self._kv_dtype: str = args.kv_cache_dtype
         self._isa = os.environ.get("QUICKSTEP_CPU_ISA")
         self.checkpoint = find_checkpoint(self._config)
         self._tokenizer = Tokenizer.open(self.checkpoint.path)
@@ -139,6 +143,7 @@ class _Subject:
 
     def load(self, threads: int) -> Model:
         from quickstep.engine.grammars import GrammarCompiler
+        from quickstep.model.fingerprint import fingerprint_with_kv
         from quickstep.model.loader import load_model, resolve_device
         from quickstep.model.spec import read_spec
         from quickstep.ops.resolve import resolve_ops
@@ -146,7 +151,8 @@ class _Subject:
         ops = resolve_ops(resolve_device(self._config.device), "auto", threads, self._isa)
         spec = read_spec(self.checkpoint.path)
         model = load_model(self.checkpoint, spec, ops, self._config, None)
-        self.fingerprint = model.fingerprint
+        kv_shape = model.kv_shape.stored_as(self._kv_dtype)
+        self.fingerprint = fingerprint_with_kv(model, kv_shape)
         self._grammars = GrammarCompiler(self._tokenizer, model.vocab_size)
         return model
 

@@ -39,7 +39,7 @@ from quickstep.types import Pooling
 if TYPE_CHECKING:
     import torch
 
-    from quickstep.model.interface import Model
+    from quickstep.model.interface import KVShape, Model
     from quickstep.model.sizing import MemoryPlan
     from quickstep.model.source import Checkpoint
     from quickstep.model.spec import ModelSpec
@@ -82,6 +82,7 @@ class LoadedWeights:
     spec: ModelSpec
     model: Model
     plan: MemoryPlan
+    kv_shape: KVShape
 
 
 def open_engine(
@@ -102,7 +103,7 @@ def open_engine(
     set_threads(config.load.num_threads)
     loaded = load_weights(config, progress)
     model, plan = loaded.model, loaded.plan
-    kv = allocate_kv(model.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
+    kv = allocate_kv(loaded.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
     description = describe(loaded, time.monotonic() - started_s, config.inputs)
     return wire_engine(config, model, kv, plan, description, step_log_path)
 
@@ -175,7 +176,8 @@ def load_weights(config: EngineConfig, progress: LoadProgress | None) -> LoadedW
             "%s runs through transformers and is not exact: its bits may depend on the batch",
             checkpoint.name,
         )
-    return LoadedWeights(checkpoint, spec, model, plan)
+    kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
+    return LoadedWeights(checkpoint, spec, model, plan, kv_shape)
 
 
 def plan_for(
@@ -195,7 +197,13 @@ def plan_for(
 
     return plan_memory(
         spec,
-        ElementBytes(dtype.itemsize, ops.scratch_bytes, config.load.quantization, held_bytes),
+        ElementBytes(
+            dtype.itemsize,
+            ops.scratch_bytes,
+            config.load.quantization,
+            config.cache.kv_dtype,
+            held_bytes,
+        ),
         config.cache,
         replace(config.scheduler, max_model_len=config.max_model_len or spec.max_model_len),
         config.memory_bytes or _free_bytes(device),
@@ -233,12 +241,14 @@ def describe(
     loaded: LoadedWeights, load_s: float, inputs: InputConfig | None = None
 ) -> LoadedModel:
     """What the engine serves: the checkpoint's tokenizer, template and sampling values read."""
+    from quickstep.model.fingerprint import fingerprint_with_kv
+
     inputs = inputs or InputConfig()
     path = loaded.checkpoint.path
     tokenizer = Tokenizer.open(path)
     return LoadedModel(
         name=loaded.checkpoint.name,
-        fingerprint=loaded.model.fingerprint,
+        fingerprint=fingerprint_with_kv(loaded.model, loaded.kv_shape),
         max_model_len=loaded.plan.max_model_len,
         vocab_size=loaded.model.vocab_size,
         tokenizer=tokenizer,

@@ -35,6 +35,7 @@ class LLMOptions(TypedDict, total=False):
     num_gpu_blocks_override: int | None
     kv_cache_memory_bytes: int | None
     enable_prefix_caching: bool
+    kv_cache_dtype: str
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -60,6 +61,7 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "num_gpu_blocks_override": ("cache", "num_blocks"),
     "kv_cache_memory_bytes": ("cache", "kv_cache_bytes"),
     "enable_prefix_caching": ("cache", "prefix_caching"),
+    "kv_cache_dtype": ("cache", "kv_dtype"),
     "max_model_len": ("", "max_model_len"),
     "max_num_seqs": ("scheduler", "max_num_seqs"),
     "max_num_batched_tokens": ("scheduler", "max_num_batched_tokens"),

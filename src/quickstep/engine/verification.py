@@ -136,7 +136,12 @@ class _Verifier:
         self._max_model_len = min(_MAX_MODEL_LEN, model.max_model_len)
         self._blocks_per_sequence = -(-self._max_model_len // options.block_size)
         self._num_blocks = (_MAX_NUM_SEQS + 1) * self._blocks_per_sequence
-        self._kv = allocate_kv(model.kv_shape, self._num_blocks, options.block_size, model.device)
+        self._kv = allocate_kv(
+            model.kv_shape.stored_as(options.kv_dtype),
+            self._num_blocks,
+            options.block_size,
+            model.device,
+        )
         self._requests = draw_requests(
             options.num_requests,
             options.seed,

@@ -26,6 +26,7 @@ class VerifyOptions:
     Attributes:
         rounds: Groups that each request takes part in, per thread count.
         threads: CPU thread counts; the runs alone use the first of them.
+        kv_dtype: `CacheConfig.kv_dtype`.
     """
 
     num_requests: int = 200
@@ -33,6 +34,7 @@ class VerifyOptions:
     threads: tuple[int, ...] = (1, 2)
     rounds: int = 1
     block_size: int = 16
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "rounds"):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quickstep.errors import ConfigError
+from quickstep.ops.kv_format import head_size_of
 from quickstep.ops.table import AttentionParams, KVCache, LinearWeight, OpTable, PagedLayout
 
 __all__ = [
@@ -62,10 +63,11 @@ def paged_attention_forward(
     index = module.layer_idx
     assert isinstance(index, int)
     keys, values = step.kv.keys[index], step.kv.values[index]
-    if k.shape[1:] != keys.shape[2:] or v.shape[1:] != values.shape[2:]:
+    sized_for = (keys.shape[2], head_size_of(keys))
+    if k.shape[1:] != sized_for or v.shape[1:] != sized_for:
         raise ConfigError(
             f"{type(module).__name__} has keys {list(k.shape[1:])} and values "
-            f"{list(v.shape[1:])}, the cache was sized for {list(keys.shape[2:])}"
+            f"{list(v.shape[1:])}, the cache was sized for {list(sized_for)}"
         )
     scale, window = options.get("scaling"), options.get("sliding_window")
     step.windows.add(window)

@@ -12,9 +12,10 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 
+from quickstep.model.interface import KVShape, Model
 from quickstep.model.safetensors_files import TensorFiles
 
-__all__ = ["weights_fingerprint"]
+__all__ = ["fingerprint_with_kv", "weights_fingerprint"]
 
 _WHOLE_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**20
@@ -39,6 +40,14 @@ def weights_fingerprint(
             files.read_into(name, memoryview(buffer), start)
             digest.update(buffer)
     return digest.hexdigest()
+
+
+def fingerprint_with_kv(model: Model, kv_shape: KVShape) -> str:
+    """The model's fingerprint; where keys and values have another dtype, one over that as well."""
+    if kv_shape.dtype == model.kv_shape.dtype:
+        return model.fingerprint
+    text = f"{model.fingerprint}\0{kv_shape.dtype}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _all(nbytes: int) -> Iterator[tuple[int, int]]:

@@ -5,12 +5,13 @@ Called by `runtime.runner`; implemented by `model.decoder` and by the `transform
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from quickstep.ops.kv_format import head_width
 from quickstep.ops.table import KVCache, PagedLayout
 
 __all__ = ["ForwardBatch", "KVShape", "Model"]
@@ -26,7 +27,7 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """Sizes of the KV cache that a model needs."""
+    """Sizes of the KV cache that a model needs; `dtype` is the model's until `stored_as`."""
 
     num_layers: int
     num_kv_heads: int
@@ -36,7 +37,16 @@ class KVShape:
     @property
     def bytes_per_token(self) -> int:
         """KV bytes of one token over all layers, K and V."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.head_width * self.dtype.itemsize
+
+    @property
+    def head_width(self) -> int:
+        """Elements of one head, an int8 head's scale included."""
+        return head_width(self.head_size, self.dtype)
+
+    def stored_as(self, kv_dtype: str) -> KVShape:
+        """The same sizes in `CacheConfig.kv_dtype`."""
+        return self if kv_dtype == "auto" else replace(self, dtype=getattr(torch, kv_dtype))
 
 
 class Model(Protocol):

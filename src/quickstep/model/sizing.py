@@ -11,8 +11,9 @@ its widest point, and three copies of the sampled logits in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from quickstep.config import CacheConfig, SchedulerConfig
 from quickstep.errors import ConfigError
@@ -28,6 +29,7 @@ __all__ = [
     "MemoryRow",
     "activation_bytes",
     "kv_bytes_per_token",
+    "kv_head_bytes",
     "plan_memory",
     "weight_bytes",
 ]
@@ -35,20 +37,24 @@ __all__ = [
 GIB = 2**30
 DEFAULT_KV_BYTES = 4 * GIB  # on a CPU, where memory belongs to other programs as well
 _OUTER = ("embed_tokens.weight", "head")
+_KV_DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+_SCALE_BYTES = 4
 _MIN_CONTEXT = 256
 _MIN_STEP_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ElementBytes:
-    """Bytes per element: of the model's dtype (activations, KV, weights that are not quantised),
-    and of the op table's scratch (`OpTable.scratch_bytes`). `quantization` is `--quantization`;
-    `weights` are the bytes of all weights of a checkpoint that is quantised already.
+    """Bytes per element: of the model's dtype (activations, weights that are not quantised), and of
+    the op table's scratch (`OpTable.scratch_bytes`). `quantization` is `--quantization`, `kv_dtype`
+    is `CacheConfig.kv_dtype`; `weights` are the bytes of all weights of a checkpoint that is
+    quantised already.
     """
 
     dtype: int
     scratch: int
     quantization: str | None = None
+    kv_dtype: str = "auto"
     weights: int | None = None
 
 
@@ -114,9 +120,17 @@ def _tensors(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from layer_tensors(spec, "", index).items()
 
 
-def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int) -> int:
-    """2 x layers x kv heads x head size x bytes. Layers with a window take as much as others."""
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * dtype_bytes
+def kv_head_bytes(head_size: int, dtype_bytes: int, kv_dtype: str = "auto") -> int:
+    """Bytes of one token's key in one kv head, the scale of an int8 one included."""
+    if kv_dtype == "int8":
+        return head_size + _SCALE_BYTES
+    return head_size * _KV_DTYPE_BYTES.get(kv_dtype, dtype_bytes)
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, kv_dtype: str = "auto") -> int:
+    """2 x layers x kv heads x bytes of a head. Layers with a window take as much as others."""
+    head_bytes = kv_head_bytes(spec.head_size, dtype_bytes, kv_dtype)
+    return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
 
 
 def activation_bytes(
@@ -177,7 +191,7 @@ def plan_memory(
             f"max_num_batched_tokens {scheduler.max_num_batched_tokens} became {tokens}, as "
             "activations would not fit"
         )
-    block_bytes = kv_bytes_per_token(spec, dtype_bytes) * cache.block_size
+    block_bytes = kv_bytes_per_token(spec, dtype_bytes, elements.kv_dtype) * cache.block_size
     fitting = max(left, 0) // block_bytes
     least = -(-min(context, _MIN_CONTEXT) // cache.block_size)
     if fitting < least:
@@ -259,7 +273,7 @@ def _rows(
     """`sizes` are blocks, block size, tokens of a step; `left` is what KV and spare share."""
     num_blocks, block_size, tokens = sizes
     weights = _weights(spec, elements)
-    per_token = kv_bytes_per_token(spec, elements.dtype)
+    per_token = kv_bytes_per_token(spec, elements.dtype, elements.kv_dtype)
     kv_bytes = num_blocks * block_size * per_token
     held = f"x {elements.quantization or f'{elements.dtype} bytes'}"
     if elements.weights is not None:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quickstep.ops.cases import AttentionCase, Case, bind
+from quickstep.ops.kv_format import read_heads
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable, QuantizedWeight
 
@@ -142,7 +144,9 @@ def _attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
         queries = case.q[offset : offset + count].double()
         offset += count
         k, v = (
-            cache[table].flatten(0, 1)[: start + count].double().repeat_interleave(per_kv_head, 1)
+            read_heads(cache[table].flatten(0, 1)[: start + count]).repeat_interleave(
+                per_kv_head, 1
+            )
             for cache in (case.k_cache, case.v_cache)
         )
         scores = torch.einsum("qhd,khd->hqk", queries, k) * case.params.scale
@@ -162,7 +166,20 @@ def _attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
 def _write_kv(
     k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    return _exactly(k, v)
+    if k_cache.shape[-1] == k.shape[-1]:
+        return _exactly(k, v)
+    return _exactly(_codes(k), _codes(v))
+
+
+def _codes(heads: Tensor) -> Tensor:
+    """The bytes of int8 heads [..., D + 4], as numbers; computed in numpy's float32."""
+    wide = heads.cpu().numpy().astype(np.float32)
+    most = np.abs(wide).max(-1, keepdims=True)
+    inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
+    codes = np.rint(wide * inverse).astype(np.int8)
+    scales = np.ascontiguousarray(most / np.float32(127)).view(np.int8)
+    found = torch.from_numpy(np.concatenate((codes, scales), -1))
+    return found.to(heads.device, torch.float64)
 
 
 def _embedding(

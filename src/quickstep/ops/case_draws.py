@@ -32,4 +32,4 @@ class CaseDraws:
 
 def label(op: str, dtype: torch.dtype, *parts: object) -> str:
     """The name of a case."""
-    return "-".join([op, str(dtype).removeprefix("torch."), *(str(part) for part in parts)])
+    return "-".join([op, *(str(part).removeprefix("torch.") for part in (dtype, *parts))])

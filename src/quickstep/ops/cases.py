@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from quickstep.ops.case_draws import CaseDraws, label
+from quickstep.ops.kv_format import quantize_heads
 from quickstep.ops.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
 from quickstep.ops.table import (
     AttentionParams,
@@ -29,6 +30,7 @@ from quickstep.ops.table import (
 __all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases", "make_layout"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KV_DTYPES = (*DTYPES, torch.int8)
 
 Rows = tuple[tuple[int, int], ...]  # per row: (position of the first token, number of tokens)
 
@@ -256,15 +258,22 @@ def _rotary_cases(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _write_kv_cases(dtype: torch.dtype) -> Iterator[Case]:
-    for num_tokens, heads, size, block_size in ((1, 1, 32, 16), (29, 2, 80, 8)):
-        name = label("write_kv", dtype, num_tokens, heads, size)
+    shapes = ((1, 1, 32, 16), (29, 2, 80, 8), (3, 3, 18, 4))
+    for (num_tokens, heads, size, block_size), kv_dtype in product(shapes, KV_DTYPES):
+        name = label("write_kv", dtype, num_tokens, heads, size, kv_dtype)
         source = CaseDraws(name, dtype)
         num_blocks = num_tokens // block_size + 3
         slots = source.permutation(num_blocks * block_size)[:num_tokens]
         shape = (num_blocks, block_size, heads, size)
-        kv = (source.normal(num_tokens, heads, size), source.normal(num_tokens, heads, size))
-        caches = (source.normal(*shape), source.normal(*shape))
+        kv = [source.normal(num_tokens, heads, size) for _ in range(2)]
+        kv[0][0, 0] = 0.0
+        caches = tuple(_stored(source.normal(*shape), kv_dtype) for _ in range(2))
         yield Case("write_kv", name, (*kv, slots), caches)
+
+
+def _stored(heads: Tensor, kv_dtype: torch.dtype) -> Tensor:
+    """[..., D] as a cache of that dtype holds it."""
+    return quantize_heads(heads) if kv_dtype == torch.int8 else heads.to(kv_dtype)
 
 
 def _gated_activation_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -294,11 +303,30 @@ _ATTENTION: tuple[tuple[str, Rows, tuple[int, int, int], int, int | None, float 
 )
 
 
+# What a cache of another dtype is looked at with.
+_OTHER_KV = frozenset(("mixed", "head-256"))
+_CODES = frozenset(("mixed", "window", "softcap", "long", "head-256", "decode"))
+
+
 def _attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
+    yield from _attention_over(dtype, dtype, None)
+    yield from _attention_over(dtype, torch.int8, _CODES)
+    for kv_dtype in DTYPES:
+        if kv_dtype != dtype:
+            yield from _attention_over(dtype, kv_dtype, _OTHER_KV)
+
+
+def _attention_over(
+    dtype: torch.dtype, kv_dtype: torch.dtype, titles: frozenset[str] | None
+) -> Iterator[AttentionCase]:
+    """Cases of those titles (None: all) with keys and values held in `kv_dtype`."""
     for title, rows, heads, block_size, window, softcap in _ATTENTION:
+        if titles is not None and title not in titles:
+            continue
         # large scores: one key takes all the weight, exp underflows for the others
         scale = 40.0 if title == "large-scores" else 1.0
-        name = label("paged_attention", dtype, title)
+        held = () if kv_dtype == dtype else (kv_dtype,)
+        name = label("paged_attention", dtype, title, *held)
         source = CaseDraws(name, dtype)
         lengths = [-(-(start + count) // block_size) for start, count in rows]
         num_blocks = sum(lengths) + 2
@@ -311,8 +339,8 @@ def _attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
         yield AttentionCase(
             name=name,
             q=source.normal(sum(count for _, count in rows), num_heads, size, scale=scale),
-            k_cache=source.normal(*shape),
-            v_cache=source.normal(*shape),
+            k_cache=_stored(source.normal(*shape), kv_dtype),
+            v_cache=_stored(source.normal(*shape), kv_dtype),
             rows=rows,
             block_tables=tables,
             params=AttentionParams(size**-0.5, window, softcap),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quickstep.ops.cases import AttentionCase, Case, bind
+from quickstep.ops.kv_format import head_size_of, quantize_heads
 from quickstep.ops.table import OpTable
 
 __all__ = ["mismatches", "same_bits", "torch_threads"]
@@ -24,7 +25,7 @@ _PREFIXES = (1, 2, 3, 4, 8, 15, 16, 17, 32, 33, 65)
 _SUFFIXES = (1, 3, 16)
 _CHUNKS = (1, 3, 16)
 _ROWS_ALONE = 8  # of a case with more rows, this many are looked at one by one
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Check = tuple[str, Callable[[], bool]]
 Piece = tuple[int, int, int]  # (row, first query of the row, number of queries)
@@ -186,6 +187,14 @@ def _stale(case: AttentionCase) -> AttentionCase:
         reached[table[keys // block_size] * block_size + keys % block_size] = True
     shape = (*case.k_cache.shape[:2], 1, 1)
     k, v = (
-        cache.masked_fill(~reached.view(shape), torch.nan) for cache in (case.k_cache, case.v_cache)
+        torch.where(reached.view(shape), cache, _nan_like(cache))
+        for cache in (case.k_cache, case.v_cache)
     )
     return replace(case, k_cache=k, v_cache=v)
+
+
+def _nan_like(cache: Tensor) -> Tensor:
+    """A cache of that shape and dtype in which every head is NaN."""
+    if cache.dtype != torch.int8:
+        return torch.full_like(cache, torch.nan)
+    return quantize_heads(torch.full((*cache.shape[:3], head_size_of(cache)), torch.nan))

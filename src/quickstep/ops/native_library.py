@@ -16,6 +16,7 @@ from quickstep.ops.native_step_abi import STEP_SIGNATURES
 __all__ = [
     "ABI_VERSION",
     "AttentionCall",
+    "KVWriteCall",
     "QuantizeCall",
     "QuantizedWeightCall",
     "library_path",
@@ -36,6 +37,8 @@ class AttentionCall(ctypes.Structure):
         ("num_heads", c_int32),
         ("num_kv_heads", c_int32),
         ("head_size", c_int32),
+        ("kv_dtype", c_int32),
+        ("unused", c_int32),
         ("q_stride", c_int64),
         ("num_rows", c_int64),
         ("block_size", c_int64),
@@ -52,6 +55,26 @@ class AttentionCall(ctypes.Structure):
         ("block_tables", c_void_p),
         ("out", c_void_p),
         ("scratch", c_void_p),
+    )
+
+
+class KVWriteCall(ctypes.Structure):
+    """`qs_kv_write` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("kv_dtype", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_size", c_int32),
+        ("num_tokens", c_int64),
+        ("num_slots", c_int64),
+        ("k_stride", c_int64),
+        ("v_stride", c_int64),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("slots", c_void_p),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
     )
 
 
@@ -114,7 +137,7 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_add_rms_norm", _I, (_P, _I, _P, _P, _L, _L, _P, _F, _F, _P, _P)),
     ("qs_rotary", _I, (_P, _I, _P, _L, _L, _L, _L, _P, _P, _L, _I, _P)),
     ("qs_gated_activation", _I, (_P, _I, _I, _P, _L, _L, _P)),
-    ("qs_write_kv", _I, (_P, _P, _P, _L, _L, _L, _P, _L, _P, _P, _L)),
+    ("qs_write_kv", _I, (_P, POINTER(KVWriteCall))),
     ("qs_attention_scratch_bytes", _L, (_P, POINTER(AttentionCall))),
     ("qs_paged_attention", _I, (_P, POINTER(AttentionCall))),
     ("qs_probe_create", _I, (_P, _L, POINTER(_P))),

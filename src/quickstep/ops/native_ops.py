@@ -14,17 +14,12 @@ import weakref
 import torch
 from torch import Tensor
 
-from quickstep.ops.native_library import AttentionCall, raise_for_status
+from quickstep.ops.native_attention import NativeAttention, heads_in_place
+from quickstep.ops.native_library import raise_for_status
 from quickstep.ops.native_logits import NativeLogits
 from quickstep.ops.native_packed import DTYPES, PackedCodes, PackedWeight
 from quickstep.ops.native_quantized import NativeQuantized
-from quickstep.ops.table import (
-    AttentionParams,
-    LinearWeight,
-    OpTable,
-    PagedLayout,
-    QuantizedWeight,
-)
+from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
 
 __all__ = ["DTYPES", "NativeOps", "PackedWeight"]
 
@@ -33,20 +28,6 @@ _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 # Results of ops that are alive together at a layer's widest point, per element of it.
 _SCRATCH_BYTES = 8
-
-
-class _AttentionLayout:
-    """The arrays that one `PagedLayout` needs in C, made once and used by every layer."""
-
-    __slots__ = ("block_tables", "context_lens", "layout", "row_offsets", "scratch")
-
-    def __init__(self, layout: PagedLayout) -> None:
-        assert layout.block_tables.dtype == torch.int32
-        self.layout = layout
-        self.row_offsets = (ctypes.c_int64 * len(layout.row_offsets))(*layout.row_offsets)
-        self.context_lens = (ctypes.c_int64 * len(layout.context_lens))(*layout.context_lens)
-        self.block_tables = layout.block_tables.contiguous()
-        self.scratch: dict[tuple[int, int, int], Tensor] = {}
 
 
 class NativeOps:
@@ -66,10 +47,7 @@ class NativeOps:
         self._add_rms_norm = library.qs_add_rms_norm
         self._rotary = library.qs_rotary
         self._gated_activation = library.qs_gated_activation
-        self._write_kv = library.qs_write_kv
-        self._paged_attention = library.qs_paged_attention
-        # The layout seen last; replaced whole, so that a reader sees an old one or a new one.
-        self._attention_layout: _AttentionLayout | None = None
+        self._attention = NativeAttention(library, context, reference)
         finalizer = weakref.finalize(self, library.qs_context_destroy, context)
         finalizer.atexit = False
 
@@ -85,8 +63,8 @@ class NativeOps:
             rms_norm=self.rms_norm,
             add_rms_norm=self.add_rms_norm,
             rotary=self.rotary,
-            write_kv=self.write_kv,
-            paged_attention=self.paged_attention,
+            write_kv=self._attention.write_kv,
+            paged_attention=self._attention.paged_attention,
             gated_activation=self.gated_activation,
             logits=NativeLogits(self._library, self._context, self.linear).logits,
             scratch_bytes=_SCRATCH_BYTES,
@@ -258,7 +236,7 @@ class NativeOps:
         dtype = DTYPES.get(x.dtype)
         if dtype is None:
             return self._reference.rotary(x, cos, sin, interleaved)
-        x = _heads(x)
+        x = heads_in_place(x)
         cos, sin = cos.to(torch.float32).contiguous(), sin.to(torch.float32).contiguous()
         num_tokens, num_heads, head_size = x.shape
         assert cos.shape == sin.shape and cos.shape[0] == num_tokens
@@ -302,99 +280,7 @@ class NativeOps:
             raise_for_status(status, "gated_activation")
         return out
 
-    def write_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """`OpTable.write_kv`; a slot outside the cache raises EngineError."""
-        assert k_cache.is_contiguous() and v_cache.is_contiguous()
-        assert k.dtype == k_cache.dtype and v.dtype == v_cache.dtype
-        assert k.shape[1:] == k_cache.shape[2:] and k.shape == v.shape
-        k, v = _heads(k), _heads(v)
-        slot_mapping = slot_mapping.contiguous()
-        size = k.element_size()
-        status = self._write_kv(
-            self._context,
-            k.data_ptr(),
-            v.data_ptr(),
-            k.stride(0) * size,
-            v.stride(0) * size,
-            k.shape[1] * k.shape[2] * size,
-            slot_mapping.data_ptr(),
-            k.shape[0],
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            k_cache.shape[0] * k_cache.shape[1],
-        )
-        if status:
-            raise_for_status(status, "write_kv")
-
-    def paged_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        layout: PagedLayout,
-        params: AttentionParams,
-    ) -> Tensor:
-        """`OpTable.paged_attention`."""
-        dtype = DTYPES.get(q.dtype)
-        if dtype is None or k_cache.dtype != q.dtype or q.shape[2] > _MAX_HEAD_SIZE:
-            return self._reference.paged_attention(q, k_cache, v_cache, layout, params)
-        assert k_cache.is_contiguous() and v_cache.is_contiguous()
-        assert v_cache.dtype == q.dtype and k_cache.shape == v_cache.shape
-        q = _heads(q)
-        prepared = self._attention_layout
-        if prepared is None or prepared.layout is not layout:
-            prepared = self._attention_layout = _AttentionLayout(layout)
-        out = torch.empty(q.shape, dtype=q.dtype)
-        call = AttentionCall(
-            dtype=dtype,
-            num_heads=q.shape[1],
-            num_kv_heads=k_cache.shape[2],
-            head_size=q.shape[2],
-            q_stride=q.stride(0),
-            num_rows=len(layout.context_lens),
-            block_size=layout.block_size,
-            max_blocks=prepared.block_tables.shape[1],
-            num_blocks=k_cache.shape[0],
-            window=params.window or 0,
-            scale=params.scale,
-            softcap=params.softcap or 0.0,
-            q=q.data_ptr(),
-            k_cache=k_cache.data_ptr(),
-            v_cache=v_cache.data_ptr(),
-            row_offsets=ctypes.addressof(prepared.row_offsets),
-            context_lens=ctypes.addressof(prepared.context_lens),
-            block_tables=prepared.block_tables.data_ptr(),
-            out=out.data_ptr(),
-        )
-        scratch = self._scratch(prepared, call)
-        call.scratch = scratch.data_ptr() if scratch.numel() else None
-        status = self._paged_attention(self._context, ctypes.byref(call))
-        if status:
-            raise_for_status(status, "paged_attention")
-        return out
-
-    def _scratch(self, prepared: _AttentionLayout, call: AttentionCall) -> Tensor:
-        """Room for the partial results of one layout, shared by the layers (they run in turn)."""
-        key = (call.num_heads, call.num_kv_heads, call.head_size)
-        scratch = prepared.scratch.get(key)
-        if scratch is None:
-            nbytes = self._library.qs_attention_scratch_bytes(self._context, ctypes.byref(call))
-            scratch = prepared.scratch[key] = torch.empty(nbytes, dtype=torch.uint8)
-        return scratch
-
-
-_MAX_HEAD_SIZE = 256
-
 
 def _rows(x: Tensor) -> Tensor:
     """[T, C] with contiguous rows: itself, or a copy."""
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
-
-
-def _heads(x: Tensor) -> Tensor:
-    """[T, H, D] whose tokens are contiguous (any stride between them): itself, or a copy."""
-    _, heads, size = x.shape
-    whole = x.stride(2) == 1 and (x.stride(1) == size or heads == 1)
-    return x if whole else x.contiguous()

@@ -7,10 +7,13 @@ import weakref
 
 import torch
 
-__all__ = ["DTYPES", "PackedCodes", "PackedWeight"]
+__all__ = ["DTYPES", "KV_DTYPES", "PackedCodes", "PackedWeight"]
 
 # qs_dtype of csrc/quickstep.h
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# what a KV cache may hold: qs_kv_dtype beside those
+KV_DTYPES = {**DTYPES, torch.int8: 3}
 
 
 class PackedWeight:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from quickstep.ops.native_packed import PackedCodes, PackedWeight
+from quickstep.ops.native_attention import MAX_HEAD_SIZE
+from quickstep.ops.native_packed import KV_DTYPES, PackedCodes, PackedWeight
 from quickstep.ops.native_step_abi import OpKind, RowsOf
 from quickstep.ops.native_tape import NUM_ROWS, NotCapturable, Tape
 from quickstep.ops.recording import Numbers, Operand, Recording
@@ -26,7 +27,6 @@ from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLay
 __all__ = ["NativeRecorder", "NotCapturable"]
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-_MAX_HEAD_SIZE = 256
 
 
 class _BesideOps(TorchFunctionMode):
@@ -250,18 +250,26 @@ class NativeRecorder:
     ) -> None:
         if slot_mapping is not self._layout.slot_mapping:
             raise NotCapturable("KV is written to other slots than the step's")
-        caches = (self._tape.fixed(k_cache, k.dtype), self._tape.fixed(v_cache, v.dtype))
-        size = k.element_size()
+        caches, kv_dtype = self._caches(k_cache, v_cache)
+        num_slots = k_cache.shape[0] * k_cache.shape[1]
         self._tape.record(
             OpKind.WRITE_KV,
             k,
             (self._tape.heads(k), self._tape.heads(v)),
             caches,
             Numbers(
-                size=(k.shape[1] * k.shape[2] * size, k_cache.shape[0] * k_cache.shape[1]),
-                stride=(k.stride(0) * size, v.stride(0) * size),
+                size=(k.shape[1], k.shape[2], num_slots),
+                stride=(k.stride(0), v.stride(0)),
+                option=kv_dtype,
             ),
         )
+
+    def _caches(self, k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[int, int], int]:
+        """The addresses of a layer's caches, and how they hold heads."""
+        kv_dtype = KV_DTYPES.get(k_cache.dtype)
+        if kv_dtype is None:
+            raise NotCapturable(f"there is no native KV cache of {k_cache.dtype}")
+        return (self._tape.fixed(k_cache), self._tape.fixed(v_cache, k_cache.dtype)), kv_dtype
 
     def _paged_attention(
         self,
@@ -271,9 +279,9 @@ class NativeRecorder:
         layout: PagedLayout,
         params: AttentionParams,
     ) -> Tensor:
-        if layout is not self._layout or q.shape[2] > _MAX_HEAD_SIZE:
+        if layout is not self._layout or q.shape[2] > MAX_HEAD_SIZE:
             raise NotCapturable("attention over another layout, or over too wide heads")
-        caches = (self._tape.fixed(k_cache, q.dtype), self._tape.fixed(v_cache, q.dtype))
+        caches, kv_dtype = self._caches(k_cache, v_cache)
         inputs = (self._tape.heads(q), *caches)
         out = self._tape.new(q.shape[1:], q.dtype, self._tape.rows_of(q))
         num_blocks, _, num_kv_heads, _ = k_cache.shape
@@ -286,6 +294,7 @@ class NativeRecorder:
                 size=(q.shape[1], num_kv_heads, q.shape[2], num_blocks, params.window or 0),
                 stride=(q.stride(0),),
                 scalar=(params.scale, params.softcap or 0.0),
+                option=kv_dtype,
             ),
         )
         return out

@@ -54,8 +54,9 @@ class PagedLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Per layer one K and one V tensor, [B, S, K, D]. Owned by the runner; zeroed at allocation,
-    so that masked positions never hold NaN.
+    """Per layer one K and one V tensor, [B, S, K, W]: W is D, or more for codes with their scale
+    (`ops.kv_format`). Owned by the runner; zeroed at allocation, so that masked positions never
+    hold NaN.
     """
 
     keys: tuple[Tensor, ...]
@@ -139,8 +140,9 @@ class OpTable:
         add_rms_norm: (x, residual, weight, eps, offset) -> (normed, x + residual).
         rotary: (x [T, H, D], cos [T, D_rot / 2], sin [T, D_rot / 2], interleaved) -> [T, H, D];
             rotates the first D_rot of D, halves convention unless interleaved; fp32 inside.
-        write_kv: (k [T, K, D], v [T, K, D], k_cache, v_cache, slot_mapping [T]) -> None, in place.
-        paged_attention: (q [T, H, D], k_cache [B, S, K, D], v_cache, PagedLayout, AttentionParams)
+        write_kv: (k [T, K, D], v [T, K, D], k_cache, v_cache, slot_mapping [T]) -> None, in place;
+            rounded to the caches' dtype, int8 per token and head.
+        paged_attention: (q [T, H, D], k_cache [B, S, K, W], v_cache, PagedLayout, AttentionParams)
             -> [T, H, D]; causal, GQA without copies, KV walked in tiles at absolute positions.
         scratch_bytes: Temporary bytes per element at a layer's widest point: the planner's bound.
         gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half;

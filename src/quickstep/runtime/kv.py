@@ -6,6 +6,9 @@ they are slices of tensors that live as long as the runner.
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 
 from quickstep.model.interface import KVShape
@@ -20,12 +23,23 @@ def kv_bytes(shape: KVShape, num_blocks: int, block_size: int) -> int:
 
 
 def allocate_kv(shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
-    """K and V per layer, [B, S, K, D], zeroed: attention may load positions that it masks."""
-    size = (num_blocks, block_size, shape.num_kv_heads, shape.head_size)
+    """K and V per layer, [B, S, K, W], zeroed: attention may load positions that it masks."""
+    size = (num_blocks, block_size, shape.num_kv_heads, shape.head_width)
 
     def tensors() -> tuple[torch.Tensor, ...]:
-        return tuple(
-            torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)
-        )
+        return tuple(_zeros(size, shape.dtype, device) for _ in range(shape.num_layers))
 
     return KVCache(keys=tensors(), values=tensors())
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU in a mapping of their own, advised to take huge pages.
+
+    Blocks are read in any order, and with ordinary pages nearly every one costs a table walk.
+    Pages come when they are first written, so memory that is never used is never held.
+    """
+    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(size, dtype=dtype, device=device)
+    mapping = mmap.mmap(-1, math.prod(size) * dtype.itemsize)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=dtype).view(size)

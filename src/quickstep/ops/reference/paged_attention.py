@@ -20,6 +20,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from quickstep.ops.kv_format import read_heads
 from quickstep.ops.reference.elementary import exp_nonpositive, tanh
 from quickstep.ops.reference.fixed_point import (
     power_of_two,
@@ -52,7 +53,7 @@ class _Group:
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: PagedLayout, params: AttentionParams
 ) -> Tensor:
-    """Q [T, H, D], caches [B, S, K, D] -> [T, H, D]."""
+    """Q [T, H, D], caches [B, S, K, W] -> [T, H, D]."""
     out = torch.empty_like(q)
     for group in _groups(q, k_cache, layout, params.window):
         attended = _attend(q[group.tokens], group, (k_cache, v_cache), layout, params)
@@ -64,7 +65,7 @@ def _groups(
     q: Tensor, k_cache: Tensor, layout: PagedLayout, window: int | None
 ) -> Iterator[_Group]:
     """Rows of one token together, by context length; longer rows alone, in runs of queries."""
-    num_heads, (num_kv_heads, head_size) = q.shape[1], k_cache.shape[2:]
+    (num_heads, head_size), num_kv_heads = q.shape[1:], k_cache.shape[2]
     starts = layout.row_offsets
     lengths = [stop - start for start, stop in pairwise(starts)]
     single = sorted(
@@ -170,8 +171,8 @@ def _hidden(positions: Tensor, start: int, window: int | None) -> Tensor:
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:
-    """Cache [B, S, K, D] at slots [G, L] -> [G, K, L, D] in fp64."""
-    return cache.view(-1, *cache.shape[2:])[slots].double().transpose(1, 2)
+    """Cache [B, S, K, W] at slots [G, L] -> [G, K, L, D] in fp64."""
+    return read_heads(cache.view(-1, *cache.shape[2:])[slots]).transpose(1, 2)
 
 
 def _scores(q: Tensor, keys: Tensor, params: AttentionParams) -> Tensor:

@@ -1,0 +1,161 @@
+// Brings a tile of the paged cache to the form that the products read: keys transposed, values as
+// rows, both as floats or as pairs of bfloat16; codes stay codes, with their scales beside.
+#pragma once
+
+#include "kernels/attention_tile.h"
+#include "kernels/kv_rows.h"
+#include "kernels/transpose.h"
+
+namespace qs::QS_LEVEL {
+
+// W words of a key: W floats.
+template <typename Product, typename KV>
+struct Words {
+  static QS_INLINE vf load_key(const KV* p, int64_t n) { return load_up_to(p, n); }
+
+  // Row(s) of values beside their scale; `count` positions exist (one here).
+  static QS_INLINE void store_values(const KV* first, const KV*, int64_t size, float* to) {
+    for (int64_t d = 0; d < size; d += W) store(to + d, load_up_to(first + d, size - d));
+  }
+};
+
+#if defined(__AVX512BF16__)
+
+QS_INLINE __m512i load_pairs(const bf16* p, int64_t n) {
+  const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+  return _mm512_maskz_loadu_epi16(mask, p);
+}
+QS_INLINE __m512i load_pairs(const int8_t* p, int64_t n) {  // exact: 8 bits hold a code
+  const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+  const __m256i codes = _mm256_maskz_loadu_epi8(mask, p);
+  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
+  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
+  return bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+}
+
+template <typename KV>
+struct Words<Pairs, KV> {
+  static QS_INLINE vf load_key(const KV* p, int64_t n) {
+    return bit_cast<vf>(n > 0 ? load_pairs(p, n) : __m512i{});
+  }
+
+  // Two positions, each a word's half; a null one is zero.
+  static QS_INLINE void store_values(const KV* first, const KV* second, int64_t size, float* to) {
+    const __m512i step = _mm512_set1_epi32(0x00010001);
+    const __m512i lanes = bit_cast<__m512i>(lane_indices());
+    const __m512i low = _mm512_or_si512(_mm512_or_si512(lanes, _mm512_slli_epi32(lanes, 16)),
+                                        _mm512_set1_epi32(0x00200000));
+    const __m512i high = _mm512_add_epi16(low, _mm512_slli_epi32(step, 4));
+    for (int64_t d = 0; d < size; d += 2 * W) {
+      const __m512i a = first ? load_pairs(first + d, size - d) : __m512i{};
+      const __m512i b = second ? load_pairs(second + d, size - d) : __m512i{};
+      store(to + d, bit_cast<vf>(_mm512_permutex2var_epi16(a, low, b)));
+      store(to + d + W, bit_cast<vf>(_mm512_permutex2var_epi16(a, high, b)));
+    }
+  }
+};
+
+#endif
+
+template <typename Form, typename KV>
+class TileLoader {
+ public:
+  TileLoader(const qs_attention& call, int64_t row, int64_t kv_head)
+      : block_table_(call.block_tables + row * call.max_blocks),
+        block_size_(call.block_size),
+        head_size_(call.head_size),
+        width_(Form::width(call.head_size)),
+        stride_(call.num_kv_heads * kv_head_bytes<KV>(call.head_size)),
+        keys_(static_cast<const char*>(call.k_cache) + kv_head * kv_head_bytes<KV>(head_size_)),
+        values_(static_cast<const char*>(call.v_cache) + kv_head * kv_head_bytes<KV>(head_size_)) {}
+
+  // The positions of `span`, inside the tile that begins at `tile_begin`.
+  void load_tile(int64_t tile_begin, Span span, TileBuffers& buffers) {
+    int64_t offsets[kTile];
+    each_position(span, [&](int64_t j, int64_t offset) { offsets[j - tile_begin] = offset; });
+    const Span local = {span.begin - tile_begin, span.end - tile_begin};
+    if constexpr (Form::kScaled) load_scales(offsets, local, buffers);
+    load_keys(offsets, local, buffers);
+    load_values(offsets, local, buffers);
+  }
+
+  // Asks for the positions of a later tile. Blocks lie in pages of their own, which the machine's
+  // own prefetching does not cross.
+  void prefetch(Span span) const {
+    each_position(span, [&](int64_t, int64_t offset) {
+      for (int64_t byte = 0; byte < kv_head_bytes<KV>(head_size_); byte += 64) {
+        __builtin_prefetch(keys_ + offset + byte);
+        __builtin_prefetch(values_ + offset + byte);
+      }
+    });
+  }
+
+ private:
+  // Calls fn(position, byte offset of its row) over `span`.
+  template <typename Fn>
+  QS_INLINE void each_position(Span span, const Fn& fn) const {
+    for (int64_t j = span.begin; j < span.end;) {
+      const int64_t within = j % block_size_;
+      const int64_t end = min_of(span.end, j + block_size_ - within);
+      int64_t offset = (block_table_[j / block_size_] * block_size_ + within) * stride_;
+      for (; j < end; ++j, offset += stride_) fn(j, offset);
+    }
+  }
+
+  using Access = Words<typename Form::Product, KV>;
+
+  void load_scales(const int64_t* offsets, Span local, TileBuffers& buffers) const {
+    for (int64_t j = 0; j < kTile; ++j) {
+      float scales[2] = {};
+      if (j >= local.begin && j < local.end) {
+        memcpy(&scales[0], keys_ + offsets[j] + head_size_, sizeof(float));
+        memcpy(&scales[1], values_ + offsets[j] + head_size_, sizeof(float));
+      }
+      buffers.key_scales[j] = scales[0];
+      buffers.value_scales[j] = scales[1];
+    }
+  }
+
+  void load_keys(const int64_t* offsets, Span local, TileBuffers& buffers) const {
+    const int64_t words = width_ / Form::kPair;
+    for (int64_t j = local.begin / W * W; j < local.end; j += W) {
+      const int64_t first = max_of(0, local.begin - j), last = min_of(W, local.end - j);
+      for (int64_t word = 0; word < words; word += W) {
+        const int64_t d = word * Form::kPair;
+        vf rows[W] = {};
+        if (first == 0 && last == W) {
+#pragma GCC unroll 16
+          for (int i = 0; i < W; ++i) rows[i] = load_key(offsets[j + i], d);
+        } else {
+          for (int64_t i = first; i < last; ++i) rows[i] = load_key(offsets[j + i], d);
+        }
+        transpose(rows);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; ++i) store(buffers.keys + (word + i) * kTile + j, rows[i]);
+      }
+    }
+  }
+
+  QS_INLINE vf load_key(int64_t offset, int64_t d) const {
+    return Access::load_key(reinterpret_cast<const KV*>(keys_ + offset) + d, head_size_ - d);
+  }
+
+  void load_values(const int64_t* offsets, Span local, TileBuffers& buffers) const {
+    for (int64_t j = local.begin / Form::kPair * Form::kPair; j < local.end; j += Form::kPair) {
+      const KV* rows[2] = {};
+      for (int64_t i = 0; i < Form::kPair; ++i) {
+        const bool inside = j + i >= local.begin && j + i < local.end;
+        if (inside) rows[i] = reinterpret_cast<const KV*>(values_ + offsets[j + i]);
+      }
+      Access::store_values(rows[0], rows[1], head_size_,
+                           buffers.values + j / Form::kPair * width_);
+    }
+  }
+
+  const int32_t* block_table_;
+  int64_t block_size_, head_size_, width_, stride_;
+  const char* keys_;
+  const char* values_;
+};
+
+}  // namespace qs::QS_LEVEL

@@ -1,0 +1,17 @@
+// How a head of a KV cache lies in memory: D elements, or D codes and their scale.
+#pragma once
+
+#include "kernels/simd.h"
+
+namespace qs::QS_LEVEL {
+
+template <typename KV>
+constexpr int64_t kv_head_bytes(int64_t head_size) {
+  return head_size * static_cast<int64_t>(sizeof(KV));
+}
+template <>
+constexpr int64_t kv_head_bytes<int8_t>(int64_t head_size) {
+  return head_size + static_cast<int64_t>(sizeof(float));
+}
+
+}  // namespace qs::QS_LEVEL
