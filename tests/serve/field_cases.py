@@ -156,6 +156,9 @@ CHAT: Cases = {
         tools=([TOOL], shown('"name": "find_it"')),
         safety_identifier=("ann", lambda seen: seen.submitted.tenant == "ann"),
     ),
+    "reasoning_effort": Case(
+        "none", lambda seen: "enable_thinking=False" in seen.prompt, engine=thinking
+    ),
     "tool_choice": Case("required", is_forced, {"tools": [TOOL]}),
     "parallel_tool_calls": Case(
         False, lambda seen: num_calls(seen) == 1, {"tools": [TOOL]}, engine=calling_twice

@@ -53,7 +53,7 @@ BEYOND_THE_SCHEMA = re.compile(
     | after\ is\ .*(not\ in\ the\ list|no\ such\ item)
     | \w+\ does\ not\ go\ with
     | previous_response_id\ .*\ is\ not\ found
-    | reasoning\.effort|output_config\.effort|thinking\.
+    | reasoning_effort|reasoning\.effort|output_config\.effort|thinking\.
     | .*\ holds\ token\ id
     | (prompt|input|.*tokens)\ .*\ the\ limit\ is
     | prompt\ mixes

@@ -76,7 +76,7 @@ class BatchJobs:
 
     def create(self, batch: Batch) -> Batch:
         """Begin a batch of a file of the same owner. Raises RequestError."""
-        source = self._store.get(batch.owner, batch.request.input_file_id)
+        source = self._store.get(batch.owner, batch.request.input_file_id, "input_file_id")
         if len(self._tasks) >= self._options.num_active:
             raise RequestError(
                 f"{len(self._tasks)} batches are not over, which is the limit; wait for one",

@@ -17,6 +17,7 @@ from quickstep.server.conversation import (
     conversation_request,
     past_call,
     tenant_of,
+    told_effort,
 )
 from quickstep.server.generation import Generation, GenerationRequest
 from quickstep.server.options import RequestLimits
@@ -62,6 +63,7 @@ class Chat:
         for place, message in enumerate(messages):
             if "tool_calls" in message:
                 check_shows_calls(served, f"messages[{place}].tool_calls")
+        effort = told_effort(fields.reasoning_effort, "reasoning_effort", served)
         conversation = Conversation(
             messages,
             num_chars=len(body),
@@ -69,7 +71,7 @@ class Chat:
             asked=asked_grammar(fields),
             add_generation_prompt=_opens_message(fields, messages),
             continued=bool(fields.continue_final_message),
-            extra=fields.chat_template_kwargs or {},
+            extra={**effort, **(fields.chat_template_kwargs or {})},
         )
         max_tokens, max_tokens_name = _max_tokens(fields)
         shown = shown_of(fields, served, _num_logprobs(fields, served.limits))

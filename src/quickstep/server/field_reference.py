@@ -92,6 +92,7 @@ _CHAT: Effects = {
     "continue_final_message": "The answer goes on from the last message's text, which is the "
     "assistant's; a grammar or a stop string is of what is new.",
     "chat_template_kwargs": "Further variables for the chat template.",
+    "reasoning_effort": "Turns reasoning off (none), or sets gpt-oss's level; others are 400.",
     "metadata": "Stands in the answer as it was sent.",
     "safety_identifier": "OpenAI's later name of user.",
     "prompt_cache_key": Note("one engine has every prefix in its reach"),

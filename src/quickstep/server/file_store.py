@@ -109,13 +109,13 @@ class FileStore:
         )
         return FileWriter(self, file)
 
-    def get(self, owner: str, file_id: str) -> StoredFile:
-        """A file of this owner. Raises RequestError 404."""
+    def get(self, owner: str, file_id: str, param: str = "file_id") -> StoredFile:
+        """A file of this owner. Raises RequestError 404 that names the client's field."""
         self._drop_expired()
         file = self._files.get(file_id)
         if file is None or file.owner != owner:
             raise RouteNotFound(
-                f"there is no file {file_id[:100]!r}", param="file_id", code="file_not_found"
+                f"there is no file {file_id[:100]!r}", param=param, code="file_not_found"
             )
         return file
 

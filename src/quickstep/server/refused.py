@@ -51,7 +51,6 @@ CHAT_REFUSED: Mapping[str, Refusal] = MappingProxyType(
         "prediction": Refusal((), "predicted outputs are not supported"),
         "prompt_cache_options": Refusal((), "prefixes are cached without a lifetime"),
         "prompt_cache_retention": Refusal(("in_memory",), "prefixes are cached in memory only"),
-        "reasoning_effort": Refusal(("none",), "the model has no reasoning mode"),
         "service_tier": Refusal(("auto", "default"), "there is one service tier"),
         "store": Refusal((False,), "completions are not stored"),
         "verbosity": Refusal(("medium",), "the model has no verbosity setting"),

@@ -315,7 +315,7 @@ class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen
     prediction: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
+    reasoning_effort: str | None = None
     service_tier: Any = None
     store: Any = None
     verbosity: Any = None
