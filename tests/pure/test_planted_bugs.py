@@ -158,8 +158,8 @@ _BUGS = {
     "hit-without-reference": ("batch", "        self._pool.take(hits)\n", ""),
     "tokens-after-the-end": (
         "scheduler",
-        "is_over = sequence.state is SequenceState.FINISHED or residency.spoiled",
-        "is_over = residency.spoiled",
+        "if sequence.state is SequenceState.FINISHED or residency.spoiled:",
+        "if residency.spoiled:",
     ),
     "scored-prompt-from-the-cache": (
         "sequence",
