@@ -122,7 +122,7 @@ async def _client(
             continue
         asked = drawn(rng, kinds)
         if rng.random() < _ABORTED / (1 - _MALFORMED):
-            await _leave(client, book, asked, rng)
+            await _leave(str(client.base_url), book, asked, rng)
         else:
             await _ask(client, book, asked)
 
@@ -157,11 +157,14 @@ def _broken_stream(text: str, asked: Asked) -> str:
     return "" if any(end in text for end in _ENDS[asked.kind]) else "a stream without an end"
 
 
-async def _leave(client: httpx.AsyncClient, book: Book, asked: Asked, rng: random.Random) -> None:
-    """Go away after a moment, or after some bytes of a stream."""
+async def _leave(url: str, book: Book, asked: Asked, rng: random.Random) -> None:
+    """Go away after a moment, or after some bytes of a stream, with a connection of its own: a pool
+    loses the places of requests that are cancelled while they connect.
+    """
     try:
-        async with asyncio.timeout(rng.choice([0.0, 0.005, 0.05, 0.3])):
-            status = await _read_some(client, asked, rng.randrange(2000))
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            async with asyncio.timeout(rng.choice([0.0, 0.005, 0.05, 0.3])):
+                status = await _read_some(client, asked, rng.randrange(2000))
     except TimeoutError:
         status = 200
     except httpx.HTTPError as error:
