@@ -11,7 +11,7 @@ from quickstep.server.responses_schema import FunctionToolSpec, ResponsesRequest
 from quickstep.server.schemas import JsonObjectFormat, converted
 from quickstep.server.structured import AskedGrammar, asked_grammar
 from quickstep.server.surface import Served
-from quickstep.server.tools import Function, OfferedTools, ToolChoice, offer
+from quickstep.server.tools import CHOICES, Function, OfferedTools, ToolChoice, offer
 from quickstep.types import Grammar
 
 __all__ = ["TOOL_REFUSED", "asked_text", "listed_text", "listed_tools", "offered_functions"]
@@ -85,12 +85,10 @@ def _spec(tool: dict[str, Any], path: str) -> FunctionToolSpec:
 
 def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
     match choice:
-        case None | "auto":
+        case None:
             return ToolChoice()
-        case "none":
-            return ToolChoice(may_call=False)
-        case "required":
-            return ToolChoice(must_call=True)
+        case str() if choice in CHOICES:
+            return CHOICES[choice]
         case {"type": "function", "name": str(name), **more} if not more:
             return ToolChoice(must_call=True, names=(name,))
         case {"type": "allowed_tools", "mode": mode, "tools": list(tools), **more} if not more:

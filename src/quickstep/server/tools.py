@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from quickstep.engine.tool_calls.answer_grammar import answer_grammar
@@ -22,7 +23,15 @@ from quickstep.server.schemas import ChatRequest, CustomTool
 from quickstep.server.structured import AskedGrammar
 from quickstep.server.surface import Served
 
-__all__ = ["FUNCTION_NAME", "Function", "OfferedTools", "ToolChoice", "offer", "offered_tools"]
+__all__ = [
+    "CHOICES",
+    "FUNCTION_NAME",
+    "Function",
+    "OfferedTools",
+    "ToolChoice",
+    "offer",
+    "offered_tools",
+]
 
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -62,6 +71,16 @@ class ToolChoice:
     may_call: bool = True
     must_call: bool = False
     names: tuple[str, ...] | None = None
+
+
+# `tool_choice` where it is a word, on OpenAI's surfaces.
+CHOICES: Mapping[str, ToolChoice] = MappingProxyType(
+    {
+        "auto": ToolChoice(),
+        "none": ToolChoice(may_call=False),
+        "required": ToolChoice(must_call=True),
+    }
+)
 
 
 def offered_tools(fields: ChatRequest, served: Served) -> OfferedTools:
@@ -152,12 +171,10 @@ def _described(function: Function) -> dict[str, Any]:
 
 def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
     match choice:
-        case None | "auto":
+        case None:
             return ToolChoice()
-        case "none":
-            return ToolChoice(may_call=False)
-        case "required":
-            return ToolChoice(must_call=True)
+        case str() if choice in CHOICES:
+            return CHOICES[choice]
         case {"type": "function", "function": {"name": str(name), **others}, **more} if not (
             others or more
         ):
