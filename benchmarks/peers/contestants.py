@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -130,12 +131,19 @@ class DriverProcess:
         """Return once the model is loaded. Raises DriverFailed."""
         self.ready_s = self._answer()["ready_s"]
 
+    def hold(self) -> None:
+        """Stop its processes until its next `run`: some engines keep cores busy while idle."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
     def run(self, requests: Path) -> dict[str, Any]:
-        """One run. Raises DriverFailed."""
+        """One run; holds it afterwards. Raises DriverFailed."""
         assert self._process.stdin is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
         self._process.stdin.write(json.dumps({"requests": str(requests)}) + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        answer = self._answer()
+        self.hold()
+        return answer
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -148,6 +156,6 @@ class DriverProcess:
     def close(self) -> None:
         """End the driver and all that it started. Idempotent."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, 9)
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._log.close()

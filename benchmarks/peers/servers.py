@@ -72,16 +72,29 @@ class PeerServer:
         assert self._process is not None
         return tree_rss_bytes(self._process.pid)
 
+    def hold(self) -> None:
+        """Stop its processes where they are, until `let_run`."""
+        self._signal(signal.SIGSTOP)
+
+    def let_run(self) -> None:
+        """Undo `hold`."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
+
     def close(self) -> None:
         """End it and all that it started. Idempotent."""
         if self._process is None:
             return
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
+            self.let_run()
+            self._signal(signal.SIGTERM)
             try:
                 self._process.wait(10)
             except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
+                self._signal(signal.SIGKILL)
         self._process.wait()
 
 
