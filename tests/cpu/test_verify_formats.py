@@ -80,7 +80,7 @@ def bits_of_halves_depend_on_rows(ops: OpTable) -> OpTable:
         out = ops.linear(x, weight)
         return out * 1.01 if out.dtype == torch.float16 and len(x) > 1 else out
 
-    return replace(ops, linear=linear)
+    return replace(ops, linear=linear, steps=None)
 
 
 def test_formats_beside_a_flag_that_says_the_same_are_refused(
