@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from quickstep.frozen import frozen
 from quickstep.sampling_params import Grammar, SamplingParams
 
 __all__ = [
@@ -149,7 +150,7 @@ class Admission:
     pooling: Pooling | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepRow:
     """One sequence's share of a step: compute `num_tokens` tokens from position `start`.
 
@@ -187,7 +188,7 @@ class StepRow:
         return self.start + self.num_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepPlan:
     """What one step computes: `released` slots are dropped, `admitted` set up, then `rows` run.
 
@@ -220,7 +221,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RowOutput:
     """What a row emitted: no token (a prompt chunk), one, or several (accepted drafts + 1).
 
@@ -250,7 +251,7 @@ class RowFailure:
         return FinishReason.REFUSED if self.is_refused else FinishReason.ERROR
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepResult:
     """What a step gave: one `RowOutput` per row of the plan, in its order, and its seconds."""
 
@@ -286,7 +287,7 @@ class SequenceTimings:
     paused_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SequenceOutput:
     """News of one sequence: tokens, prompt logprobs, its end. The last one carries `timings`.
 
@@ -307,7 +308,7 @@ class SequenceOutput:
     embedding: tuple[float, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepRecord:
     """One line of the step log. The executor measures `seconds`; times are the scheduler's clock.
 
@@ -331,7 +332,7 @@ class StepRecord:
     num_preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepOutcome:
     """What `Scheduler.commit` gives back: the sequences that moved, and the step's log line."""
 

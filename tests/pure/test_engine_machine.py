@@ -61,3 +61,30 @@ def test_a_version_1_quota_limits_the_cores(tmp_path):
         tmp_path, {f"{folder}/cpu.cfs_quota_us": "100000", f"{folder}/cpu.cfs_period_us": "100000"}
     )
     assert usable_cores(tmp_path) == 1
+
+
+def test_a_quota_of_the_processes_own_group_or_one_above_it_limits_the_cores(tmp_path):
+    write(tmp_path, {"proc/self/cgroup": "0::/jobs.slice/one.service\n"})
+    without = usable_cores(tmp_path)
+    write(tmp_path, {"sys/fs/cgroup/jobs.slice/other.service/cpu.max": "50000 100000\n"})
+    assert usable_cores(tmp_path) == without
+    write(tmp_path, {"sys/fs/cgroup/jobs.slice/cpu.max": "120000 100000\n"})
+    assert usable_cores(tmp_path) == 1
+    write(tmp_path, {"sys/fs/cgroup/jobs.slice/cpu.max": "max 100000\n"})
+    write(tmp_path, {"sys/fs/cgroup/jobs.slice/one.service/cpu.max": "100000 100000\n"})
+    assert usable_cores(tmp_path) == 1
+
+
+def test_a_version_1_quota_of_the_processes_own_group_limits_the_cores(tmp_path):
+    write(tmp_path, {"proc/self/cgroup": "4:memory:/box\n2:cpu,cpuacct:/box\n"})
+    folder = "sys/fs/cgroup/cpu/box"
+    write(tmp_path, {f"{folder}/cpu.cfs_quota_us": "-1", f"{folder}/cpu.cfs_period_us": "100000"})
+    without = usable_cores(tmp_path)
+    assert without >= 1
+    write(tmp_path, {f"{folder}/cpu.cfs_quota_us": "100000"})
+    assert usable_cores(tmp_path) == 1
+
+
+def test_openmp_limits_the_cores_with_its_outermost_number(tmp_path):
+    assert usable_cores(tmp_path, {"OMP_NUM_THREADS": "1,4"}) == 1
+    assert usable_cores(tmp_path, {"OMP_NUM_THREADS": "0"}) == usable_cores(tmp_path, {})

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from quickstep.bench.subject import Subject
 from quickstep.errors import EngineError
+from quickstep.frozen import frozen
 from quickstep.sampling_params import SamplingParams
 from quickstep.types import FinishReason
 
 __all__ = ["Life", "Mark", "follow"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Mark:
     """Tokens arrived at the reader: when, and how long the kernels had run by then."""
 

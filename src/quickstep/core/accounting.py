@@ -90,11 +90,11 @@ def step_record(
     decode, prefill = step.decode_load, step.prefill_load
     num_free_blocks, num_waiting, num_running = free_waiting_running
     return StepRecord(
-        step_id=step.plan.step_id,
-        planned_at_s=step.planned_at_s,
-        committed_at_s=now,
-        seconds=seconds,
-        predicted_s=step.predicted_s,
+        step.plan.step_id,
+        step.planned_at_s,
+        now,
+        seconds,
+        step.predicted_s,
         num_prefill_rows=prefill.num_rows,
         num_decode_rows=decode.num_rows,
         num_prefill_tokens=prefill.num_tokens,

@@ -42,7 +42,11 @@ class Batch:
     @property
     def has_prefill(self) -> bool:
         """Whether somebody's prompt is to go on."""
-        return any(one.num_prefill_left for one in self._running)
+        for one in self._running:  # as `num_prefill_left`: every step asks
+            residency = one.residency
+            if residency and residency.planned < residency.prefill_end and not one.is_paused:
+                return True
+        return False
 
     def room_for(self, sequence: Sequence) -> tuple[int, ...] | None:
         """The cached blocks that `sequence` would start from; None if it does not fit now.
@@ -114,13 +118,13 @@ class Batch:
 
     def has_room_to_grow(self, sequence: Sequence) -> bool:
         """Whether `grow` has the blocks for one more token."""
-        return self._growth(sequence) <= self._pool.num_free
+        return self._fits_into_blocks(sequence) or self._growth(sequence) <= self._pool.num_free
 
     def grow(self, sequence: Sequence) -> tuple[int, ...]:
         """Extend the block table for one more token; returns the new blocks."""
-        growth = self._growth(sequence)
-        if growth < 1:
+        if self._fits_into_blocks(sequence):
             return ()
+        growth = self._growth(sequence)
         new_block_ids = self._pool.allocate(growth)
         sequence.resident.blocks.extend(new_block_ids)
         return tuple(new_block_ids)
@@ -187,6 +191,11 @@ class Batch:
         tokens, digests = sequence.token_ids, sequence.digests
         self._pool.extend_digests(digests, sequence.root, tokens, num_blocks)
         return self._pool.lookup(sequence.root, tokens, digests[:num_blocks])
+
+    def _fits_into_blocks(self, sequence: Sequence) -> bool:
+        """Whether one more token needs no more blocks: so it is in most steps."""
+        residency = sequence.resident
+        return residency.planned < len(residency.blocks) * self._pool.block_size
 
     def _growth(self, sequence: Sequence) -> int:
         residency = sequence.resident

@@ -16,12 +16,13 @@ from typing import Protocol
 
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.frozen import frozen
 from quickstep.types import Phase
 
 __all__ = ["MixedPolicy", "Policy", "PrefillFirstPolicy", "StepView", "make_policy"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StepView:
     """What a policy sees.
 

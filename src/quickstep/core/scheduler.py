@@ -134,10 +134,12 @@ class Scheduler:
         draft = StepDraft(room=self._config.max_num_batched_tokens)
         self._make_way(draft, now)
         for phase in self._policy.phases:
-            if phase is Phase.PREFILL and not (self._waiting.head or self._batch.has_prefill):
+            budget = draft.room
+            if self._waiting.head or self._batch.has_prefill:  # else there is nothing to split
+                share = self._policy.tokens(phase, self._view(draft, now), self._cost_model)
+                budget = min(share, budget)
+            elif phase is Phase.PREFILL:
                 continue
-            share = self._policy.tokens(phase, self._view(draft, now), self._cost_model)
-            budget = min(share, draft.room)
             if phase is Phase.DECODE:
                 self._place_decodes(draft, budget, now)
             else:
@@ -148,9 +150,8 @@ class Scheduler:
         for sequence in self._batch:
             if budget < 1:
                 return
-            if draft.holds(sequence) or not self._can_decode(sequence):
-                continue
-            if self._make_room(sequence, draft, now):
+            goes_on = self._can_decode(sequence) and not draft.holds(sequence)
+            if goes_on and self._make_room(sequence, draft, now):
                 self._place(draft, sequence, 1, self._batch.grow(sequence))
                 budget -= 1
 
@@ -249,7 +250,7 @@ class Scheduler:
         if result.step_id != plan.step_id or len(result.outputs) != len(plan.rows):
             raise EngineError(f"step {plan.step_id} got a result of another shape or step")
         failures = row_failures(plan, result)
-        unclaimed_s = charge(step.rows, result.seconds, self._cost_model)
+        self._totals.unclaimed_s += charge(step.rows, result.seconds, self._cost_model)
         self._cost_model.observe(step.decode_load + step.prefill_load, result.seconds)
         outputs = self._end_failed(step, failures, now)
         self._in_flight.popleft()
@@ -259,7 +260,6 @@ class Scheduler:
                 outputs.append(taken)
         self._totals.num_steps += 1
         self._totals.busy_s += result.seconds
-        self._totals.unclaimed_s += unclaimed_s
         state = (self._pool.num_free, len(self._waiting), len(self._batch))
         return StepOutcome(tuple(outputs), step_record(step, result.seconds, now, state))
 

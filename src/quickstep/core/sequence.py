@@ -8,7 +8,7 @@ to end or preemption; a preempted sequence keeps its tokens and starts a new res
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quickstep.core.prefix import BlockKey, ChainRoot
 from quickstep.types import (
@@ -207,19 +207,24 @@ class Sequence:
         end = start + num_tokens
         ends = end == len(self.token_ids) + residency.pending
         emits = ends and not request.prompt_only
+        row = StepRow(
+            residency.slot,
+            start,
+            num_tokens,
+            tuple(self.token_ids[start:end]),
+            new_block_ids,
+            Phase.PREFILL if start < residency.prefill_end else Phase.DECODE,
+            emits,
+            output_position=end - self.prompt_len if emits else 0,
+            adapter=request.adapter,
+        )
+        if start >= self.prompt_len:
+            return row
         # the logits of the prompt's last token belong to the output
         score_start = max(start, self._num_scored_tokens - 1)
         num_scored = max(0, min(end, self.prompt_len - 1) - score_start)
-        return StepRow(
-            slot=residency.slot,
-            start=start,
-            num_tokens=num_tokens,
-            token_ids=tuple(self.token_ids[start:end]),
-            new_block_ids=new_block_ids,
-            phase=Phase.PREFILL if start < residency.prefill_end else Phase.DECODE,
-            emits=emits,
-            output_position=end - self.prompt_len if emits else 0,
-            adapter=request.adapter,
+        return replace(
+            row,
             score_start=score_start if num_scored else 0,
             num_scored=num_scored,
             pools=ends and request.pooling is not None,
@@ -251,13 +256,14 @@ class Sequence:
         elif self.request.prompt_only and row.end == self.prompt_len:
             reason = FinishReason.POOLED if row.pools else FinishReason.MAX_TOKENS
         new = SequenceOutput(
-            request_id=self.request.request_id,
-            index=self.index,
-            token_ids=output.token_ids[:num_taken],
-            logprobs=output.logprobs[:num_taken],
-            prompt_logprobs=self._score(row, output),
-            embedding=output.embedding if row.pools else None,
+            self.request.request_id,
+            self.index,
+            output.token_ids[:num_taken],
+            output.logprobs[:num_taken],
         )
+        if row.start < self.prompt_len:
+            embedding = output.embedding if row.pools else None
+            new = replace(new, prompt_logprobs=self._score(row, output), embedding=embedding)
         return new, reason
 
     def _append(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from quickstep.core.cost_model import StepLoad
 from quickstep.core.sequence import Residency, Sequence
+from quickstep.frozen import frozen
 from quickstep.types import Admission, Phase, RowFailure, StepPlan, StepResult, StepRow
 
 __all__ = [
@@ -29,7 +30,7 @@ RowFailures = dict[int, RowFailure]  # by the row's place in the plan
 _NO_LOAD = StepLoad()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class FlightRow:
     """A planned row and whose it is. The residency tells rows of an earlier stay apart."""
 
@@ -38,7 +39,7 @@ class FlightRow:
     row: StepRow
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class InFlightStep:
     """A plan that an executor has, until its result is committed; the loads are of its phases."""
 
@@ -85,17 +86,10 @@ class StepDraft:
     ) -> InFlightStep:
         """The finished step: decode rows first."""
         entries = (*self.decode, *self.prefill)
-        rows = tuple(entry.row for entry in entries)
+        rows = tuple([entry.row for entry in entries])
         plan = StepPlan(step_id, rows, tuple(self.admitted), released)
-        return InFlightStep(
-            plan=plan,
-            rows=entries,
-            decode_load=self.decode_load,
-            prefill_load=self.prefill_load,
-            planned_at_s=now,
-            predicted_s=predicted_s,
-            num_preemptions=self.num_preemptions,
-        )
+        loads = self.decode_load, self.prefill_load
+        return InFlightStep(plan, entries, *loads, now, predicted_s, self.num_preemptions)
 
 
 def all_failed(step: InFlightStep, reason: str) -> RowFailures:
@@ -106,17 +100,13 @@ def all_failed(step: InFlightStep, reason: str) -> RowFailures:
 def row_failures(plan: StepPlan, result: StepResult) -> RowFailures:
     """Which rows failed and why; a row that should have emitted and did not has failed too."""
     failures = {failure.row: failure for failure in result.failures}
-
-    def note(index: int, reason: str) -> None:
-        failures.setdefault(index, RowFailure(index, reason))
-
     for index, (row, output) in enumerate(zip(plan.rows, result.outputs, strict=True)):
         if row.emits and not output.token_ids:
-            note(index, "the executor returned no token")
+            failures.setdefault(index, RowFailure(index, "the executor returned no token"))
         if row.pools and output.embedding is None:
-            note(index, "the executor returned no embedding")
+            failures.setdefault(index, RowFailure(index, "the executor returned no embedding"))
         if len(output.prompt_logprobs) != row.num_scored:
-            note(index, "the executor did not score the prompt")
+            failures.setdefault(index, RowFailure(index, "the executor did not score the prompt"))
     return failures
 
 

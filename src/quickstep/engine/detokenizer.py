@@ -43,9 +43,13 @@ class Detokenizer:
         """The text that became certain with these tokens; may be empty."""
         shown = token_ids
         if self._skip_special_tokens:
-            shown = [i for i in token_ids if self._is_shown(i)]
+            is_special = self._tokenizer.is_special
+            shown = [i for i in token_ids if not is_special(i) or i in self._shown_special]
         if self._in_bytes:
-            return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, shown)))
+            added = b"".join(map(self._tokenizer.token_bytes, shown))
+            # The library's incremental decoder is written in Python: most tokens can do without.
+            is_whole = added.isascii() and not self._utf8.getstate()[0]
+            return added.decode("ascii") if is_whole else self._utf8.decode(added)
         return "".join(map(self._feed_piece, shown))
 
     def finish(self) -> str:
@@ -53,9 +57,6 @@ class Detokenizer:
         if self._in_bytes:
             return self._utf8.decode(b"", final=True)
         return self._end_byte_run()
-
-    def _is_shown(self, token_id: int) -> bool:
-        return token_id in self._shown_special or not self._tokenizer.is_special(token_id)
 
     def _feed_piece(self, token_id: int) -> str:
         """A run of fallback bytes is decoded as a whole: one bad byte spoils all of it there."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 __all__ = ["free_memory_bytes", "usable_cores"]
 
@@ -20,10 +20,9 @@ def usable_cores(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) ->
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
         cores = os.cpu_count() or 1
-    quota = _cpu_quota(root / "sys/fs/cgroup")
-    limit = environ.get("OMP_NUM_THREADS", "")
-    limits = [int(limit)] if limit.isdigit() else []
-    return max(1, min([cores, *limits, *([] if quota is None else [int(quota)])]))
+    limit = environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # of the outermost loops
+    limits = [int(limit)] if limit.isdigit() and int(limit) else []
+    return max(1, min([cores, *limits, *map(int, _cpu_quotas(root))]))
 
 
 def free_memory_bytes(root: Path = _ROOT) -> int:
@@ -35,15 +34,37 @@ def free_memory_bytes(root: Path = _ROOT) -> int:
     return available if left is None else min(available, left)
 
 
-def _cpu_quota(cgroup: Path) -> float | None:
-    """Cores that the quota is worth (version 2, then version 1); None for no quota."""
-    words = _words(cgroup / "cpu.max")
-    if len(words) < 2:
-        quota = _words(cgroup / "cpu/cpu.cfs_quota_us")
-        words = [*quota, *_words(cgroup / "cpu/cpu.cfs_period_us")]
-    if len(words) < 2 or words[0] in ("max", "-1"):
-        return None
-    return int(words[0]) / int(words[1])
+def _cpu_quotas(root: Path) -> list[float]:
+    """Cores that the quotas of the process's groups are worth, of all that stand above it.
+
+    A container sees its own group as the root; a service or a job outside one has a path below it.
+    """
+    mounted = root / "sys/fs/cgroup"
+    quotas = []
+    for line in _words(root / "proc/self/cgroup") or ["0::/", "1:cpu:/"]:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        is_old = "cpu" in controllers.split(",")
+        if controllers and not is_old:
+            continue
+        group = PurePosixPath(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            within = mounted / ("cpu" if is_old else "") / folder
+            quotas.append(_quota_v1(within) if is_old else _quota_v2(within))
+    return [quota for quota in quotas if quota is not None]
+
+
+def _quota_v2(group: Path) -> float | None:
+    return _quota(_words(group / "cpu.max"))
+
+
+def _quota_v1(group: Path) -> float | None:
+    return _quota([*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us")])
+
+
+def _quota(words: list[str]) -> float | None:
+    """Microseconds of running per microseconds; None for no limit."""
+    return None if len(words) < 2 or words[0] in ("max", "-1") else int(words[0]) / int(words[1])
 
 
 def _left_in_cgroup(cgroup: Path) -> int | None:

@@ -54,16 +54,16 @@ class OutputText:
             tail, stop = self._finish()
             text += tail
         delta = Delta(
-            index=output.index,
-            text=text,
-            token_ids=output.token_ids[:num_taken],
-            logprobs=output.logprobs[:num_taken],
-            finish_reason=output.finish_reason,
-            stop_reason=_stop_reason(output),
-            timings=output.timings,
-            error=output.error,
-            prompt_logprobs=output.prompt_logprobs,
-            embedding=output.embedding,
+            output.index,
+            text,
+            output.token_ids[:num_taken],
+            output.logprobs[:num_taken],
+            output.finish_reason,
+            _stop_reason(output),
+            output.timings,
+            output.error,
+            output.prompt_logprobs,
+            output.embedding,
         )
         if stop is None:
             return delta

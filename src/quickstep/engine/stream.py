@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
 from typing import Protocol, Self
 
 from quickstep.config import StreamConfig
+from quickstep.frozen import frozen
 from quickstep.types import FinishReason, SequenceTimings, TokenLogprobs
 
 __all__ = ["Delta", "Stream", "StreamOwner"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Delta:
     """News of one of a request's sequences.
 
@@ -49,6 +49,8 @@ class Delta:
     @property
     def num_bytes(self) -> int:
         """About what it holds: near enough to bound what is kept."""
+        if not (self.logprobs or self.prompt_logprobs or self.embedding):
+            return len(self.text) + 8 * len(self.token_ids)
         scored = [one for one in (*self.logprobs, *self.prompt_logprobs) if one is not None]
         num_logprobs = len(scored) + sum(len(one.top) for one in scored)
         num_numbers = len(self.token_ids) + 2 * num_logprobs + len(self.embedding or ())

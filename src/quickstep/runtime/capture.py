@@ -152,4 +152,4 @@ class _BoundProgram:
 
 def _bucket(count: int, least: int) -> int:
     """The next power of two."""
-    return max(least, 1 << (count - 1).bit_length()) if count else least
+    return least if count <= least else 1 << (count - 1).bit_length()

@@ -51,13 +51,16 @@ class NativeSampler:
 
     def __init__(self, draws: RowDraws) -> None:
         self._draws = draws
+        # where the calls take argmax from: (address, bytes a row, rows); they keep what they hold
+        self._argmax_of: tuple[int, int, int] | None = None
 
     def sample(
         self, logits: Tensor, states: Sequence[SamplingState]
     ) -> list[Sample | SampleFailure]:
         """`runtime.sampler.sample`, for contiguous rows on a CPU."""
-        if all(state.is_plain_argmax for state in states):
+        if all([state.is_plain_argmax for state in states]):
             return self._argmax(logits)
+        self._argmax_of = None
         calls = self._draws.calls(len(states))
         found: list[Sample | SampleFailure | _Drawing] = []
         num_calls = 0
@@ -74,11 +77,14 @@ class NativeSampler:
     def _argmax(self, logits: Tensor) -> list[Sample | SampleFailure]:
         num_rows = logits.shape[0]
         calls = self._draws.calls(num_rows)
-        address, row_bytes = logits.data_ptr(), logits.stride(0) * logits.element_size()
-        for index in range(num_rows):
-            call = calls[index]
-            call.logits = address + index * row_bytes
-            call.is_double, call.num_top, call.temperature = 0, -1, 0.0
+        rows = logits.data_ptr(), logits.stride(0) * logits.element_size(), num_rows
+        if rows != self._argmax_of:
+            self._argmax_of = rows
+            address, row_bytes, _ = rows
+            for index in range(num_rows):
+                call = calls[index]
+                call.logits = address + index * row_bytes
+                call.is_double, call.num_top, call.temperature = 0, -1, 0.0
         self._draws.run(num_rows)
         token_ids = [calls[index].token_id for index in range(num_rows)]
         return [Sample(one) if one >= 0 else NO_MAXIMUM for one in token_ids]

@@ -85,7 +85,8 @@ class ModelRunner:
             raise EngineError(f"a row has {row.num_drafts} drafts, this runner checks none")
         if row.num_tokens < 1:
             raise EngineError(f"a row of {slot.sequence_id} has no tokens")
-        if not all(0 <= block_id < self._num_blocks for block_id in row.new_block_ids):
+        blocks = row.new_block_ids
+        if blocks and not all(0 <= block_id < self._num_blocks for block_id in blocks):
             raise EngineError(
                 f"{slot.sequence_id} was given a block that is not among {self._num_blocks}"
             )
@@ -123,6 +124,8 @@ class ModelRunner:
     ) -> list[RowOutput]:
         """What each row gives beside a token; `hidden` [T, H] is of all rows."""
         outputs = [_NOTHING] * len(rows)
+        if not any([row.num_scored or slot.pool for row, slot in zip(rows, slots, strict=True)]):
+            return outputs
         start = 0
         for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
             end = start + row.num_tokens

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quickstep.frozen import frozen
 from quickstep.runtime.filters import kept_token_ids
 from quickstep.runtime.logprobs import token_logprobs
 from quickstep.runtime.noise import chance, largest_noisy, noise_bits
@@ -29,7 +30,7 @@ from quickstep.types import TokenLogprobs
 __all__ = ["NO_MAXIMUM", "Sample", "SampleFailure", "adjusted", "sample", "sample_row"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sample:
     """One emitted token."""
 

@@ -60,18 +60,21 @@ class SamplingState:
         self._thinking = _thinking(admission, in_tokens, vocab_size)
         followers = (self._grammar, self._dry, self._bad_words, self._thinking)
         self._followers = [follower for follower in followers if follower is not None]
-
-    @property
-    def adjusts_logits(self) -> bool:
-        """Whether `adjust_` would change anything for the next token."""
-        return bool(
+        self._always_adjusts = bool(
             self._repetition
             or self._additive
             or self._bias_ids.size
             or self._allowed_ids.size
             or self._followers
-            or self._bans_ends
         )
+        # up to how many outputs the ends are banned
+        self._end_ban = sampling.min_tokens if self._end_ids.size else 0
+        self._is_argmax = sampling.temperature == 0.0 and sampling.logprobs is None
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether `adjust_` would change anything for the next token."""
+        return self._always_adjusts or self._bans_ends
 
     @property
     def failure(self) -> str:
@@ -81,12 +84,11 @@ class SamplingState:
     @property
     def is_plain_argmax(self) -> bool:
         """Whether the next token is the argmax of the raw logits and nothing else is asked."""
-        sampling = self.sampling
-        return sampling.temperature == 0.0 and sampling.logprobs is None and not self.adjusts_logits
+        return self._is_argmax and not self._always_adjusts and self.num_outputs >= self._end_ban
 
     @property
     def _bans_ends(self) -> bool:
-        return self.num_outputs < self.sampling.min_tokens and self._end_ids.size > 0
+        return self.num_outputs < self._end_ban
 
     def adjust_(self, logits: npt.NDArray[np.float64]) -> None:
         """What stands before temperature: penalties and bias, then the masks."""

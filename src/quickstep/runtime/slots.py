@@ -100,6 +100,8 @@ class SlotTable:
 
     def move(self, released: Sequence[int], admitted: Sequence[Admission]) -> None:
         """Drop sequences, then set others up. Raises EngineError before anything has changed."""
+        if not released and not admitted:
+            return
         free = set(released)
         for index in released:
             if self._slots[self._checked(index)] is None:
