@@ -40,6 +40,7 @@ from quickstep.model.weights import (
     SparseWeights,
 )
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
+from quickstep.ops.torch_import import complete_torch
 
 __all__ = [
     "DecoderNames",
@@ -81,6 +82,7 @@ def load_model(
     fingerprint = weights_fingerprint(read_config(checkpoint.path), files, settings)
     if not spec.native:
         # Imported here: transformers is optional, and takes seconds to import.
+        complete_torch()
         from quickstep.model.fallback import load_fallback
 
         if load.quantization is not None:
