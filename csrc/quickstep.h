@@ -138,8 +138,8 @@ typedef struct qs_code_form {
   double exact, wrong;      // results: sums of squares of the sampled weights and of their errors
 } qs_code_form;
 
-// As qs_linear_create and qs_quantized_create, from files straight into the packed memory: some rows
-// at a time, so that nothing else of the matrix is ever in memory.
+// As qs_linear_create and qs_quantized_create, from files straight into the packed memory: some
+// rows at a time, so that nothing else of the matrix is ever in memory.
 QS_API int qs_linear_load(qs_context* context, const qs_stored_matrix* matrix, const void* bias,
                           qs_linear** out);
 QS_API int qs_quantized_load(qs_context* context, const qs_stored_matrix* matrix,

@@ -12,7 +12,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-
 from importlib import import_module
 
 from quickstep import __version__

@@ -17,6 +17,7 @@ from quickstep.cli.format_flags import add_format_flags
 from quickstep.cli.parsing import Parser, command
 from quickstep.cli.screen import loading_bar
 from quickstep.cli.serve_flags import (
+    KEY_VARIABLE,
     add_serve_flags,
     input_config,
     log_setup,
@@ -69,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     )
     from quickstep.engine.process.launch import launch
 
-    launched = launch()  # first of all: its imports take longer than everything here
+    launched = launch(
+        hidden=(KEY_VARIABLE,)
+    )  # first of all: its imports take longer than everything here
     try:
         _serve(args, config, launched)
     finally:

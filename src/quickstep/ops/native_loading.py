@@ -1,14 +1,13 @@
 """Matrices from checkpoint files into packed weights, in one native call each.
 
-Used by `ops.native_ops`. The library reads some rows at a time with `pread`, rounds or decodes them,
-and packs them, on all threads; nothing of the matrix is in memory beside the packed weight.
+Used by `ops.native_ops`. The library reads some rows at a time with `pread`, rounds or decodes
+them and packs them, on all threads; nothing of the matrix is in memory beside the packed weight.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from ctypes import c_double, c_int32, c_int64, c_void_p
@@ -170,10 +169,8 @@ def _raise_for_load(status: int, stored: StoredMatrix) -> None:
     """Turn a status other than QS_OK into the exception that names the file and its size."""
     if status == _UNREADABLE:
         files = " or ".join(sorted({str(part.file) for part in stored.parts}))
-        sizes = ", ".join(str(os.stat(part.file).st_size) for part in stored.parts[:1])
         raise ConfigError(
-            f"{files} ended within a tensor at {sizes} bytes, or cannot be read; download the "
-            "checkpoint again"
+            f"{files} ended within a tensor, or cannot be read; download the checkpoint again"
         )
     rows = sum(part.num_rows for part in stored.parts)
     raise_for_status(status, f"loading a {rows} x {stored.num_inputs} weight")

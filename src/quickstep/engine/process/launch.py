@@ -42,15 +42,18 @@ class Launched:
         self.process.wait()
 
 
-def launch(command: Sequence[str] = WORKER_COMMAND) -> Launched:
+def launch(command: Sequence[str] = WORKER_COMMAND, hidden: Sequence[str] = ()) -> Launched:
     """Start `command` with its end of a connection and our process id as arguments.
+
+    It does not get the environment's variables that `hidden` names.
 
     Raises:
         EngineError: The process cannot be started.
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        environment = {**_ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        kept = {name: value for name, value in os.environ.items() if name not in hidden}
+        environment = {**_ENVIRONMENT, **kept, "PYTHONPATH": os.pathsep.join(sys.path)}
         try:
             process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid())],

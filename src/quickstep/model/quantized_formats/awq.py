@@ -85,9 +85,7 @@ class AwqStorage:
             checked_group(name, self._group_size, shape[1]),
         )
 
-    def stored(
-        self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
-    ) -> None:
+    def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
         """Codes stand in words here, so they are read."""
 
     def is_void(self, name: str) -> bool:

@@ -111,9 +111,7 @@ class BitsAndBytesStorage:
             codes[: math.prod(shape)].view(shape), scales.view(shape[0], -1), None, 8, group_size
         )
 
-    def stored(
-        self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
-    ) -> None:
+    def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
         """Codes stand in words here, so they are read."""
 
     def is_void(self, name: str) -> bool:

@@ -107,9 +107,7 @@ class GptqStorage:
         order = scattered_order(self._files, name, group_size)
         return weight if order is None else gathered(weight, order)
 
-    def stored(
-        self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
-    ) -> None:
+    def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
         """Codes stand in words here, so they are read."""
 
     def is_void(self, name: str) -> bool:
