@@ -48,17 +48,30 @@ void for_row_parts(qs::Pool* pool, int64_t rows, int64_t row_bytes, const Fn& fn
                    [&](int64_t i) { fn(rows * i / parts, rows * (i + 1) / parts); });
 }
 
-bool pack_bias(qs_linear* linear, int dtype, const void* bias) {
-  const qs::PackedLinear& packed = linear->packed;
-  linear->bias_bytes = packed.num_panels * qs::kPanel * sizeof(float);
-  float* values = static_cast<float*>(qs::weight_alloc(linear->bias_bytes));
-  if (values == nullptr) return false;
-  for (int64_t i = 0; i < packed.n; ++i) values[i] = to_float(dtype, bias, i);
-  linear->packed.bias = values;
+}  // namespace
+
+namespace qs {
+
+bool allocate_linear(qs_linear* linear, int dtype, int64_t n, int64_t k, const void* bias) {
+  PackedLinear& packed = linear->packed;
+  const int64_t pair = dtype == QS_BF16 ? 2 : 1;
+  packed.dtype = dtype;
+  packed.n = n;
+  packed.k = k;
+  packed.num_panels = (n + kPanel - 1) / kPanel;
+  packed.panel_size = (k + pair - 1) / pair * pair * kPanel;
+  linear->weight_bytes = packed.num_panels * packed.panel_size * element_bytes(dtype);
+  packed.weights = weight_alloc(linear->weight_bytes);
+  if (packed.weights == nullptr) return false;
+  if (bias == nullptr) return true;
+  linear->bias_bytes = packed.num_panels * kPanel * sizeof(float);
+  packed.bias = static_cast<float*>(weight_alloc(linear->bias_bytes));
+  if (packed.bias == nullptr) return false;
+  for (int64_t i = 0; i < n; ++i) packed.bias[i] = to_float(dtype, bias, i);
   return true;
 }
 
-}  // namespace
+}  // namespace qs
 
 extern "C" {
 
@@ -95,20 +108,11 @@ int qs_linear_create(qs_context* context, int dtype, const void* weight, int64_t
   if (!valid_dtype(dtype) || n < 1 || k < 1 || row_stride < k) return QS_INVALID;
   qs_linear* linear = new (std::nothrow) qs_linear{};
   if (linear == nullptr) return QS_OUT_OF_MEMORY;
-  qs::PackedLinear& packed = linear->packed;
-  const int64_t pair = dtype == QS_BF16 ? 2 : 1;
-  packed.dtype = dtype;
-  packed.n = n;
-  packed.k = k;
-  packed.num_panels = (n + qs::kPanel - 1) / qs::kPanel;
-  packed.panel_size = (k + pair - 1) / pair * pair * qs::kPanel;
-  linear->weight_bytes = packed.num_panels * packed.panel_size * element_bytes(dtype);
-  packed.weights = qs::weight_alloc(linear->weight_bytes);
-  if (packed.weights == nullptr || (bias != nullptr && !pack_bias(linear, dtype, bias))) {
+  if (!qs::allocate_linear(linear, dtype, n, k, bias)) {
     qs_linear_destroy(linear);
     return QS_OUT_OF_MEMORY;
   }
-  context->kernels->pack_linear(context->pool, {weight, row_stride, &packed});
+  context->kernels->pack_linear(context->pool, {weight, row_stride, &linear->packed});
   *out = linear;
   return QS_OK;
 }

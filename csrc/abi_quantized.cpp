@@ -1,17 +1,15 @@
 // The exported functions on weights of 4 or 8 bits, and the rows of packed weights.
 
-#include <cmath>
 #include <cstring>
 #include <initializer_list>
 #include <new>
 
+#include "code_layout.h"
 #include "memory.h"
-#include "objects.h"
 
 namespace {
 
 constexpr int64_t kAlignment = 64;
-constexpr int64_t kMaxGroup = 65536;  // 255 x 127 of these fit 32 bits
 
 int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -19,75 +17,27 @@ int64_t round_up(int64_t value, int64_t multiple) {
 
 bool valid_dtype(int dtype) { return dtype >= QS_F32 && dtype <= QS_F16; }
 
-// Whether f16 holds the value.
-bool fits_half(float value) {
-  const float magnitude = std::fabs(value);
-  if (!(magnitude <= 65504.0f)) return false;
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof(bits));
-  if (magnitude >= 0x1p-14f) return (bits & 0x1fff) == 0;
-  const float units = magnitude * 0x1p24f;
-  return units == std::floor(units);
-}
-
 bool all_fit_half(const float* values, int64_t count, float less) {
   for (int64_t i = 0; values != nullptr && i < count; ++i) {
-    if (!fits_half(values[i] - less)) return false;
+    if (!qs::fits_half(values[i] - less)) return false;
   }
   return true;
 }
 
 bool valid(const qs_quantized_weight& weight) {
-  const bool bits = weight.bits == 4 || weight.bits == 8;
-  const bool sizes = weight.n >= 1 && weight.k >= 1 && weight.group_size >= 1;
-  if (!bits || !sizes || weight.group_size > kMaxGroup) return false;
-  if (weight.group_size == weight.k) return true;
-  return weight.group_size % 16 == 0 && weight.k % weight.group_size == 0;
+  return qs::valid_code_form(weight.bits, weight.n, weight.k, weight.group_size);
 }
 
 qs::PackedQuantized layout_of(const qs_quantized_weight& weight) {
-  qs::PackedQuantized packed = {};
-  packed.bits = weight.bits;
-  packed.n = weight.n;
-  packed.k = weight.k;
-  packed.num_panels = (weight.n + qs::kQuantizedPanel - 1) / qs::kQuantizedPanel;
-  packed.num_groups = weight.k / weight.group_size;
-  packed.has_zeros = weight.zeros != nullptr;
-  const int64_t inputs_per_step = qs::kStepInputs * (weight.bits == 4 ? 2 : 1);
-  packed.group_size = weight.group_size;
-  if (packed.num_groups == 1) {
-    packed.group_size = round_up(weight.k, inputs_per_step);
-    packed.group_bytes = packed.code_bytes();
-  } else {
-    const int64_t count = weight.n * packed.num_groups;
+  bool half_scales = false;
+  if (weight.group_size != weight.k) {
+    const int64_t count = weight.n * (weight.k / weight.group_size);
     const float middle = static_cast<float>(1 << (weight.bits - 1));
-    packed.half_scales = all_fit_half(weight.scales, count, 0.0f) &&
-                         all_fit_half(weight.zeros, count, middle);
-    const int64_t per_scale = packed.scale_bytes() * (packed.has_zeros ? 2 : 1);
-    packed.group_bytes = packed.code_bytes() + per_scale * qs::kQuantizedPanel;
+    half_scales = all_fit_half(weight.scales, count, 0.0f) &&
+                  all_fit_half(weight.zeros, count, middle);
   }
-  packed.panel_bytes = packed.group_bytes * packed.num_groups;
-  return packed;
-}
-
-// Room for what stands apart from the codes. False when memory is lacking.
-bool allocate(qs_quantized* linear, bool has_bias) {
-  qs::PackedQuantized& packed = linear->packed;
-  linear->weight_bytes = packed.num_panels * packed.panel_bytes;
-  linear->scale_bytes = packed.num_panels * qs::kQuantizedPanel * sizeof(float);
-  packed.weights = qs::weight_alloc(linear->weight_bytes);
-  bool whole = packed.weights != nullptr;
-  const auto floats = [&](bool wanted) {
-    if (!wanted || !whole) return static_cast<float*>(nullptr);
-    void* memory = qs::weight_alloc(linear->scale_bytes);
-    whole = memory != nullptr;
-    return static_cast<float*>(memory);
-  };
-  const bool single = packed.num_groups == 1;
-  packed.scales = floats(single);
-  packed.zeros = floats(single && packed.has_zeros);
-  packed.bias = floats(has_bias);
-  return whole;
+  return qs::code_layout({weight.bits, weight.n, weight.k, weight.group_size,
+                          weight.zeros != nullptr, half_scales});
 }
 
 bool in_range(const int64_t* ids, int64_t num_tokens, int64_t num_rows) {
@@ -124,7 +74,7 @@ int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
   qs_quantized* linear = new (std::nothrow) qs_quantized{};
   if (linear == nullptr) return QS_OUT_OF_MEMORY;
   linear->packed = layout_of(*weight);
-  if (!allocate(linear, weight->bias != nullptr)) {
+  if (!qs::allocate_codes(linear, weight->bias != nullptr)) {
     qs_quantized_destroy(linear);
     return QS_OUT_OF_MEMORY;
   }

@@ -29,3 +29,10 @@ struct qs_probe {
   void* data;
   int64_t num_bytes;
 };
+
+namespace qs {
+
+// The layout of a weight of `dtype` and its memory, and its bias widened. False when memory lacks.
+bool allocate_linear(qs_linear* linear, int dtype, int64_t n, int64_t k, const void* bias);
+
+}  // namespace qs

@@ -21,6 +21,7 @@ enum qs_status {
   QS_OUT_OF_MEMORY = 2,
   QS_UNSUPPORTED_ISA = 3,   // unknown level, or the machine lacks it
   QS_OUT_OF_RANGE = 4,      // a token id or slot outside its table
+  QS_UNREADABLE = 5,        // a file could not be read, or ended too early
 };
 
 enum qs_dtype { QS_F32 = 0, QS_BF16 = 1, QS_F16 = 2 };
@@ -99,6 +100,50 @@ QS_API int qs_quantized_run(qs_context* context, const qs_quantized* linear, int
 // out [T, k] = weight[ids], each rounded once to `dtype`.
 QS_API int qs_quantized_rows(qs_context* context, const qs_quantized* linear, int dtype,
                              const int64_t* ids, int64_t num_tokens, void* out);
+
+// A matrix [n, k] as files hold it, its parts one below another. Kinds after QS_ROWS_F16 hold codes
+// already: signed bytes about 0 (with scales of the caller's), and blocks of ggml.
+enum qs_rows_kind {
+  QS_ROWS_F32 = 0,
+  QS_ROWS_BF16 = 1,
+  QS_ROWS_F16 = 2,
+  QS_ROWS_I8 = 3,
+  QS_ROWS_Q4_0 = 4,
+  QS_ROWS_Q8_0 = 5,
+  QS_ROWS_Q4_K = 6,
+  QS_ROWS_Q5_K = 7,
+  QS_ROWS_Q6_K = 8,
+};
+typedef struct qs_file_rows {
+  int32_t fd;
+  int32_t unused;
+  int64_t offset;           // of the first row's first byte
+  int64_t num_rows;
+} qs_file_rows;
+typedef struct qs_stored_matrix {
+  int32_t kind;
+  int32_t num_parts;
+  int64_t n, k;
+  const qs_file_rows* parts;
+} qs_stored_matrix;
+
+// The codes to be made of a stored matrix, as for qs_quantize; kinds of codes have these already.
+typedef struct qs_code_form {
+  int32_t bits;
+  int32_t has_zeros;
+  int64_t group_size;       // 0 for one scale per row
+  const float* scales;      // of QS_ROWS_I8, [n, k / group_size]; else null
+  const float* bias;        // [n], or null
+  int64_t sample_step;      // every so many rows, what rounding changed is measured
+  double exact, wrong;      // results: sums of squares of the sampled weights and of their errors
+} qs_code_form;
+
+// As qs_linear_create and qs_quantized_create, from files straight into the packed memory: some
+// rows at a time, so that nothing else of the matrix is ever in memory.
+QS_API int qs_linear_load(qs_context* context, const qs_stored_matrix* matrix, const void* bias,
+                          qs_linear** out);
+QS_API int qs_quantized_load(qs_context* context, const qs_stored_matrix* matrix,
+                             qs_code_form* form, qs_quantized** out);
 
 // out [T, C] = weight[ids]; any dtype of `row_bytes` bytes per row.
 QS_API int qs_embedding(qs_context* context, const int64_t* ids, int64_t num_tokens,

@@ -127,21 +127,28 @@ void linear_typed(Pool* pool, const LinearArgs& args) {
                [&](int64_t item) { run_item(problem, item); });
 }
 
+// Some inputs of all lanes at a time: what is written stays in L1 until its lines are full.
 template <typename T>
 void pack_panel(const PackArgs& args, int64_t panel) {
   constexpr int64_t kPair = Product<T>::kPair;
+  constexpr int64_t kAtOnce = 64;  // pairs
   const PackedLinear& packed = *args.packed;
   T* out = static_cast<T*>(packed.weights) + panel * packed.panel_size;
-  for (int64_t lane = 0; lane < kPanel; ++lane) {
-    const int64_t row = panel * kPanel + lane;
-    if (row >= packed.n) break;  // the memory is zeroed
-    const T* weight = static_cast<const T*>(args.weight) + row * args.row_stride;
-    T* column = out + lane * kPair;
-    const int64_t whole = packed.k / kPair;
-    for (int64_t i = 0; i < whole; ++i) {
-      memcpy(column + i * kPanel * kPair, weight + i * kPair, sizeof(T) * kPair);
+  const int64_t lanes = min_of(kPanel, packed.n - panel * kPanel);  // the memory is zeroed
+  const T* rows = static_cast<const T*>(args.weight) + panel * kPanel * args.row_stride;
+  const int64_t whole = packed.k / kPair;
+  for (int64_t begin = 0; begin < whole; begin += kAtOnce) {
+    const int64_t end = min_of(whole, begin + kAtOnce);
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      const T* weight = rows + lane * args.row_stride;
+      T* column = out + lane * kPair;
+      for (int64_t i = begin; i < end; ++i) {
+        memcpy(column + i * kPanel * kPair, weight + i * kPair, sizeof(T) * kPair);
+      }
     }
-    for (int64_t k = whole * kPair; k < packed.k; ++k) column[whole * kPanel * kPair] = weight[k];
+  }
+  for (int64_t lane = 0; lane < lanes && whole * kPair < packed.k; ++lane) {
+    out[whole * kPanel * kPair + lane * kPair] = rows[lane * args.row_stride + whole * kPair];
   }
 }
 

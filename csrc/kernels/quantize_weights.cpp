@@ -4,13 +4,14 @@
 #include "kernels/entries.h"
 #include "kernels/quantized.h"
 #include "kernels/simd.h"
+#include "kernels/transpose.h"
 
 namespace qs::QS_LEVEL {
 namespace {
 
 constexpr float kTiny = 1e-30f;
 constexpr float kShrinks[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f};
-constexpr int64_t kMaxGroup = 256;  // longer groups are read again for every attempt
+constexpr int64_t kMaxGroup = 256;  // longer groups are taken one by one
 
 struct Attempt {
   float error, scale, zero;
@@ -126,24 +127,146 @@ void search_group(const QuantizeArgs& args, const T* x, int64_t at, uint8_t* cod
   if (args.zeros != nullptr) args.zeros[at] = best.zero;
 }
 
+QS_INLINE vf half_of(vf values) {
+  f16 halves[W];
+  store(halves, values);
+  const vf rounded = load(halves);
+  return rounded - rounded == 0.0f ? rounded : values;
+}
+
+QS_INLINE vf inverse_of(vf scale) { return scale != 0.0f ? 1.0f / scale : set1(0.0f); }
+
+QS_INLINE vf bounded(vf x, vf least, vf most) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(_mm512_max_ps(x, least), most);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(_mm256_max_ps(x, least), most);
+#else
+  return vmin(vmax(x, least), most);
+#endif
+}
+
+// W groups of at most kMaxGroup weights side by side, one in each lane: nothing is summed over
+// lanes. Sums go over the same weights in the same order as in `search_group`, so codes, scales
+// and zeros are the same.
+struct GroupLanes {
+  vf values[kMaxGroup];
+  int64_t size;
+
+  template <typename T>
+  QS_INLINE void load_groups(const T* x, int64_t count, int64_t group_size) {
+    size = group_size;
+    for (int64_t i = 0; i < size; i += W) {
+      vf rows[W];
+      for (int lane = 0; lane < W; ++lane) {
+        rows[lane] = load(x + (lane < count ? lane : 0) * size + i);
+      }
+      transpose(rows);
+      for (int j = 0; j < W; ++j) values[i + j] = rows[j];
+    }
+  }
+};
+
+struct LaneAttempt {
+  vf error, scale, zero;
+};
+
+QS_INLINE vf lane_error(const GroupLanes& groups, const LaneAttempt& tried, float last) {
+  const vf inverse = inverse_of(tried.scale), least = -tried.zero, most = set1(last) - tried.zero;
+  vf sums[W];
+  for (int j = 0; j < W; ++j) {
+    vf error = {};
+    for (int64_t i = j; i < groups.size; i += W) {
+      // the code less its zero: whole numbers, so it does not matter which is subtracted first
+      const vf code = bounded(round_to_even(groups.values[i] * inverse), least, most);
+      const vf distance = code * tried.scale - groups.values[i];
+      error = fma(distance, distance, error);
+    }
+    sums[j] = error;
+  }
+  for (int step = W / 2; step > 0; step /= 2) {
+    for (int j = 0; j < step; ++j) sums[j] += sums[j + step];
+  }
+  return sums[0];
+}
+
+QS_INLINE LaneAttempt search_lanes(const QuantizeArgs& args, const GroupLanes& groups) {
+  const float middle = static_cast<float>(1 << (args.bits - 1)), last = 2.0f * middle - 1.0f;
+  vf low = groups.values[0], high = low;
+  for (int64_t i = 1; i < groups.size; ++i) {
+    low = vmin(groups.values[i], low);
+    high = vmax(groups.values[i], high);
+  }
+  const vf least = low < 0.0f ? low : set1(0.0f), most = high > 0.0f ? high : set1(0.0f);
+  const vf extreme = high >= -low ? high : low;
+  LaneAttempt best = {};
+  for (const float shrink : kShrinks) {
+    LaneAttempt tried;
+    if (args.zeros == nullptr) {
+      tried.scale = half_of(extreme / -middle * shrink);
+      tried.zero = set1(middle);
+    } else {
+      const float step = shrink / last;
+      tried.scale = half_of(most * step - least * step);
+      tried.zero = round_to_even(least * -shrink * inverse_of(tried.scale));
+    }
+    if (args.bits == 8) return tried;  // the step is small: clipping gains nothing
+    tried.error = lane_error(groups, tried, last);
+    const auto wins = shrink == kShrinks[0] ? vi{} == 0 : tried.error < best.error;
+    best.error = wins ? tried.error : best.error;
+    best.scale = wins ? tried.scale : best.scale;
+    best.zero = wins ? tried.zero : best.zero;
+  }
+  return best;
+}
+
+// Up to W groups that follow one another in memory; the first is group `at` of the matrix.
 template <typename T>
-void quantize_row(const QuantizeArgs& args, int64_t row) {
-  const T* x = static_cast<const T*>(args.weight) + row * args.row_stride;
-  if (!args.searches) {
-    whole_row(args, x, row);
+void search_groups(const QuantizeArgs& args, const T* x, int64_t at, int64_t count) {
+  GroupLanes groups;
+  groups.load_groups(x, count, args.group_size);
+  const LaneAttempt best = search_lanes(args, groups);
+  store_n(args.scales + at, best.scale, count);
+  if (args.zeros != nullptr) store_n(args.zeros + at, best.zero, count);
+  const vf inverse = inverse_of(best.scale);
+  const vf last = set1(static_cast<float>((1 << args.bits) - 1));
+  uint8_t* codes = args.codes + at * args.group_size;
+  for (int64_t i = 0; i < groups.size; i += W) {
+    vf rows[W];
+    for (int j = 0; j < W; ++j) {
+      const vf code = round_to_even(groups.values[i + j] * inverse) + best.zero;
+      rows[j] = bounded(code, set1(0.0f), last);
+    }
+    transpose(rows);
+    for (int lane = 0; lane < count; ++lane) {
+      store_codes(codes + lane * groups.size + i, rows[lane], W);
+    }
+  }
+}
+
+// Rows [first, end), whose groups follow one another if the rows do.
+template <typename T>
+void quantize_rows(const QuantizeArgs& args, int64_t first, int64_t end) {
+  const T* weight = static_cast<const T*>(args.weight);
+  const int64_t num_groups = args.searches ? args.k / args.group_size : 1;
+  if (!args.searches || args.group_size > kMaxGroup) {
+    for (int64_t row = first; row < end; ++row) {
+      const T* x = weight + row * args.row_stride;
+      if (!args.searches) whole_row(args, x, row);
+      for (int64_t group = 0; args.searches && group < num_groups; ++group) {
+        const int64_t start = group * args.group_size;
+        search_group(args, x + start, row * num_groups + group, args.codes + row * args.k + start);
+      }
+    }
     return;
   }
-  const int64_t num_groups = args.k / args.group_size;
-  float copy[kMaxGroup];
-  for (int64_t group = 0; group < num_groups; ++group) {
-    const T* values = x + group * args.group_size;
-    uint8_t* codes = args.codes + row * args.k + group * args.group_size;
-    if (args.group_size > kMaxGroup) {
-      search_group(args, values, row * num_groups + group, codes);
-      continue;
+  const int64_t rows = args.row_stride == args.k ? end - first : 1;  // taken as one
+  for (int64_t row = first; row < end; row += rows) {
+    for (int64_t group = 0; group < rows * num_groups; group += W) {
+      const int64_t count = min_of(W, rows * num_groups - group);
+      search_groups(args, weight + row * args.row_stride + group * args.group_size,
+                    row * num_groups + group, count);
     }
-    for (int64_t i = 0; i < args.group_size; i += W) store(copy + i, load(values + i));
-    search_group(args, copy, row * num_groups + group, codes);
   }
 }
 
@@ -156,7 +279,7 @@ void quantize_weights(Pool* pool, const QuantizeArgs& args) {
     using T = decltype(type);
     parallel_for(pool, div_up(args.n, rows), [&](int64_t item) {
       const int64_t end = min_of(args.n, (item + 1) * rows);
-      for (int64_t row = item * rows; row < end; ++row) quantize_row<T>(args, row);
+      quantize_rows<T>(args, item * rows, end);
     });
   });
 }

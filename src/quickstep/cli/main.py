@@ -12,15 +12,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from quickstep import __version__
-from quickstep.cli import batch, bench, chat, demo, doctor, generate, serve, verify
 from quickstep.cli.parsing import Parser
 from quickstep.errors import ConfigError, QuickstepError, RequestError
 
 __all__ = ["main"]
 
 _INTERRUPTED = 130
+_COMMANDS = ("serve", "generate", "chat", "batch", "demo", "verify", "doctor", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,9 +52,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"quickstep {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (serve, generate, chat, batch, demo, verify, doctor, bench):
-        command.add_parser(subparsers)
-    args, unknown = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    # the modules of the others need not be imported to run one
+    for command in words[:1] if words[:1] and words[0] in _COMMANDS else _COMMANDS:
+        import_module(f"quickstep.cli.{command}").add_parser(subparsers)
+    args, unknown = parser.parse_known_args(words)
     if unknown:
         args.parser.refuse(unknown)
     return args

@@ -17,6 +17,7 @@ from quickstep.cli.format_flags import add_format_flags
 from quickstep.cli.parsing import Parser, command
 from quickstep.cli.screen import loading_bar
 from quickstep.cli.serve_flags import (
+    KEY_VARIABLE,
     add_serve_flags,
     input_config,
     log_setup,
@@ -27,6 +28,7 @@ from quickstep.config import EngineConfig
 
 if TYPE_CHECKING:
     from quickstep.engine.logs import LogSetup
+    from quickstep.engine.process.launch import Launched
     from quickstep.engine.process.remote_engine import RemoteEngine
 
 __all__ = ["add_parser", "run"]
@@ -66,6 +68,19 @@ def run(args: argparse.Namespace) -> int:
         inputs=input_config(args),
         streams=stream_config(args),
     )
+    from quickstep.engine.process.launch import launch
+
+    launched = launch(
+        hidden=(KEY_VARIABLE,)
+    )  # first of all: its imports take longer than everything here
+    try:
+        _serve(args, config, launched)
+    finally:
+        launched.end()
+    return 0
+
+
+def _serve(args: argparse.Namespace, config: EngineConfig, launched: Launched) -> None:
     from quickstep.engine.logs import install
     from quickstep.server.run import bind, check_tls, serve
     from quickstep.server.surface import check_names
@@ -78,17 +93,16 @@ def run(args: argparse.Namespace) -> int:
     check_names(options)
     check_tls(options.tls)
     with bind(args.host, args.port) as sock:
-        serve(lambda: _opened(config, log), sock, options)
-    return 0
+        serve(lambda: _opened(config, log, launched), sock, options)
 
 
-async def _opened(config: EngineConfig, log: LogSetup) -> RemoteEngine:
+async def _opened(config: EngineConfig, log: LogSetup, launched: Launched) -> RemoteEngine:
     """The engine's process with the model loaded; says on stderr what it is."""
     from quickstep.cli.session import print_memory
     from quickstep.engine.process.remote_engine import RemoteEngine
 
     _LOG.info("loading %s", config.load.model)
-    engine = RemoteEngine(config, log=log)
+    engine = RemoteEngine(config, log=log, launched=launched)
     with loading_bar(f"loading {config.load.model}") as progress:
         await engine.open(progress)
     if engine.memory_plan is not None and not log.as_json:

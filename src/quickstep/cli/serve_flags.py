@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quickstep.server.options import RequestLimits, ServerOptions
 
 __all__ = [
+    "KEY_VARIABLE",
     "add_serve_flags",
     "input_config",
     "log_setup",
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("quickstep.cli")
-_KEY_VARIABLE = "QUICKSTEP_API_KEY"
+KEY_VARIABLE = "QUICKSTEP_API_KEY"
 _LEVELS = ("debug", "info", "warning", "error")
 
 # flag -> (field of RequestLimits, type, default as shown, help)
@@ -118,7 +119,7 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="KEY",
         help="KEY or NAME=KEY that clients have to send; also taken from the variable "
-        f"{_KEY_VARIABLE}, which no other user can see (default: everybody may call)",
+        f"{KEY_VARIABLE}, which no other user can see (default: everybody may call)",
     )
     group.add_argument(
         "--api-key-file", metavar="FILE", help="NAME:KEY or NAME=KEY, one in each line"
@@ -249,7 +250,7 @@ def take_api_keys(args: argparse.Namespace, environ: os._Environ[str] | dict[str
         if not entries:
             raise ConfigError(f"--api-key-file {args.api_key_file} holds no key")
         given += entries
-    variable = environ.pop(_KEY_VARIABLE, "")
+    variable = environ.pop(KEY_VARIABLE, "")
     if variable:
         given.append(variable)
     return ApiKeys(given)

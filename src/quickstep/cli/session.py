@@ -7,7 +7,9 @@ process of its own and shows the same (`print_memory`).
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -29,10 +31,20 @@ def opened(config: EngineConfig, show_memory: bool | None = None) -> Engine:
 
     The memory table goes to stderr: always, never, or (None) if that is a terminal.
     """
+    from quickstep.ops.torch_import import import_torch, preload_torch
+
+    # numpy's threads for matrix products, of which there are none here: they spin and take memory
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    gc.disable()  # what is imported stays, and looking for garbage in it takes a sixth of the time
+    preload_torch()
+    # while the library is mapped, what does not need it
     from quickstep.engine.assembly import open_engine
 
+    import_torch()
     with loading_bar(f"loading {config.load.model}") as progress:
         engine = open_engine(config, progress)
+    gc.freeze()
+    gc.enable()
     shown = sys.stderr.isatty() if show_memory is None else show_memory
     if shown and engine.memory_plan is not None:
         print_memory(engine.memory_plan)

@@ -40,6 +40,7 @@ from quickstep.model.weights import (
     SparseWeights,
 )
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
+from quickstep.ops.torch_import import complete_torch
 
 __all__ = [
     "DecoderNames",
@@ -81,6 +82,7 @@ def load_model(
     fingerprint = weights_fingerprint(read_config(checkpoint.path), files, settings)
     if not spec.native:
         # Imported here: transformers is optional, and takes seconds to import.
+        complete_torch()
         from quickstep.model.fallback import load_fallback
 
         if load.quantization is not None:
@@ -185,15 +187,21 @@ class _Packing:
 
     def _outer(self, names: DecoderNames) -> tuple[Tensor | LinearWeight, LinearWeight]:
         """Embedding and output projection: one weight where they are tied."""
+        if not names.head_stored:
+            packed = self._matrix((names.embedding,))
+            return packed, packed
         embedding = self._reader.linear((names.embedding,))
-        if names.head_stored:
+        if self._spec.tied:
             projection = self._reader.linear((names.head,))
-            if not (self._spec.tied and _equal(projection, embedding)):
-                if isinstance(embedding, QuantizedWeight):
-                    return self._pack(embedding), self._pack(projection)
-                return embedding, self._pack(projection)
-        packed = self._pack(embedding)
-        return packed, packed
+            if _equal(projection, embedding):
+                packed = self._pack(embedding)
+                return packed, packed
+            return self._table(embedding), self._pack(projection)
+        return self._table(embedding), self._matrix((names.head,))
+
+    def _table(self, embedding: Tensor | QuantizedWeight) -> Tensor | LinearWeight:
+        """An embedding that is no projection: as it is, unless it is in codes."""
+        return self._pack(embedding) if isinstance(embedding, QuantizedWeight) else embedding
 
     def _layers(self, prefix: str) -> Iterator[LayerWeights]:
         for index in range(self._spec.num_layers):
@@ -247,11 +255,18 @@ class _Packing:
         return SparseWeights(router, tuple(experts))
 
     def _linear(self, start: str, parts: tuple[str, ...], bias: bool) -> LinearWeight:
-        weight = self._reader.linear(tuple(f"{start}{part}.weight" for part in parts))
         offsets = None
         if bias:
             offsets = self._reader.stacked(tuple(f"{start}{part}.bias" for part in parts))
-        return self._pack(weight, offsets)
+        return self._matrix(tuple(f"{start}{part}.weight" for part in parts), offsets)
+
+    def _matrix(self, names: tuple[str, ...], bias: Tensor | None = None) -> LinearWeight:
+        """A packed matrix, straight from its files where that is possible."""
+        load = self._ops.load_linear
+        stored = None if load is None else self._reader.stored(names)
+        if load is None or stored is None:
+            return self._pack(self._reader.linear(names), bias)
+        return load(stored, bias)
 
     def _pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
         if isinstance(weight, QuantizedWeight):

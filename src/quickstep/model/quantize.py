@@ -10,13 +10,14 @@ weights of trained models do gives a warning: no perplexity doubles in silence.
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from quickstep.model.quantization import QuantizationScheme
-from quickstep.model.tensor_reader import TensorSource
-from quickstep.ops.table import OpTable, QuantizedWeight
+from quickstep.model.tensor_reader import STORED_DTYPES, TensorSource
+from quickstep.ops.table import OpTable, QuantizedWeight, Rounding, StoredMatrix
 
 __all__ = ["ERROR_BOUND", "QuantizingSource", "rounding_error"]
 
@@ -59,16 +60,35 @@ class QuantizingSource:
         outer = not self._outer.isdisjoint(names)
         form = self._scheme.format_of(weight.shape[1], outer)
         codes = self._ops.quantize(weight, form.bits, form.group_size, form.has_zeros)
-        error = rounding_error(weight, codes)
+        self._judge(names, rounding_error(weight, codes))
+        return codes
+
+    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
+        """A matrix in its files, to be rounded on its way; None also where it has codes already."""
+        matrix = self._source.stored(names)
+        if matrix is None or matrix.kind not in STORED_DTYPES:
+            return None
+        outer = not self._outer.isdisjoint(names)
+        form = self._scheme.format_of(matrix.num_inputs, outer)
+        rows = sum(part.num_rows for part in matrix.parts)
+        rounding = Rounding(
+            form.bits,
+            form.group_size,
+            form.has_zeros,
+            max(1, rows // _SAMPLED_ROWS),
+            lambda error: self._judge(names, error),
+        )
+        return replace(matrix, rounding=rounding)
+
+    def _judge(self, names: tuple[str, ...], error: float) -> None:
         if not error <= ERROR_BOUND:
             warnings.warn(
                 f"{self._scheme.name} changes {' + '.join(names)} by {error:.0%} (a warning stands "
                 f"above {ERROR_BOUND:.0%}), answers may suffer: measure with `quickstep bench "
                 "accuracy`, or use --quantization int8 or none",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        return codes
 
 
 def rounding_error(weight: Tensor, codes: QuantizedWeight) -> float:

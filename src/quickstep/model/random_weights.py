@@ -93,6 +93,9 @@ class RandomTensors:
         """The drawn matrix, whole."""
         return self.stacked(names)
 
+    def stored(self, names: tuple[str, ...]) -> None:
+        """Nothing stands in a file."""
+
     def _fill_(self, name: str, tensor: Tensor) -> None:
         if name.endswith(".bias"):
             tensor.zero_()

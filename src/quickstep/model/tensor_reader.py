@@ -16,7 +16,7 @@ from torch import Tensor
 from quickstep.errors import ConfigError
 from quickstep.model.gguf_file import BLOCKS
 from quickstep.model.safetensors_files import TensorFiles
-from quickstep.ops.table import QuantizedWeight
+from quickstep.ops.table import QuantizedWeight, StoredMatrix, StoredRows
 
 __all__ = ["STORED_DTYPES", "Progress", "TensorReader", "TensorSource"]
 
@@ -41,6 +41,9 @@ class TensorSource(Protocol):
 
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
         """A matrix of `stacked` tensors as it is to be packed: whole, or in integer codes."""
+
+    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
+        """The same as it stands in files; None unless `OpTable.load_linear` may take it there."""
 
 
 class TensorReader:
@@ -91,6 +94,26 @@ class TensorReader:
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
         """The stored matrix, whole."""
         return self.stacked(names)
+
+    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
+        """The matrix in its files, where they hold it in the model's dtype."""
+        if self._device.type != "cpu":
+            return None
+        if any(STORED_DTYPES.get(self._files.tensors[name].dtype) != self._dtype for name in names):
+            return None
+        return self.placed(names)
+
+    def placed(self, names: tuple[str, ...]) -> StoredMatrix:
+        """Where tensors of one dtype stand, one below the other; they count as read."""
+        tensors = [self._files.tensors[name] for name in names]
+        self._count(sum(tensor.nbytes for tensor in tensors))
+        parts = tuple(StoredRows(one.file, one.offset, one.shape[0]) for one in tensors)
+        return StoredMatrix(tensors[0].dtype, parts, tensors[0].shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors go."""
+        return self._device
 
     def raw(self, name: str) -> Tensor:
         """One tensor in the dtype it is stored in; [blocks, bytes] where it is in ggml's blocks."""

@@ -132,6 +132,8 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_quantized_scratch_bytes", _L, (_P, _L)),
     ("qs_quantized_run", _I, (_P, _P, _I, _P, _L, _L, _P, _P)),
     ("qs_quantized_rows", _I, (_P, _P, _I, _P, _L, _P)),
+    ("qs_linear_load", _I, (_P, _P, _P, POINTER(_P))),
+    ("qs_quantized_load", _I, (_P, _P, _P, POINTER(_P))),
     ("qs_embedding", _I, (_P, _P, _L, _P, _L, _L, _P)),
     ("qs_rms_norm", _I, (_P, _I, _P, _L, _L, _L, _L, _L, _P, _F, _F, _P)),
     ("qs_add_rms_norm", _I, (_P, _I, _P, _P, _L, _L, _P, _F, _F, _P, _P)),

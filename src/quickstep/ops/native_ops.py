@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quickstep.ops.native_attention import NativeAttention, heads_in_place
 from quickstep.ops.native_library import raise_for_status
+from quickstep.ops.native_loading import NativeLoading
 from quickstep.ops.native_logits import NativeLogits
 from quickstep.ops.native_packed import DTYPES, PackedCodes, PackedWeight
 from quickstep.ops.native_quantized import NativeQuantized
@@ -69,6 +70,7 @@ class NativeOps:
             logits=NativeLogits(self._library, self._context, self.linear).logits,
             scratch_bytes=_SCRATCH_BYTES,
             kernel_s=self.kernel_s,
+            load_linear=NativeLoading(self._library, self._context).load_linear,
         )
 
     def kernel_s(self) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +29,9 @@ __all__ = [
     "OpTable",
     "PagedLayout",
     "QuantizedWeight",
+    "Rounding",
+    "StoredMatrix",
+    "StoredRows",
 ]
 
 
@@ -107,6 +111,49 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredRows:
+    """`num_rows` rows of a matrix one after another in a file, the first at byte `offset`."""
+
+    file: Path
+    offset: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Codes to be made of a stored matrix, as `OpTable.quantize` makes them.
+
+    `told` is called with the norm of what rounding changed over that of the weights, both over
+    every `sample_step`-th row.
+    """
+
+    bits: int
+    group_size: int | None
+    has_zeros: bool
+    sample_step: int
+    told: Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A weight [N, C] that still stands in files, for `OpTable.load_linear`.
+
+    Attributes:
+        kind: How: `F32`, `BF16`, `F16`, `I8` (codes about 0), or the name of a ggml block type.
+        parts: N rows, one part below another.
+        num_inputs: C.
+        rounding: The codes to make of it; None for a matrix that is kept whole or in codes already.
+        scales: [N, C / group size] float32 of `I8`, else None.
+    """
+
+    kind: str
+    parts: tuple[StoredRows, ...]
+    num_inputs: int
+    rounding: Rounding | None = None
+    scales: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionParams:
     """What distinguishes one layer's attention from another's.
 
@@ -151,6 +198,8 @@ class OpTable:
             widened, divided, then softcap * tanh(logits / softcap) in fp64.
         kernel_s: Seconds that the kernels have run so far, without what stands between them; None
             where nobody counts. The difference of two readings is what a benchmark wants.
+        load_linear: (StoredMatrix, bias [N] | None) -> LinearWeight: what reading the matrix and
+            packing it would give, without a copy of it in between. None where nobody can.
         steps: Makes captured steps and draws tokens; None where only single ops run.
     """
 
@@ -169,4 +218,5 @@ class OpTable:
     logits: Callable[[Tensor, LinearWeight, float, float | None], Tensor]
     scratch_bytes: int
     kernel_s: Callable[[], float] | None = None
+    load_linear: Callable[[StoredMatrix, Tensor | None], LinearWeight] | None = None
     steps: NativeSteps | None = None

@@ -4,20 +4,17 @@ The two ends of a socket pair are the whole connection: it has no name in the fi
 nobody else can connect and nothing is left behind. The worker exits when its end closes, and the
 kernel ends it with its parent (see `worker`).
 
-Spawn in a thread that lives as long as the engine: Linux sends a child its parent's death signal
-when the thread that made it ends.
+Spawn in a thread that lives as long as the engine (see `launch`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from quickstep.engine.process.launch import WORKER_COMMAND, Launched, launch
 from quickstep.engine.process.messages import (
     FROM_ENGINE,
     FromEngine,
@@ -31,9 +28,6 @@ from quickstep.engine.process.wire import BUFFER_BYTES, Sender, read_messages
 from quickstep.errors import ConfigError, EngineError
 
 __all__ = ["WORKER_COMMAND", "EngineProcess", "LoadProgress"]
-
-# -P: whatever lies in the working directory is no module of ours
-WORKER_COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.process.worker")
 
 # (bytes read, bytes in all)
 LoadProgress = Callable[[int, int], None]
@@ -58,27 +52,22 @@ class EngineProcess:
 
     @classmethod
     async def spawn(cls, command: Sequence[str] = WORKER_COMMAND) -> EngineProcess:
-        """Start `command` with its end of the connection and our process id as arguments.
+        """Launch `command`. Raises EngineError if it cannot be started."""
+        return await cls.take(launch(command))
 
-        Raises:
-            EngineError: The process cannot be started.
-        """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # before there is a process, so that nothing can come between it and its owner
-            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=BUFFER_BYTES)
-            arguments = (str(theirs.fileno()), str(os.getpid()))
-            try:
-                process = subprocess.Popen(
-                    [*command, *arguments],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-                )
-            except OSError as error:
-                writer.close()
-                raise EngineError(f"the engine process cannot be started: {error}") from error
-        return cls(process, reader, writer)
+    @classmethod
+    async def take(cls, launched: Launched) -> EngineProcess:
+        """Become the owner of a process that was launched."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(
+                sock=launched.connection, limit=BUFFER_BYTES
+            )
+        except BaseException:
+            launched.connection.close()
+            launched.process.kill()
+            launched.process.wait()
+            raise
+        return cls(launched.process, reader, writer)
 
     @property
     def process_id(self) -> int:

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from quickstep.config import EngineConfig
 from quickstep.engine.chat_template import ChatTemplate
-from quickstep.engine.process.child import WORKER_COMMAND, EngineProcess, LoadProgress
+from quickstep.engine.process.child import EngineProcess, LoadProgress
+from quickstep.engine.process.launch import WORKER_COMMAND, Launched
 from quickstep.engine.process.messages import (
     Abort,
     Accepted,
@@ -84,7 +85,8 @@ class _Served:
 class RemoteEngine:
     """One model in a process that this object owns. `open` it, `start` it, `stop` it.
 
-    `command` is what the worker is started with; tests have their own.
+    `command` is what the worker is started with; tests have their own. `launched` is the first
+    worker, where it has been started already; it is owned by this object from now on.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class RemoteEngine:
         restart_limits: RestartLimits | None = None,
         command: Sequence[str] = WORKER_COMMAND,
         clock: Callable[[], float] = time.monotonic,
+        launched: Launched | None = None,
     ) -> None:
         self._supervisor = Supervisor(
             client=self,
@@ -103,6 +106,7 @@ class RemoteEngine:
             command=command,
             limits=restart_limits or RestartLimits(),
             clock=clock,
+            launched=launched,
         )
         self._clock = clock
         self._seeds = open_seeds(config.seed)

@@ -8,6 +8,7 @@ deltas; stats are told when a request comes or ends, and ten times a second whil
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import Callable, Coroutine
@@ -157,6 +158,8 @@ class EngineService:
             reason = f"the engine could not be opened: {type(error).__name__}: {error}"
             self._sender.put(OpenRefused(reason, is_config=False))
             return
+        gc.freeze()  # what is there now stays; see `worker.main`
+        gc.enable()
         self._engine = engine
         self._sender.put(opened)
         self._start(self._tell_stats(engine), self._tasks)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from quickstep.engine.process.child import EngineProcess, LoadProgress
+from quickstep.engine.process.launch import Launched
 from quickstep.engine.process.messages import FromEngine, Open, Opened, Stop
 from quickstep.engine.process.restarts import RestartLimits, Restarts
 from quickstep.engine.stats import EngineState
@@ -39,7 +40,10 @@ class EngineClient(Protocol):
 
 
 class Supervisor:
-    """Owns the process and the engine's state. `open`, `start`, `drain`, `end`, in this order."""
+    """Owns the process and the engine's state. `open`, `start`, `drain`, `end`, in this order.
+
+    `launched` is the first process, where there is one already.
+    """
 
     def __init__(
         self,
@@ -48,12 +52,14 @@ class Supervisor:
         command: Sequence[str],
         limits: RestartLimits,
         clock: Callable[[], float],
+        launched: Launched | None = None,
     ) -> None:
         self._client = client
         self._opening = opening
         self._command = tuple(command)
         self._restarts = Restarts(limits)
         self._clock = clock
+        self._launched = launched
         self._state = EngineState.NEW
         self._failure = ""
         self._num_restarts = 0
@@ -127,7 +133,11 @@ class Supervisor:
             self._state = EngineState.STOPPED
 
     async def _launch(self, progress: LoadProgress | None) -> EngineProcess:
-        process = await EngineProcess.spawn(self._command)
+        launched, self._launched = self._launched, None
+        if launched is None:
+            process = await EngineProcess.spawn(self._command)
+        else:
+            process = await EngineProcess.take(launched)
         try:
             await self._client.opened(await process.open(self._opening, progress))
         except BaseException:

@@ -9,7 +9,6 @@ and the parent then drains.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import gc
 import logging
@@ -17,35 +16,32 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import uvloop
+from quickstep.ops.torch_import import import_torch, preload_torch
 
-from quickstep.config import EngineConfig
-from quickstep.engine.assembly import open_engine
-from quickstep.engine.engine import Engine
-from quickstep.engine.process.service import EngineOpener, EngineService
+if TYPE_CHECKING:
+    from quickstep.engine.process.service import EngineOpener
 
-__all__ = ["main", "open_settled", "run"]
+__all__ = ["main", "run"]
 
-_LOGGER = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve the real engine. Returns the exit code."""
-    return run(sys.argv[1:] if argv is None else argv, open_settled)
+    # Importing makes nothing but objects that stay: collecting garbage in between costs a sixth of
+    # the time. `EngineService` turns it on again.
+    gc.disable()
+    arguments = sys.argv[1:] if argv is None else argv
+    _die_with(int(arguments[1]))
+    preload_torch()
+    # while the library is mapped, what does not need it
+    from quickstep.engine.assembly import open_engine
 
-
-def open_settled(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
-    """`open_engine`, with what it loaded left out of all later collections of garbage.
-
-    It lives as long as the process. A full collection, which a busy server comes to, walked its
-    200,000 objects for 0.35 s between two tokens. (Nothing is collected first: start-up waits.)
-    """
-    engine = open_engine(config, progress)
-    gc.freeze()
-    return engine
+    import_torch()
+    return run(arguments, open_engine)
 
 
 def run(argv: Sequence[str], opener: EngineOpener) -> int:
@@ -54,6 +50,10 @@ def run(argv: Sequence[str], opener: EngineOpener) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _die_with(parent_pid)
+    import asyncio
+
+    import uvloop
+
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(socket_fd, opener))
 
@@ -66,11 +66,13 @@ def _die_with(parent_pid: int) -> None:
 
 
 async def _serve(socket_fd: int, opener: EngineOpener) -> int:
+    from quickstep.engine.process.service import EngineService
+
     try:
         service = await EngineService.connect(socket.socket(fileno=socket_fd), opener)
         stopped = await service.run()
     except Exception:
-        _LOGGER.exception("the engine process failed")
+        logging.getLogger(__name__).exception("the engine process failed")
         stopped = False
     if not stopped:
         # A thread may be loading or stepping, and nobody is left to wait for it.

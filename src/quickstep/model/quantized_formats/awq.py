@@ -7,7 +7,7 @@ A word holds eight neighbouring outputs in the order 0 2 4 6 1 3 5 7, lowest bit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -84,6 +84,9 @@ class AwqStorage:
             4,
             checked_group(name, self._group_size, shape[1]),
         )
+
+    def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
+        """Codes stand in words here, so they are read."""
 
     def is_void(self, name: str) -> bool:
         """AWQ writes nothing in vain."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from quickstep.model.quantized_formats.stacking import stack_matrices
 from quickstep.model.quantized_formats.storage import MatrixStorage, Shapes
 from quickstep.model.tensor_reader import TensorReader
-from quickstep.ops.table import QuantizedWeight
+from quickstep.ops.table import QuantizedWeight, StoredMatrix
 
 __all__ = ["CodedReader", "RowOrder"]
 
@@ -51,6 +51,21 @@ class CodedReader:
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
         """The stacked matrix, in codes where all its parts are."""
         return stack_matrices([self._part(name) for name in names], self._reader.dtype)
+
+    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
+        """The stacked matrix in its files, where all its parts have the same form there."""
+        if self._row_order is not None and any(self._row_order(name) is not None for name in names):
+            return None
+        shapes = [self._shapes[name] for name in names]
+        coded = [
+            self._storage.parts(name, shape) is not None
+            for name, shape in zip(names, shapes, strict=True)
+        ]
+        if not any(coded):
+            return self._reader.stored(names)
+        if not all(coded) or self._reader.device.type != "cpu":
+            return None
+        return self._storage.stored(names, shapes, self._reader)
 
     def _part(self, name: str) -> Tensor | QuantizedWeight:
         order = None if self._row_order is None else self._row_order(name)

@@ -13,6 +13,9 @@ inputs are `scattered_groups`' part.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -28,7 +31,7 @@ from quickstep.model.quantized_formats.scattered_groups import (
 from quickstep.model.quantized_formats.storage import Shape, Shapes, checked_group, module_of
 from quickstep.model.safetensors_files import TensorFiles
 from quickstep.model.tensor_reader import TensorReader
-from quickstep.ops.table import QuantizedWeight
+from quickstep.ops.table import QuantizedWeight, StoredMatrix
 
 __all__ = ["CompressedTensorsStorage"]
 
@@ -104,6 +107,24 @@ class CompressedTensorsStorage:
             reader.raw(name)
         order = scattered_order(self._files, name, group_size)
         return weight if order is None else gathered(weight, order)
+
+    def stored(
+        self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
+    ) -> StoredMatrix | None:
+        """Signed bytes about 0 where they stand, with scales per output or group."""
+        scales: list[Tensor] = []
+        for name, (outputs, inputs) in zip(names, shapes, strict=True):
+            module = module_of(name)
+            scheme = self._scheme(module)
+            extra = ("weight_packed", "weight_zero_point", "weight_g_idx")
+            if scheme.bits != 8 or any(f"{module}.{one}" in self._files.tensors for one in extra):
+                return None
+            groups = inputs // checked_group(module, scheme.group_size, inputs)
+            scale = reader.raw(f"{module}.weight_scale").float()
+            scales.append(scale.expand((outputs, groups)))
+        if len({one.shape[1] for one in scales}) > 1:
+            return None
+        return replace(reader.placed(names), scales=torch.cat(scales))
 
     def is_void(self, name: str) -> bool:
         """compressed-tensors writes nothing in vain."""

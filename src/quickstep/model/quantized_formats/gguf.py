@@ -6,7 +6,7 @@ here a head's halves are rotated, so `gguf_row_order` takes the rows back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from quickstep.model.quantized_formats.gguf_blocks import BLOCK_KINDS
 from quickstep.model.quantized_formats.storage import Shape, Shapes, checked_group
 from quickstep.model.safetensors_files import TensorFiles
 from quickstep.model.tensor_reader import TensorReader
-from quickstep.ops.table import QuantizedWeight
+from quickstep.ops.table import QuantizedWeight, StoredMatrix
 
 __all__ = ["GgufStorage", "gguf_row_order"]
 
+_PLACED = frozenset(("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"))  # `OpTable.load_linear` reads these
 _ELEMENTS_AT_ONCE = 1 << 21  # bounds what decoding holds beside the codes, near the caches' size
 
 
@@ -69,6 +70,14 @@ class GgufStorage:
             kind.bits,
             kind.group_size,
         )
+
+    def stored(
+        self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
+    ) -> StoredMatrix | None:
+        """The blocks where they stand, if they are of one type, and of one that is loaded so."""
+        del shapes
+        kinds = {self._files.tensors[name].dtype for name in names}
+        return reader.placed(names) if len(kinds) == 1 and kinds <= _PLACED else None
 
     def is_void(self, name: str) -> bool:
         """Frequencies are part of the spec by now."""

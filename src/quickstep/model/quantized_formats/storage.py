@@ -7,12 +7,13 @@ architecture names it (`...q_proj.weight`), whatever the files call its parts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from quickstep.errors import ConfigError
 from quickstep.model.quantization import MatrixFormat
 from quickstep.model.tensor_reader import TensorReader
-from quickstep.ops.table import QuantizedWeight
+from quickstep.ops.table import QuantizedWeight, StoredMatrix
 
 __all__ = ["MatrixStorage", "Shape", "Shapes", "checked_group", "module_of"]
 
@@ -41,6 +42,14 @@ class MatrixStorage(Protocol):
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
         """The codes of a matrix with parts."""
+
+    def stored(
+        self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
+    ) -> StoredMatrix | None:
+        """Matrices with parts, one below the other, in their files; None where they must be read.
+
+        What is more than rows of codes (scales apart from them) is read.
+        """
 
     def is_void(self, name: str) -> bool:
         """Whether a tensor that the architecture lacks changes nothing (a bias of zeros)."""

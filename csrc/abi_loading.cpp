@@ -1,0 +1,306 @@
+// Matrices from files into packed memory: a piece of some panels at a time, each read, rounded or
+// decoded, and packed by one thread while the piece is in its cache.
+
+#include <atomic>
+#include <cstdlib>
+#include <new>
+
+#include "code_layout.h"
+#include "stored_rows.h"
+
+namespace {
+
+constexpr int64_t kPieceBytes = 256 << 10;  // as stored: with its codes it fits a core's own cache
+
+int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool valid(const qs_stored_matrix& matrix) {
+  const qs::RowKind* kind = qs::row_kind(matrix.kind);
+  if (kind == nullptr || matrix.n < 1 || matrix.k < 1 || matrix.num_parts < 1) return false;
+  int64_t rows = 0;
+  for (int part = 0; part < matrix.num_parts; ++part) rows += matrix.parts[part].num_rows;
+  return rows == matrix.n && matrix.k % kind->block_inputs == 0;
+}
+
+// The pieces of a matrix, and memory for as many of them as there are threads.
+class Pieces {
+ public:
+  Pieces(qs_context* context, const qs_stored_matrix& matrix, int64_t panel, int64_t extra_per_row)
+      : pool_(context->pool), num_rows_(matrix.n), num_slots_(qs::pool_size(context->pool)) {
+    const int64_t row_bytes = qs::stored_row_bytes(matrix.kind, matrix.k);
+    const int64_t panels = kPieceBytes / (panel * row_bytes);
+    rows_per_piece_ = (panels < 1 ? 1 : panels) * panel;
+    slot_bytes_ = div_up(rows_per_piece_ * (row_bytes + extra_per_row) + 64, 64) * 64;
+    const int64_t flags = div_up(num_slots_, 64) * 64;
+    memory_ = static_cast<uint8_t*>(aligned_alloc(64, flags + num_slots_ * slot_bytes_));
+    slots_ = memory_ + flags;
+    solo_ = qs::pool_create(1);
+    for (int64_t i = 0; memory_ != nullptr && i < num_slots_; ++i) {
+      new (memory_ + i) std::atomic<bool>(false);
+    }
+  }
+  ~Pieces() {
+    qs::pool_destroy(solo_);
+    free(memory_);
+  }
+  Pieces(const Pieces&) = delete;
+  Pieces& operator=(const Pieces&) = delete;
+
+  bool ready() const { return memory_ != nullptr && solo_ != nullptr; }
+  // A pool without workers: what a thread of the outer loop calls kernels with.
+  qs::Pool* solo() const { return solo_; }
+
+  // Calls fn(first row, rows, memory) for every piece, until one gives false; whether none did.
+  template <typename Fn>
+  bool for_each(const Fn& fn) {
+    std::atomic<bool> whole(true);
+    qs::parallel_for(pool_, div_up(num_rows_, rows_per_piece_), [&](int64_t piece) {
+      if (!whole.load(std::memory_order_relaxed)) return;
+      const int64_t first = piece * rows_per_piece_;
+      const int64_t left = num_rows_ - first;
+      const int64_t slot = take();
+      const int64_t rows = left < rows_per_piece_ ? left : rows_per_piece_;
+      if (!fn(first, rows, slots_ + slot * slot_bytes_)) whole.store(false);
+      taken(slot).store(false, std::memory_order_release);
+    });
+    return whole.load();
+  }
+
+ private:
+  std::atomic<bool>& taken(int64_t slot) {
+    return *reinterpret_cast<std::atomic<bool>*>(memory_ + slot);
+  }
+
+  // There are as many slots as threads, so one is always free.
+  int64_t take() {
+    for (int64_t slot = 0;; slot = (slot + 1) % num_slots_) {
+      if (!taken(slot).exchange(true, std::memory_order_acquire)) return slot;
+    }
+  }
+
+  qs::Pool* pool_;
+  qs::Pool* solo_;
+  int64_t num_rows_, num_slots_, rows_per_piece_, slot_bytes_;
+  uint8_t* memory_;
+  uint8_t* slots_;
+};
+
+// One matrix on its way to codes.
+struct CodeLoad {
+  qs_context* context;
+  const qs_stored_matrix& matrix;
+  qs_code_form& form;
+  const qs::PackedQuantized& packed;
+  int64_t num_groups;
+  std::atomic<bool> fits_half{true};
+  std::atomic<double> exact{0.0}, wrong{0.0};
+
+  bool is_coded() const { return qs::row_kind(matrix.kind)->bits != 0; }
+};
+
+void add(std::atomic<double>& sum, double value) {
+  double before = sum.load(std::memory_order_relaxed);
+  while (!sum.compare_exchange_weak(before, before + value)) {
+  }
+}
+
+// What lies in a slot: scales, zeros, the stored rows, codes.
+struct CodePiece {
+  float* scales;
+  float* zeros;
+  uint8_t* stored;
+  uint8_t* codes;
+};
+
+float stored_value(int kind, const uint8_t* row, int64_t index) {
+  float value;
+  if (kind == QS_ROWS_F32) {
+    memcpy(&value, row + index * 4, sizeof(value));
+    return value;
+  }
+  uint16_t half;
+  memcpy(&half, row + index * 2, sizeof(half));
+  return kind == QS_ROWS_F16 ? qs::half_to_float(half) : qs::bf16_to_float(half);
+}
+
+// The row's weights against its codes, for the sums that `form` asks for.
+void measure_row(CodeLoad& load, const CodePiece& piece, int64_t row) {
+  const int64_t k = load.matrix.k, group_size = k / load.num_groups;
+  const uint8_t* stored = piece.stored + row * qs::stored_row_bytes(load.matrix.kind, k);
+  const float middle = static_cast<float>(1 << (load.form.bits - 1));
+  double exact = 0.0, wrong = 0.0;
+  for (int64_t i = 0; i < k; ++i) {
+    const int64_t group = row * load.num_groups + i / group_size;
+    const float zero = load.form.has_zeros != 0 ? piece.zeros[group] : middle;
+    const float value = stored_value(load.matrix.kind, stored, i);
+    const float code = static_cast<float>(piece.codes[row * k + i]);
+    const double distance = (code - zero) * piece.scales[group] - value;
+    exact += static_cast<double>(value) * value;
+    wrong += distance * distance;
+  }
+  add(load.exact, exact);
+  add(load.wrong, wrong);
+}
+
+void round_piece(CodeLoad& load, qs::Pool* solo, const CodePiece& piece, qs::RowRange rows) {
+  const int64_t k = load.matrix.k;
+  load.context->kernels->quantize_weights(
+      solo, {load.matrix.kind, load.form.bits, load.form.group_size != 0, rows.count, k, k,
+             load.form.group_size, piece.stored, piece.codes, piece.scales,
+             load.form.has_zeros != 0 ? piece.zeros : nullptr});
+  const int64_t step = load.form.sample_step;
+  for (int64_t row = 0; row < rows.count; ++row) {
+    if ((rows.first + row) % step == 0) measure_row(load, piece, row);
+  }
+}
+
+void decode_piece(const CodeLoad& load, const CodePiece& piece, qs::RowRange rows) {
+  const int64_t k = load.matrix.k, row_bytes = qs::stored_row_bytes(load.matrix.kind, k);
+  for (int64_t row = 0; row < rows.count; ++row) {
+    float* zeros = load.form.has_zeros != 0 ? piece.zeros + row * load.num_groups : nullptr;
+    qs::decode_row(load.matrix.kind, piece.stored + row * row_bytes, k,
+                   {piece.codes + row * k, piece.scales + row * load.num_groups, zeros});
+  }
+  if (load.form.scales != nullptr) {
+    memcpy(piece.scales, load.form.scales + rows.first * load.num_groups,
+           rows.count * load.num_groups * sizeof(float));
+  }
+}
+
+// False where a scale or zero needs more than the 16 bits of the layout.
+bool scales_fit(const CodeLoad& load, const CodePiece& piece, int64_t num_rows) {
+  if (load.num_groups == 1 || !load.packed.half_scales) return true;
+  const float middle = static_cast<float>(1 << (load.form.bits - 1));
+  for (int64_t i = 0; i < num_rows * load.num_groups; ++i) {
+    if (!qs::fits_half(piece.scales[i])) return false;
+    if (load.form.has_zeros != 0 && !qs::fits_half(piece.zeros[i] - middle)) return false;
+  }
+  return true;
+}
+
+// The panels of some rows as a weight of their own.
+qs::PackedQuantized panels_of(const qs::PackedQuantized& packed, qs::RowRange rows) {
+  qs::PackedQuantized view = packed;
+  view.n = rows.count;
+  view.num_panels = div_up(rows.count, qs::kQuantizedPanel);
+  view.weights = static_cast<uint8_t*>(packed.weights) +
+                 rows.first / qs::kQuantizedPanel * packed.panel_bytes;
+  if (view.scales != nullptr) view.scales += rows.first;
+  if (view.zeros != nullptr) view.zeros += rows.first;
+  return view;
+}
+
+bool load_piece(CodeLoad& load, qs::Pool* solo, qs::RowRange rows, uint8_t* memory) {
+  const int64_t k = load.matrix.k;
+  CodePiece piece;
+  piece.scales = reinterpret_cast<float*>(memory);
+  piece.zeros = piece.scales + rows.count * load.num_groups;
+  piece.stored = reinterpret_cast<uint8_t*>(piece.zeros + rows.count * load.num_groups);
+  piece.codes = piece.stored + rows.count * qs::stored_row_bytes(load.matrix.kind, k);
+  if (!qs::read_rows(load.matrix, rows.first, rows.count, piece.stored)) return false;
+  if (load.is_coded()) {
+    decode_piece(load, piece, rows);
+  } else {
+    round_piece(load, solo, piece, rows);
+  }
+  if (!scales_fit(load, piece, rows.count)) {
+    load.fits_half.store(false);
+    return false;
+  }
+  const qs::PackedQuantized view = panels_of(load.packed, rows);
+  const float* zeros = load.form.has_zeros != 0 ? piece.zeros : nullptr;
+  load.context->kernels->pack_quantized(solo, {piece.codes, piece.scales, zeros, &view});
+  return true;
+}
+
+bool valid_form(const qs_stored_matrix& matrix, const qs_code_form& form) {
+  const int64_t group_size = form.group_size == 0 ? matrix.k : form.group_size;
+  if (!qs::valid_code_form(form.bits, matrix.n, matrix.k, group_size)) return false;
+  const qs::RowKind& kind = *qs::row_kind(matrix.kind);
+  if (kind.bits == 0) return form.sample_step >= 1 && (form.group_size != 0 || !form.has_zeros);
+  const bool has_zeros = form.has_zeros != 0;
+  const bool scales = (form.scales != nullptr) == (matrix.kind == QS_ROWS_I8);
+  if (form.bits != kind.bits || has_zeros != kind.has_zeros || !scales) return false;
+  return kind.group_size == 0 || kind.group_size == group_size;
+}
+
+// Loads in one layout. QS_OUT_OF_RANGE where scales do not fit half of it.
+int load_codes(qs_context* context, const qs_stored_matrix& matrix, qs_code_form& form,
+               bool half_scales, qs_quantized* linear) {
+  const int64_t group_size = form.group_size == 0 ? matrix.k : form.group_size;
+  linear->packed = qs::code_layout(
+      {form.bits, matrix.n, matrix.k, group_size, form.has_zeros != 0, half_scales});
+  if (!qs::allocate_codes(linear, form.bias != nullptr)) return QS_OUT_OF_MEMORY;
+  if (form.bias != nullptr) memcpy(linear->packed.bias, form.bias, matrix.n * sizeof(float));
+  CodeLoad load = {context, matrix, form, linear->packed, matrix.k / group_size};
+  const int64_t per_row = matrix.k + load.num_groups * 2 * static_cast<int64_t>(sizeof(float));
+  Pieces pieces(context, matrix, qs::kQuantizedPanel, per_row);
+  if (!pieces.ready()) return QS_OUT_OF_MEMORY;
+  const bool whole = pieces.for_each([&](int64_t first, int64_t count, uint8_t* memory) {
+    return load_piece(load, pieces.solo(), {first, count}, memory);
+  });
+  form.exact = load.exact.load();
+  form.wrong = load.wrong.load();
+  if (whole) return QS_OK;
+  return load.fits_half.load() ? QS_UNREADABLE : QS_OUT_OF_RANGE;
+}
+
+int load_plain(qs_context* context, const qs_stored_matrix& matrix, qs_linear* linear) {
+  const qs::PackedLinear& packed = linear->packed;
+  Pieces pieces(context, matrix, qs::kPanel, 0);
+  if (!pieces.ready()) return QS_OUT_OF_MEMORY;
+  const int64_t panel_bytes = packed.panel_size * (packed.dtype == QS_F32 ? 4 : 2);
+  const bool whole = pieces.for_each([&](int64_t first, int64_t count, uint8_t* memory) {
+    if (!qs::read_rows(matrix, first, count, memory)) return false;
+    qs::PackedLinear view = packed;
+    view.n = count;
+    view.num_panels = div_up(count, qs::kPanel);
+    view.weights = static_cast<uint8_t*>(packed.weights) + first / qs::kPanel * panel_bytes;
+    context->kernels->pack_linear(pieces.solo(), {memory, matrix.k, &view});
+    return true;
+  });
+  return whole ? QS_OK : QS_UNREADABLE;
+}
+
+}  // namespace
+
+extern "C" {
+
+int qs_linear_load(qs_context* context, const qs_stored_matrix* matrix, const void* bias,
+                   qs_linear** out) {
+  if (!valid(*matrix) || matrix->kind > QS_ROWS_F16) return QS_INVALID;
+  qs_linear* linear = new (std::nothrow) qs_linear{};
+  if (linear == nullptr) return QS_OUT_OF_MEMORY;
+  int status = QS_OUT_OF_MEMORY;
+  if (qs::allocate_linear(linear, matrix->kind, matrix->n, matrix->k, bias)) {
+    status = load_plain(context, *matrix, linear);
+  }
+  if (status == QS_OK) {
+    *out = linear;
+  } else {
+    qs_linear_destroy(linear);
+  }
+  return status;
+}
+
+int qs_quantized_load(qs_context* context, const qs_stored_matrix* matrix, qs_code_form* form,
+                      qs_quantized** out) {
+  if (!valid(*matrix) || !valid_form(*matrix, *form)) return QS_INVALID;
+  int status = QS_OUT_OF_RANGE;
+  // products of two scales, as K-quants have them, seldom fit 16 bits
+  bool half_scales = matrix->kind < QS_ROWS_Q4_K;
+  while (status == QS_OUT_OF_RANGE) {
+    qs_quantized* linear = new (std::nothrow) qs_quantized{};
+    if (linear == nullptr) return QS_OUT_OF_MEMORY;
+    status = load_codes(context, *matrix, *form, half_scales, linear);
+    half_scales = false;
+    if (status == QS_OK) {
+      *out = linear;
+    } else {
+      qs_quantized_destroy(linear);
+    }
+  }
+  return status;
+}
+
+}  // extern "C"
