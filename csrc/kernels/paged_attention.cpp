@@ -97,21 +97,21 @@ template <typename Form>
 void run_tile(const Pass& pass, int64_t tile_begin, TileBuffers& buffers, SoftmaxState& state) {
   const qs_attention& call = *pass.call;
   const int64_t width = Form::width(call.head_size), words = width / Form::kPair;
+  // Positions that nobody sees are left out, whole vectors of them.
+  const int64_t seen = min_of(kTile, div_up(pass.visible_by_any().end - tile_begin, W) * W);
   for (int i = 0; i < pass.num_queries; i += kSumRows) {
     const int rows = static_cast<int>(min_of(kSumRows, pass.num_queries - i));
     const Products of = {buffers.queries + i * words, words, buffers.keys, kTile,
                          buffers.scores + i * kTile,  kTile, true};
-    sum_products_rows<typename Form::Product>(rows, of, {0, words}, kTile);
+    sum_products_rows<typename Form::Product>(rows, of, {0, words}, seen);
   }
   Span visible[kMaxQueries];
   for (int i = 0; i < pass.num_queries; ++i) {
     const Span span = intersect(pass.visible(i), {tile_begin, tile_begin + kTile});
     visible[i] = {span.begin - tile_begin, span.end - tile_begin};
     if (visible[i].empty()) continue;
-    float* scores = buffers.scores + i * kTile;
-    softmax_row<Form::kScaled>(call, visible[i], buffers, scores,
-                               {state.max[i], state.sum[i], state.out + i * width, width});
-    pack_weights<Form>(buffers, i);
+    softmax_row<Form>(call, visible[i], buffers, i,
+                      {state.max[i], state.sums + i * W, state.out + i * width, width});
   }
   add_tile_values<Form>(pass, visible, buffers, state.out);
 }
@@ -121,8 +121,8 @@ void run_split(const Pass& pass, int64_t split, TileBuffers& buffers, SoftmaxSta
   const int64_t width = Form::width(pass.call->head_size);
   for (int i = 0; i < pass.num_queries; ++i) {
     state.max[i] = -__builtin_inff();
-    state.sum[i] = 0.0f;
   }
+  memset(state.sums, 0, pass.num_queries * W * sizeof(float));
   memset(state.out, 0, pass.num_queries * width * sizeof(float));
   const Span span = intersect(pass.visible_by_any(), {split * kSplit, (split + 1) * kSplit});
   TileLoader<Form, KV> loader(*pass.call, pass.row, pass.kv_head);
@@ -143,15 +143,16 @@ void merge(const Pass& pass, int64_t split, const SoftmaxState& state, int64_t w
     const float* add = state.out + i * width;
     if (visible.begin / kSplit == split) {  // the first one that it sees
       total.max[i] = state.max[i];
-      total.sum[i] = state.sum[i];
+      memcpy(total.sums + i * W, state.sums + i * W, W * sizeof(float));
       memcpy(out, add, width * sizeof(float));
       continue;
     }
     const float max = state.max[i] > total.max[i] ? state.max[i] : total.max[i];
-    const float old_factor = vexp(set1(total.max[i] - max))[0];
-    const float new_factor = vexp(set1(state.max[i] - max))[0];
+    const float old_factor = vexp2_nonpositive(set1(total.max[i] - max))[0];
+    const float new_factor = vexp2_nonpositive(set1(state.max[i] - max))[0];
     total.max[i] = max;
-    total.sum[i] = total.sum[i] * old_factor + state.sum[i] * new_factor;
+    float* sums = total.sums + i * W;
+    store(sums, load(sums) * old_factor + load(state.sums + i * W) * new_factor);
     for (int64_t d = 0; d < width; d += W) {
       store(out + d, fma(load(add + d), set1(new_factor), load(out + d) * old_factor));
     }
@@ -164,8 +165,9 @@ void write_out(const Pass& pass, const SoftmaxState& total, int64_t width) {
   for (int i = 0; i < pass.num_queries; ++i) {
     T* out = static_cast<T*>(call.out) +
              (pass.token(i) * call.num_heads + pass.head(i)) * call.head_size;
+    const float sum = reduce_add(load(total.sums + i * W));
     for (int64_t d = 0; d < call.head_size; d += W) {
-      const vf value = load(total.out + i * width + d) / total.sum[i];
+      const vf value = load(total.out + i * width + d) / sum;
       store_up_to(out + d, value, call.head_size - d);
     }
   }
