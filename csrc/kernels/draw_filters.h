@@ -12,6 +12,7 @@ constexpr double kBinsPerUnit = 32.0;
 constexpr double kNoMass = -32.0;  // exp(-32) * 2^44 is below 1/2
 constexpr double kHead = -8.0;
 constexpr double kLowest = -0x1.fffffffffffffp1023;  // -inf is: not allowed
+constexpr double kLargest = 0x1.fffffffffffffp1023;
 constexpr double kMassUnit = 0x1p44;
 
 // What may be drawn: in canonical order from `first` on up to (value, id), and at most `floor`
@@ -116,7 +117,10 @@ inline void fill_bins(const Scratch& scratch, int64_t chunks, double base, doubl
     for (int64_t i = 0; i < kChunk; ++i) masses[i] = mass_of(values[i] - base);
     for (int64_t i = 0; i < kChunk; ++i) places[i] = Bins::place(distance(values[i]));
     for (int64_t i = 0; i < kChunk; i += kBinSets) {
-      for (int64_t k = 0; k < kBinSets; ++k) bins.sums[k][places[i + k]] += masses[i + k];
+      bins.sums[0][places[i]] += masses[i];
+      bins.sums[1][places[i + 1]] += masses[i + 1];
+      bins.sums[2][places[i + 2]] += masses[i + 2];
+      bins.sums[3][places[i + 3]] += masses[i + 3];
     }
   }
 }
@@ -128,16 +132,22 @@ inline Candidate last_of(const Scratch& scratch, int64_t chunks, double base, in
                          const Distance& distance, const Bins& bins) {
   int64_t bin = 0, reached = 0;
   while (reached + bins.at(bin) < target) reached += bins.at(bin++);
+  // where `place` says this bin: its products are exact
+  const double low = static_cast<double>(bin) / kBinsPerUnit;
+  const double high = bin == kBins - 1 ? kLargest : static_cast<double>(bin + 1) / kBinsPerUnit;
   int64_t found = 0;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     if (scratch.chunk_max[chunk] - base < kNoMass) continue;
     const double* values = scratch.scaled + chunk * kChunk;
-    int32_t any = 0;
-    for (int64_t i = 0; i < kChunk; ++i) any |= Bins::place(distance(values[i])) == bin;
+    uint64_t any = 0;
+    for (int64_t i = 0; i < kChunk; ++i) {
+      const double apart = distance(values[i]);
+      any |= (apart >= low) & (apart < high);
+    }
     if (any == 0) continue;
     for (int64_t i = 0; i < kChunk; ++i) {
       const double apart = distance(values[i]);
-      if (Bins::place(apart) != bin || values[i] == -kInfinity) continue;
+      if (!((apart >= low) & (apart < high))) continue;
       scratch.list[found++] = {-apart, chunk * kChunk + i, mass_of(values[i] - base)};
     }
   }

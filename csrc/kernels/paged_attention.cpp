@@ -128,7 +128,6 @@ void run_split(const Pass& pass, int64_t split, TileBuffers& buffers, SoftmaxSta
   TileLoader<Form, KV> loader(*pass.call, pass.row, pass.kv_head);
   for (int64_t begin = span.begin / kTile * kTile; begin < span.end; begin += kTile) {
     loader.load_tile(begin, intersect(span, {begin, begin + kTile}), buffers);
-    loader.prefetch(intersect(span, {begin + kTile, begin + 2 * kTile}));
     run_tile<Form>(pass, begin, buffers, state);
   }
 }
@@ -168,7 +167,7 @@ void write_out(const Pass& pass, const SoftmaxState& total, int64_t width) {
     const float sum = reduce_add(load(total.sums + i * W));
     for (int64_t d = 0; d < call.head_size; d += W) {
       const vf value = load(total.out + i * width + d) / sum;
-      store_up_to(out + d, value, call.head_size - d);
+      store_near_up_to(out + d, value, call.head_size - d);
     }
   }
 }
@@ -228,10 +227,10 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
   parallel_for(pool, work.split_passes, [&](int64_t item) {
     int64_t index = item;
     const int64_t row = find_row(call, index, splits_in_row);
+    // Heads of one split are neighbours: they lie in the same pages.
     const int64_t splits = splits_of_row(call, row);
-    const int64_t pass_index = index / splits, split = index % splits;
-    const Pass pass = make_pass(call, row, pass_index / call.num_kv_heads,
-                                pass_index % call.num_kv_heads);
+    const int64_t kv_head = index % call.num_kv_heads, split = index / call.num_kv_heads % splits;
+    const Pass pass = make_pass(call, row, index / call.num_kv_heads / splits, kv_head);
     TileBuffers buffers;
     load_queries<T, Form>(pass, buffers.queries);
     run_split<Form, KV>(pass, split, buffers, states[item]);
@@ -242,11 +241,13 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
     int64_t first_state = 0;
     for (int64_t r = 0; r < row; ++r) first_state += splits_in_row(r);
     const int64_t splits = splits_of_row(call, row);
-    const Pass pass = make_pass(call, row, index / call.num_kv_heads, index % call.num_kv_heads);
+    const int64_t kv_head = index % call.num_kv_heads, pass_index = index / call.num_kv_heads;
+    const Pass pass = make_pass(call, row, pass_index, kv_head);
+    const SoftmaxState* first = states + first_state + pass_index * splits * call.num_kv_heads;
     SoftmaxState total;
     const Span span = pass.visible_by_any();
     for (int64_t split = span.begin / kSplit; split * kSplit < span.end; ++split) {
-      merge(pass, split, states[first_state + index * splits + split], width, total);
+      merge(pass, split, first[split * call.num_kv_heads + kv_head], width, total);
     }
     write_out<T>(pass, total, width);
   });

@@ -127,6 +127,8 @@ _P, _I, _L, _F, _D = c_void_p, c_int, c_int64, c_float, c_double
 
 # name -> (result, arguments), as in `ops.native_library`
 STEP_SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+    ("qs_add", _I, (_P, _I, _P, _P, _L, _P)),
+    ("qs_scale", _I, (_P, _I, _P, _L, _F, _P)),
     ("qs_finish_logits", _I, (_P, _I, _P, _L, _D, _D, _P)),
     ("qs_program_create", _I, (_P, POINTER(OpCall), _L, POINTER(ProgramInputs), POINTER(_P))),
     ("qs_program_destroy", None, (_P,)),
