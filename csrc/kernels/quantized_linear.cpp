@@ -9,6 +9,7 @@
 //       for each row tile              the next block is fetched meanwhile, a part per tile
 //         sums in registers, then in `c` (24 KiB)
 
+#include "kernels/amx_quantized.h"
 #include "kernels/entries.h"
 #include "kernels/quantized_tile.h"
 
@@ -236,6 +237,10 @@ void run_item(const Problem& problem, int64_t item) {
 void quantized_linear(Pool* pool, const QuantizedLinearArgs& args) {
   const PackedQuantized& packed = *args.packed;
   quantize_rows(pool, args);
+  if (runs_on_tiles(args)) {
+    quantized_linear_tiles(pool, args);
+    return;
+  }
   Problem problem;
   problem.args = &args;
   problem.num_chunks = div_up(args.num_tokens, kChunkRows);
