@@ -79,14 +79,14 @@ inline int64_t nucleus_of_list(Candidate* list, int64_t count, double top_p) {
 
 // Masses binned by how far a token stands in an order of preference.
 struct Bins {
-  int64_t sums[kBinSets][kBins];
+  int64_t sums[kBins][kBinSets];
 
   QS_INLINE static int32_t place(double distance) {
     const double bin = distance * kBinsPerUnit;
     return static_cast<int32_t>(bin < kBins - 1 ? bin : kBins - 1);
   }
   QS_INLINE int64_t at(int64_t bin) const {
-    return sums[0][bin] + sums[1][bin] + sums[2][bin] + sums[3][bin];
+    return sums[bin][0] + sums[bin][1] + sums[bin][2] + sums[bin][3];
   }
 };
 
@@ -117,10 +117,10 @@ inline void fill_bins(const Scratch& scratch, int64_t chunks, double base, doubl
     for (int64_t i = 0; i < kChunk; ++i) masses[i] = mass_of(values[i] - base);
     for (int64_t i = 0; i < kChunk; ++i) places[i] = Bins::place(distance(values[i]));
     for (int64_t i = 0; i < kChunk; i += kBinSets) {
-      bins.sums[0][places[i]] += masses[i];
-      bins.sums[1][places[i + 1]] += masses[i + 1];
-      bins.sums[2][places[i + 2]] += masses[i + 2];
-      bins.sums[3][places[i + 3]] += masses[i + 3];
+      bins.sums[places[i]][0] += masses[i];
+      bins.sums[places[i + 1]][1] += masses[i + 1];
+      bins.sums[places[i + 2]][2] += masses[i + 2];
+      bins.sums[places[i + 3]][3] += masses[i + 3];
     }
   }
 }
