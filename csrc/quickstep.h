@@ -314,25 +314,37 @@ QS_API void qs_program_destroy(qs_program* program);
 // Computes positions, KV slots and block tables, and runs the ops in order.
 QS_API int qs_program_run(qs_program* program, const qs_step* step);
 
-// One row to draw a token from.
+// One row to draw a token from. Before temperature its logits are changed in this order: edits,
+// `allowed`, the first list of bans, the second.
 typedef struct qs_draw {
-  const void* logits;      // [V] float32, or float64 once adjusted
-  const float* raw;        // [V] for log-probabilities
-  int32_t is_double;
-  int32_t num_top;         // most likely tokens to report; -1: no log-probabilities
-  int64_t top_k;           // 0: all
-  double temperature;      // 0: argmax
-  double top_p;            // 1: all
-  double log_min_p;        // -inf: all
-  uint64_t key_b, key_c;   // runtime/noise.py
-  int64_t token_id;        // result; -1 when the largest logit is not finite
-  int64_t rank;            // result, as are the others, with num_top >= 0
-  int64_t mass;            // sum over V of round(exp(raw - peak) * 2^44)
+  const float* logits;        // [V] raw; log-probabilities are theirs
+  const int64_t* edit_ids;    // [num_edits]
+  const double* edit_values;  // the first num_set replace a token's logit, the others are added
+  int64_t num_edits, num_set;
+  const uint64_t* allowed;    // bit i % 64 of word i / 64: token i may be drawn; null: all may
+  const int64_t* ban_ids[2];
+  int64_t num_bans[2];
+  int32_t ban_yields[2];      // a list that would leave nothing counts for nothing
+  int32_t num_top;            // most likely tokens to report; -1: no log-probabilities
+  int32_t strikes_top;        // XTC strikes
+  int64_t top_k;              // 0: all
+  double temperature;         // 0: argmax
+  double top_p;               // 1: all
+  double typical_p;           // 1: all
+  double log_min_p;           // -inf: all
+  double xtc_threshold;
+  uint64_t key_b, key_c;      // runtime/noise.py
+  int64_t token_id;           // result, or one of qs_no_token
+  int64_t rank;               // result, as are the others, with num_top >= 0
+  int64_t mass;               // sum over V of round(exp(logit - peak) * 2^44)
   float peak;
-  float chosen;            // raw logit of the token
-  int64_t* top_ids;        // [num_top]
-  float* top_logits;       // [num_top]
+  float chosen;               // raw logit of the token
+  int64_t* top_ids;           // [num_top]
+  float* top_logits;          // [num_top]
 } qs_draw;
+
+// Why there is no token: the largest raw logit is not finite, or after the changes it is not.
+enum qs_no_token { QS_NO_MAXIMUM = -1, QS_NOTHING_ALLOWED = -2 };
 
 QS_API int64_t qs_draw_scratch_bytes(const qs_context* context, int64_t vocab_size,
                                      int64_t num_rows);

@@ -13,6 +13,27 @@ int64_t num_items(const qs_context* context, int64_t vocab_size, int64_t num_row
   return num_rows < threads ? num_rows : threads;
 }
 
+bool valid(const qs_draw& row) {
+  if (row.num_top > 0 && (row.top_ids == nullptr || row.top_logits == nullptr)) return false;
+  return row.num_set >= 0 && row.num_set <= row.num_edits && row.num_bans[0] >= 0 &&
+         row.num_bans[1] >= 0;
+}
+
+bool all_below(const int64_t* ids, int64_t count, int64_t limit) {
+  uint64_t largest = 0;  // a negative id is a large one
+  for (int64_t i = 0; i < count; ++i) {
+    const uint64_t id = static_cast<uint64_t>(ids[i]);
+    largest = id > largest ? id : largest;
+  }
+  return count == 0 || largest < static_cast<uint64_t>(limit);
+}
+
+bool in_vocabulary(const qs_draw& row, int64_t vocab_size) {
+  return all_below(row.edit_ids, row.num_edits, vocab_size) &&
+         all_below(row.ban_ids[0], row.num_bans[0], vocab_size) &&
+         all_below(row.ban_ids[1], row.num_bans[1], vocab_size);
+}
+
 }  // namespace
 
 extern "C" {
@@ -26,9 +47,8 @@ int qs_draw_rows(qs_context* context, qs_draw* rows, int64_t num_rows, int64_t v
                  void* scratch) {
   if (num_rows < 0 || vocab_size < 1) return QS_INVALID;
   for (int64_t i = 0; i < num_rows; ++i) {
-    if (rows[i].num_top > 0 && (rows[i].top_ids == nullptr || rows[i].top_logits == nullptr)) {
-      return QS_INVALID;
-    }
+    if (!valid(rows[i])) return QS_INVALID;
+    if (!in_vocabulary(rows[i], vocab_size)) return QS_OUT_OF_RANGE;
   }
   const int64_t items = num_items(context, vocab_size, num_rows);
   const int64_t bytes = context->kernels->draw_scratch_bytes(vocab_size);

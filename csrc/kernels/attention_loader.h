@@ -79,17 +79,6 @@ class TileLoader {
     load_values(offsets, local, buffers);
   }
 
-  // Asks for the positions of a later tile. Blocks lie in pages of their own, which the machine's
-  // own prefetching does not cross.
-  void prefetch(Span span) const {
-    each_position(span, [&](int64_t, int64_t offset) {
-      for (int64_t byte = 0; byte < kv_head_bytes<KV>(head_size_); byte += 64) {
-        __builtin_prefetch(keys_ + offset + byte);
-        __builtin_prefetch(values_ + offset + byte);
-      }
-    });
-  }
-
  private:
   // Calls fn(position, byte offset of its row) over `span`.
   template <typename Fn>
@@ -117,22 +106,37 @@ class TileLoader {
   }
 
   void load_keys(const int64_t* offsets, Span local, TileBuffers& buffers) const {
-    const int64_t words = width_ / Form::kPair;
     for (int64_t j = local.begin / W * W; j < local.end; j += W) {
-      const int64_t first = max_of(0, local.begin - j), last = min_of(W, local.end - j);
-      for (int64_t word = 0; word < words; word += W) {
-        const int64_t d = word * Form::kPair;
-        vf rows[W] = {};
-        if (first == 0 && last == W) {
-#pragma GCC unroll 16
-          for (int i = 0; i < W; ++i) rows[i] = load_key(offsets[j + i], d);
-        } else {
-          for (int64_t i = first; i < last; ++i) rows[i] = load_key(offsets[j + i], d);
-        }
-        transpose(rows);
-#pragma GCC unroll 16
-        for (int i = 0; i < W; ++i) store(buffers.keys + (word + i) * kTile + j, rows[i]);
+      if (local.begin <= j && j + W <= local.end) {
+        load_key_columns(offsets + j, buffers.keys + j);
+      } else {
+        load_some_key_columns(offsets, j, local, buffers);
       }
+    }
+  }
+
+  void load_key_columns(const int64_t* offsets, float* to) const {
+    const int64_t words = width_ / Form::kPair;
+    for (int64_t word = 0; word < words; word += W) {
+      vf rows[W];
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) rows[i] = load_key(offsets[i], word * Form::kPair);
+      transpose(rows);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) store(to + (word + i) * kTile, rows[i]);
+    }
+  }
+
+  // Positions j ... j + W, of which some are outside.
+  void load_some_key_columns(const int64_t* offsets, int64_t j, Span local,
+                             TileBuffers& buffers) const {
+    const int64_t first = max_of(0, local.begin - j), last = min_of(W, local.end - j);
+    const int64_t words = width_ / Form::kPair;
+    for (int64_t word = 0; word < words; word += W) {
+      vf rows[W] = {};
+      for (int64_t i = first; i < last; ++i) rows[i] = load_key(offsets[j + i], word * Form::kPair);
+      transpose(rows);
+      for (int64_t i = 0; i < W; ++i) store(buffers.keys + (word + i) * kTile + j, rows[i]);
     }
   }
 
@@ -141,15 +145,22 @@ class TileLoader {
   }
 
   void load_values(const int64_t* offsets, Span local, TileBuffers& buffers) const {
-    for (int64_t j = local.begin / Form::kPair * Form::kPair; j < local.end; j += Form::kPair) {
-      const KV* rows[2] = {};
-      for (int64_t i = 0; i < Form::kPair; ++i) {
-        const bool inside = j + i >= local.begin && j + i < local.end;
-        if (inside) rows[i] = reinterpret_cast<const KV*>(values_ + offsets[j + i]);
+    constexpr int64_t kPair = Form::kPair;
+    for (int64_t j = local.begin / kPair * kPair; j < local.end; j += kPair) {
+      float* to = buffers.values + j / kPair * width_;
+      if (local.begin <= j && j + kPair <= local.end) {
+        Access::store_values(value_row(offsets[j]), value_row(offsets[j + kPair - 1]), head_size_,
+                             to);
+        continue;
       }
-      Access::store_values(rows[0], rows[1], head_size_,
-                           buffers.values + j / Form::kPair * width_);
+      const bool has_first = local.begin <= j;
+      Access::store_values(has_first ? value_row(offsets[j]) : nullptr,
+                           has_first ? nullptr : value_row(offsets[j + 1]), head_size_, to);
     }
+  }
+
+  QS_INLINE const KV* value_row(int64_t offset) const {
+    return reinterpret_cast<const KV*>(values_ + offset);
   }
 
   const int32_t* block_table_;

@@ -16,11 +16,12 @@ constexpr int64_t kTile = 64;       // KV positions, at absolute multiples
 constexpr int64_t kMaxQueries = 32;  // (token, head) pairs that share a pass over the KV
 constexpr int64_t kMaxHeadSize = 256;
 
-// Softmax state of a query row over the positions seen so far: maximum, sum of weights, and the
-// weighted sum of values, which stands in `out` [query][width].
+// Softmax state of a query row over the positions seen so far: maximum (of scores in
+// units of log2), sums of weights by vector lane, and the weighted sum of values, which stands in
+// `out` [query][width].
 struct SoftmaxState {
   float max[kMaxQueries];
-  float sum[kMaxQueries];
+  alignas(64) float sums[kMaxQueries * W];
   alignas(64) float out[kMaxQueries * kMaxHeadSize];
 };
 
@@ -60,53 +61,72 @@ QS_INLINE vi lanes_inside(int64_t first, Span span) {
 // Where a query's softmax stands.
 struct RowState {
   float& max;
-  float& sum;
-  float* out;  // [width]
+  float* sums;  // [W]
+  float* out;   // [width]
   int64_t width;
 };
 
-// Turns a query's raw scores into weights and moves its state on to the new maximum. The sum is of
-// the weights before they take over the values' scales.
-template <bool Scaled>
-QS_INLINE void softmax_row(const qs_attention& call, Span visible, const TileBuffers& buffers,
-                           float* scores, RowState row) {
-  const vf low = set1(-__builtin_inff());
-  const int64_t begin = visible.begin / W * W;
-  vf tile_max = low;
-  for (int64_t j = begin; j < visible.end; j += W) {
-    vf s = load(scores + j) * call.scale;
-    if constexpr (Scaled) s = s * load(buffers.key_scales + j);
-    if (call.softcap > 0.0f) s = call.softcap * vtanh(s / call.softcap);
-    if (j < visible.begin || j + W > visible.end) s = lanes_inside(j, visible) ? s : low;
-    store(scores + j, s);
-    tile_max = vmax(s, tile_max);
-  }
-  const float tile_top = reduce_max(tile_max);
-  const float new_max = tile_top > row.max ? tile_top : row.max;
-  vf total = {};
-  for (int64_t j = begin; j < visible.end; j += W) {
-    vf weight = vexp(load(scores + j) - new_max);
-    total += weight;
-    if constexpr (Scaled) {
-      weight = weight * load(buffers.value_scales + j);
-      if (j < visible.begin || j + W > visible.end) {
-        weight = lanes_inside(j, visible) ? weight : vf{};
-      }
-    }
-    store(scores + j, weight);
-  }
-  if (new_max != row.max) {
-    const float factor = vexp(set1(row.max - new_max))[0];
-    row.sum *= factor;
-    scale_row(row.out, row.width, factor);
-    row.max = new_max;
-  }
-  row.sum += reduce_add(total);
+constexpr int kTileVectors = static_cast<int>(kTile / W);
+
+// Query `row`'s weights as words of the product with values.
+template <typename Form>
+QS_INLINE void store_weights(TileBuffers& buffers, int row, const vf (&weights)[kTileVectors]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileVectors; ++i) store(buffers.scores + row * kTile + i * W, weights[i]);
 }
 
-// Query `row`'s weights as words of the product with values: floats are as they stand.
+// Scores of a tile in units of log2: scaled, capped, -inf where the query must not look.
+template <bool Scaled>
+QS_INLINE void finish_scores(const qs_attention& call, Span visible, const TileBuffers& buffers,
+                             vf (&scores)[kTileVectors]) {
+  constexpr float kLog2e = 1.44269504f;
+  const bool capped = call.softcap > 0.0f;
+  const float factor = capped ? call.scale / call.softcap : call.scale * kLog2e;
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileVectors; ++i) {
+    scores[i] = scores[i] * factor;
+    if constexpr (Scaled) scores[i] = scores[i] * load(buffers.key_scales + i * W);
+  }
+  if (capped) {
+    for (vf& score : scores) score = call.softcap * kLog2e * vtanh(score);
+  }
+  if (visible.begin == 0 && visible.end == kTile) return;
+  const vf low = set1(-__builtin_inff());
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileVectors; ++i) {
+    scores[i] = lanes_inside(i * W, visible) ? scores[i] : low;
+  }
+}
+
+// Turns a query's raw scores into weights and moves its state on to the new maximum. The sums are
+// of the weights before they take over the values' scales.
 template <typename Form>
-QS_INLINE void pack_weights(TileBuffers&, int) {}
+QS_INLINE void softmax_row(const qs_attention& call, Span visible, TileBuffers& buffers, int query,
+                           RowState row) {
+  vf scores[kTileVectors];
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileVectors; ++i) scores[i] = load(buffers.scores + query * kTile + i * W);
+  finish_scores<Form::kScaled>(call, visible, buffers, scores);
+  vf tile_max = scores[0];
+#pragma GCC unroll 16
+  for (int i = 1; i < kTileVectors; ++i) tile_max = vmax(scores[i], tile_max);
+  const float tile_top = reduce_max(tile_max);
+  if (tile_top > row.max) {
+    const float factor = vexp2_nonpositive(set1(row.max - tile_top))[0];
+    scale_row(row.sums, W, factor);
+    scale_row(row.out, row.width, factor);
+    row.max = tile_top;
+  }
+  vf sums = load(row.sums);
+#pragma GCC unroll 16
+  for (int i = 0; i < kTileVectors; ++i) {
+    scores[i] = vexp2_nonpositive(scores[i] - row.max);
+    sums += scores[i];
+    if constexpr (Form::kScaled) scores[i] = scores[i] * load(buffers.value_scales + i * W);
+  }
+  store(row.sums, sums);
+  store_weights<Form>(buffers, query, scores);
+}
 
 // out[rows][width] += the weights of `visible` times the values; one chain per element.
 template <typename Form>
@@ -121,32 +141,33 @@ QS_INLINE void add_values(int rows, Span visible, const TileBuffers& buffers, in
 
 // As bfloat16, two to a word.
 template <>
-QS_INLINE void pack_weights<TileForm<Pairs, false>>(TileBuffers& buffers, int row) {
-  const float* scores = buffers.scores + row * kTile;
+QS_INLINE void store_weights<TileForm<Pairs, false>>(TileBuffers& buffers, int row,
+                                                     const vf (&weights)[kTileVectors]) {
   float* pairs = buffers.pairs + row * kTile / 2;
-  for (int64_t j = 0; j < kTile; j += 2 * W) {
-    const __m512bh packed = _mm512_cvtne2ps_pbh(load(scores + j + W), load(scores + j));
-    store(pairs + j / 2, bit_cast<vf>(packed));
+#pragma GCC unroll 2
+  for (int i = 0; i < kTileVectors; i += 2) {
+    store(pairs + i / 2 * W, bit_cast<vf>(_mm512_cvtne2ps_pbh(weights[i + 1], weights[i])));
   }
 }
 
 // A weight that took over a scale has no few-bit values left, not even for one visible position;
 // what its rounding leaves goes into a second word.
 template <>
-QS_INLINE void pack_weights<TileForm<Pairs, true>>(TileBuffers& buffers, int row) {
-  const float* scores = buffers.scores + row * kTile;
+QS_INLINE void store_weights<TileForm<Pairs, true>>(TileBuffers& buffers, int row,
+                                                    const vf (&weights)[kTileVectors]) {
   float* pairs = buffers.pairs + row * kTile / 2;
   float* rests = buffers.rests + row * kTile / 2;
-  for (int64_t j = 0; j < kTile; j += 2 * W) {
-    const vf low = load(scores + j), high = load(scores + j + W);
+#pragma GCC unroll 2
+  for (int i = 0; i < kTileVectors; i += 2) {
+    const vf low = weights[i], high = weights[i + 1];
     const __m512i packed = bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
-    store(pairs + j / 2, bit_cast<vf>(packed));
+    store(pairs + i / 2 * W, bit_cast<vf>(packed));
     const vf low_taken = bit_cast<vf>(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(packed)), 16));
     const vf high_taken = bit_cast<vf>(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(packed, 1)), 16));
     const __m512bh rest = _mm512_cvtne2ps_pbh(high - high_taken, low - low_taken);
-    store(rests + j / 2, bit_cast<vf>(rest));
+    store(rests + i / 2 * W, bit_cast<vf>(rest));
   }
 }
 

@@ -9,7 +9,10 @@ namespace {
 constexpr int64_t kItemElements = 1 << 13;
 
 struct Silu {
-  static QS_INLINE vf apply(vf x) { return x / (1.0f + vexp(-x)); }
+  static QS_INLINE vf apply(vf x) {  // x / (1 + exp(-x))
+    const vf exponent = vmin(set1(126.0f), vmax(set1(-126.0f), x * -1.44269504f));
+    return x * vreciprocal(1.0f + vexp2(exponent));
+  }
 };
 struct Gelu {
   static QS_INLINE vf apply(vf x) { return x * normal_cdf(x); }
@@ -26,7 +29,7 @@ void activate(const T* gate, const T* up, int64_t size, T* out) {
   for (int64_t i = 0; i < size; i += W) {
     const int64_t n = size - i;
     const vf activated = Activation::apply(load_up_to(gate + i, n));
-    store_up_to(out + i, activated * load_up_to(up + i, n), n);
+    store_near_up_to(out + i, activated * load_up_to(up + i, n), n);
   }
 }
 

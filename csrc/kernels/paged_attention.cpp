@@ -97,21 +97,21 @@ template <typename Form>
 void run_tile(const Pass& pass, int64_t tile_begin, TileBuffers& buffers, SoftmaxState& state) {
   const qs_attention& call = *pass.call;
   const int64_t width = Form::width(call.head_size), words = width / Form::kPair;
+  // Positions that nobody sees are left out, whole vectors of them.
+  const int64_t seen = min_of(kTile, div_up(pass.visible_by_any().end - tile_begin, W) * W);
   for (int i = 0; i < pass.num_queries; i += kSumRows) {
     const int rows = static_cast<int>(min_of(kSumRows, pass.num_queries - i));
     const Products of = {buffers.queries + i * words, words, buffers.keys, kTile,
                          buffers.scores + i * kTile,  kTile, true};
-    sum_products_rows<typename Form::Product>(rows, of, {0, words}, kTile);
+    sum_products_rows<typename Form::Product>(rows, of, {0, words}, seen);
   }
   Span visible[kMaxQueries];
   for (int i = 0; i < pass.num_queries; ++i) {
     const Span span = intersect(pass.visible(i), {tile_begin, tile_begin + kTile});
     visible[i] = {span.begin - tile_begin, span.end - tile_begin};
     if (visible[i].empty()) continue;
-    float* scores = buffers.scores + i * kTile;
-    softmax_row<Form::kScaled>(call, visible[i], buffers, scores,
-                               {state.max[i], state.sum[i], state.out + i * width, width});
-    pack_weights<Form>(buffers, i);
+    softmax_row<Form>(call, visible[i], buffers, i,
+                      {state.max[i], state.sums + i * W, state.out + i * width, width});
   }
   add_tile_values<Form>(pass, visible, buffers, state.out);
 }
@@ -121,14 +121,13 @@ void run_split(const Pass& pass, int64_t split, TileBuffers& buffers, SoftmaxSta
   const int64_t width = Form::width(pass.call->head_size);
   for (int i = 0; i < pass.num_queries; ++i) {
     state.max[i] = -__builtin_inff();
-    state.sum[i] = 0.0f;
   }
+  memset(state.sums, 0, pass.num_queries * W * sizeof(float));
   memset(state.out, 0, pass.num_queries * width * sizeof(float));
   const Span span = intersect(pass.visible_by_any(), {split * kSplit, (split + 1) * kSplit});
   TileLoader<Form, KV> loader(*pass.call, pass.row, pass.kv_head);
   for (int64_t begin = span.begin / kTile * kTile; begin < span.end; begin += kTile) {
     loader.load_tile(begin, intersect(span, {begin, begin + kTile}), buffers);
-    loader.prefetch(intersect(span, {begin + kTile, begin + 2 * kTile}));
     run_tile<Form>(pass, begin, buffers, state);
   }
 }
@@ -143,15 +142,16 @@ void merge(const Pass& pass, int64_t split, const SoftmaxState& state, int64_t w
     const float* add = state.out + i * width;
     if (visible.begin / kSplit == split) {  // the first one that it sees
       total.max[i] = state.max[i];
-      total.sum[i] = state.sum[i];
+      memcpy(total.sums + i * W, state.sums + i * W, W * sizeof(float));
       memcpy(out, add, width * sizeof(float));
       continue;
     }
     const float max = state.max[i] > total.max[i] ? state.max[i] : total.max[i];
-    const float old_factor = vexp(set1(total.max[i] - max))[0];
-    const float new_factor = vexp(set1(state.max[i] - max))[0];
+    const float old_factor = vexp2_nonpositive(set1(total.max[i] - max))[0];
+    const float new_factor = vexp2_nonpositive(set1(state.max[i] - max))[0];
     total.max[i] = max;
-    total.sum[i] = total.sum[i] * old_factor + state.sum[i] * new_factor;
+    float* sums = total.sums + i * W;
+    store(sums, load(sums) * old_factor + load(state.sums + i * W) * new_factor);
     for (int64_t d = 0; d < width; d += W) {
       store(out + d, fma(load(add + d), set1(new_factor), load(out + d) * old_factor));
     }
@@ -164,9 +164,10 @@ void write_out(const Pass& pass, const SoftmaxState& total, int64_t width) {
   for (int i = 0; i < pass.num_queries; ++i) {
     T* out = static_cast<T*>(call.out) +
              (pass.token(i) * call.num_heads + pass.head(i)) * call.head_size;
+    const float sum = reduce_add(load(total.sums + i * W));
     for (int64_t d = 0; d < call.head_size; d += W) {
-      const vf value = load(total.out + i * width + d) / total.sum[i];
-      store_up_to(out + d, value, call.head_size - d);
+      const vf value = load(total.out + i * width + d) / sum;
+      store_near_up_to(out + d, value, call.head_size - d);
     }
   }
 }
@@ -226,10 +227,10 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
   parallel_for(pool, work.split_passes, [&](int64_t item) {
     int64_t index = item;
     const int64_t row = find_row(call, index, splits_in_row);
+    // Heads of one split are neighbours: they lie in the same pages.
     const int64_t splits = splits_of_row(call, row);
-    const int64_t pass_index = index / splits, split = index % splits;
-    const Pass pass = make_pass(call, row, pass_index / call.num_kv_heads,
-                                pass_index % call.num_kv_heads);
+    const int64_t kv_head = index % call.num_kv_heads, split = index / call.num_kv_heads % splits;
+    const Pass pass = make_pass(call, row, index / call.num_kv_heads / splits, kv_head);
     TileBuffers buffers;
     load_queries<T, Form>(pass, buffers.queries);
     run_split<Form, KV>(pass, split, buffers, states[item]);
@@ -240,11 +241,13 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
     int64_t first_state = 0;
     for (int64_t r = 0; r < row; ++r) first_state += splits_in_row(r);
     const int64_t splits = splits_of_row(call, row);
-    const Pass pass = make_pass(call, row, index / call.num_kv_heads, index % call.num_kv_heads);
+    const int64_t kv_head = index % call.num_kv_heads, pass_index = index / call.num_kv_heads;
+    const Pass pass = make_pass(call, row, pass_index, kv_head);
+    const SoftmaxState* first = states + first_state + pass_index * splits * call.num_kv_heads;
     SoftmaxState total;
     const Span span = pass.visible_by_any();
     for (int64_t split = span.begin / kSplit; split * kSplit < span.end; ++split) {
-      merge(pass, split, states[first_state + index * splits + split], width, total);
+      merge(pass, split, first[split * call.num_kv_heads + kv_head], width, total);
     }
     write_out<T>(pass, total, width);
   });

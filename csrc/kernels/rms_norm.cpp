@@ -3,7 +3,7 @@
 // One accumulator vector per row, in order; a row is the work of one thread.
 
 #include "kernels/entries.h"
-#include "kernels/simd.h"
+#include "kernels/vecmath.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -23,7 +23,7 @@ void norm_row(const NormArgs& args, const T* x, T* out) {
   for (int64_t i = 0; i < args.size; i += W) {
     const int64_t n = args.size - i;
     const vf v = load_up_to(x + i, n) * scale;
-    store_up_to(out + i, v * (load_up_to(weight + i, n) + args.offset), n);
+    store_near_up_to(out + i, v * (load_up_to(weight + i, n) + args.offset), n);
   }
 }
 
@@ -31,7 +31,7 @@ template <typename T>
 void add_row(const T* x, const T* residual, int64_t size, T* sum) {
   for (int64_t i = 0; i < size; i += W) {
     const int64_t n = size - i;
-    store_up_to(sum + i, load_up_to(x + i, n) + load_up_to(residual + i, n), n);
+    store_near_up_to(sum + i, load_up_to(x + i, n) + load_up_to(residual + i, n), n);
   }
 }
 

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quickstep.ops.native import load_native, native_status
+from quickstep.runtime.logit_changes import bits_of_bytes
 from quickstep.runtime.native_sampler import NativeSampler
 from quickstep.runtime.sampler import SampleFailure, sample
 from quickstep.runtime.sampling_state import SamplingState
+from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import Admission, SamplingParams
 
 LEVELS = native_status().levels
@@ -70,6 +72,9 @@ samplings = st.builds(
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.7]),
     logit_bias=st.sampled_from([{}, {}, {0: -100.0}, {0: 7.5}]),
     min_tokens=st.sampled_from([0, 0, 5]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.05, 0.6, 0.97]),
+    xtc_probability=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+    xtc_threshold=st.sampled_from([0.0, 0.02, 0.2, 0.5]),
 )
 
 
@@ -98,6 +103,11 @@ def test_a_large_vocabulary_draws_as_numpy_does(scale):
         SamplingParams(temperature=0.7, top_p=0.95, logprobs=3),
         SamplingParams(temperature=1.2, top_k=50, top_p=0.9),
         SamplingParams(temperature=1.0, min_p=0.05),
+        SamplingParams(typical_p=0.9),
+        SamplingParams(top_k=5000, typical_p=0.5, top_p=0.9, min_p=0.01),
+        SamplingParams(typical_p=0.2, xtc_probability=1.0, xtc_threshold=0.001),
+        SamplingParams(top_p=0.9, xtc_probability=1.0, xtc_threshold=0.0001),
+        SamplingParams(frequency_penalty=1.0, logit_bias={5: 3.0}, min_tokens=3),
     ]
     logits = rows_of("normal", len(samplings), 151_936, 1, scale)
     for as_stored in (logits, logits.bfloat16().float()):
@@ -117,7 +127,85 @@ def test_many_draws_follow_the_distribution():
     assert statistic < 3 + 2 * math.sqrt(3 * 9.2) + 2 * 9.2
 
 
-def test_special_filters_and_steps_take_their_rows_through_numpy():
+def test_every_change_of_logits_is_numpys():
+    vocab = 300
+    forms = TokenForms(
+        bad_words=((7,), (3, 9), (17, 11, 12)),
+        dry_breakers=((2,),),
+        reasoning=ReasoningTokens(openings=((1,),), closings=((4, 5),), starts_open=True),
+    )
+    words = {"bad_words": ("x",), "in_tokens": forms}
+    samplings = [
+        SamplingParams(presence_penalty=0.7, repetition_penalty=0.8, frequency_penalty=-0.3),
+        SamplingParams(dry_multiplier=2.0, dry_allowed_length=1, in_tokens=forms),
+        SamplingParams(
+            dry_multiplier=2.0,
+            dry_allowed_length=1,
+            in_tokens=forms,
+            repetition_penalty=1.4,
+            logit_bias={3: -2.0, 9: 4.0},
+        ),
+        SamplingParams(allowed_token_ids=(3, 7, 11), **words),
+        SamplingParams(allowed_token_ids=(7,), temperature=0.0, **words),
+        SamplingParams(allowed_token_ids=(0,), min_tokens=15),
+        SamplingParams(allowed_token_ids=(0, 8), min_tokens=15, logprobs=3),
+        SamplingParams(thinking_budget=3, in_tokens=forms, allowed_token_ids=(8,)),
+        SamplingParams(repetition_penalty=1e308, temperature=0.0),
+    ]
+    logits = rows_of("normal", len(samplings), vocab, 5, 3.0)
+    outputs = (3, 9, 5, 17, 3, 9, 5, 17, 11, 3)
+    for num_outputs in (0, 1, 5, 10):
+        states = [state_of(one, vocab, 7, outputs[:num_outputs]) for one in samplings]
+        assert_same_draws(logits, states)
+
+
+def test_recorded_tokens_change_the_next_draw_as_admitted_ones_do():
+    vocab, outputs = 200, [i * i % 90 for i in range(150)]
+    sampling = SamplingParams(
+        repetition_penalty=1.2, frequency_penalty=0.4, temperature=0.0, logprobs=1
+    )
+    logits = rows_of("normal", 1, vocab, 5, 1.0)
+    recorded = state_of(sampling, vocab)
+    for token_id in outputs:
+        recorded.record(token_id)
+    admitted = state_of(sampling, vocab, outputs=outputs)
+    sampler = NativeSampler(TABLES[0].steps.draws(vocab))
+    assert sampler.sample(logits, [recorded]) == sampler.sample(logits, [admitted])
+    assert_same_draws(logits, [recorded])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(min_size=0, max_size=24), st.integers(0, 2**32), st.sampled_from([0.0, 1.0]))
+def test_a_grammars_mask_is_numpys(mask, seed, temperature):
+    vocab = 130
+    state = state_of(SamplingParams(temperature=temperature, min_tokens=2), vocab, seed)
+    state._grammar = FixedMask(mask, vocab)
+    assert_same_draws(rows_of("normal", 1, vocab, seed, 2.0), [state])
+
+
+class FixedMask:
+    """A grammar whose mask is given; shorter or longer than the vocabulary."""
+
+    failure = ""
+
+    def __init__(self, mask, vocab):
+        self._mask, self._vocab = mask, vocab
+
+    def allowed_bits(self):
+        return bits_of_bytes(self._mask, self._vocab)
+
+    def forbidden(self):
+        return [not self._allows(token_id) for token_id in range(self._vocab)]
+
+    def _allows(self, token_id):
+        place = token_id // 8
+        return place < len(self._mask) and bool(self._mask[place] >> (token_id % 8) & 1)
+
+    def steered(self, token_id):
+        return token_id
+
+
+def test_the_special_filters_are_numpys_too():
     vocab = 300
     samplings = [
         SamplingParams(typical_p=0.7),

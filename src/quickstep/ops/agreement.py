@@ -136,6 +136,24 @@ def _gated_activation(gate_up: Tensor, kind: str) -> list[tuple[Tensor, Tensor]]
     return [(value, 8 * _FP32_ROUNDOFF * (gate * up).abs())]
 
 
+def _add(a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return _exactly(a + b)
+
+
+def _scale(x: Tensor, factor: float) -> list[tuple[Tensor, Tensor]]:
+    return _exactly(x * factor)
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, divisor: float, softcap: float | None
+) -> list[tuple[Tensor, Tensor]]:
+    [(product, slack)] = _linear(hidden, weight, None)
+    value = product / divisor
+    if softcap is not None:
+        value = softcap * torch.tanh(value / softcap)
+    return [(value, slack / divisor + 2 * _FP32_ROUNDOFF * value.abs())]
+
+
 def _attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
     outputs, slacks = [], []
     per_kv_head = case.q.shape[1] // case.k_cache.shape[2]
@@ -223,5 +241,8 @@ _ORACLES: Mapping[str, Callable[..., list[tuple[Tensor, Tensor]]]] = MappingProx
         "rotary": _rotary,
         "write_kv": _write_kv,
         "gated_activation": _gated_activation,
+        "add": _add,
+        "scale": _scale,
+        "logits": _logits,
     }
 )

@@ -101,12 +101,19 @@ def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
         return lambda token_ids: (ops.embedding(token_ids, rows, dtype),)  # type: ignore[arg-type]
     if case.op == "write_kv":
         return lambda k, v, slots: _write_and_read(ops, (k, v), slots, fixed)
+    if case.op == "logits":
+        weight, divisor, softcap = fixed
+        head = _pack(ops, weight, None)  # type: ignore[arg-type]
+        return lambda x: (ops.logits(x, head, divisor, softcap),)  # type: ignore[arg-type]
     functions: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
         "embedding": ops.embedding,
         "rms_norm": ops.rms_norm,
         "add_rms_norm": ops.add_rms_norm,
         "rotary": ops.rotary,
         "gated_activation": ops.gated_activation,
+        # what a captured step does beside the ops; torch's are their definition
+        "add": torch.add if ops.steps is None else ops.steps.add,
+        "scale": torch.mul if ops.steps is None else ops.steps.scale,
     }
     function = functions[case.op]
 
@@ -288,6 +295,32 @@ def _gated_activation_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case("gated_activation", name, (gate_up,), (kind,))
 
 
+def _add_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for shape in ((1, 7), (19, 77), (37, 896), (0, 64)):
+        name = label("add", dtype, *shape)
+        source = CaseDraws(name, dtype)
+        yield Case("add", name, (source.normal(*shape), source.normal(*shape, scale=50.0)), ())
+
+
+def _scale_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for shape, factor in (((1, 7), 0.59375), ((19, 77), -3.0), ((37, 896), 29.875)):
+        name = label("scale", dtype, *shape)
+        yield Case("scale", name, (CaseDraws(name, dtype).normal(*shape),), (factor,))
+
+
+def _logits_cases(dtype: torch.dtype) -> Iterator[Case]:
+    for num_rows, width, vocabulary, divisor, softcap in (
+        (1, 32, 1003, 1.0, None),
+        (5, 96, 16411, 1.0, 30.0),
+        (19, 64, 130, 13.0, 0.5),
+        (0, 32, 40, 1.0, 30.0),
+    ):
+        name = label("logits", dtype, num_rows, width, vocabulary, softcap)
+        source = CaseDraws(name, dtype)
+        weight = source.normal(vocabulary, width, scale=0.3)
+        yield Case("logits", name, (source.normal(num_rows, width),), (weight, divisor, softcap))
+
+
 # name, rows, (H, K, D), block size, window, soft-cap
 _MIXED: Rows = ((0, 1), (36, 1), (0, 37), (300, 1), (250, 13), (255, 1), (256, 1), (200, 2))
 _ATTENTION: tuple[tuple[str, Rows, tuple[int, int, int], int, int | None, float | None], ...] = (
@@ -359,6 +392,9 @@ OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = Map
         "rotary": _rotary_cases,
         "write_kv": _write_kv_cases,
         "gated_activation": _gated_activation_cases,
+        "add": _add_cases,
+        "scale": _scale_cases,
+        "logits": _logits_cases,
         "paged_attention": _attention_cases,
     }
 )

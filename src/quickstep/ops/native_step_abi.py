@@ -91,13 +91,26 @@ class DrawCall(ctypes.Structure):
 
     _fields_ = (
         ("logits", c_void_p),
-        ("raw", c_void_p),
-        ("is_double", c_int32),
+        ("edit_ids", c_void_p),
+        ("edit_values", c_void_p),
+        ("num_edits", c_int64),
+        ("num_set", c_int64),
+        ("allowed", c_void_p),
+        # the arrays of two, element by element
+        ("first_bans", c_void_p),
+        ("second_bans", c_void_p),
+        ("num_first_bans", c_int64),
+        ("num_second_bans", c_int64),
+        ("first_yields", c_int32),
+        ("second_yields", c_int32),
         ("num_top", c_int32),
+        ("strikes_top", c_int32),
         ("top_k", c_int64),
         ("temperature", c_double),
         ("top_p", c_double),
+        ("typical_p", c_double),
         ("log_min_p", c_double),
+        ("xtc_threshold", c_double),
         ("key_b", c_uint64),
         ("key_c", c_uint64),
         ("token_id", c_int64),
@@ -114,6 +127,8 @@ _P, _I, _L, _F, _D = c_void_p, c_int, c_int64, c_float, c_double
 
 # name -> (result, arguments), as in `ops.native_library`
 STEP_SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+    ("qs_add", _I, (_P, _I, _P, _P, _L, _P)),
+    ("qs_scale", _I, (_P, _I, _P, _L, _F, _P)),
     ("qs_finish_logits", _I, (_P, _I, _P, _L, _D, _D, _P)),
     ("qs_program_create", _I, (_P, POINTER(OpCall), _L, POINTER(ProgramInputs), POINTER(_P))),
     ("qs_program_destroy", None, (_P,)),

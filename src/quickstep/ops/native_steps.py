@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import ctypes
 
+import torch
 from torch import Tensor
 
 from quickstep.ops.native_draw import RowDraws
+from quickstep.ops.native_library import raise_for_status
+from quickstep.ops.native_packed import DTYPES
 from quickstep.ops.native_program import Program
 from quickstep.ops.recording import Recording
 
@@ -36,3 +39,24 @@ class NativeSteps:
     def draws(self, vocab_size: int) -> RowDraws:
         """Draws from rows of `vocab_size` logits."""
         return RowDraws(self._library, self._context, self._owner, vocab_size)
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """A recorded sum by itself: a + b of one shape and dtype, contiguous."""
+        out = torch.empty_like(a)
+        addresses = (a.data_ptr(), b.data_ptr())
+        add = self._library.qs_add
+        status = add(self._context, DTYPES[a.dtype], *addresses, a.numel(), out.data_ptr())
+        if status:
+            raise_for_status(status, "add")
+        return out
+
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """A recorded product with a number by itself."""
+        out = torch.empty_like(x)
+        scale = self._library.qs_scale
+        status = scale(
+            self._context, DTYPES[x.dtype], x.data_ptr(), x.numel(), factor, out.data_ptr()
+        )
+        if status:
+            raise_for_status(status, "scale")
+        return out

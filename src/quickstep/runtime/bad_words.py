@@ -29,17 +29,21 @@ class BadWords:
 
     def ban_(self, logits: npt.NDArray[np.float64]) -> None:
         """Ban what would complete a word, unless nothing else may follow."""
+        ids = self.banned()
+        before = logits[ids]
+        logits[ids] = -np.inf
+        if not np.isfinite(logits.max()):
+            logits[ids] = before
+
+    def banned(self) -> npt.NDArray[np.int64]:
+        """The tokens that would complete a word, each once."""
         tail = tuple(self._tail)
         banned = set(self._always)
         for word in self._longer:
             num_before = len(word) - 1
             if tail[-num_before:] == word[:-1]:
                 banned.add(word[-1])
-        ids = np.array(sorted(banned), dtype=np.int64)
-        before = logits[ids]
-        logits[ids] = -np.inf
-        if not np.isfinite(logits.max()):
-            logits[ids] = before
+        return np.array(sorted(banned), dtype=np.int64)
 
     def record(self, token_id: int) -> None:
         """Take an output token."""

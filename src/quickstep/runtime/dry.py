@@ -23,6 +23,7 @@ __all__ = ["DryPenalty"]
 
 # What no logit outweighs, and yet no infinity: a row where every token is penalised still draws.
 _LARGEST_PENALTY = 1e30
+_NOTHING = np.empty(0, dtype=np.int64), np.empty(0)
 
 
 class DryPenalty:
@@ -54,9 +55,14 @@ class DryPenalty:
 
     def penalise_(self, logits: npt.NDArray[np.float64]) -> None:
         """Lower the tokens that would go on with a repetition."""
+        token_ids, amounts = self.penalties()
+        logits[token_ids] -= amounts
+
+    def penalties(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """The tokens that would go on with a repetition, each once, and what each loses."""
         num_tokens, start = self._num_tokens, self._start
         if self._run_len < self._allowed_length or num_tokens - start < 2:
-            return
+            return _NOTHING
         # a repetition begins inside the range, too
         lengths = np.minimum(
             self._lengths[start : num_tokens - 1], np.arange(1, num_tokens - start)
@@ -64,13 +70,13 @@ class DryPenalty:
         np.minimum(lengths, self._run_len, out=lengths)
         places = np.flatnonzero(lengths >= self._allowed_length)
         if not places.size:
-            return
+            return _NOTHING
         token_ids, which = np.unique(self._tokens[start + 1 + places], return_inverse=True)
         longest = np.zeros(token_ids.shape[0], dtype=np.float64)
         np.maximum.at(longest, which, lengths[places])
         with np.errstate(over="ignore"):
-            penalties = self._multiplier * self._base ** (longest - self._allowed_length)
-        logits[token_ids] -= np.minimum(penalties, _LARGEST_PENALTY)
+            amounts = self._multiplier * self._base ** (longest - self._allowed_length)
+        return token_ids, np.minimum(amounts, _LARGEST_PENALTY)
 
     def record(self, token_id: int) -> None:
         """Take the token that follows."""

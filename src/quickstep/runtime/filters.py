@@ -15,7 +15,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.runtime.exact_math import MASS_UNIT, masses
+from quickstep.runtime.exact_math import MASS_UNIT, exp_nonpositive, masses
 from quickstep.types import SamplingParams
 
 __all__ = ["kept_token_ids", "largest"]
@@ -60,37 +60,42 @@ def kept_token_ids(
     return ids
 
 
-def _weights(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Relative to the largest, which is 1."""
-    peak = values.max()
-    return np.exp(values - peak if peak else values)
-
-
 def _typical(values: npt.NDArray[np.float64], typical_p: float) -> Ids:
     """Places of the smallest set whose share reaches `typical_p`, taking first the tokens whose
     surprise -log p is nearest to its mean, the entropy (Meister et al. 2022, arXiv:2202.00666).
+
+    A surprise is the logarithm of the total less the value, so how far it is from the entropy is
+    how far the value is from the mean value: no logarithm, and sums of integers alone.
     """
-    weights = _weights(values)
-    total = weights.sum()
-    surprise = np.log(total) - (values - values.max())
-    shares = weights / total
-    entropy = (shares * surprise).sum()
-    order = np.argsort(np.abs(surprise - entropy), kind="stable")
-    mass = np.cumsum(shares[order])
-    size = int(np.searchsorted(mass, typical_p * mass[-1])) + 1
-    return np.sort(order[:size])
+    values = values - values.max()
+    weights = masses(values)
+    total = int(weights.sum())
+    moments = np.rint(exp_nonpositive(values) * values * MASS_UNIT)
+    moment = int(moments[weights > 0].astype(np.int64).sum())
+    apart = np.abs(values - float(moment) / float(total))
+    order = np.argsort(apart, kind="stable")
+    mass = np.cumsum(weights[order])
+    return np.sort(order[: int(np.searchsorted(mass, _target(typical_p, total))) + 1])
 
 
 def _without_top(values: npt.NDArray[np.float64], threshold: float) -> Ids:
     """Places of all but the tokens whose share is at least `threshold`, and of the last of these
     in canonical order, so that something likely stays.
     """
-    weights = _weights(values)
-    top = np.flatnonzero(weights >= threshold * weights.sum())
-    if top.shape[0] < 2:
+    weights = masses(values - values.max())
+    bound = threshold * float(weights.sum())
+    top = np.flatnonzero(weights.astype(np.float64) >= bound)
+    if not top.size:
         return np.arange(values.shape[0])
     least = top[values[top] == values[top].min()][-1]
-    return np.setdiff1d(np.arange(values.shape[0]), top[top != least], assume_unique=True)
+    places = np.arange(values.shape[0])
+    behind = (values < values[least]) | ((values == values[least]) & (places >= least))
+    return np.flatnonzero(behind)
+
+
+def _target(share: float, total: int) -> int:
+    """How much of `total` a share is; at least 1, at most all."""
+    return min(max(1, math.ceil(share * float(total))), total)
 
 
 def _nucleus_size(values: npt.NDArray[np.float64], top_p: float) -> int:
@@ -101,7 +106,7 @@ def _nucleus_size(values: npt.NDArray[np.float64], top_p: float) -> int:
     """
     weights = masses(values)
     total = int(weights.sum())
-    target = min(max(1, math.ceil(top_p * float(total))), total)
+    target = _target(top_p, total)
     for floor in (1e-4 * MASS_UNIT, 0.0):
         head = -np.sort(-weights[weights >= floor])
         mass = np.cumsum(head)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from quickstep.errors import RequestError
 from quickstep.runtime.closing import ClosingGuard, ClosingVocabulary
+from quickstep.runtime.logit_changes import bits_of_bytes, bits_of_ids
 from quickstep.types import Admission, Grammar
 
 if TYPE_CHECKING:
@@ -52,16 +53,18 @@ class GrammarConstraint:
 
     def forbidden(self) -> npt.NDArray[np.bool_]:
         """[V] True for each token that may not come next. Sets `failure` at a matcher's limit."""
-        forbidden = np.ones(self._vocab_size, dtype=np.bool_)
+        flags = np.unpackbits(self.allowed_bits().view(np.uint8), bitorder="little")
+        forbidden: npt.NDArray[np.bool_] = flags[: self._vocab_size] == 0
+        return forbidden
+
+    def allowed_bits(self) -> npt.NDArray[np.uint64]:
+        """Bit i % 64 of word i / 64: token i may come next. Sets `failure` as `forbidden` does."""
         if not self._is_complete:
-            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            allowed = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
-            forbidden[: allowed.shape[0]] = allowed == 0
+            allowed = bits_of_bytes(self._matcher.compute_bitmask(), self._vocab_size)
             self._note_failure()
         if self._is_complete:
-            forbidden[:] = True
-            forbidden[self._end_ids] = False
-        return forbidden
+            allowed = bits_of_ids(self._end_ids, self._vocab_size)
+        return allowed
 
     def record(self, token_id: int) -> None:
         """Take an output token that was allowed. After the end nothing changes any more.

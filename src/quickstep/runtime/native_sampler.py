@@ -1,8 +1,8 @@
 """Draws of a step's rows in one native call; the same tokens and bits as `runtime.sampler`.
 
-What adjusts a row's logits (penalties, masks, grammars) is done in NumPy on the row's copy, and the
-call draws from that. Filters that only NumPy knows (typical-p, XTC) take their rows to
-`sample_row`. Called by `runtime.runner` where the kernels are native.
+What changes a row's logits (penalties, masks, grammars) is found here, over the tokens it touches
+(`SamplingState.changes`), and done in the call. Called by `runtime.runner` where the kernels are
+native.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from quickstep.model.interface import Model
 from quickstep.ops.native_draw import RowDraws
 from quickstep.ops.native_step_abi import DrawCall
 from quickstep.runtime.exact_math import MASS_UNIT
+from quickstep.runtime.logit_changes import LogitChanges
 from quickstep.runtime.logprobs import token_logprobs
 from quickstep.runtime.noise import row_keys
 from quickstep.runtime.sampler import (
     NO_MAXIMUM,
+    NOTHING_ALLOWED,
     Sample,
     SampleFailure,
-    adjusted,
     sample,
-    sample_row,
+    strikes_top,
 )
 from quickstep.runtime.sampling_state import SamplingState
-from quickstep.types import SamplingParams, TokenLogprobs
+from quickstep.types import TokenLogprobs
 
 __all__ = ["NativeSampler", "Sampler", "open_sampler"]
+
+_NO_MAXIMUM = -1  # `qs_no_token`
 
 # (logits [E, V] fp32, a state for each row) -> a token for each row
 Sampler = Callable[[Tensor, Sequence[SamplingState]], list[Sample | SampleFailure]]
@@ -84,7 +87,8 @@ class NativeSampler:
             for index in range(num_rows):
                 call = calls[index]
                 call.logits = address + index * row_bytes
-                call.is_double, call.num_top, call.temperature = 0, -1, 0.0
+                call.num_top, call.temperature = -1, 0.0
+                _fill_changes(call, None)
         self._draws.run(num_rows)
         token_ids = [calls[index].token_id for index in range(num_rows)]
         return [Sample(one) if one >= 0 else NO_MAXIMUM for one in token_ids]
@@ -96,7 +100,7 @@ class _Drawing:
 
     call: DrawCall
     row: npt.NDArray[np.float32]
-    adjusted: npt.NDArray[np.float64] | None
+    changes: LogitChanges | None
     top_ids: npt.NDArray[np.int64] | None = None
     top_logits: npt.NDArray[np.float32] | None = None
 
@@ -105,19 +109,16 @@ def _begun(
     call: DrawCall, row: npt.NDArray[np.float32], state: SamplingState
 ) -> Sample | SampleFailure | _Drawing:
     sampling = state.sampling
-    if sampling.typical_p < 1.0 or sampling.xtc_probability > 0.0:
-        return sample_row(row, state)
-    logits = adjusted(row, state) if state.adjusts_logits else None
-    if isinstance(logits, SampleFailure):
-        return logits
-    drawing = _Drawing(call, row, logits)
-    source = row if logits is None else logits
-    call.logits = source.ctypes.data
-    call.raw = row.ctypes.data
-    call.is_double = logits is not None
+    changes = state.changes(row) if state.adjusts_logits else None
+    if state.failure:
+        is_finite = np.isfinite(row.max())
+        return SampleFailure(state.failure, is_refused=True) if is_finite else NO_MAXIMUM
+    drawing = _Drawing(call, row, changes)
+    call.logits = row.ctypes.data
+    _fill_changes(call, changes)
     call.temperature = sampling.temperature
     call.num_top = -1
-    _fill_filters(call, sampling, row.shape[0])
+    _fill_filters(call, state, row.shape[0])
     call.key_b, call.key_c = row_keys(state.seed, state.num_outputs)
     if sampling.logprobs is not None:
         call.num_top = min(sampling.logprobs, row.shape[0])
@@ -127,19 +128,36 @@ def _begun(
     return drawing
 
 
-def _fill_filters(call: DrawCall, sampling: SamplingParams, vocab_size: int) -> None:
+def _fill_changes(call: DrawCall, changes: LogitChanges | None) -> None:
+    if changes is None:
+        call.num_edits = call.num_set = call.num_first_bans = call.num_second_bans = 0
+        call.allowed = None
+        return
+    call.num_edits, call.num_set = changes.edit_ids.shape[0], changes.num_set
+    call.edit_ids, call.edit_values = changes.edit_ids.ctypes.data, changes.edit_values.ctypes.data
+    call.allowed = None if changes.allowed is None else changes.allowed.ctypes.data
+    first, second = changes.bans
+    call.num_first_bans, call.first_yields = first.token_ids.shape[0], first.yields
+    call.num_second_bans, call.second_yields = second.token_ids.shape[0], second.yields
+    call.first_bans, call.second_bans = first.token_ids.ctypes.data, second.token_ids.ctypes.data
+
+
+def _fill_filters(call: DrawCall, state: SamplingState, vocab_size: int) -> None:
+    sampling = state.sampling
     call.top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
-    call.top_p = sampling.top_p
+    call.top_p, call.typical_p = sampling.top_p, sampling.typical_p
     call.log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
+    call.strikes_top = strikes_top(state)
+    call.xtc_threshold = sampling.xtc_threshold
 
 
 def _ended(drawing: _Drawing, state: SamplingState) -> Sample | SampleFailure:
     call = drawing.call
     token_id: int = call.token_id
     if token_id < 0:
-        return NO_MAXIMUM
+        return NO_MAXIMUM if token_id == _NO_MAXIMUM else NOTHING_ALLOWED
     has_logprobs = call.num_top >= 0
-    steered = token_id if drawing.adjusted is None else state.steered(token_id)
+    steered = token_id if drawing.changes is None else state.steered(token_id)
     if steered != token_id and has_logprobs:
         return Sample(steered, token_logprobs(drawing.row, steered, call.num_top))
     return Sample(steered, _logprobs(drawing) if has_logprobs else None)

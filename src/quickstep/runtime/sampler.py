@@ -27,7 +27,16 @@ from quickstep.runtime.noise import chance, largest_noisy, noise_bits
 from quickstep.runtime.sampling_state import SamplingState
 from quickstep.types import TokenLogprobs
 
-__all__ = ["NO_MAXIMUM", "Sample", "SampleFailure", "adjusted", "sample", "sample_row"]
+__all__ = [
+    "NOTHING_ALLOWED",
+    "NO_MAXIMUM",
+    "Sample",
+    "SampleFailure",
+    "adjusted",
+    "sample",
+    "sample_row",
+    "strikes_top",
+]
 
 
 @frozen
@@ -84,11 +93,11 @@ def adjusted(
     state.adjust_(logits)
     if state.failure:
         return SampleFailure(state.failure, is_refused=True)
-    return logits if np.isfinite(logits.max()) else _NOTHING_ALLOWED
+    return logits if np.isfinite(logits.max()) else NOTHING_ALLOWED
 
 
 NO_MAXIMUM = SampleFailure("the logits hold NaN or infinity")
-_NOTHING_ALLOWED = SampleFailure(
+NOTHING_ALLOWED = SampleFailure(
     "no token is left after logit_bias, allowed_token_ids, bad_words, grammar and min_tokens",
     is_refused=True,
 )
@@ -115,8 +124,11 @@ def _choose(logits: npt.NDArray[np.floating], state: SamplingState) -> int:
     scaled -= scaled.max()
     with np.errstate(over="ignore"):  # a tiny temperature sends the tail to -inf: it is dropped
         scaled /= temperature
-    excludes_top = sampling.xtc_probability > 0.0 and chance(seed, position) < (
-        sampling.xtc_probability
-    )
-    ids = kept_token_ids(scaled, sampling, excludes_top)
+    ids = kept_token_ids(scaled, sampling, strikes_top(state))
     return int(ids[largest_noisy(scaled[ids], noise_bits(seed, position, ids))])
+
+
+def strikes_top(state: SamplingState) -> bool:
+    """Whether XTC strikes the next draw."""
+    probability = state.sampling.xtc_probability
+    return probability > 0.0 and chance(state.seed, state.num_outputs) < probability

@@ -17,6 +17,15 @@ from quickstep.errors import RequestError
 from quickstep.runtime.bad_words import BadWords
 from quickstep.runtime.dry import DryPenalty
 from quickstep.runtime.grammar_constraint import GrammarConstraint, NewMatcher, constraint_of
+from quickstep.runtime.logit_changes import (
+    NO_BANS,
+    Bans,
+    Edit,
+    LogitChanges,
+    bits_of_ids,
+    edits_of,
+)
+from quickstep.runtime.penalties import Penalties
 from quickstep.runtime.thinking_budget import ThinkingBudget
 from quickstep.sampling_params import TokenForms
 from quickstep.types import Admission, SamplingParams
@@ -40,20 +49,16 @@ class SamplingState:
         self.sampling: SamplingParams = sampling
         self.seed = admission.seed
         self.num_outputs = len(admission.token_ids) - admission.prompt_len
-        self._repetition = sampling.repetition_penalty != 1.0
-        self._additive = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+        self._vocab_size = vocab_size
         self._bias_ids = _ids_in(vocab_size, sampling.logit_bias, "logit_bias")
         self._biases = np.array(list(sampling.logit_bias.values()), dtype=np.float64)
         self._allowed_ids = _ids_in(vocab_size, sampling.allowed_token_ids, "allowed_token_ids")
         self._end_ids = _end_ids(admission, vocab_size)
         self._grammar: GrammarConstraint | None = constraint_of(admission, vocab_size, new_matcher)
-        self._is_seen = np.zeros(vocab_size if self._repetition else 0, dtype=np.bool_)
-        self._output_counts = np.zeros(vocab_size if self._additive else 0, dtype=np.int64)
-        if self._repetition:
-            self._is_seen[list(admission.token_ids)] = True
-        if self._additive:
-            outputs = np.array(admission.token_ids[admission.prompt_len :], dtype=np.int64)
-            np.add.at(self._output_counts, outputs, 1)
+        self._allowed_bits = (
+            bits_of_ids(self._allowed_ids, vocab_size) if self._allowed_ids.size else None
+        )
+        self._penalties = _penalties(admission)
         in_tokens = _token_forms(sampling)
         self._dry = _dry(admission, in_tokens, vocab_size)
         self._bad_words = _bad_words(admission, in_tokens, vocab_size)
@@ -61,8 +66,7 @@ class SamplingState:
         followers = (self._grammar, self._dry, self._bad_words, self._thinking)
         self._followers = [follower for follower in followers if follower is not None]
         self._always_adjusts = bool(
-            self._repetition
-            or self._additive
+            self._penalties is not None
             or self._bias_ids.size
             or self._allowed_ids.size
             or self._followers
@@ -98,17 +102,9 @@ class SamplingState:
         self._mask_(logits)
 
     def _penalise_(self, logits: npt.NDArray[np.float64]) -> None:
-        sampling = self.sampling
-        if self._repetition:
-            seen = np.flatnonzero(self._is_seen)
-            scores = logits[seen]
-            penalty = sampling.repetition_penalty
-            with np.errstate(over="ignore"):  # a huge penalty sends a score to -inf: it is banned
-                logits[seen] = np.where(scores < 0, scores * penalty, scores / penalty)
-        if self._additive:
-            used = np.flatnonzero(self._output_counts)
-            counts = self._output_counts[used]
-            logits[used] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+        if self._penalties is not None:
+            ids = self._penalties.token_ids
+            logits[ids] = self._penalties.lowered(logits[ids])
         if self._dry is not None:
             self._dry.penalise_(logits)
 
@@ -134,6 +130,41 @@ class SamplingState:
             logits.fill(-np.inf)
             logits[forced] = 0.0
 
+    def changes(self, row: npt.NDArray[np.float32]) -> LogitChanges:
+        """What `adjust_` would do to the raw logits `row` [V], without a pass over all of them."""
+        allowed = self._allowed_bits
+        if self._grammar is not None:
+            bits = self._grammar.allowed_bits()
+            allowed = bits if allowed is None else bits & allowed
+        forced = None if self._thinking is None else self._thinking.forced_token
+        if forced is not None:
+            only = np.array([forced], dtype=np.int64)
+            bits = bits_of_ids(only, self._vocab_size)
+            return LogitChanges(only, np.zeros(1), 1, bits, (NO_BANS, NO_BANS))
+        ends = NO_BANS
+        if self._bans_ends:
+            ends = Bans(self._end_ids, yields=self._grammar is not None)
+        words = NO_BANS
+        if self._bad_words is not None:
+            words = Bans(self._bad_words.banned(), yields=True)
+        return LogitChanges(*self._edits(row), allowed, (ends, words))
+
+    def _edits(
+        self, row: npt.NDArray[np.float32]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], int]:
+        """Penalties and bias, as `_penalise_` and `adjust_` have them."""
+        replaced: Edit | None = None
+        if self._penalties is not None:
+            ids = self._penalties.token_ids
+            replaced = ids, self._penalties.lowered(row[ids].astype(np.float64))
+        added: list[Edit] = []
+        if self._dry is not None:
+            ids, amounts = self._dry.penalties()
+            added.append((ids, -amounts))
+        if self._bias_ids.size:
+            added.append((self._bias_ids, self._biases))
+        return edits_of(replaced, added)
+
     def steered(self, token_id: int) -> int:
         """The drawn token, or another one if it would leave a grammar no room for its end."""
         return token_id if self._grammar is None else self._grammar.steered(token_id)
@@ -143,10 +174,16 @@ class SamplingState:
         self.num_outputs += 1
         for follower in self._followers:
             follower.record(token_id)
-        if self._repetition:
-            self._is_seen[token_id] = True
-        if self._additive:
-            self._output_counts[token_id] += 1
+        if self._penalties is not None:
+            self._penalties.record(token_id)
+
+
+def _penalties(admission: Admission) -> Penalties | None:
+    sampling, token_ids, prompt_len = admission.sampling, admission.token_ids, admission.prompt_len
+    additive = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+    if sampling.repetition_penalty == 1.0 and not additive:
+        return None
+    return Penalties(sampling, token_ids[:prompt_len], token_ids[prompt_len:])
 
 
 def _ids_in(vocab_size: int, token_ids: Iterable[int], param: str) -> npt.NDArray[np.int64]:
