@@ -112,10 +112,10 @@ def read_rate(probe: NativeProbe) -> float:
 
 
 def multiply_rates(probe: NativeProbe, layers: dict[str, Layer]) -> dict[torch.dtype, float]:
-    return {
-        dtype: best_rate(lambda dtype=dtype: probe.multiply(dtype, PROBE_ROUNDS))  # type: ignore[misc]
-        for dtype in {layer.multiplied for layer in layers.values()}
-    }
+    def rate(dtype: torch.dtype) -> float:
+        return best_rate(lambda: probe.multiply(dtype, PROBE_ROUNDS))
+
+    return {dtype: rate(dtype) for dtype in {layer.multiplied for layer in layers.values()}}
 
 
 def bench_rows(

@@ -169,7 +169,7 @@ struct QuantizedTileArgs {
 
 using QuantizedTileFn = void (*)(const QuantizedTileArgs& args);
 
-// Cache lines that a tile fetches per step and panel: as many as it reads. None for 2 or 3 rows over
+// Cache lines that a tile fetches per step and panel: as many as it reads. None for 2 or 3 rows of
 // several panels, which are faster with the hardware's prefetching alone.
 constexpr int64_t kCacheLine = 64;
 constexpr int fetched_lines(int rows, int panels) {
