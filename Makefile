@@ -8,10 +8,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test check format bench soak gpu verify native reference clean
+.PHONY: help demo test check format bench soak peers gpu verify native reference clean
 
 help:
-	@echo "make demo | test | check | format | reference | verify | native | bench | soak | gpu | clean"
+	@echo "make demo | test | check | format | reference | verify | native | bench | soak | peers | gpu | clean"
 
 $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/kernels/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -59,6 +59,10 @@ bench: $(READY)
 MINUTES ?= 10
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+
+# Quickstep beside vLLM, OpenVINO, llama.cpp and transformers, interleaved; sets them up first (GBs).
+peers: $(READY)
+	$(BIN)/python -m benchmarks.peers --workloads w1 w2 w3 w4 footprint
 
 # On a machine with an NVIDIA GPU, with the Python that has its torch: make gpu PYTHON=python3
 gpu:

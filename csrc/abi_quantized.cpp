@@ -171,6 +171,7 @@ int qs_quantized_run(qs_context* context, const qs_quantized* linear, int dtype,
   rows.stride = row_stride(packed);
   const uintptr_t start = round_up(reinterpret_cast<intptr_t>(scratch), kAlignment);
   rows.codes = reinterpret_cast<int8_t*>(start);
+  rows.num_groups = packed.num_groups;
   rows.factors = reinterpret_cast<int32_t*>(rows.codes + num_tokens * rows.stride);
   context->kernels->quantized_linear(context->pool,
                                      {&packed, dtype, x, x_stride, num_tokens, out, rows});

@@ -5,16 +5,26 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace qs {
 
-#if defined(QS_HAS_avx2)
-namespace avx2 { extern const Kernels kernels; }
-namespace avx512 { extern const Kernels kernels; }
-namespace avx512_vnni { extern const Kernels kernels; }
+// Which of them exist says CMakeLists.txt, by QS_HAS_<level>.
+namespace avx512_amx { extern const Kernels kernels; }
 namespace avx512_bf16 { extern const Kernels kernels; }
-#endif
+namespace avx512_vnni { extern const Kernels kernels; }
+namespace avx512 { extern const Kernels kernels; }
+namespace avx_vnni { extern const Kernels kernels; }
+namespace avx2 { extern const Kernels kernels; }
+namespace neon_bf16 { extern const Kernels kernels; }
+namespace neon_dotprod { extern const Kernels kernels; }
+namespace neon { extern const Kernels kernels; }
 namespace portable { extern const Kernels kernels; }
 
 namespace {
@@ -24,14 +34,15 @@ struct Level {
   bool supported;
 };
 
+bool has(uint64_t word, int bit) { return (word >> bit) & 1; }
+
 #if defined(QS_HAS_avx2)
 
 struct Features {
-  uint32_t leaf1_ecx = 0, leaf7_ebx = 0, leaf7_ecx = 0, leaf7_1_eax = 0, ext1_ecx = 0;
+  uint32_t leaf1_ecx = 0, ext1_ecx = 0;
+  uint32_t leaf7_ebx = 0, leaf7_ecx = 0, leaf7_edx = 0, leaf7_1_eax = 0;
   uint64_t xcr0 = 0;
 };
-
-bool has(uint32_t word, int bit) { return (word >> bit) & 1; }
 
 uint64_t read_xcr0() {
   uint32_t low = 0, high = 0;
@@ -46,6 +57,7 @@ Features read_features() {
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) {
     f.leaf7_ebx = ebx;
     f.leaf7_ecx = ecx;
+    f.leaf7_edx = edx;
     const uint32_t max_subleaf = eax;
     if (max_subleaf >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) f.leaf7_1_eax = eax;
   }
@@ -77,23 +89,100 @@ bool supports_avx512_bf16(const Features& f) {
   return supports_avx512_vnni(f) && has(f.leaf7_1_eax, 5);
 }
 
+// Linux saves the tile registers of a process only once it has asked for them.
+[[maybe_unused]] bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+// An emulated level has its tiles in memory.
+[[maybe_unused]] bool supports_avx512_amx(const Features& f) {
+#if defined(QS_EMULATED)
+  return supports_avx512_bf16(f);
+#else
+  const bool tile_state = (f.xcr0 & 0x60000) == 0x60000;
+  const bool leaf7 = has(f.leaf7_edx, 24) && has(f.leaf7_edx, 25);  // AMX-TILE, AMX-INT8
+  return supports_avx512_bf16(f) && tile_state && leaf7 && may_use_tiles();
+#endif
+}
+
+// An emulated level runs AVX-512's encoding of its instructions.
+[[maybe_unused]] bool supports_avx_vnni(const Features& f) {
+#if defined(QS_EMULATED)
+  return supports_avx512_vnni(f);
+#else
+  return supports_avx2(f) && has(f.leaf7_1_eax, 4);
+#endif
+}
+
+#endif
+
+#if defined(QS_HAS_neon)
+
+// Bits of AT_HWCAP and AT_HWCAP2, as the kernel's interface fixes them.
+constexpr int kDotProducts = 20;
+constexpr int kBf16 = 14;
+
+struct Features {
+  uint64_t hwcap = 0, hwcap2 = 0;
+};
+
+Features read_features() {
+  Features f;
+#if defined(__linux__)
+  f.hwcap = getauxval(AT_HWCAP);
+  f.hwcap2 = getauxval(AT_HWCAP2);
+#endif
+  return f;
+}
+
+[[maybe_unused]] bool supports_neon_dotprod(const Features& f) {
+  return has(f.hwcap, kDotProducts);
+}
+
+[[maybe_unused]] bool supports_neon_bf16(const Features& f) {
+  return supports_neon_dotprod(f) && has(f.hwcap2, kBf16);
+}
+
 #endif
 
 struct Levels {
-  static constexpr int kCount = 5;
+  static constexpr int kCount = 8;
   Level all[kCount] = {};
   int count = 0;
-  char names[96] = {};
+  char names[128] = {};
 
+  // The best one first.
   Levels() {
 #if defined(QS_HAS_avx2)
     const Features f = read_features();
+#if defined(QS_HAS_avx512_amx)
+    add(&avx512_amx::kernels, supports_avx512_amx(f));
+#endif
     add(&avx512_bf16::kernels, supports_avx512_bf16(f));
     add(&avx512_vnni::kernels, supports_avx512_vnni(f));
     add(&avx512::kernels, supports_avx512(f));
+#if defined(QS_HAS_avx_vnni)
+    add(&avx_vnni::kernels, supports_avx_vnni(f));
+#endif
     add(&avx2::kernels, supports_avx2(f));
 #endif
+#if defined(QS_HAS_neon)
+    [[maybe_unused]] const Features f = read_features();
+#if defined(QS_HAS_neon_bf16)
+    add(&neon_bf16::kernels, supports_neon_bf16(f));
+#endif
+#if defined(QS_HAS_neon_dotprod)
+    add(&neon_dotprod::kernels, supports_neon_dotprod(f));
+#endif
+    add(&neon::kernels, true);
+#else
     add(&portable::kernels, true);
+#endif
   }
 
   void add(const Kernels* kernels, bool supported) {

@@ -22,7 +22,7 @@ from benchmarks.peers.contestants import (
     DriverProcess,
     contestants,
 )
-from benchmarks.peers.report import HEADLINES, figures, table
+from benchmarks.peers.report import HEADLINES, figures, show_progress, table
 from benchmarks.peers.served import footprint, under_arrivals
 from benchmarks.peers.workloads import draw_requests, write_requests
 from quickstep.bench.shapes import SHAPES
@@ -88,17 +88,19 @@ def _start(contestant: Contestant, cache: Path, drivers: dict[Contestant, Driver
         print(f"left out: {error}", file=sys.stderr)
         return
     drivers[contestant] = driver
+    driver.hold()
     print(f"- {contestant.name}: ready after {driver.ready_s:.2f} s", flush=True)
 
 
 def _workload(
     workload: str, drivers: dict[Contestant, DriverProcess], args: argparse.Namespace
 ) -> Results:
-    """All repeats of one workload, one round unmeasured; prints the table."""
+    """All repeats of one workload behind a short unmeasured round; prints the table."""
     results: Results = {contestant.name: [] for contestant in drivers}
     for repeat in range(-1, args.repeats):
         seed = args.seed * 1000 + repeat
-        requests = draw_requests(workload, seed, VOCABULARY, rate=1.0, num_requests=args.requests)
+        count = args.requests if repeat >= 0 else max(4, args.requests // 8)
+        requests = draw_requests(workload, seed, VOCABULARY, rate=1.0, num_requests=count)
         path = write_requests(args.cache / "requests.json", requests)
         for contestant, driver in drivers.items():
             answer = driver.run(path)
@@ -106,6 +108,7 @@ def _workload(
                 found = figures(answer, [request.at_s for request in requests])
                 found["rss_gb"] = answer["rss_bytes"] / 1e9
                 results[contestant.name].append(found)
+        show_progress(workload, repeat, results)
     print("\n" + table(workload, results), flush=True)
     return results
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.checkpoints import gguf, openvino_ir, w8a8
-from benchmarks.peers.environments import Environment, prepare
+from benchmarks.peers.environments import Environment, prepare, vllm_preloads
 
 __all__ = ["PRECISIONS", "Contestant", "DriverFailed", "DriverProcess", "contestants"]
 
@@ -57,10 +58,17 @@ class Contestant:
         """That it may use."""
         return int(self._after("--threads"))
 
-    @property
-    def python_path(self) -> str:
+    def environment(self) -> dict[str, str]:
         """For its processes: a peer sees nothing of this repository."""
-        return str(_SOURCE) if self.engine == "quickstep" else ""
+        found = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        # what several of the engines read beside their own setting
+        found["OMP_NUM_THREADS"] = str(self.threads)
+        found["PYTHONPATH"] = str(_SOURCE) if self.engine == "quickstep" else ""
+        if self.engine == "vllm":
+            found["VLLM_CPU_KVCACHE_SPACE"] = "2"
+            found["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{self.threads - 1}"
+            found["LD_PRELOAD"] = ":".join(vllm_preloads(Path(self.command[0])))
+        return found
 
     @property
     def name(self) -> str:
@@ -111,17 +119,13 @@ class DriverProcess:
     def __init__(self, contestant: Contestant, log: Path) -> None:
         self._name = contestant.name
         self._log = log.open("w")
-        # OMP_NUM_THREADS: what several of the engines read beside their own setting
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        environment["OMP_NUM_THREADS"] = str(contestant.threads)
-        environment["PYTHONPATH"] = contestant.python_path
         self._process = subprocess.Popen(
             contestant.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env=environment,
+            env=contestant.environment(),
             start_new_session=True,
         )
         self.ready_s = 0.0
@@ -130,12 +134,19 @@ class DriverProcess:
         """Return once the model is loaded. Raises DriverFailed."""
         self.ready_s = self._answer()["ready_s"]
 
+    def hold(self) -> None:
+        """Stop its processes until its next `run`: some engines keep cores busy while idle."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
     def run(self, requests: Path) -> dict[str, Any]:
-        """One run. Raises DriverFailed."""
+        """One run; holds it afterwards. Raises DriverFailed."""
         assert self._process.stdin is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
         self._process.stdin.write(json.dumps({"requests": str(requests)}) + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        answer = self._answer()
+        self.hold()
+        return answer
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -148,6 +159,6 @@ class DriverProcess:
     def close(self) -> None:
         """End the driver and all that it started. Idempotent."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, 9)
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._log.close()

@@ -12,7 +12,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PEERS", "Environment", "prepare"]
+__all__ = ["PEERS", "Environment", "prepare", "vllm_preloads"]
 
 _TORCH = "torch==2.13.0"
 
@@ -59,6 +59,19 @@ def prepare(name: str, cache: Path) -> Environment:
         _build_llama_cpp(found)
     ready.touch()
     return found
+
+
+def vllm_preloads(python: Path) -> list[str]:
+    """The libraries that vLLM asks to preload: its environment's OpenMP, the system's tcmalloc.
+
+    Where the system has no tcmalloc (Debian's libtcmalloc-minimal4) vLLM runs without it.
+    """
+    listed = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True).stdout
+    found = [
+        line.split("=> ")[1] for line in listed.splitlines() if "libtcmalloc_minimal.so" in line
+    ]
+    openmp = python.parents[1] / "lib" / "libiomp5.so"
+    return [*found[:1], *([str(openmp)] if openmp.exists() else [])]
 
 
 def _build_llama_cpp(environment: Environment) -> None:

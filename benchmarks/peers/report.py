@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["HEADLINES", "figures", "table"]
+__all__ = ["HEADLINES", "figures", "show_progress", "table"]
 
 # The figures that a workload is judged by, lower is better.
 HEADLINES: Mapping[str, tuple[str, ...]] = {
@@ -34,6 +36,12 @@ def figures(answer: Mapping[str, Any], arrivals_s: Sequence[float]) -> dict[str,
         "ttft_s": statistics.median(firsts),
         "tpot_ms": statistics.median(tpots) if tpots else 0.0,
     }
+
+
+def show_progress(workload: str, repeat: int, results: Mapping[str, Any]) -> None:
+    """A line of JSON on stderr per repeat: what an interrupted run has measured is not lost."""
+    newest = {name: runs[-1] for name, runs in results.items() if runs}
+    print(json.dumps({"workload": workload, "repeat": repeat, **newest}), file=sys.stderr)
 
 
 def table(workload: str, results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:

@@ -40,11 +40,15 @@ class PeerServer:
     def start(self) -> None:
         """Return after its first token. Raises DriverFailed."""
         port = _free_port()
-        command, environment = _command(self._contestant, port)
+        command = _command(self._contestant, port)
         log = self._log_path.open("wb")
         started_s = time.perf_counter()
         self._process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=environment, start_new_session=True
+            command,
+            stdout=log,
+            stderr=log,
+            env=self._contestant.environment(),
+            start_new_session=True,
         )
         log.close()
         first = ServedRequest(tuple(range(100, 132)), 2, 0.0)
@@ -72,24 +76,34 @@ class PeerServer:
         assert self._process is not None
         return tree_rss_bytes(self._process.pid)
 
+    def hold(self) -> None:
+        """Stop its processes where they are, until `let_run`."""
+        self._signal(signal.SIGSTOP)
+
+    def let_run(self) -> None:
+        """Undo `hold`."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
+
     def close(self) -> None:
         """End it and all that it started. Idempotent."""
         if self._process is None:
             return
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
+            self.let_run()
+            self._signal(signal.SIGTERM)
             try:
                 self._process.wait(10)
             except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
+                self._signal(signal.SIGKILL)
         self._process.wait()
 
 
-def _command(contestant: Contestant, port: int) -> tuple[list[str], dict[str, str]]:
-    """The server's command line and environment."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    environment["OMP_NUM_THREADS"] = str(contestant.threads)
-    environment["PYTHONPATH"] = contestant.python_path
+def _command(contestant: Contestant, port: int) -> list[str]:
+    """The server's command line."""
     python, model = contestant.command[0], contestant.model
     if contestant.engine == "quickstep":
         command = [python, "-m", "quickstep", "serve", model, "--dtype", "bfloat16"]
@@ -99,13 +113,11 @@ def _command(contestant: Contestant, port: int) -> tuple[list[str], dict[str, st
     elif contestant.engine == "vllm":
         command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         command += ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"]
-        environment["VLLM_CPU_KVCACHE_SPACE"] = "2"
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{contestant.threads - 1}"
     else:
         tool = contestant.command[contestant.command.index("--server") + 1]
         command = [tool, "-m", model, "-t", str(contestant.threads), "-np", "16"]
         command += ["-c", str(4096 * 16), "-cb", "--no-webui"]
-    return [*command, "--host", "127.0.0.1", "--port", str(port)], environment
+    return [*command, "--host", "127.0.0.1", "--port", str(port)]
 
 
 def _free_port() -> int:

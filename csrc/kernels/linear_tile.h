@@ -54,7 +54,7 @@ struct Product<float> : Product<f16> {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 
 template <>
 struct Product<bf16> {  // two products and two additions per instruction
@@ -76,9 +76,14 @@ struct Product<bf16> {  // two products and two additions per instruction
     memcpy(&v, w, sizeof(v));
     return v;
   }
-  // Written as assembly because GCC 12 spills arrays of accumulators around the intrinsic.
   static QS_INLINE void add(vf& sum, Operand x, Operand w) {
+#if defined(__AVX512BF16__)
+    // Written as assembly because GCC 12 spills arrays of accumulators around the intrinsic.
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+#else
+    // Likewise because GCC 12 takes constant operands of the intrinsic for halves.
+    asm("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(x), "w"(w));
+#endif
   }
 };
 

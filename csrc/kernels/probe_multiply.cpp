@@ -1,6 +1,9 @@
 // The dot product of linear's register tile without its loads: the peak of this level, and so the
 // bound of a prefill. As many independent accumulators as the tile has; they hide the latency.
 
+#if defined(__AMX_INT8__)
+#include "kernels/amx_tiles.h"
+#endif
 #include "kernels/entries.h"
 #include "kernels/linear_tile.h"
 #include "kernels/quantized_tile.h"
@@ -46,7 +49,34 @@ float multiply(int64_t rounds) {
   return reduce_add(total);
 }
 
+#if defined(__AMX_INT8__)
+
+constexpr int64_t kRoundOps = 2 * 4 * 16 * 16 * 64;  // 4 tiles of sums
+
+// The low-bit product's tiles, as a prefill has them.
+int32_t multiply_codes(int64_t rounds) {
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) {
+    shapes.row_bytes[tile] = 64;
+    shapes.rows[tile] = 16;
+  }
+  set_shapes(shapes);
+  for (int64_t round = 0; round < rounds; ++round) {
+    add_signed_by_unsigned<0, 4, 5>();
+    add_signed_by_unsigned<1, 4, 6>();
+    add_signed_by_unsigned<2, 4, 7>();
+    add_signed_by_unsigned<3, 4, 5>();
+  }
+  int32_t sums[16 * 16];
+  store_tile<0>(sums, 64);
+  release_tiles();
+  return sums[0];
+}
+
+#else
+
 constexpr int kIntegerSums = kQuantizedRows * kTileVectors;
+constexpr int64_t kRoundOps = kIntegerSums * 2 * W * kStepInputs;
 
 // The low-bit tile's products of 8 bits.
 int32_t multiply_codes(int64_t rounds) {
@@ -67,6 +97,8 @@ int32_t multiply_codes(int64_t rounds) {
   return total[0];
 }
 
+#endif
+
 }  // namespace
 
 int64_t probe_multiply_codes(Pool* pool, int64_t rounds) {
@@ -75,7 +107,7 @@ int64_t probe_multiply_codes(Pool* pool, int64_t rounds) {
     volatile int32_t kept = multiply_codes(rounds);
     (void)kept;
   });
-  return num_items * rounds * kIntegerSums * 2 * W * kStepInputs;
+  return num_items * rounds * kRoundOps;
 }
 
 int64_t probe_multiply(Pool* pool, int dtype, int64_t rounds) {

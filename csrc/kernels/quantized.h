@@ -51,6 +51,7 @@ struct QuantizedRows {
   int8_t* codes;
   int32_t* factors;
   int64_t stride;  // bytes a token, a multiple of 64, zeros behind the last input
+  int64_t num_groups;
 };
 
 struct QuantizeArgs {

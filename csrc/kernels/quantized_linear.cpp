@@ -9,6 +9,7 @@
 //       for each row tile              the first two bring the next block into L2 meanwhile
 //         sums in registers, between blocks in `c` (24 KiB)
 
+#include "kernels/amx_quantized.h"
 #include "kernels/entries.h"
 #include "kernels/quantized_tile.h"
 
@@ -18,7 +19,7 @@ namespace {
 constexpr int64_t kChunkRows = 96;
 // Inputs of a block: with one tile of rows, and of 4 bits, the distance that is fetched ahead.
 constexpr int64_t kBlockInputs = 1024;
-constexpr int64_t kTileBlockInputs = 512;
+constexpr int64_t kAheadInputs = 512;
 constexpr int64_t kPart = kTileVectors * W;  // outputs of a tile in one panel
 constexpr int64_t kSums = kChunkRows * kQuantizedPanel;
 static_assert(kQuantizedRows * max_quantized_panels(1) * kQuantizedPanel <= kSums);
@@ -345,6 +346,11 @@ void set_blocks(const PackedQuantized& packed, int64_t inputs, Problem& problem)
 
 void quantized_linear(Pool* pool, const QuantizedLinearArgs& args) {
   const PackedQuantized& packed = *args.packed;
+  if (runs_on_tiles(args)) {
+    quantize_rows(pool, args, args.num_tokens);  // tiles of one row: rows as they are
+    quantized_linear_tiles(pool, args);
+    return;
+  }
   const int64_t max_rows = max_quantized_rows(packed, args.num_tokens);
   Problem problem;
   problem.args = &args;
@@ -354,7 +360,7 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& args) {
   quantize_rows(pool, args, problem.num_tiles);
   const bool one_tile = problem.num_tiles == 1;
   problem.tile_panels = one_tile ? max_quantized_panels(static_cast<int>(args.num_tokens)) : 1;
-  set_blocks(packed, one_tile || packed.bits == 4 ? kTileBlockInputs : kBlockInputs, problem);
+  set_blocks(packed, one_tile || packed.bits == 4 ? kAheadInputs : kBlockInputs, problem);
   // A multiple of the thread count, so that equal threads end together.
   const int64_t ranges = div_up(packed.num_panels, problem.tile_panels);
   problem.num_ranges =

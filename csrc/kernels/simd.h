@@ -74,7 +74,7 @@ QS_INLINE vf fma(vf a, vf b, vf c) {
 #elif defined(__AVX2__)
   return _mm256_fmadd_ps(a, b, c);
 #elif defined(__aarch64__)
-  return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+  return vfmaq_f32(c, a, b);
 #else
   return a * b + c;
 #endif
@@ -114,6 +114,8 @@ QS_INLINE float reduce_max(vf v) {
 QS_INLINE int32_t reduce_add(vi v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_epi32(bit_cast<__m512i>(v));
+#elif defined(__aarch64__)
+  return vaddvq_s32(v);
 #endif
   int32_t total = 0;
   for (int lane = 0; lane < W; ++lane) total += v[lane];
@@ -123,6 +125,8 @@ QS_INLINE int32_t reduce_add(vi v) {
 QS_INLINE int32_t reduce_max(vi v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32(bit_cast<__m512i>(v));
+#elif defined(__aarch64__)
+  return vmaxvq_s32(v);
 #endif
   int32_t most = v[0];
   for (int lane = 1; lane < W; ++lane) most = v[lane] > most ? v[lane] : most;
@@ -183,6 +187,8 @@ QS_INLINE vf load(const f16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif defined(__AVX2__)
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(__aarch64__)
+  return vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(p)));
 #else
   return half_bits_to_float(load_u16(p));
 #endif
@@ -195,6 +201,8 @@ QS_INLINE void store(f16* p, vf v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, 0));
 #elif defined(__AVX2__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, 0));
+#elif defined(__aarch64__)
+  vst1_f16(reinterpret_cast<float16_t*>(p), vcvt_f16_f32(v));
 #else
   store_u16(p, float_to_half_bits(v));
 #endif

@@ -64,6 +64,19 @@ QS_INLINE void transpose(vf (&rows)[W]) {
   }
 }
 
+#elif defined(__aarch64__)
+
+QS_INLINE void transpose(vf (&rows)[W]) {
+  const float32x4_t even_low = vtrn1q_f32(rows[0], rows[1]);
+  const float32x4_t odd_low = vtrn2q_f32(rows[0], rows[1]);
+  const float32x4_t even_high = vtrn1q_f32(rows[2], rows[3]);
+  const float32x4_t odd_high = vtrn2q_f32(rows[2], rows[3]);
+  rows[0] = vcombine_f32(vget_low_f32(even_low), vget_low_f32(even_high));
+  rows[1] = vcombine_f32(vget_low_f32(odd_low), vget_low_f32(odd_high));
+  rows[2] = vcombine_f32(vget_high_f32(even_low), vget_high_f32(even_high));
+  rows[3] = vcombine_f32(vget_high_f32(odd_low), vget_high_f32(odd_high));
+}
+
 #else
 
 QS_INLINE void transpose(vf (&rows)[W]) {

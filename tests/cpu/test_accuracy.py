@@ -108,3 +108,6 @@ def test_the_command_prints_text_and_layers(capsys: pytest.CaptureFixture[str]) 
     assert 0 < int8["kl_mean"] < int4["kl_mean"]
     assert set(found["outlier_layers"]["int8"]) == {"1", "30", "100"}
     assert "Q8_0 (llama.cpp)" in found["text"]
+    assert found["text"]["fp32, KV fp16"]["kl_mean"] < found["text"]["fp32, KV int8"]["kl_mean"]
+    assert found["outlier_keys"]["fp32"]["100"] < found["outlier_keys"]["fp16"]["100"] < 0.01
+    assert found["outlier_keys"]["int8"]["1"] < found["outlier_keys"]["int8"]["100"]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
+from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
 from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
@@ -58,6 +59,29 @@ def test_exact_fallbacks_give_a_row_the_same_bits_in_a_crowd(
     driver.step([(crowd, 11), (beside, 5)])
     driver.step([(beside, 16), (crowd, 19)])
     assert torch.equal(torch.cat(beside.logits), expected)
+
+
+@pytest.mark.parametrize("case", FALLBACK_CASES[:3], ids=lambda case: case.name)
+def test_fallbacks_honour_an_int8_kv_cache(case: Case, tmp_path: Path) -> None:
+    reference = case.save(tmp_path)
+    model = load(tmp_path)
+    prompt = random_prompts((30,), VOCAB)[0]
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    whole = whole_prompt(model, prompt, "int8")
+    assert not torch.equal(whole, whole_prompt(model, prompt, "auto"))
+    # codes of a random model's keys: well under the spread of its logits
+    assert float((whole - expected).abs().max()) < 0.1 * float(expected.std())
+    driver = PagedDriver(model, kv_dtype="int8")
+    row, beside = driver.open(prompt), driver.open(prompt[:9])
+    driver.step([(row, 11), (beside, 9)])
+    driver.step([(row, 19)])
+    assert torch.equal(torch.cat(row.logits), whole)
+
+
+def whole_prompt(model: Model, prompt: list[int], kv_dtype: str) -> torch.Tensor:
+    driver = PagedDriver(model, kv_dtype=kv_dtype)
+    return driver.step([(driver.open(prompt), len(prompt))])[0]
 
 
 def test_frequencies_that_depend_on_the_batch_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""How far a weight format is from float32 on a text: per token, over a model's own vocabulary.
+"""How far a format of weights or of the KV cache is from float32 on a text: per token,
+over a model's own vocabulary.
 
     kl          sum over v of p(v) ln(p(v) / q(v)), p of float32, q of the format: nats per token
     top1        how often both have the same likeliest token
@@ -20,13 +21,11 @@ import torch
 from torch import Tensor
 
 from quickstep.errors import ConfigError
-from quickstep.model.interface import ForwardBatch, Model
-from quickstep.ops.table import PagedLayout
-from quickstep.runtime.kv import allocate_kv
+from quickstep.model.interface import Model
+from quickstep.runtime.kv_probe import hidden_alone, kv_for_alone
 
 __all__ = ["Reference", "TextAccuracy", "compare", "cut_windows"]
 
-_BLOCK_SIZE = 16
 _POSITIONS = 64  # whose logits are held at a time
 
 
@@ -60,7 +59,7 @@ class Reference:
     @classmethod
     def of(cls, model: Model, windows: Sequence[tuple[int, ...]]) -> Reference:
         """Run the windows."""
-        return cls(model, tuple(windows), tuple(_hidden(model, windows)))
+        return cls(model, tuple(windows), tuple(_hidden(model, windows, "auto")))
 
 
 def cut_windows(
@@ -79,12 +78,12 @@ def cut_windows(
     )
 
 
-def compare(reference: Reference, model: Model) -> TextAccuracy:
-    """The model, its weights in some format, beside float32."""
+def compare(reference: Reference, model: Model, kv_dtype: str = "auto") -> TextAccuracy:
+    """The model, its weights and KV cache in some format, beside float32."""
     divergences: list[Tensor] = []
     agreements = 0
     losses = own_losses = 0.0
-    hidden = _hidden(model, reference.windows)
+    hidden = _hidden(model, reference.windows, kv_dtype)
     for window, exact, other in zip(reference.windows, reference.hidden, hidden, strict=True):
         targets = torch.tensor(window[1:])
         for start in range(0, len(targets), _POSITIONS):
@@ -112,18 +111,8 @@ def _log_probs(model: Model, hidden: Tensor) -> Tensor:
     return torch.log_softmax(model.logits(hidden).double(), dim=-1).cpu()
 
 
-def _hidden(model: Model, windows: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def _hidden(model: Model, windows: Sequence[tuple[int, ...]], kv_dtype: str) -> list[Tensor]:
     """Final hidden states [window, hidden] of each window, each a prefill from position 0."""
-    num_blocks = -(-len(windows[0]) // _BLOCK_SIZE)
-    kv = allocate_kv(model.kv_shape, num_blocks, _BLOCK_SIZE, model.device)
+    kv = kv_for_alone(model, len(windows[0]), kv_dtype)
     with torch.inference_mode():
-        return [model.forward(_prefill(window, model.device), kv) for window in windows]
-
-
-def _prefill(window: tuple[int, ...], device: torch.device) -> ForwardBatch:
-    """One row, whose blocks stand in order."""
-    count = len(window)
-    positions = torch.arange(count, device=device)
-    blocks = torch.arange(-(-count // _BLOCK_SIZE), dtype=torch.int32, device=device)
-    layout = PagedLayout(positions, positions, (0, count), (count,), blocks[None], _BLOCK_SIZE)
-    return ForwardBatch(torch.tensor(window, device=device), layout)
+        return [hidden_alone(model, window, kv) for window in windows]

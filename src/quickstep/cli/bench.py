@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from quickstep.bench.shapes import SHAPES
 from quickstep.cli.bench_accuracy import add_accuracy
 from quickstep.cli.bench_serve import add_serve
 from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
+from quickstep.cli.formats import KV_FORMATS, WEIGHT_FORMATS
 from quickstep.cli.parsing import Parser, bytes_size, command, positive_int, token_count
 from quickstep.config import EngineConfig
 from quickstep.errors import ConfigError
@@ -28,21 +28,7 @@ __all__ = ["add_parser"]
 
 _Result = TypeVar("_Result")
 
-# --weights -> (dtype, quantization)
-_WEIGHTS: Mapping[str, tuple[str, str | None]] = MappingProxyType(
-    {
-        "fp32": ("float32", None),
-        "bf16": ("bfloat16", None),
-        "fp16": ("float16", None),
-        "int8": ("auto", "int8"),
-        "int4": ("auto", "int4"),
-    }
-)
-
-# --kv -> --kv-cache-dtype
-_KV: Mapping[str, str] = MappingProxyType(
-    {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
-)
+_KV = tuple(name for name in KV_FORMATS if name != "auto")
 
 _STEP_TEXT = """\
 Measure whole decode steps and a prefill through the live engine.
@@ -167,10 +153,10 @@ def _add_subject(parser: Parser, repeats: int) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--weights",
-        choices=list(_WEIGHTS),
+        choices=list(WEIGHT_FORMATS),
         help="short for --dtype, or for --quantization over the model's dtype",
     )
-    parser.add_argument("--kv", choices=list(_KV), help="short for --kv-cache-dtype")
+    parser.add_argument("--kv", choices=_KV, help="short for --kv-cache-dtype")
     add_engine_flags(parser)
 
 
@@ -253,12 +239,12 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     if args.kv is not None:
         if config.cache.kv_dtype != "auto":
             raise ConfigError("--kv is short for --kv-cache-dtype; give one")
-        config = replace(config, cache=replace(config.cache, kv_dtype=_KV[args.kv]))
+        config = replace(config, cache=replace(config.cache, kv_dtype=KV_FORMATS[args.kv]))
     if args.weights is None:
         return config
     if args.quantization is not None or config.load.dtype != "auto":
         raise ConfigError("--weights is short for --dtype and --quantization; give it alone")
-    dtype, quantization = _WEIGHTS[args.weights]
+    dtype, quantization = WEIGHT_FORMATS[args.weights]
     return replace(config, load=replace(config.load, dtype=dtype, quantization=quantization))
 
 

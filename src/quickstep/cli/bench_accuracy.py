@@ -1,27 +1,28 @@
-"""`quickstep bench accuracy [MODEL]`: what each weight format costs, in numbers.
+"""`quickstep bench accuracy [MODEL]`: what each format costs, in numbers.
 
-Prints two tables: every format on text beside float32, and on synthetic layers with outlier
-channels; llama.cpp's Q8_0 and Q4_0 stand in both. docs/design/0005 says what followed from them.
+Measures every format of weights and of the KV cache on text beside float32, and on synthetic layers
+with outlier channels, llama.cpp's Q8_0 and Q4_0 beside them; `cli.accuracy_report` prints that.
+docs/design/0005 says what followed from it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quickstep.cli.accuracy_report import AccuracyReport, print_accuracy
 from quickstep.cli.engine_flags import add_model, model_of
+from quickstep.cli.formats import KV_FORMATS, WEIGHT_FORMATS, FormatPair
 from quickstep.cli.parsing import Parser, command, positive_int, token_count
-from quickstep.config import QUANTIZATIONS, LoadConfig
+from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quickstep.bench.outlier_layers import LayerError
+    from quickstep.bench.outlier_layers import LayerError, OutlierLayer
     from quickstep.bench.text_accuracy import TextAccuracy
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.interface import Model
@@ -31,24 +32,35 @@ if TYPE_CHECKING:
 __all__ = ["add_accuracy"]
 
 _TEXT = """\
-Measure what weight formats lose, beside llama.cpp's Q8_0 and Q4_0 computed in NumPy.
+Measure what formats of weights and of the KV cache lose, beside llama.cpp's Q8_0 and Q4_0
+computed in NumPy.
 
 kl          Kullback-Leibler divergence from float32, nats per token: mean, and 99th percentile
 top-1       share of tokens at which both find the same next token likeliest
 perplexity  its change against float32
 outliers    error of a layer's output whose inputs have a few channels that are 1, 30 and 100 times
             the others; over the output, and over what the ordinary channels contribute to it
+keys        error of an attention's output where a few channels of the keys stand around 0, 30 and
+            100 deviations in every token
 
 The text is that of standard-library modules which the bundled model was never trained on."""
 
-# Not quantised: (name, dtype)
-_DTYPES = (("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"))
+# The KV cache in each format alone, and in int8 under codes; without a word, KV is held in the
+# dtype of the weights.
+_KV_PAIRS = (
+    FormatPair("fp32", "bf16"),
+    FormatPair("fp32", "fp16"),
+    FormatPair("fp32", "int8"),
+    FormatPair("bf16", "int8"),
+    FormatPair("int8", "int8"),
+    FormatPair("int4", "int8"),
+)
 _BLOCK_BITS = (("Q8_0 (llama.cpp)", 8), ("Q4_0 (llama.cpp)", 4))
 
 
 def add_accuracy(kinds: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
-    parser = command(kinds, "accuracy", "What each weight format loses, beside float32.", _run)
+    parser = command(kinds, "accuracy", "What each format loses, beside float32.", _run)
     parser.description = _TEXT
     add_model(parser)
     parser.add_argument("--revision", help="hub revision (default: the default branch)")
@@ -71,8 +83,15 @@ def add_accuracy(kinds: argparse._SubParsersAction[Parser]) -> None:
         "--formats",
         nargs="+",
         metavar="FORMAT",
-        choices=[name for name, _ in _DTYPES] + list(QUANTIZATIONS),
-        help="only these (default: all that are offered)",
+        choices=list(WEIGHT_FORMATS),
+        help="only these weights (default: all that are offered)",
+    )
+    parser.add_argument(
+        "--kv",
+        nargs="+",
+        metavar="FORMAT",
+        choices=[name for name in KV_FORMATS if name != "auto"],
+        help="only these KV formats (default: all that are offered)",
     )
     parser.add_argument("--threads", type=positive_int, metavar="N", help="CPU threads")
     parser.add_argument("--seed", type=int, default=0, help="draws the layers (default: 0)")
@@ -99,27 +118,28 @@ class _Bench:
         )
         return load_model(self.checkpoint, self.spec, ops, load, None, self.args.window)
 
-    def formats(self) -> Iterator[tuple[str, Callable[[], Model]]]:
-        """Names, and what loads each; quantised weights run over the checkpoint's dtype."""
-        asked = self.args.formats
-        for name, dtype in _DTYPES:
-            if asked is None or name in asked:
-                yield name, partial(self.model, dtype)
-        for name in QUANTIZATIONS:
-            if asked is None or name in asked:
-                yield name, partial(self.model, "auto", name)
-        for name, bits in _BLOCK_BITS:
-            yield name, partial(self.model, "float32", bits=bits)
+    def pairs(self) -> Iterator[FormatPair]:
+        """What was asked for: weights with KV of their own dtype, then KV formats."""
+        weights, kv = self.args.formats, self.args.kv
+        for name in WEIGHT_FORMATS:
+            if weights is None or name in weights:
+                yield FormatPair(name, "auto")
+        for pair in _KV_PAIRS:
+            if (weights is None or pair.weights in weights) and (kv is None or pair.kv in kv):
+                yield pair
+
+    def of_pair(self, pair: FormatPair) -> Model:
+        """The checkpoint in a pair's weights; codes run over the checkpoint's dtype."""
+        return self.model(*WEIGHT_FORMATS[pair.weights])
 
 
 def _run(args: argparse.Namespace) -> int:
     bench = _open(args)
-    on_text = _on_text(bench)
-    on_layers = _on_layers(bench)
+    found = AccuracyReport(_asked(bench), _on_text(bench), _on_layers(bench), _on_keys(bench))
     if args.json:
-        print(json.dumps(_as_json(bench, on_text, on_layers), indent=2))
+        print(json.dumps(found.to_json(), indent=2))
     else:
-        _print(bench, on_text, on_layers)
+        print_accuracy(found)
     return 0
 
 
@@ -159,7 +179,17 @@ def _on_text(bench: _Bench) -> dict[str, TextAccuracy]:
     token_ids = Tokenizer.open(bench.checkpoint.path).encode(text)
     windows = cut_windows(token_ids, args.tokens, args.window)
     reference = Reference.of(bench.model("float32"), windows)
-    return {name: compare(reference, load()) for name, load in bench.formats()}
+    found = {
+        _row_name(pair): compare(reference, bench.of_pair(pair), KV_FORMATS[pair.kv])
+        for pair in bench.pairs()
+    }
+    for name, bits in _BLOCK_BITS:
+        found[name] = compare(reference, bench.model("float32", bits=bits))
+    return found
+
+
+def _row_name(pair: FormatPair) -> str:
+    return pair.weights if pair.kv == "auto" else f"{pair.weights}, KV {pair.kv}"
 
 
 def _read(path: Path) -> str:
@@ -176,45 +206,41 @@ def _on_layers(bench: _Bench) -> dict[str, dict[int, LayerError]]:
     from quickstep.model.quantization import SCHEMES
 
     layers = {factor: draw_layer(factor, bench.args.seed) for factor in FACTORS}
-    asked = bench.args.formats
     found: dict[str, dict[int, LayerError]] = {}
-    for name, dtype in _DTYPES:
-        if asked is None or name in asked:
-            of_torch = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
-                dtype, torch.float16
-            )
-            found[name] = {
-                factor: format_error(layer, bench.ops, of_torch, None)
-                for factor, layer in layers.items()
-            }
-    for name in QUANTIZATIONS:
-        if asked is None or name in asked:
-            found[name] = {
-                factor: format_error(
-                    layer,
-                    bench.ops,
-                    torch.float32,
-                    SCHEMES[name].format_of(layer.weight.shape[1], outer=False),
-                )
-                for factor, layer in layers.items()
-            }
+    for name, _ in (pair for pair in bench.pairs() if pair.kv == "auto"):
+        weights = WEIGHT_FORMATS[name]
+        if weights.quantization is None:
+            dtype, form = getattr(torch, weights.dtype), None
+        else:
+            scheme = SCHEMES[weights.quantization]
+            dtype, form = torch.float32, scheme.format_of(_layer_inputs(layers), outer=False)
+        found[name] = {
+            factor: format_error(layer, bench.ops, dtype, form) for factor, layer in layers.items()
+        }
     for name, bits in _BLOCK_BITS:
         found[name] = {factor: block_error(layer, bits) for factor, layer in layers.items()}
     return found
 
 
-def _as_json(
-    bench: _Bench,
-    on_text: dict[str, TextAccuracy],
-    on_layers: dict[str, dict[int, LayerError]],
-) -> dict[str, Any]:
+def _layer_inputs(layers: Mapping[int, OutlierLayer]) -> int:
+    return next(iter(layers.values())).weight.shape[1]
+
+
+def _on_keys(bench: _Bench) -> dict[str, dict[int, float]]:
+    import torch
+
+    from quickstep.bench.outlier_keys import draw_keys, kv_error
+    from quickstep.bench.outlier_layers import FACTORS
+
+    layers = {factor: draw_keys(factor, bench.args.seed) for factor in FACTORS}
+    asked = bench.args.kv
     return {
-        **_asked(bench),
-        "text": {name: asdict(found) for name, found in on_text.items()},
-        "outlier_layers": {
-            name: {str(factor): asdict(error) for factor, error in errors.items()}
-            for name, errors in on_layers.items()
-        },
+        name: {
+            factor: kv_error(layer, bench.ops, getattr(torch, dtype))
+            for factor, layer in layers.items()
+        }
+        for name, dtype in KV_FORMATS.items()
+        if name != "auto" and (asked is None or name in asked)
     }
 
 
@@ -231,37 +257,3 @@ def _asked(bench: _Bench) -> dict[str, Any]:
         "text_from": str(args.text or f"standard library of Python {platform.python_version()}"),
         "seed": args.seed,
     }
-
-
-def _print(
-    bench: _Bench,
-    on_text: dict[str, TextAccuracy],
-    on_layers: dict[str, dict[int, LayerError]],
-) -> None:
-    from quickstep.cli.screen import console_on, print_table
-
-    console = console_on(sys.stdout)
-    for name, value in _asked(bench).items():
-        console.print(f"{name.replace('_', ' ')}: {value}", markup=False)
-    console.print()
-    header = ("weights", "KL mean, nats", "KL p99", "top-1", "perplexity", "change")
-    rows = [
-        (
-            name,
-            f"{one.kl_mean:.5f}",
-            f"{one.kl_p99:.4f}",
-            f"{one.top1_agreement:.2%}",
-            f"{one.perplexity:.3f}",
-            f"{one.perplexity_change:+.2%}",
-        )
-        for name, one in on_text.items()
-    ]
-    print_table(console, "on text, beside float32", header, rows)
-    console.print()
-    factors = list(next(iter(on_layers.values())))
-    titles = [f"x{factor} {kind}" for factor in factors for kind in ("output", "ordinary")]
-    cells = [
-        (name, *(f"{share:.3%}" for e in errors.values() for share in (e.output, e.ordinary)))
-        for name, errors in on_layers.items()
-    ]
-    print_table(console, "error of layers with outlier channels", ("weights", *titles), cells)

@@ -12,19 +12,23 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quickstep.cli.engine_flags import add_kv_cache_dtype
+from quickstep.cli.formats import KV_FORMATS, WEIGHT_FORMATS, FormatPair, format_pairs
 from quickstep.cli.parsing import Parser, command, positive_int
-from quickstep.cli.screen import console_on, print_table
+from quickstep.cli.screen import console_on
 from quickstep.config import QUANTIZATIONS
+from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from quickstep.config import LoadConfig
     from quickstep.engine.grammars import GrammarCompiler
-    from quickstep.engine.verification import Progress
-    from quickstep.engine.verification_report import Mismatch, VerifyReport
+    from quickstep.engine.verification import Progress, VerifyOptions
+    from quickstep.engine.verification_report import VerifyReport
     from quickstep.model.interface import Model
     from quickstep.runtime.closing import ClosingVocabulary
     from quickstep.types import Grammar
@@ -79,6 +83,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="round the matrices as they are loaded (default: do not)",
     )
     add_kv_cache_dtype(parser)
+    parser.add_argument(
+        "--formats",
+        type=format_pairs,
+        metavar="all|WEIGHTS[/KV][,...]",
+        help="verify once for each pair of formats; WEIGHTS alone takes every KV format; weights: "
+        f"{', '.join(WEIGHT_FORMATS)}; KV: {', '.join(KV_FORMATS)}",
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--block-size", type=positive_int, default=16, metavar="TOKENS")
     parser.add_argument("--revision", help="hub revision")
@@ -93,8 +104,8 @@ def _thread_counts(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Load, verify, print. Returns the exit code; raises ConfigError for bad input."""
-    from quickstep.config import CacheConfig
-    from quickstep.engine.verification import VerifyOptions, verify
+    from quickstep.config import CacheConfig, LoadConfig
+    from quickstep.engine.verification import VerifyOptions
 
     options = VerifyOptions(
         num_requests=args.requests,
@@ -104,36 +115,68 @@ def run(args: argparse.Namespace) -> int:
         block_size=CacheConfig(block_size=args.block_size).block_size,
         kv_dtype=args.kv_cache_dtype,
     )
-    subject = _Subject(args)
-    with _progress_bar() as progress:
-        new_matcher = subject.new_matcher if subject.eos_token_ids else None
-        report = verify(subject.load, options, subject.eos_token_ids, progress, new_matcher)
+    load = LoadConfig(
+        model=args.model,
+        revision=args.revision,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        device=args.device,
+        offline=args.offline,
+    )
+    if args.formats is not None:
+        return _run_formats(args, load, options)
+    from quickstep.cli.verify_report import print_verify_report
+
+    subject = _Subject(load, options.kv_dtype)
+    report = _verified(subject, options, None)
     if args.json:
         facts = {"model": subject.checkpoint.name, "fingerprint": subject.fingerprint}
         json.dump({**facts, **report.to_json()}, sys.stdout)
         print()
     else:
-        _print_report(report, subject.checkpoint.name)
+        print_verify_report(report, subject.checkpoint.name)
     return 1 if report.mismatches else 0
+
+
+def _run_formats(args: argparse.Namespace, load: LoadConfig, options: VerifyOptions) -> int:
+    """Verify each pair of --formats."""
+    from quickstep.cli.verify_formats import FormatResult, verify_formats
+    from quickstep.model.source import find_checkpoint
+
+    if (args.dtype, args.quantization, args.kv_cache_dtype) != ("auto", None, "auto"):
+        raise ConfigError(
+            "--formats says what --dtype, --quantization and --kv-cache-dtype say; give it alone"
+        )
+
+    def verify_pair(pair: FormatPair) -> FormatResult:
+        weights = WEIGHT_FORMATS[pair.weights]
+        kv_dtype = KV_FORMATS[pair.kv]
+        subject = _Subject(
+            replace(load, dtype=weights.dtype, quantization=weights.quantization), kv_dtype
+        )
+        report = _verified(subject, replace(options, kv_dtype=kv_dtype), pair)
+        return FormatResult(pair, subject.fingerprint, report)
+
+    return verify_formats(find_checkpoint(load).name, args.formats, verify_pair, args.json)
+
+
+def _verified(subject: _Subject, options: VerifyOptions, pair: FormatPair | None) -> VerifyReport:
+    from quickstep.engine.verification import verify
+
+    with _progress_bar("" if pair is None else f"{pair.weights}/{pair.kv} ") as progress:
+        new_matcher = subject.new_matcher if subject.eos_token_ids else None
+        return verify(subject.load, options, subject.eos_token_ids, progress, new_matcher)
 
 
 class _Subject:
     """The checkpoint to verify, which loads on any number of threads."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        from quickstep.config import LoadConfig
+    def __init__(self, config: LoadConfig, kv_dtype: str) -> None:
         from quickstep.engine.tokenizer import Tokenizer
         from quickstep.model.source import find_checkpoint
 
-        self._config = LoadConfig(
-            model=args.model,
-            revision=args.revision,
-            dtype=args.dtype,
-            quantization=args.quantization,
-            device=args.device,
-            offline=args.offline,
-        )
-        self._kv_dtype: str = args.kv_cache_dtype
+        self._config = config
+        self._kv_dtype = kv_dtype
         self._isa = os.environ.get("QUICKSTEP_CPU_ISA")
         self.checkpoint = find_checkpoint(self._config)
         self._tokenizer = Tokenizer.open(self.checkpoint.path)
@@ -163,8 +206,8 @@ class _Subject:
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Progress | None]:
-    """A bar on a terminal, nothing elsewhere."""
+def _progress_bar(prefix: str) -> Iterator[Progress | None]:
+    """A bar on a terminal, its texts behind `prefix`; nothing elsewhere."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -177,62 +220,6 @@ def _progress_bar() -> Iterator[Progress | None]:
         task = bar.add_task("alone", total=None)
 
         def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
+            bar.update(task, description=prefix + what, completed=done, total=total)
 
         yield show
-
-
-_HEADER = (
-    "scenario",
-    "compared",
-    "differ",
-    "steps",
-    "chunks",
-    "hits",
-    "preempted",
-    "aborted",
-    "paused",
-    "overlap",
-)
-
-
-def _print_report(report: VerifyReport, name: str) -> None:
-    """The table: what was compared, and what the runs went through; hits are cached tokens."""
-    console = console_on(sys.stdout)
-    rows = []
-    for scenario, counts in report.scenarios.items():
-        runs = counts.runs
-        figures = (
-            counts.comparisons,
-            counts.mismatches,
-            runs.steps,
-            runs.chunked_rows,
-            runs.prefix_hit_tokens,
-            runs.preemptions,
-            runs.aborts,
-            runs.pauses,
-            runs.overlapped_steps,
-        )
-        rows.append((scenario, *(str(figure) for figure in figures)))
-    options = report.options
-    title = f"{name}: {options.num_requests} requests, alone and in batches"
-    print_table(console, title, _HEADER, rows)
-    if report.first_mismatch is not None:
-        console.print(_first_mismatch(report.first_mismatch), style="red")
-    threads = ",".join(str(count) for count in options.threads)
-    console.print(
-        f"{report.comparisons} comparisons, {report.mismatches} mismatches"
-        f" (seed {options.seed}, threads {threads})",
-        style="red" if report.mismatches else "green",
-    )
-
-
-def _first_mismatch(found: Mismatch) -> str:
-    return (
-        f"first mismatch: {found.sequence_id}, output {found.position}, "
-        f"in {found.scenario!r} at {found.threads} threads\n"
-        f"  token     {found.expected_token} alone, {found.got_token} here\n"
-        f"  logprobs  {found.expected_logprobs} alone\n"
-        f"            {found.got_logprobs} here\n"
-        f"  {found.detail}"
-    )

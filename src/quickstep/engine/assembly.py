@@ -177,7 +177,25 @@ def load_weights(config: EngineConfig, progress: LoadProgress | None) -> LoadedW
             checkpoint.name,
         )
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
+    if kv_shape.dtype.itemsize < model.kv_shape.dtype.itemsize:
+        _warn_of_kv(model, config.cache.kv_dtype)
     return LoadedWeights(checkpoint, spec, model, plan, kv_shape)
+
+
+def _warn_of_kv(model: Model, kv_dtype: str) -> None:
+    """Say what the narrower KV does to the model, where it does much."""
+    from quickstep.runtime.kv_probe import KV_BOUND, kv_change
+
+    change = kv_change(model, kv_dtype)
+    if not change <= KV_BOUND:
+        _LOGGER.warning(
+            "--kv-cache-dtype %s changes the model's next tokens by %.2f nats (a warning stands "
+            "above %.2f; the perplexity grows by about exp of that), answers may suffer: measure "
+            "with `quickstep bench accuracy`, or use --kv-cache-dtype auto",
+            kv_dtype,
+            change,
+            KV_BOUND,
+        )
 
 
 def plan_for(

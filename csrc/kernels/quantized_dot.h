@@ -1,0 +1,156 @@
+// How 4 inputs of a step meet on the level being compiled: unsigned codes of weights, signed ones
+// of activations, sums of 32 bits that are exact on every level.
+#pragma once
+
+#include "kernels/quantized.h"
+#include "kernels/simd.h"
+
+namespace qs::QS_LEVEL {
+
+// W outputs x 4 inputs.
+typedef uint8_t vcodes __attribute__((vector_size(4 * W)));
+
+QS_INLINE vcodes load_codes(const uint8_t* p) {
+  vcodes v;
+  memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+// One step's codes of W outputs, out of a loaded vector: itself, or its lower or upper halves.
+template <int Bits, int Half>
+QS_INLINE vcodes step_codes(vcodes v) {
+  if constexpr (Bits == 8) return v;
+  const vu words = bit_cast<vu>(v);
+  return bit_cast<vcodes>((Half == 0 ? words : words >> 4) & 0x0f0f0f0fu);
+}
+
+// sum += codes x activations, 4 inputs a lane. `kOffset` says that the codes count as they are, so
+// that 2^(bits - 1) times the activations' sum is to be taken off; otherwise the product is of
+// codes less 2^(bits - 1) already.
+#if defined(__AVX512VNNI__)
+
+template <int Bits>
+struct Dot {
+  using Codes = vi;
+  static constexpr bool kOffset = true;
+  static QS_INLINE Codes codes(vcodes v) { return bit_cast<vi>(v); }
+  // Written as assembly because GCC 12 spills arrays of accumulators around the intrinsic.
+  static QS_INLINE void add(vi& sum, Codes w, vi x) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+  }
+};
+
+#elif defined(__AVXVNNI__)
+
+template <int Bits>
+struct Dot {
+  using Codes = vi;
+  static constexpr bool kOffset = true;
+  static QS_INLINE Codes codes(vcodes v) { return bit_cast<vi>(v); }
+  static QS_INLINE void add(vi& sum, Codes w, vi x) {
+#if defined(QS_EMULATED)  // the same operation as AVX-512 encodes it
+    asm("%{evex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
+#else
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
+#endif
+  }
+};
+
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+// Both sides are signed: codes of 8 bits count less 128, those of 4 bits fit as they are.
+template <int Bits>
+struct Dot {
+  using Codes = int8x16_t;
+  static constexpr bool kOffset = Bits == 4;
+  static QS_INLINE Codes codes(vcodes v) {
+    return bit_cast<int8x16_t>(Bits == 4 ? v : v ^ 0x80);
+  }
+  static QS_INLINE void add(vi& sum, Codes w, vi x) {
+    sum = vdotq_s32(sum, w, bit_cast<int8x16_t>(x));
+  }
+};
+
+#elif defined(__AVX2__)
+
+#if defined(__AVX512F__)
+QS_INLINE __m512i pairs_16(__m512i a, __m512i b) { return _mm512_maddubs_epi16(a, b); }
+QS_INLINE __m512i pairs_32(__m512i a) { return _mm512_madd_epi16(a, _mm512_set1_epi16(1)); }
+QS_INLINE __m512i magnitude(__m512i a) { return _mm512_abs_epi8(a); }
+QS_INLINE __m512i with_sign_of(__m512i x, __m512i w) {
+  return _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
+}
+using vbytes = __m512i;
+#else
+QS_INLINE __m256i pairs_16(__m256i a, __m256i b) { return _mm256_maddubs_epi16(a, b); }
+QS_INLINE __m256i pairs_32(__m256i a) { return _mm256_madd_epi16(a, _mm256_set1_epi16(1)); }
+QS_INLINE __m256i magnitude(__m256i a) { return _mm256_abs_epi8(a); }
+QS_INLINE __m256i with_sign_of(__m256i x, __m256i w) { return _mm256_sign_epi8(x, w); }
+using vbytes = __m256i;
+#endif
+
+template <int Bits>
+struct Dot;
+
+// 2 x 15 x 127 fits the 16 bits in which vpmaddubsw saturates.
+template <>
+struct Dot<4> {
+  using Codes = vbytes;
+  static constexpr bool kOffset = true;
+  static QS_INLINE Codes codes(vcodes v) { return bit_cast<vbytes>(v); }
+  static QS_INLINE void add(vi& sum, Codes w, vi x) {
+    sum += bit_cast<vi>(pairs_32(pairs_16(w, bit_cast<vbytes>(x))));
+  }
+};
+
+// 2 x 255 x 127 does not, but 2 x 128 x 127 does: magnitudes of codes - 128, signs moved over to
+// the activations, which are never -128.
+template <>
+struct Dot<8> {
+  struct Codes {
+    vbytes value, magnitude;
+  };
+  static constexpr bool kOffset = false;
+  static QS_INLINE Codes codes(vcodes v) {
+    const vbytes value = bit_cast<vbytes>(v ^ 0x80);
+    return {value, magnitude(value)};
+  }
+  static QS_INLINE void add(vi& sum, Codes w, vi x) {
+    const vbytes moved = with_sign_of(bit_cast<vbytes>(x), w.value);
+    sum += bit_cast<vi>(pairs_32(pairs_16(w.magnitude, moved)));
+  }
+};
+
+#else
+
+typedef int16_t vpairs __attribute__((vector_size(4 * W)));
+typedef uint16_t vwords __attribute__((vector_size(4 * W)));
+
+// Products of 16 bits, none of which overflows: 255 x 127.
+template <int Bits>
+struct Dot {
+  using Codes = vcodes;
+  static constexpr bool kOffset = true;
+  static QS_INLINE Codes codes(vcodes v) { return v; }
+  static QS_INLINE vi add_pairs(vpairs products) {
+    const vi both = bit_cast<vi>(products);
+    return (bit_cast<vi>(bit_cast<vu>(both) << 16) >> 16) + (both >> 16);
+  }
+  static QS_INLINE void add(vi& sum, Codes w, vi x) {
+    const vpairs inputs = bit_cast<vpairs>(x);
+    const vpairs even_inputs = bit_cast<vpairs>(bit_cast<vwords>(x) << 8) >> 8;
+    const vpairs even = bit_cast<vpairs>(w) & 0xff;
+    const vpairs odd = bit_cast<vpairs>(bit_cast<vwords>(w) >> 8);
+    sum += add_pairs(even * even_inputs) + add_pairs(odd * (inputs >> 8));
+  }
+};
+
+#endif
+
+// The codes' sum of activations out of its correction, negative; exact.
+template <int Bits>
+QS_INLINE vf negative_sum(int32_t correction) {
+  return __builtin_convertvector(set1i(correction), vf) * set1(1.0f / (1 << (Bits - 1)));
+}
+
+}  // namespace qs::QS_LEVEL

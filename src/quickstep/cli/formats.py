@@ -1,0 +1,70 @@
+"""Formats of weights and of the KV cache by the names that commands take, such as `int8-g32`.
+
+Read by `bench`, `bench accuracy` and `verify`, so that one word means one format in all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from quickstep.config import QUANTIZATIONS
+
+__all__ = ["KV_FORMATS", "WEIGHT_FORMATS", "FormatPair", "WeightFormat", "format_pairs"]
+
+
+class WeightFormat(NamedTuple):
+    """What `--dtype` and `--quantization` say; codes stand beside the checkpoint's dtype."""
+
+    dtype: str
+    quantization: str | None
+
+
+class FormatPair(NamedTuple):
+    """A name of WEIGHT_FORMATS, and one of KV_FORMATS."""
+
+    weights: str
+    kv: str
+
+
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
+    {
+        "fp32": WeightFormat("float32", None),
+        "bf16": WeightFormat("bfloat16", None),
+        "fp16": WeightFormat("float16", None),
+        **{name: WeightFormat("auto", name) for name in QUANTIZATIONS},
+    }
+)
+
+# -> --kv-cache-dtype
+KV_FORMATS: Mapping[str, str] = MappingProxyType(
+    {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
+)
+
+
+def format_pairs(text: str) -> tuple[FormatPair, ...]:
+    """`all`, or `WEIGHTS` (with every KV format) and `WEIGHTS/KV` with commas between.
+
+    Raises:
+        argparse.ArgumentTypeError: A name is unknown.
+    """
+    if text == "all":
+        text = ",".join(WEIGHT_FORMATS)
+    pairs: dict[FormatPair, None] = {}
+    for part in text.split(","):
+        weights, slash, kv = part.partition("/")
+        _check(weights, WEIGHT_FORMATS, "weights")
+        if slash:
+            _check(kv, KV_FORMATS, "KV")
+        for name in (kv,) if slash else KV_FORMATS:
+            pairs[FormatPair(weights, name)] = None
+    return tuple(pairs)
+
+
+def _check(name: str, known: Mapping[str, object], what: str) -> None:
+    if name not in known:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is no format of {what}; there are {', '.join(known)}"
+        )

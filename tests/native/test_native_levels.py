@@ -1,0 +1,48 @@
+"""ISA levels beside each other: integer products have one result, whatever computes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quickstep.ops.native import load_native, native_status
+from quickstep.ops.table import OpTable, QuantizedWeight
+
+# All but the last have fused multiply-adds, which the float part of a low-bit product is made of.
+FUSED = native_status().levels[:-1] if native_status().isa != "neon" else native_status().levels
+
+
+def table(level: str) -> OpTable:
+    ops = load_native(2, level)
+    assert ops is not None
+    return ops
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [None, 16, 48, 64, 128])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_low_bit_products_have_the_same_bits_on_every_level_and_in_every_batch(
+    bits: int, group: int | None, has_zeros: bool
+) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    inputs = 1100 if group is None else 1152
+    groups = 1 if group is None else inputs // group
+    shape = (150, groups)
+    codes = QuantizedWeight(
+        torch.randint(0, 2**bits, (150, inputs), generator=generator).to(torch.uint8),
+        torch.rand(shape, generator=generator),
+        torch.rand(shape, generator=generator) * 2**bits if has_zeros else None,
+        bits,
+        inputs // groups,
+    )
+    bias = torch.randn(150, generator=generator)
+    x = torch.randn(131, inputs, generator=generator)
+    expected = None
+    for level in FUSED:
+        ops = table(level)
+        packed = ops.pack_quantized(codes, bias)
+        whole = ops.linear(x, packed)
+        expected = whole if expected is None else expected
+        assert torch.equal(whole, expected), level
+        for count in (1, 7, 8, 17, 40):
+            assert torch.equal(ops.linear(x[-count:].contiguous(), packed), whole[-count:]), level
