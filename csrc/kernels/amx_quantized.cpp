@@ -216,13 +216,14 @@ void emit(const QuantizedLinearArgs& args, Range rows, int64_t panel, const void
     for (int64_t i = 0; i < num_outputs; i += W) {
       vf sum = load(static_cast<const float*>(c) + base + i);
       if (packed.num_groups == 1) {
-        const int32_t correction = args.rows.factors[2 * row + 1];
+        const int32_t* factor = args.rows.factors + 2 * row;
+        const int32_t correction = factor[1];
         const vi dot = bit_cast<vi>(sum) + set1i(correction);
         sum = __builtin_convertvector(dot, vf);
         if (packed.zeros != nullptr) {
           sum = fma(load(packed.zeros + first + i), negative_sum<Bits>(correction), sum);
         }
-        sum = sum * set1(bit_cast<float>(args.rows.factors[2 * row])) * load(packed.scales + first + i);
+        sum = sum * set1(bit_cast<float>(factor[0])) * load(packed.scales + first + i);
       }
       if (packed.bias != nullptr) sum += load(packed.bias + first + i);
       store_up_to(out + i, sum, num_outputs - i);
