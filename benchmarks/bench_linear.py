@@ -1,10 +1,11 @@
-"""One linear layer: the native kernels beside torch's, interleaved in one run.
+"""Linear layers of every weight format: microseconds, share of the peak, share of the bandwidth.
 
-    python -m benchmarks.bench_linear [--threads 2] [--repeats 9] [--isa avx2]
+    python -m benchmarks.bench_linear [--formats bfloat16 int8 int4] [--rows 1 8 512] [--torch]
 
+Formats take turns in each round, so that a machine whose clock or bandwidth drifts treats them
+alike; peak and bandwidth are those of the kernels' own probes, measured before and after a shape.
 Caveats: one layer in a loop, weights rotated so that they come from memory, not from cache; the
-machine should be quiet (the spread says whether it was); memory bandwidth drifts on shared
-machines, so only figures of one run compare. GB/s counts the weight's bytes once per call.
+spread says whether the machine was quiet. A share of the bandwidth counts the weight's bytes once.
 """
 
 from __future__ import annotations
@@ -14,15 +15,71 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from benchmarks.machine import describe_machine
-from quickstep.ops.native import default_num_threads, load_native, native_status
+from quickstep.ops.native import default_num_threads, load_native, load_probe, native_status
+from quickstep.ops.native_probe import NativeProbe
+from quickstep.ops.table import OpTable
 
 # (outputs, inputs): qkv, attention output, gate_up, down of Qwen2.5-0.5B and Llama-3.2-1B
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864), (16384, 2048), (2048, 8192))
-ROTATED_BYTES = 512 << 20  # well above any cache
+ROTATED_BYTES = 128 << 20  # above any cache
+PROBE_BYTES = 512 << 20
+PROBE_ROUNDS = 500_000
+PROBE_PASSES = 4
+# bits and group of what is rounded here; other names are torch dtypes
+QUANTIZED = {"int8": (8, 128), "int8-g64": (8, 64), "int8-row": (8, None), "int4": (4, 32)}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Copies of one packed weight, and the activations' dtype."""
+
+    run: Callable[[torch.Tensor, int], object]
+    copies: int
+    nbytes: int
+    dtype: torch.dtype
+    multiplied: torch.dtype  # what the probe multiplies
+
+
+def quantized_layer(ops: OpTable, weight: torch.Tensor, bits: int, group: int | None) -> Layer:
+    codes = ops.quantize(weight, bits, group, False)
+    nbytes = weight.numel() * bits // 8 + (codes.scales.numel() * 2 if group else 0)
+    copies = max(2, min(64, ROTATED_BYTES // nbytes))
+    packed = [ops.pack_quantized(codes, None) for _ in range(copies)]
+    return Layer(lambda x, i: ops.linear(x, packed[i]), copies, nbytes, torch.bfloat16, torch.int8)
+
+
+def plain_layer(ops: OpTable, weight: torch.Tensor, *, native: bool) -> Layer:
+    nbytes = weight.numel() * weight.element_size()
+    copies = max(2, min(64, ROTATED_BYTES // nbytes))
+    if native:
+        packed = [ops.pack_linear(weight, None) for _ in range(copies)]
+        return Layer(
+            lambda x, i: ops.linear(x, packed[i]), copies, nbytes, weight.dtype, weight.dtype
+        )
+    clones = [weight.clone() for _ in range(copies)]
+    linear = torch.nn.functional.linear
+    return Layer(lambda x, i: linear(x, clones[i]), copies, nbytes, weight.dtype, weight.dtype)
+
+
+def make_layers(
+    ops: OpTable, shape: tuple[int, int], options: argparse.Namespace
+) -> dict[str, Layer]:
+    weight = torch.randn(*shape)
+    layers = {}
+    for name in options.formats:
+        if name in QUANTIZED:
+            layers[name] = quantized_layer(ops, weight, *QUANTIZED[name])
+            continue
+        dtype = getattr(torch, name)
+        layers[name] = plain_layer(ops, weight.to(dtype), native=True)
+        if options.torch:
+            layers[f"{name} by torch"] = plain_layer(ops, weight.to(dtype), native=False)
+    return layers
 
 
 def interleaved(calls: dict[str, Callable[[int], object]], repeats: int) -> dict[str, list[float]]:
@@ -36,57 +93,81 @@ def interleaved(calls: dict[str, Callable[[int], object]], repeats: int) -> dict
     return {name: values[1:] for name, values in seconds.items()}
 
 
-def show(label: str, seconds: list[float], nbytes: float, flops: float) -> str:
-    middle = statistics.median(seconds)
-    spread = (max(seconds) - min(seconds)) / middle * 100
-    rates = f"{nbytes / middle / 1e9:6.1f} GB/s {flops / middle / 1e9:7.0f} GFLOP/s"
-    return f"{label} {middle * 1e6:8.0f} us +-{spread:3.0f} % {rates}"
+def best_rate(work: Callable[[], int]) -> float:
+    """The most that `work` did of what it counts, per second."""
+    rates = []
+    for _ in range(PROBE_PASSES):
+        start = time.perf_counter()
+        done = work()
+        rates.append(done / (time.perf_counter() - start))
+    return max(rates)
 
 
-def bench_shape(shape: tuple[int, int], dtype: torch.dtype, options: argparse.Namespace) -> None:
-    outputs, inputs = shape
-    ops = load_native(options.threads, options.isa)
-    assert ops is not None, native_status().reason
-    nbytes = outputs * inputs * dtype.itemsize
-    copies = max(2, min(64, ROTATED_BYTES // nbytes))
-    weights = [torch.randn(outputs, inputs).to(dtype) for _ in range(copies)]
-    packed = [ops.pack_linear(weight, None) for weight in weights]
-    for rows in options.rows:
-        x = torch.randn(rows, inputs).to(dtype)
-        calls: dict[str, Callable[[int], object]] = {
-            "native": lambda i, x=x: [  # type: ignore[misc]
-                ops.linear(x, packed[(i + j) % copies]) for j in range(copies)
-            ],
-            "torch": lambda i, x=x: [  # type: ignore[misc]
-                torch.nn.functional.linear(x, weights[(i + j) % copies]) for j in range(copies)
-            ],
-        }
-        seconds = interleaved(calls, options.repeats)
-        flops = 2.0 * outputs * inputs * rows
-        parts = [
-            show(name, [value / copies for value in values], nbytes, flops)
-            for name, values in seconds.items()
+def read_rate(probe: NativeProbe) -> float:
+    def work() -> int:
+        probe.read()
+        return probe.num_bytes
+
+    return best_rate(work)
+
+
+def multiply_rates(probe: NativeProbe, layers: dict[str, Layer]) -> dict[torch.dtype, float]:
+    def rate(dtype: torch.dtype) -> float:
+        return best_rate(lambda: probe.multiply(dtype, PROBE_ROUNDS))
+
+    return {dtype: rate(dtype) for dtype in {layer.multiplied for layer in layers.values()}}
+
+
+def bench_rows(
+    layers: dict[str, Layer], shape: tuple[int, int], rows: int, probe: NativeProbe, repeats: int
+) -> None:
+    calls: dict[str, Callable[[int], object]] = {}
+    counts = {name: max(2, min(layer.copies, 256 // rows)) for name, layer in layers.items()}
+    for name, layer in layers.items():
+        x = torch.randn(rows, shape[1]).to(layer.dtype)
+        calls[name] = lambda turn, x=x, layer=layer, count=counts[name]: [  # type: ignore[misc]
+            layer.run(x, (turn * count + i) % layer.copies) for i in range(count)
         ]
-        name = str(dtype).removeprefix("torch.")
-        print(f"{name} {outputs:6d} x {inputs:5d} M={rows:4d} | " + " | ".join(parts), flush=True)
+    peaks, read = multiply_rates(probe, layers), read_rate(probe)
+    timed = interleaved(calls, repeats)
+    after = multiply_rates(probe, layers)
+    read = max(read, read_rate(probe))
+    for name, values in timed.items():
+        layer = layers[name]
+        middle = statistics.median(values)
+        seconds = middle / counts[name]
+        spread = (max(values) - min(values)) / middle * 100
+        peak = max(peaks[layer.multiplied], after[layer.multiplied])
+        flops = 2.0 * shape[0] * shape[1] * rows
+        print(
+            f"{name:18s} {shape[0]:6d} x {shape[1]:5d} M={rows:4d} {seconds * 1e6:9.1f} us "
+            f"+-{spread:3.0f} %  peak {flops / seconds / peak:5.2f} of {peak / 1e12:.2f} T/s  "
+            f"read {layer.nbytes / seconds / read:5.2f} of {read / 1e9:.1f} GB/s",
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Native linear layers beside torch's.")
+    parser = argparse.ArgumentParser(description="Native linear layers of every weight format.")
     parser.add_argument("--threads", type=int, default=default_num_threads())
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--isa", default=None)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 512])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first so many")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128, 512])
+    parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8", "int4"])
+    parser.add_argument("--torch", action="store_true", help="torch's linear beside plain formats")
+    parser.add_argument("--shapes", type=int, default=4, help="only the first so many")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    ops = load_native(options.threads, options.isa)
+    probe = load_probe(PROBE_BYTES, options.threads, options.isa)
+    assert ops is not None, native_status().reason
+    assert probe is not None, native_status().reason
     print(describe_machine())
-    level = options.isa or native_status().isa
-    print(f"kernels {level}, load average {os.getloadavg()[0]:.1f}, {options.repeats} rounds")
-    for dtype in options.dtypes:
-        for shape in SHAPES[: options.shapes]:
-            bench_shape(shape, getattr(torch, dtype), options)
+    print(f"kernels {probe.isa}, load average {os.getloadavg()[0]:.1f}, {options.repeats} rounds")
+    for shape in SHAPES[: options.shapes]:
+        layers = make_layers(ops, shape, options)
+        for rows in options.rows:
+            bench_rows(layers, shape, rows, probe, options.repeats)
 
 
 if __name__ == "__main__":

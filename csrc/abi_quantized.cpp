@@ -119,11 +119,10 @@ int qs_quantized_run(qs_context* context, const qs_quantized* linear, int dtype,
   if (num_tokens == 0) return QS_OK;
   qs::QuantizedRows rows;
   rows.stride = row_stride(packed);
-  rows.num_groups = packed.num_groups;
   const uintptr_t start = round_up(reinterpret_cast<intptr_t>(scratch), kAlignment);
   rows.codes = reinterpret_cast<int8_t*>(start);
-  rows.scales = reinterpret_cast<float*>(rows.codes + num_tokens * rows.stride);
-  rows.corrections = reinterpret_cast<int32_t*>(rows.scales + num_tokens * rows.num_groups);
+  rows.num_groups = packed.num_groups;
+  rows.factors = reinterpret_cast<int32_t*>(rows.codes + num_tokens * rows.stride);
   context->kernels->quantized_linear(context->pool,
                                      {&packed, dtype, x, x_stride, num_tokens, out, rows});
   return QS_OK;

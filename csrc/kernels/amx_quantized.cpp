@@ -165,8 +165,9 @@ template <int Bits, typename Scale>
 void add_group(const QuantizedRows& x, const Scale* scales, bool has_zeros, int64_t group,
                Range rows, const int32_t* dots, float* c) {
   for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const int64_t at = row * x.num_groups + group;
-    const int32_t correction = x.corrections[at];
+    const int32_t* factor = x.factors + 2 * (row * x.num_groups + group);
+    const float x_scale = bit_cast<float>(factor[0]);
+    const int32_t correction = factor[1];
     for (int64_t i = 0; i < kQuantizedPanel; i += W, dots += W, c += W) {
       vi sum;
       memcpy(&sum, dots, sizeof(sum));
@@ -174,7 +175,7 @@ void add_group(const QuantizedRows& x, const Scale* scales, bool has_zeros, int6
       if (has_zeros) {
         dot = fma(load(scales + kQuantizedPanel + i), negative_sum<Bits>(correction), dot);
       }
-      store(c, fma(dot * set1(x.scales[at]), load(scales + i), load(c)));
+      store(c, fma(dot * set1(x_scale), load(scales + i), load(c)));
     }
   }
 }
@@ -215,13 +216,14 @@ void emit(const QuantizedLinearArgs& args, Range rows, int64_t panel, const void
     for (int64_t i = 0; i < num_outputs; i += W) {
       vf sum = load(static_cast<const float*>(c) + base + i);
       if (packed.num_groups == 1) {
-        const int32_t correction = args.rows.corrections[row];
+        const int32_t* factor = args.rows.factors + 2 * row;
+        const int32_t correction = factor[1];
         const vi dot = bit_cast<vi>(sum) + set1i(correction);
         sum = __builtin_convertvector(dot, vf);
         if (packed.zeros != nullptr) {
           sum = fma(load(packed.zeros + first + i), negative_sum<Bits>(correction), sum);
         }
-        sum = sum * set1(args.rows.scales[row]) * load(packed.scales + first + i);
+        sum = sum * set1(bit_cast<float>(factor[0])) * load(packed.scales + first + i);
       }
       if (packed.bias != nullptr) sum += load(packed.bias + first + i);
       store_up_to(out + i, sum, num_outputs - i);

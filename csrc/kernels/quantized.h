@@ -43,11 +43,14 @@ struct PackedQuantized {
 
 // Activations as the kernels read them: codes in [-127, 127], per token and group their scale and
 // correction: -2^(bits - 1) times the sum of the codes, what the weight's codes count too much.
+// Tokens go in tiles of R rows, side by side: what a register tile reads is one stream.
+//
+//   codes     a tile  [stride / 4][R][4]
+//   factors   a tile  [num_groups][2][R]: float scales, int32 corrections
 struct QuantizedRows {
-  int8_t* codes;         // [T, stride]
-  float* scales;         // [T, num_groups]
-  int32_t* corrections;  // [T, num_groups]
-  int64_t stride;        // a multiple of 64 bytes, zeros behind the last input
+  int8_t* codes;
+  int32_t* factors;
+  int64_t stride;  // bytes a token, a multiple of 64, zeros behind the last input
   int64_t num_groups;
 };
 

@@ -5,9 +5,9 @@
 // integers, exact in any order; groups are added in ascending order. So a row's bits are its own.
 //
 //   item = (chunk of <= 96 rows) x (one panel of 64; with one tile of rows, as many as it takes)
-//     for each block of inputs         codes of the item: <= 16 KiB, stay in L1 over the tiles
-//       for each row tile              the next block is fetched meanwhile, a part per tile
-//         sums in registers, then in `c` (24 KiB)
+//     for each block of inputs         codes of a panel: <= 64 KiB, stay in L2 over the tiles
+//       for each row tile              the first two bring the next block into L2 meanwhile
+//         sums in registers, between blocks in `c` (24 KiB)
 
 #include "kernels/amx_quantized.h"
 #include "kernels/entries.h"
@@ -17,12 +17,13 @@ namespace qs::QS_LEVEL {
 namespace {
 
 constexpr int64_t kChunkRows = 96;
-constexpr int64_t kBlockInputs = 512;
+// Inputs of a block: with one tile of rows, and of 4 bits, the distance that is fetched ahead.
+constexpr int64_t kBlockInputs = 1024;
+constexpr int64_t kAheadInputs = 512;
 constexpr int64_t kPart = kTileVectors * W;  // outputs of a tile in one panel
 constexpr int64_t kSums = kChunkRows * kQuantizedPanel;
 static_assert(kQuantizedRows * max_quantized_panels(1) * kQuantizedPanel <= kSums);
 constexpr int64_t kQuantizeItemElements = 8192;
-constexpr int64_t kCacheLine = 64;
 constexpr float kTiny = 1e-30f;  // 127 over anything smaller overflows, or nearly
 
 struct Range {
@@ -48,19 +49,26 @@ QS_INLINE float largest(const T* x, int64_t n) {
   return bit_cast<float>(reduce_max(most));
 }
 
-QS_INLINE void store_codes(int8_t* p, vi v) {
+// Steps of 4 codes, `rows` steps apart.
+QS_INLINE void store_codes(int8_t* p, vi v, int64_t rows) {
+  typedef int32_t steps __attribute__((vector_size(W)));
+  steps narrow;
 #if defined(__AVX512F__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(bit_cast<__m512i>(v)));
+  narrow = bit_cast<steps>(_mm512_cvtepi32_epi8(bit_cast<__m512i>(v)));
 #else
   typedef int8_t bytes __attribute__((vector_size(W)));
-  const bytes narrow = __builtin_convertvector(v, bytes);
-  memcpy(p, &narrow, sizeof(narrow));
+  narrow = bit_cast<steps>(__builtin_convertvector(v, bytes));
 #endif
+  for (int i = 0; i < W / kStepInputs; ++i) {
+    const int32_t step = narrow[i];
+    memcpy(p + i * rows * kStepInputs, &step, sizeof(step));
+  }
 }
 
 // Gives the sum of the codes, which have room for n rounded up to W.
 template <typename T>
-QS_INLINE int32_t quantize_group(const T* x, int64_t n, int8_t* codes, float* scale) {
+QS_INLINE int32_t quantize_group(const T* x, int64_t n, int64_t rows, int8_t* codes,
+                                 float* scale) {
   constexpr float kMagic = 0x1.8p23f;  // adding it leaves no bits below 1, rounding half to even
   const float most = largest(x, n);
   const bool finite = most < __builtin_inff();
@@ -68,44 +76,53 @@ QS_INLINE int32_t quantize_group(const T* x, int64_t n, int8_t* codes, float* sc
   *scale = finite ? (most > kTiny ? most / 127.0f : 0.0f) : __builtin_nanf("");
   vi total = {};
   if (inverse == 0.0f) {
-    for (int64_t i = 0; i < n; i += W) store_codes(codes + i, total);
+    for (int64_t i = 0; i < n; i += W) store_codes(codes + i * rows, total, rows);
     return 0;
   }
   for (int64_t i = 0; i < n; i += W) {
     const vf scaled = load_up_to(x + i, n - i) * set1(inverse) + set1(kMagic);
     const vi rounded = bit_cast<vi>(scaled) - bit_cast<int32_t>(kMagic);
     total += rounded;
-    store_codes(codes + i, rounded);
+    store_codes(codes + i * rows, rounded, rows);
   }
   return reduce_add(total);
 }
 
+// Rows of a tile lie side by side, as the tile reads them: [steps][rows][4], [groups][2][rows].
 template <typename T>
-void quantize_row(const QuantizedLinearArgs& args, int64_t row) {
+void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
   const PackedQuantized& packed = *args.packed;
   const QuantizedRows& rows = args.rows;
-  const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-  int8_t* codes = rows.codes + row * rows.stride;
+  int8_t* codes = rows.codes + tile.begin * rows.stride;
+  int32_t* factors = rows.factors + tile.begin * packed.num_groups * 2;
   // What follows the inputs is multiplied by codes that are zero, but has to be finite: bytes are.
   const int64_t written = div_up(packed.k, W) * W;
-  memset(codes + written, 0, rows.stride - written);
-  for (int64_t group = 0; group < packed.num_groups; ++group) {
-    const int64_t first = group * packed.group_size;
-    const int64_t size = min_of(packed.group_size, packed.k - first);
-    const int64_t at = row * packed.num_groups + group;
-    const int32_t sum = quantize_group(x + first, size, codes + first, rows.scales + at);
-    rows.corrections[at] = -(sum << (packed.bits - 1));
+  memset(codes + written * tile.size(), 0, (rows.stride - written) * tile.size());
+  for (int64_t row = 0; row < tile.size(); ++row) {
+    const T* x = static_cast<const T*>(args.x) + (tile.begin + row) * args.x_stride;
+    for (int64_t group = 0; group < packed.num_groups; ++group) {
+      const int64_t first = group * packed.group_size;
+      const int64_t size = min_of(packed.group_size, packed.k - first);
+      int32_t* factor = factors + 2 * group * tile.size() + row;
+      float scale;
+      const int32_t sum = quantize_group(x + first, size, tile.size(),
+                                         codes + first * tile.size() + row * kStepInputs, &scale);
+      factor[0] = bit_cast<int32_t>(scale);
+      factor[tile.size()] = -(sum << (packed.bits - 1));
+    }
   }
 }
 
-void quantize_rows(Pool* pool, const QuantizedLinearArgs& args) {
+void quantize_rows(Pool* pool, const QuantizedLinearArgs& args, int64_t num_tiles) {
   const int64_t num_items =
-      max_of(1, min_of(args.num_tokens, args.num_tokens * args.packed->k / kQuantizeItemElements));
+      max_of(1, min_of(num_tiles, args.num_tokens * args.packed->k / kQuantizeItemElements));
   with_dtype(args.dtype, [&](auto type) {
     using T = decltype(type);
     parallel_for(pool, num_items, [&](int64_t item) {
-      const Range rows = part(args.num_tokens, item, num_items);
-      for (int64_t row = rows.begin; row < rows.end; ++row) quantize_row<T>(args, row);
+      const Range tiles = part(num_tiles, item, num_items);
+      for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
+        quantize_tile<T>(args, part(args.num_tokens, tile, num_tiles));
+      }
     });
   });
 }
@@ -114,121 +131,214 @@ void quantize_rows(Pool* pool, const QuantizedLinearArgs& args) {
 
 struct Problem {
   const QuantizedLinearArgs* args;
-  int64_t num_chunks;
+  int64_t num_tiles;    // of rows
+  int64_t num_chunks;   // of tiles
   int64_t num_ranges;
   int64_t block_groups;  // groups, or parts of the one group, per block
   int64_t block_inputs;
   int64_t num_blocks;
+  int64_t threads;
+  int tile_panels;  // panels that run at once
 };
 
+// Row tiles of a chunk against some panels, for one block of inputs.
+struct Sweep {
+  Range panels;
+  Range tiles;
+  int64_t block;
+  const char* next;  // the block to fetch: what this thread will probably read then
+};
+
+QS_INLINE void store_output(float* p, vf v, int64_t n) { store_up_to(p, v, n); }
+QS_INLINE void store_output(f16* p, vf v, int64_t n) { store_up_to(p, v, n); }
+QS_INLINE void store_output(bf16* p, vf v, int64_t n) {
+#if defined(__AVX512BF16__)
+  if (n >= W) {
+    const vh rounded = bit_cast<vh>(_mm512_cvtneps_pbh(v));
+    memcpy(p, &rounded, sizeof(rounded));
+    return;
+  }
+#endif
+  store_up_to(p, v, n);
+}
+
+// One row's sums as outputs [first, first + n) of it.
 template <typename T>
-void emit(const Problem& problem, Range rows, Range panels, const void* c) {
-  const QuantizedLinearArgs& args = *problem.args;
-  const PackedQuantized& packed = *args.packed;
-  const int64_t first_output = panels.begin * kQuantizedPanel;
-  const int64_t num_outputs = min_of(packed.n, panels.end * kQuantizedPanel) - first_output;
-  const int64_t stride = panels.size() * kQuantizedPanel;
-  const bool single = packed.num_groups == 1;
+QS_INLINE void emit_groups(const PackedQuantized& packed, const float* c, int64_t first, int64_t n,
+                           T* out) {
+  for (int64_t i = 0; i < n; i += W) {
+    vf sum = load(c + i);
+    if (packed.bias != nullptr) sum += load(packed.bias + first + i);
+    store_output(out + i, sum, n - i);
+  }
+}
+
+template <typename T>
+QS_INLINE void emit_single(const PackedQuantized& packed, float scale, int32_t correction,
+                           const int32_t* c, Range outputs, T* out) {
+  const int64_t first = outputs.begin, n = outputs.size();
   const bool offset = packed.bits == 4 ? Dot<4>::kOffset : Dot<8>::kOffset;
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    const int64_t base = (row - rows.begin) * stride;
-    T* out = static_cast<T*>(args.out) + row * packed.n + first_output;
-    const int32_t correction = args.rows.corrections[row * packed.num_groups];
-    const vf negative =
-        packed.bits == 4 ? negative_sum<4>(correction) : negative_sum<8>(correction);
-    const vi start = set1i(offset ? correction : 0);
-    const vf x_scale = set1(args.rows.scales[row * packed.num_groups]);
-    for (int64_t i = 0; i < num_outputs; i += W) {
-      vf sum;
-      if (single) {
-        vi dot;
-        memcpy(&dot, static_cast<const int32_t*>(c) + base + i, sizeof(dot));
-        sum = __builtin_convertvector(dot + start, vf);
-        if (packed.zeros != nullptr) {
-          sum = fma(load(packed.zeros + first_output + i), negative, sum);
-        }
-        sum = sum * x_scale * load(packed.scales + first_output + i);
-      } else {
-        sum = load(static_cast<const float*>(c) + base + i);
-      }
-      if (packed.bias != nullptr) sum += load(packed.bias + first_output + i);
-      store_up_to(out + i, sum, num_outputs - i);
+  const vf negative = packed.bits == 4 ? negative_sum<4>(correction) : negative_sum<8>(correction);
+  const vi start = set1i(offset ? correction : 0);
+  const vf x_scale = set1(scale);
+  for (int64_t i = 0; i < n; i += W) {
+    vi dot;
+    memcpy(&dot, c + i, sizeof(dot));
+    vf sum = __builtin_convertvector(dot + start, vf);
+    if (packed.zeros != nullptr) sum = fma(load(packed.zeros + first + i), negative, sum);
+    sum = sum * x_scale * load(packed.scales + first + i);
+    if (packed.bias != nullptr) sum += load(packed.bias + first + i);
+    store_output(out + i, sum, n - i);
+  }
+}
+
+template <typename T>
+void emit(const Problem& problem, Range rows, Range panels, const int32_t* c) {
+  const PackedQuantized& packed = *problem.args->packed;
+  const int64_t first = panels.begin * kQuantizedPanel;
+  const int64_t n = min_of(packed.n, panels.end * kQuantizedPanel) - first;
+  for (int64_t row = rows.begin; row < rows.end; ++row, c += panels.size() * kQuantizedPanel) {
+    T* out = static_cast<T*>(problem.args->out) + row * packed.n + first;
+    if (packed.num_groups == 1) {
+      const int32_t* factor = problem.args->rows.factors + rows.begin + row;
+      emit_single(packed, bit_cast<float>(factor[0]), factor[rows.size()], c, {first, first + n},
+                  out);
+    } else {
+      emit_groups(packed, reinterpret_cast<const float*>(c), first, n, out);
     }
   }
 }
 
-// One row tile against all panels of the item, for one block of inputs.
-void run_tile(const Problem& problem, Range rows, Range panels, int64_t block, void* c) {
+QS_INLINE int64_t block_offset(const Problem& problem, int64_t block) {
   const PackedQuantized& packed = *problem.args->packed;
-  const QuantizedRows& x = problem.args->rows;
+  return packed.num_groups == 1
+             ? block * problem.block_inputs * kQuantizedPanel * packed.bits / 8
+             : block * problem.block_groups * packed.group_bytes;
+}
+
+QS_INLINE const uint8_t* block_at(const Problem& problem, int64_t panel, int64_t block) {
+  const PackedQuantized& packed = *problem.args->packed;
+  return static_cast<const uint8_t*>(packed.weights) + panel * packed.panel_bytes +
+         block_offset(problem, block);
+}
+
+// What all tiles of a sweep share.
+QuantizedTileArgs sweep_args(const Problem& problem, const Sweep& sweep) {
+  const PackedQuantized& packed = *problem.args->packed;
   const bool single = packed.num_groups == 1;
-  const int64_t first_input = block * problem.block_inputs;
-  const int64_t first_group = single ? 0 : block * problem.block_groups;
-  const int num_rows = static_cast<int>(rows.size());
+  const int64_t first_input = sweep.block * problem.block_inputs;
+  const int64_t first_group = single ? 0 : sweep.block * problem.block_groups;
   QuantizedTileArgs args;
-  args.x = x.codes + rows.begin * x.stride + first_input;
-  args.x_stride = x.stride;
-  args.x_scales = x.scales + rows.begin * packed.num_groups + first_group;
-  args.x_corrections = x.corrections + rows.begin * packed.num_groups + first_group;
-  args.x_groups = packed.num_groups;
+  args.w = block_at(problem, sweep.panels.begin, sweep.block);
   args.panel_bytes = packed.panel_bytes;
   args.group_bytes = packed.group_bytes;
   args.code_bytes = packed.code_bytes();
   args.num_inputs =
       single ? min_of(problem.block_inputs, packed.group_size - first_input) : packed.group_size;
   args.num_groups = min_of(problem.block_groups, packed.num_groups - first_group);
-  args.c_stride = panels.size() * kQuantizedPanel;
-  const int64_t block_offset = single ? first_input * kQuantizedPanel * packed.bits / 8
-                                      : first_group * packed.group_bytes;
-  const uint8_t* weights = static_cast<const uint8_t*>(packed.weights) + block_offset;
-  const int64_t num_groups = div_up(panels.size(), max_quantized_panels(num_rows));
-  for (int64_t i = 0; i < num_groups; ++i) {
-    const Range group = part(panels.size(), i, num_groups);
-    const QuantizedTileFn tile =
-        quantized_tile(packed, num_rows, static_cast<int>(group.size()));
-    for (int64_t p = 0; p < kPanelParts; ++p) {
-      args.part_outputs = p * kPart;
-      args.w = weights + (panels.begin + group.begin) * packed.panel_bytes +
-               args.part_outputs * kStepInputs;
-      // Both kinds of sums have 4 bytes.
-      args.c = static_cast<int32_t*>(c) + group.begin * kQuantizedPanel + args.part_outputs;
-      tile(args);
-    }
+  args.first = sweep.block == 0;
+  return args;
+}
+
+// Says what tile number `tile` fetches: its share of the next block.
+QS_INLINE void set_fetch(const Problem& problem, const Sweep& sweep, int64_t tile,
+                         QuantizedTileArgs& args) {
+  const PackedQuantized& packed = *problem.args->packed;
+  const int64_t shares = sweep.tiles.size() == 1 ? 1 : 2;
+  if (tile >= shares) {
+    args.fetch = reinterpret_cast<const char*>(args.w);
+    args.fetch_scales = 0;
+    args.fetch_stride = 0;
+    return;
+  }
+  const int64_t bytes =
+      packed.num_groups == 1 ? problem.block_inputs * kQuantizedPanel * packed.bits / 8
+                             : args.num_groups * packed.group_bytes;
+  args.fetch = sweep.next + tile * (bytes / shares);
+  args.fetch_scales = (packed.group_bytes - packed.code_bytes()) / shares;
+  args.fetch_stride = kStepBytes / shares;
+}
+
+// Brings in the lines that the tile's outputs go to; they are written once it has ended.
+QS_INLINE void fetch_outputs(const Problem& problem, Range rows, Range panels) {
+  const QuantizedLinearArgs& args = *problem.args;
+  const int64_t element = args.dtype == QS_F32 ? 4 : 2;
+  const int64_t first = panels.begin * kQuantizedPanel;
+  const int64_t bytes = (min_of(args.packed->n, panels.end * kQuantizedPanel) - first) * element;
+  const char* out = static_cast<const char*>(args.out) + first * element;
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    const char* line = out + row * args.packed->n * element;
+    for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(line + i, 1, 3);
   }
 }
 
-// Part `tile` of `num_tiles` of the block after `block` of one panel.
-QS_INLINE void fetch_next(const Problem& problem, int64_t panel, int64_t block, int64_t tile,
-                          int64_t num_tiles) {
+void run_sweep(const Problem& problem, const Sweep& sweep, int32_t* c) {
   const PackedQuantized& packed = *problem.args->packed;
-  const int64_t bytes = packed.panel_bytes / problem.num_blocks;
-  const char* next = static_cast<const char*>(packed.weights) + panel * packed.panel_bytes +
-                     (block + 1) * bytes;
-  const Range mine = part(bytes, tile, num_tiles);
-  for (int64_t i = mine.begin; i < mine.end; i += kCacheLine) __builtin_prefetch(next + i, 0, 2);
+  const QuantizedRows& x = problem.args->rows;
+  QuantizedTileArgs args = sweep_args(problem, sweep);
+  const uint8_t* w = args.w;
+  const int64_t first_input = sweep.block * problem.block_inputs;
+  const int64_t first_group = packed.num_groups == 1 ? 0 : sweep.block * problem.block_groups;
+  const int panels = static_cast<int>(sweep.panels.size());
+  const bool last = sweep.block + 1 == problem.num_blocks;
+  const int64_t first_row =
+      part(problem.args->num_tokens, sweep.tiles.begin, problem.num_tiles).begin;
+  for (int64_t tile = sweep.tiles.begin; tile < sweep.tiles.end; ++tile) {
+    const Range rows = part(problem.args->num_tokens, tile, problem.num_tiles);
+    const QuantizedTileFn run = quantized_tile(packed, static_cast<int>(rows.size()), panels);
+    args.x = x.codes + rows.begin * x.stride + first_input * rows.size();
+    args.factors =
+        x.factors + 2 * (rows.begin * packed.num_groups + first_group * rows.size());
+    // With one block the sums of a tile are read at once, and all tiles can share their place.
+    const int64_t kept_rows = problem.num_blocks == 1 ? 0 : rows.begin - first_row;
+    int32_t* sums = c + kept_rows * panels * kQuantizedPanel;
+    if (last) fetch_outputs(problem, rows, sweep.panels);
+    for (int64_t p = 0; p < kPanelParts; ++p) {
+      args.part_outputs = p * kPart;
+      args.w = w + p * kPartBytes;
+      args.c = sums + p * kPart;  // both kinds of sums have 4 bytes
+      set_fetch(problem, sweep, tile - sweep.tiles.begin, args);
+      run(args);
+    }
+    if (!last) continue;
+    with_dtype(problem.args->dtype, [&](auto type) {
+      emit<decltype(type)>(problem, rows, sweep.panels, sums);
+    });
+  }
 }
 
 void run_item(const Problem& problem, int64_t item) {
   const QuantizedLinearArgs& args = *problem.args;
-  const Range panels =
-      part(args.packed->num_panels, item / problem.num_chunks, problem.num_ranges);
-  const Range chunk = part(args.num_tokens, item % problem.num_chunks, problem.num_chunks);
-  const int64_t num_tiles =
-      div_up(chunk.size(), max_quantized_rows(*args.packed, args.num_tokens));
-  alignas(64) int32_t c[kSums];  // or float, whose zero has the same bits
-  memset(c, 0, chunk.size() * panels.size() * kQuantizedPanel * sizeof(*c));
-  for (int64_t block = 0; block < problem.num_blocks; ++block) {
-    for (int64_t tile = 0; tile < num_tiles; ++tile) {
-      const Range local = part(chunk.size(), tile, num_tiles);
-      const Range rows = {chunk.begin + local.begin, chunk.begin + local.end};
-      int32_t* sums = c + local.begin * panels.size() * kQuantizedPanel;
-      if (num_tiles > 1) fetch_next(problem, panels.begin, block, tile, num_tiles);
-      run_tile(problem, rows, panels, block, sums);
-      if (block + 1 < problem.num_blocks) continue;
-      with_dtype(args.dtype, [&](auto type) {
-        emit<decltype(type)>(problem, rows, panels, sums);
-      });
+  const int64_t num_panels = args.packed->num_panels;
+  const Range range = part(num_panels, item % problem.num_ranges, problem.num_ranges);
+  const int64_t following = (item + problem.threads) % problem.num_ranges;
+  const int64_t after = part(num_panels, following, problem.num_ranges).begin;
+  alignas(64) int32_t c[kSums];  // or float
+  Sweep sweep;
+  sweep.tiles = part(problem.num_tiles, item / problem.num_ranges, problem.num_chunks);
+  for (int64_t panel = range.begin; panel < range.end; panel = sweep.panels.end) {
+    sweep.panels = {panel, min_of(range.end, panel + problem.tile_panels)};
+    const int64_t next_panel = sweep.panels.end < range.end ? sweep.panels.end : after;
+    for (int64_t block = 0; block < problem.num_blocks; ++block) {
+      const bool last = block + 1 == problem.num_blocks;
+      sweep.block = block;
+      sweep.next = reinterpret_cast<const char*>(
+          last ? block_at(problem, next_panel, 0) : block_at(problem, panel, block + 1));
+      run_sweep(problem, sweep, c);
     }
+  }
+}
+
+// Groups, or parts of the one group, that make a block of about `inputs` inputs.
+void set_blocks(const PackedQuantized& packed, int64_t inputs, Problem& problem) {
+  if (packed.num_groups == 1) {
+    problem.block_groups = 1;
+    problem.block_inputs = inputs;
+    problem.num_blocks = div_up(packed.group_size, inputs);
+  } else {
+    problem.block_groups = max_of(1, inputs / packed.group_size);
+    problem.block_inputs = problem.block_groups * packed.group_size;
+    problem.num_blocks = div_up(packed.num_groups, problem.block_groups);
   }
 }
 
@@ -236,30 +346,25 @@ void run_item(const Problem& problem, int64_t item) {
 
 void quantized_linear(Pool* pool, const QuantizedLinearArgs& args) {
   const PackedQuantized& packed = *args.packed;
-  quantize_rows(pool, args);
   if (runs_on_tiles(args)) {
+    quantize_rows(pool, args, args.num_tokens);  // tiles of one row: rows as they are
     quantized_linear_tiles(pool, args);
     return;
   }
+  const int64_t max_rows = max_quantized_rows(packed, args.num_tokens);
   Problem problem;
   problem.args = &args;
-  problem.num_chunks = div_up(args.num_tokens, kChunkRows);
-  if (packed.num_groups == 1) {
-    problem.block_groups = 1;
-    problem.block_inputs = kBlockInputs;
-    problem.num_blocks = div_up(packed.group_size, kBlockInputs);
-  } else {
-    problem.block_groups = max_of(1, kBlockInputs / packed.group_size);
-    problem.block_inputs = problem.block_groups * packed.group_size;
-    problem.num_blocks = div_up(packed.num_groups, problem.block_groups);
-  }
+  problem.num_tiles = div_up(args.num_tokens, max_rows);
+  problem.num_chunks = div_up(problem.num_tiles, kChunkRows / max_rows);
+  problem.threads = pool_size(pool);
+  quantize_rows(pool, args, problem.num_tiles);
+  const bool one_tile = problem.num_tiles == 1;
+  problem.tile_panels = one_tile ? max_quantized_panels(static_cast<int>(args.num_tokens)) : 1;
+  set_blocks(packed, one_tile || packed.bits == 4 ? kAheadInputs : kBlockInputs, problem);
   // A multiple of the thread count, so that equal threads end together.
-  const int64_t threads = pool_size(pool);
-  const bool one_tile = args.num_tokens <= kQuantizedRows;
-  const int64_t item_panels =
-      one_tile ? max_quantized_panels(static_cast<int>(args.num_tokens)) : 1;
-  const int64_t ranges = div_up(packed.num_panels, item_panels);
-  problem.num_ranges = min_of(packed.num_panels, div_up(ranges, threads) * threads);
+  const int64_t ranges = div_up(packed.num_panels, problem.tile_panels);
+  problem.num_ranges =
+      min_of(packed.num_panels, div_up(ranges, problem.threads) * problem.threads);
   parallel_for(pool, problem.num_chunks * problem.num_ranges,
                [&](int64_t item) { run_item(problem, item); });
 }

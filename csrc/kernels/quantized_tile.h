@@ -20,24 +20,19 @@ constexpr int64_t kPartBytes = kStepBytes / kPanelParts;
 #if defined(__AVX512F__)
 constexpr int kQuantizedRows = 6;
 constexpr int kGroupRows = 3;
-constexpr int kHeldSums = 12;  // fp32 sums that fit into registers beside the integer ones
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int kQuantizedRows = 6;
 constexpr int kGroupRows = 3;
-constexpr int kHeldSums = 12;
 #elif defined(__AVX2__)
 constexpr int kQuantizedRows = 2;
 constexpr int kGroupRows = 2;
-constexpr int kHeldSums = 0;
 #else
 constexpr int kQuantizedRows = 2;
 constexpr int kGroupRows = 2;
-constexpr int kHeldSums = 0;
 #endif
 
-// Rows of a tile. For groups of 4 bits fewer, as sums that stay in registers are worth more (Zen 4,
-// groups of 32, 512 rows: 0.32 of 0.47 TOPS, against 0.28 with 6 rows; 8 bits lose, 0.24 for 0.30).
-// One tile is best anyway, as codes are unpacked for each.
+// Rows of a tile. For groups of 4 bits fewer: their fp32 sums are added to so often that staying in
+// registers is worth more than reading codes half as often.
 QS_INLINE int max_quantized_rows(const PackedQuantized& packed, int64_t num_tokens) {
   const bool few = packed.num_groups > 1 && packed.bits == 4 && num_tokens > kQuantizedRows;
   return few ? kGroupRows : kQuantizedRows;
@@ -50,11 +45,8 @@ constexpr int max_quantized_panels(int rows) {
 }
 
 struct QuantizedTileArgs {
-  const int8_t* x;
-  int64_t x_stride;
-  const float* x_scales;   // of the block's first group
-  const int32_t* x_corrections;  // likewise: -2^(bits - 1) times the codes' sum
-  int64_t x_groups;        // groups per token
+  const int8_t* x;         // [steps][R][4], from the block's first step on
+  const int32_t* factors;  // [groups][2][R]: scales, corrections; from the block's first group on
   const uint8_t* w;        // the block's codes in the first panel, at the tile's part
   int64_t panel_bytes;
   int64_t group_bytes;
@@ -62,49 +54,63 @@ struct QuantizedTileArgs {
   int64_t part_outputs;    // outputs of the panel before the tile's part
   int64_t num_inputs;      // of a group, or of the block within the one group; padded
   int64_t num_groups;      // of the block
-  void* c;                 // int32 sums with one group, fp32 sums with groups; added to
-  int64_t c_stride;
+  bool first;              // the first block: c is written, afterwards added to
+  void* c;                 // [R][S][64] int32 sums with one group, fp32 sums with groups
+  const char* fetch;       // what to bring into L2 meanwhile
+  int64_t fetch_stride;    // from a step to the next; 0 fetches nothing more
+  int64_t fetch_scales;    // from behind a group's steps to the next group
 };
 
 using QuantizedTileFn = void (*)(const QuantizedTileArgs& args);
 
-// Multiplies [first, first + num_inputs) of R rows with the tile's outputs.
+// Cache lines that a tile fetches per step and panel: as many as it reads. None for 2 or 3 rows of
+// several panels, which are faster with the hardware's prefetching alone.
+constexpr int64_t kCacheLine = 64;
+constexpr int fetched_lines(int rows, int panels) {
+  if (rows > 1 && panels > 1) return 0;
+  return kPartBytes < kCacheLine ? 1 : static_cast<int>(kPartBytes / kCacheLine);
+}
+
+// The integer sums of a group. Everything is read at one pointer per stream, with constant offsets:
+// registers that run short here are spilled to vectors, which delays the next group's loads.
 template <int Bits, int R, int S>
 struct QuantizedTile {
   static constexpr int V = kTileVectors;
   static constexpr int64_t kVectorBytes = sizeof(vi);
+  static constexpr int64_t kStepCodes = R * kStepInputs;
+  static constexpr int kLines = fetched_lines(R, S);
+  using D = Dot<Bits>;
   vi sum[R][S * V];
 
   template <int Half>
-  QS_INLINE void step(const uint8_t* const (&w)[S], const int8_t* const (&x)[R], int64_t input) {
-    using D = Dot<Bits>;
+  QS_INLINE void step(const uint8_t* w, int64_t panel_bytes, const int8_t* x) {
     if constexpr (R <= V) {
       vi held[R];
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) held[r] = activations(x[r] + input);
+      for (int r = 0; r < R; ++r) held[r] = activations(x + r * kStepInputs);
 #pragma GCC unroll 16
       for (int v = 0; v < S * V; ++v) {
-        const auto codes = D::codes(step_codes<Bits, Half>(
-            load_codes(w[v / V] + input * kStepBytes / kStepInputs * Bits / 8 -
-                       Half * kStepBytes / 2 + v % V * kVectorBytes)));
+        const auto codes = weights<Half>(w, panel_bytes, v);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) D::add(sum[r][v], codes, held[r]);
       }
     } else {
       typename D::Codes held[S * V];
 #pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) {
-        held[v] = D::codes(step_codes<Bits, Half>(
-            load_codes(w[v / V] + input * kStepBytes / kStepInputs * Bits / 8 -
-                       Half * kStepBytes / 2 + v % V * kVectorBytes)));
-      }
+      for (int v = 0; v < S * V; ++v) held[v] = weights<Half>(w, panel_bytes, v);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const vi streamed = activations(x[r] + input);
+        const vi streamed = activations(x + r * kStepInputs);
 #pragma GCC unroll 16
         for (int v = 0; v < S * V; ++v) D::add(sum[r][v], held[v], streamed);
       }
     }
+  }
+
+  template <int Half>
+  static QS_INLINE typename D::Codes weights(const uint8_t* w, int64_t panel_bytes, int v) {
+    return D::codes(
+        step_codes<Bits, Half>(load_codes(w + v / V * panel_bytes + v % V * kVectorBytes)));
   }
 
   static QS_INLINE vi activations(const int8_t* x) {
@@ -113,18 +119,37 @@ struct QuantizedTile {
     return set1i(four);
   }
 
-  QS_INLINE void run(const uint8_t* const (&w)[S], const int8_t* const (&x)[R],
-                     int64_t num_inputs) {
-    if constexpr (Bits == 8) {
-      for (int64_t k = 0; k < num_inputs; k += kStepInputs) step<0>(w, x, k);
-    } else {
-      for (int64_t k = 0; k < num_inputs; k += 2 * kStepInputs) {
-        step<0>(w, x, k);
-        step<1>(w, x, k + kStepInputs);
-      }
+  // Fetches are spread over the steps: in a burst they would fill the queue of misses and stop
+  // loads.
+  template <int Lines>
+  static QS_INLINE void bring(const char* fetch, int64_t panel_bytes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < S * Lines; ++i) {
+      __builtin_prefetch(fetch + i / Lines * panel_bytes + i % Lines * kCacheLine, 0, 2);
+    }
+  }
+
+  // Moves all three pointers behind the group's steps.
+  QS_INLINE void run(const uint8_t*& w, const int8_t*& x, const char*& fetch,
+                     const QuantizedTileArgs& args) {
+    constexpr int64_t kInputs = Bits == 4 ? 2 * kStepInputs : kStepInputs;
+    for (int64_t k = 0; k < args.num_inputs; k += kInputs) {
+      if constexpr (kLines > 0) bring<kLines>(fetch, args.panel_bytes);
+      fetch += args.fetch_stride;
+      step<0>(w, args.panel_bytes, x);
+      if constexpr (Bits == 4) step<1>(w, args.panel_bytes, x + kStepCodes);
+      w += kStepBytes;
+      x += kStepCodes * (Bits == 4 ? 2 : 1);
     }
   }
 };
+
+// Where the tile's sums stand in c.
+template <typename T, int S>
+QS_INLINE T* at(const QuantizedTileArgs& args, int row, int vector) {
+  return static_cast<T*>(args.c) + (row * S + vector / kTileVectors) * kQuantizedPanel +
+         vector % kTileVectors * W;
+}
 
 // One group: the block's integer sums, added to c.
 template <int Bits, int R, int S>
@@ -132,31 +157,21 @@ void run_single(const QuantizedTileArgs& call) {
   constexpr int V = kTileVectors;
   const QuantizedTileArgs args = call;  // so that no store can be taken to change it
   QuantizedTile<Bits, R, S> tile = {};
-  const uint8_t* w[S];
-  const int8_t* x[R];
-#pragma GCC unroll 8
-  for (int s = 0; s < S; ++s) w[s] = args.w + s * args.panel_bytes;
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) x[r] = args.x + r * args.x_stride;
-  tile.run(w, x, args.num_inputs);
+  const uint8_t* w = args.w;
+  const int8_t* x = args.x;
+  const char* fetch = args.fetch;
+  tile.run(w, x, fetch, args);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
     for (int v = 0; v < S * V; ++v) {
-      int32_t* c = static_cast<int32_t*>(args.c) + r * args.c_stride + v / V * kQuantizedPanel +
-                   v % V * W;
-      vi total;
-      memcpy(&total, c, sizeof(total));
+      int32_t* c = at<int32_t, S>(args, r, v);
+      vi total = {};
+      if (!args.first) memcpy(&total, c, sizeof(total));
       total += tile.sum[r][v];
       memcpy(c, &total, sizeof(total));
     }
   }
-}
-
-// Where the tile's sums stand in c.
-QS_INLINE float* at(const QuantizedTileArgs& args, int row, int vector) {
-  return static_cast<float*>(args.c) + row * args.c_stride +
-         vector / kTileVectors * kQuantizedPanel + vector % kTileVectors * W;
 }
 
 // Groups in ascending order: c = fma((dot - zero * sum) * x_scale, w_scale, c).
@@ -164,58 +179,55 @@ template <int Bits, int R, int S, typename Scale, bool Zeros>
 void run_groups(const QuantizedTileArgs& call) {
   constexpr int V = kTileVectors;
   const QuantizedTileArgs args = call;  // so that no store can be taken to change it
-  const int64_t to_scales = args.code_bytes - args.part_outputs * kStepInputs;
-  constexpr bool kHeld = R * S * V <= kHeldSums;
-  vf held[kHeld ? R : 1][kHeld ? S * V : 1];
-  if constexpr (kHeld) {
+  // Local, so that the compiler keeps in registers what fits beside the integer sums.
+  vf held[R][S * V] = {};
+  if (!args.first) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) held[r][v] = load(at(args, r, v));
+      for (int v = 0; v < S * V; ++v) held[r][v] = load(at<float, S>(args, r, v));
     }
   }
+  const uint8_t* w = args.w;
+  const int8_t* x = args.x;
+  const int32_t* factors = args.factors;
+  const char* fetch = args.fetch;
   for (int64_t group = 0; group < args.num_groups; ++group) {
     QuantizedTile<Bits, R, S> tile;
-    const uint8_t* w[S];
-    const int8_t* x[R];
-#pragma GCC unroll 8
-    for (int s = 0; s < S; ++s) w[s] = args.w + s * args.panel_bytes + group * args.group_bytes;
-    const int32_t* corrections = args.x_corrections + group;
-    const float* x_scales = args.x_scales + group;
+    const int32_t* corrections = factors + R;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      x[r] = args.x + r * args.x_stride + group * args.num_inputs;
-      const vi start = Dot<Bits>::kOffset ? set1i(corrections[r * args.x_groups]) : vi{};
+      const vi start = Dot<Bits>::kOffset ? set1i(corrections[r]) : vi{};
 #pragma GCC unroll 16
       for (int v = 0; v < S * V; ++v) tile.sum[r][v] = start;
     }
-    tile.run(w, x, args.num_inputs);
+    tile.run(w, x, fetch, args);
+    constexpr int kLines = QuantizedTile<Bits, R, S>::kLines;
+    if constexpr (kLines > 0) tile.template bring<(kLines < 2 ? 1 : 2)>(fetch, args.panel_bytes);
 #pragma GCC unroll 16
     for (int v = 0; v < S * V; ++v) {
-      const Scale* scales = reinterpret_cast<const Scale*>(w[v / V] + to_scales) +
-                            args.part_outputs + v % V * W;
+      const Scale* scales =
+          reinterpret_cast<const Scale*>(w - args.part_outputs * kStepInputs +
+                                         v / V * args.panel_bytes) +
+          args.part_outputs + v % V * W;
       const vf scale = load(scales);
       const vf zero = Zeros ? load(scales + kQuantizedPanel) : vf{};
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         vf dot = __builtin_convertvector(tile.sum[r][v], vf);
-        if (Zeros) dot = fma(zero, negative_sum<Bits>(corrections[r * args.x_groups]), dot);
-        const vf product = dot * set1(x_scales[r * args.x_groups]);
-        if constexpr (kHeld) {
-          held[r][v] = fma(product, scale, held[r][v]);
-        } else {
-          float* c = at(args, r, v);
-          store(c, fma(product, scale, load(c)));
-        }
+        if (Zeros) dot = fma(zero, negative_sum<Bits>(corrections[r]), dot);
+        const vf product = dot * bit_cast<vf>(set1i(factors[r]));
+        held[r][v] = fma(product, scale, held[r][v]);
       }
     }
+    w += args.group_bytes - args.code_bytes;
+    factors += 2 * R;
+    fetch += args.fetch_scales;
   }
-  if constexpr (kHeld) {
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
+  for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) store(at(args, r, v), held[r][v]);
-    }
+    for (int v = 0; v < S * V; ++v) store(at<float, S>(args, r, v), held[r][v]);
   }
 }
 

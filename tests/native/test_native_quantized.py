@@ -32,7 +32,7 @@ def integers(seed: int, low: int, high: int, *shape: int) -> Tensor:
 @given(
     st.integers(0, 2**32),
     st.sampled_from([4, 8]),
-    st.integers(1, 14),
+    st.sampled_from([*range(1, 15), 33, 97]),
     st.sampled_from([1, 2, 3, 4, 5, 7, 15, 64, 65, 255, 511, 513, 1030]),
     st.sampled_from([1, 15, 63, 64, 65, 130, 200, 321]),
 )
@@ -52,8 +52,8 @@ def test_sums_over_one_group_are_exact_integers_on_every_level(
 @given(
     st.integers(0, 2**32),
     st.sampled_from([4, 8]),
-    st.integers(1, 14),
-    st.sampled_from([(32, 16), (64, 32), (576, 48), (1024, 128), (1536, 768)]),
+    st.sampled_from([*range(1, 15), 33, 97]),
+    st.sampled_from([(32, 16), (64, 32), (576, 48), (1024, 128), (1536, 768), (2304, 32)]),
     st.sampled_from([1, 64, 65, 200, 321]),
 )
 def test_sums_over_groups_are_exact_where_their_scales_are_powers_of_two(
@@ -115,3 +115,20 @@ def test_a_group_that_no_kernel_has_is_refused() -> None:
         weight = QuantizedWeight(codes, torch.ones(2, inputs // group), None, 8, group)
         with pytest.raises(EngineError, match=f"groups of {group}"):
             native().pack_quantized(weight, None)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 128), (8, 2304), (4, 32), (4, 2304)])
+def test_a_row_has_the_same_bits_in_every_batch_and_with_every_number_of_threads(
+    bits: int, group: int
+) -> None:
+    inputs, outputs = 2304, 201
+    codes = integers(1, 0, 2**bits, outputs, inputs).to(torch.uint8)
+    scales = torch.rand(outputs, inputs // group, generator=torch.Generator().manual_seed(2))
+    weight = QuantizedWeight(codes, scales, None, bits, group)
+    x = torch.randn(101, inputs, generator=torch.Generator().manual_seed(3)).bfloat16()
+    for level in LEVELS:
+        packed_one = (one := native(level, 1)).pack_quantized(weight, None)
+        packed_two = (two := native(level, 2)).pack_quantized(weight, None)
+        alone = torch.cat([one.linear(row[None], packed_one) for row in x])
+        for num_tokens in (*range(2, 15), 33, 96, 97, 101):
+            assert torch.equal(two.linear(x[:num_tokens], packed_two), alone[:num_tokens])

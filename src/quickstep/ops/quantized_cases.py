@@ -37,6 +37,10 @@ _QUANTIZED_SHAPES = (
     (19, 384, 100, 4, 128, True, False),
     (13, 1152, 130, 4, 48, False, True),
     (98, 256, 65, 4, 64, True, True),
+    (1, 2304, 330, 8, 128, False, False),
+    (5, 2112, 200, 8, 64, True, False),
+    (13, 2304, 130, 8, 128, False, True),
+    (33, 1056, 70, 4, 32, False, False),
     (0, 64, 32, 4, 32, False, False),
 )
 
