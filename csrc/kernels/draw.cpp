@@ -8,6 +8,7 @@
 
 #include "kernels/draw_filters.h"
 #include "kernels/entries.h"
+#include "kernels/vecmath.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -77,6 +78,93 @@ int64_t draw_kept(const qs_draw& row, int64_t vocab_size, const Scratch& scratch
   return best_id;
 }
 
+// Places a share beside top_p by float32 sums, which stay within kNear of what is exact (an exp's
+// 2e-6, and 1,024 additions into a lane) and kNearby of the largest mass.
+enum class Side { kInside, kOutside, kUnknown };
+
+Side side_of(double share, double total, double top_p) {
+  constexpr double kNear = 1e-4, kNearby = 1e-7;
+  if (share * (1.0 + kNear) + kNearby < top_p * total * (1.0 - kNear)) return Side::kInside;
+  if (share * (1.0 - kNear) - kNearby > top_p * total * (1.0 + kNear)) return Side::kOutside;
+  return Side::kUnknown;
+}
+
+// Adds a chunk's exp(value - base) to total, and those of the tokens before `id` to before.
+QS_INLINE void add_near(const double* values, double base, double value, int64_t own_place,
+                        vf& total, vf& before) {
+  constexpr double kLog2E = 1.4426950408889634;
+  float exponents[kChunk], is_before[kChunk];
+  for (int64_t i = 0; i < kChunk; ++i) {
+    const double exponent = (values[i] - base) * kLog2E;
+    exponents[i] = static_cast<float>(exponent < -160.0 ? -160.0 : exponent);
+  }
+  for (int64_t i = 0; i < kChunk; ++i) {
+    const bool first = (values[i] > value) | ((values[i] == value) & (i < own_place));
+    is_before[i] = first ? 1.0f : 0.0f;
+  }
+  for (int64_t i = 0; i < kChunk; i += W) {
+    const vf share = vexp2(load(exponents + i));
+    total += share;
+    before = fma(share, load(is_before + i), before);
+  }
+}
+
+Side near_nucleus(const Scratch& scratch, int64_t chunks, double base, double top_p, int64_t id) {
+  constexpr int64_t kChunksPerSum = 64;
+  const double value = scratch.scaled[id];
+  double total = 0.0, before = 0.0;
+  for (int64_t first = 0; first < chunks; first += kChunksPerSum) {
+    vf total_lanes = {}, before_lanes = {};
+    const int64_t last = min_of(chunks, first + kChunksPerSum);
+    for (int64_t chunk = first; chunk < last; ++chunk) {
+      if (scratch.chunk_max[chunk] - base < kNoMass) continue;
+      const double* values = scratch.scaled + chunk * kChunk;
+      add_near(values, base, value, id - chunk * kChunk, total_lanes, before_lanes);
+    }
+    for (int lane = 0; lane < W; ++lane) {
+      total += static_cast<double>(total_lanes[lane]);
+      before += static_cast<double>(before_lanes[lane]);
+    }
+  }
+  return side_of(before, total, top_p);
+}
+
+// Whether a token is among the first whose share reaches top_p: exactly if the mass of those before
+// it does not.
+bool in_nucleus(const Scratch& scratch, int64_t chunks, double base, double top_p, int64_t id) {
+  const Side side = near_nucleus(scratch, chunks, base, top_p, id);
+  if (side != Side::kUnknown) return side == Side::kInside;
+  const double value = scratch.scaled[id];
+  int64_t total = 0, mass_before = 0;
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    if (scratch.chunk_max[chunk] - base < kNoMass) continue;
+    const double* values = scratch.scaled + chunk * kChunk;
+    const int64_t own_place = id - chunk * kChunk;
+    for (int64_t i = 0; i < kChunk; ++i) {
+      const int64_t mass = mass_of(values[i] - base);
+      const bool is_before = (values[i] > value) | ((values[i] == value) & (i < own_place));
+      total += mass;
+      mass_before += is_before ? mass : 0;
+    }
+  }
+  return mass_before < target_of(top_p, total);
+}
+
+// Draws under top_p alone without looking for its cut first: the winner of a larger set is the
+// winner of the nucleus if it is in it, and else nothing behind it is. -1 after a few of those.
+int64_t draw_nucleus(const qs_draw& row, int64_t vocab_size, const Scratch& scratch, Cut cut,
+                     int64_t start_id) {
+  constexpr int kTrials = 3;
+  const int64_t chunks = div_up(vocab_size, kChunk);
+  for (int trial = 0; trial < kTrials; ++trial) {
+    const int64_t id = draw_kept(row, vocab_size, scratch, cut, start_id);
+    if (id == start_id || in_nucleus(scratch, chunks, cut.base, row.top_p, id)) return id;
+    cut.value = scratch.scaled[id];
+    cut.id = id - 1;
+  }
+  return -1;
+}
+
 // Draws from `logits`, whose chunk_max stands and whose largest is `peak`.
 template <typename T>
 int64_t choose_from(const qs_draw& row, const T* logits, T peak, int64_t vocab_size,
@@ -84,6 +172,12 @@ int64_t choose_from(const qs_draw& row, const T* logits, T peak, int64_t vocab_s
   int64_t start_id = first_equal(logits, vocab_size, peak, scratch.chunk_max);
   if (row.temperature == 0.0) return start_id;
   scale(logits, vocab_size, static_cast<double>(peak), row.temperature, scratch);
+  if (has_only_top_p(row, vocab_size)) {
+    Cut cut;
+    cut.floor = row.log_min_p;
+    const int64_t id = draw_nucleus(row, vocab_size, scratch, cut, start_id);
+    if (id >= 0) return id;
+  }
   const Cut cut = cut_of(row, vocab_size, scratch);
   if (cut.first_value < kInfinity) {
     start_id = cut.first_id;

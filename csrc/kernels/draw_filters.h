@@ -277,6 +277,12 @@ inline void cut_largest(const Scratch& scratch, int64_t size, int64_t top_k, dou
   cut.id = last.id;
 }
 
+// Whether top_p says what is kept, but for min_p, which does not change what it says.
+inline bool has_only_top_p(const qs_draw& row, int64_t size) {
+  const bool has_top_k = row.top_k > 0 && row.top_k < size;
+  return row.top_p < 1.0 && !has_top_k && row.typical_p >= 1.0 && !row.strikes_top;
+}
+
 inline Cut cut_of(const qs_draw& row, int64_t size, const Scratch& scratch) {
   const int64_t chunks = div_up(size, kChunk);
   const bool has_top_k = row.top_k > 0 && row.top_k < size;

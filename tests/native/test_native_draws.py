@@ -115,6 +115,15 @@ def test_a_large_vocabulary_draws_as_numpy_does(scale):
         assert_same_draws(as_stored, states)
 
 
+@pytest.mark.parametrize("top_p", [0.02, 0.25, 0.5, 0.75, 0.98])
+@pytest.mark.parametrize("kind", ["flat", "ties", "normal"])
+def test_top_p_is_numpys_also_where_a_share_is_exactly_it(kind, top_p):
+    vocab, count = 256, 200  # flat: every boundary is a multiple of 1 / 256
+    logits = rows_of(kind, 1, vocab, 3, 1.0).expand(count, vocab).contiguous()
+    states = [state_of(SamplingParams(top_p=top_p), vocab, seed) for seed in range(count)]
+    assert_same_draws(logits, states)
+
+
 def test_many_draws_follow_the_distribution():
     weights = np.array([0.5, 0.3, 0.15, 0.05])
     count = 4000
