@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 1
+#define QS_ABI_VERSION 2
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
