@@ -4,13 +4,20 @@ Set before torch is imported, and inherited by the processes that tests start.
 
 Property tests draw the same examples in every run, so that a green commit stays green;
 `pytest --hypothesis-profile=search` draws new ones, many more where a test sets no number.
+
+A run in the background of a shell script has SIGINT ignored, and so would the processes that tests
+start and interrupt: it is taken back.
 """
 
 import os
+import signal
 
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("same", derandomize=True, database=None, deadline=None)
 settings.register_profile("search", max_examples=1000, deadline=None, print_blob=True)

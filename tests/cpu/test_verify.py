@@ -18,6 +18,7 @@ from quickstep.engine.verification_requests import (
 from quickstep.errors import ConfigError, EngineError
 from quickstep.runtime import batch, runner, sampler, slots
 from quickstep.runtime.noise import noise_bits
+from quickstep.runtime.penalties import Penalties
 from quickstep.runtime.pooling import Pool
 from quickstep.runtime.prompt_scores import score_prompt
 from quickstep.runtime.sampling_state import SamplingState
@@ -116,7 +117,7 @@ def test_penalties_lost_in_preemption_are_caught(monkeypatch):
     class Forgetful(SamplingState):
         def __init__(self, admission, vocab_size, new_matcher=None):
             super().__init__(admission, vocab_size, new_matcher)
-            self._output_counts[:] = 0
+            self._penalties = Penalties(admission.sampling, admission.token_ids, ())
 
     monkeypatch.setattr(slots, "SamplingState", Forgetful)
     report = verified(PagedHashModel(), VerifyOptions(num_requests=100, threads=(1,), rounds=2))

@@ -32,6 +32,7 @@ def plain_linear(table):
         name="plain",
         pack_linear=lambda weight, bias: LinearWeight(weight, bias, *weight.shape, weight.nbytes),
         linear=lambda x, weight: torch.nn.functional.linear(x, weight.data, weight.bias),
+        load_linear=None,
     )
 
 
