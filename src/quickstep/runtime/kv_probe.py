@@ -18,8 +18,8 @@ from quickstep.runtime.kv import allocate_kv
 
 __all__ = ["KV_BOUND", "hidden_alone", "kv_change", "kv_for_alone"]
 
-# Nats; a perplexity grows by about exp of it. On the bundled model's text int8 keys and values change
-# 0.0002 in the mean, four-bit weights 0.03 (`quickstep bench accuracy`).
+# Nats; a perplexity grows by about exp of it. On the bundled model's text int8 keys and values
+# change 0.0002 in the mean, four-bit weights 0.03 (`quickstep bench accuracy`).
 KV_BOUND = 0.1
 
 _BLOCK_SIZE = 16
