@@ -27,7 +27,7 @@ QS_INLINE vcodes step_codes(vcodes v) {
 // sum += codes x activations, 4 inputs a lane. `kOffset` says that the codes count as they are, so
 // that 2^(bits - 1) times the activations' sum is to be taken off; otherwise the product is of
 // codes less 2^(bits - 1) already.
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
 template <int Bits>
 struct Dot {
@@ -36,19 +36,9 @@ struct Dot {
   static QS_INLINE Codes codes(vcodes v) { return bit_cast<vi>(v); }
   // Written as assembly because GCC 12 spills arrays of accumulators around the intrinsic.
   static QS_INLINE void add(vi& sum, Codes w, vi x) {
+#if defined(__AVX512VNNI__)
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
-  }
-};
-
-#elif defined(__AVXVNNI__)
-
-template <int Bits>
-struct Dot {
-  using Codes = vi;
-  static constexpr bool kOffset = true;
-  static QS_INLINE Codes codes(vcodes v) { return bit_cast<vi>(v); }
-  static QS_INLINE void add(vi& sum, Codes w, vi x) {
-#if defined(QS_EMULATED)  // the same operation as AVX-512 encodes it
+#elif defined(QS_EMULATED)  // AVX-VNNI's operation as AVX-512 encodes it
     asm("%{evex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
 #else
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));

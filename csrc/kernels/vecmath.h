@@ -6,6 +6,20 @@
 
 namespace qs::QS_LEVEL {
 
+// p * 2^n, where `shifted` is n + 1.5 * 2^23.
+QS_INLINE vf times_power_of_two(vf p, [[maybe_unused]] vf n, [[maybe_unused]] vf shifted) {
+#if defined(__AVX512F__)
+  return _mm512_scalef_ps(p, n);
+#else
+  // in two factors, so that results near the ends of the range are right
+  const vi exponent = bit_cast<vi>(shifted) - 0x4b400000;
+  const vi half = exponent >> 1;
+  const vf scale_a = bit_cast<vf>((half + 127) << 23);
+  const vf scale_b = bit_cast<vf>((exponent - half + 127) << 23);
+  return p * scale_a * scale_b;
+#endif
+}
+
 // Relative error below 1.2e-7 where the result is normal; overflows to inf, underflows to 0.
 QS_INLINE vf vexp(vf x) {
   x = vmax(set1(-105.0f), vmin(set1(89.0f), x));
@@ -22,15 +36,7 @@ QS_INLINE vf vexp(vf x) {
   g = fma(r, g, set1(1.66666672e-1f));
   g = fma(r, g, set1(0.5f));
   const vf p = fma(r * r, g, r) + 1.0f;
-#if defined(__AVX512F__)
-  return _mm512_scalef_ps(p, n);
-#endif
-  // 2^n in two factors, so that results near the ends of the range are right.
-  const vi exponent = bit_cast<vi>(shifted) - 0x4b400000;
-  const vi half = exponent >> 1;
-  const vf scale_a = bit_cast<vf>((half + 127) << 23);
-  const vf scale_b = bit_cast<vf>((exponent - half + 127) << 23);
-  return p * scale_a * scale_b;
+  return times_power_of_two(p, n, shifted);
 }
 
 // 2^x for -160 <= x <= 126, exactly 1 at 0; relative error below 1.6e-7 where the result is normal,
@@ -45,14 +51,7 @@ QS_INLINE vf vexp2(vf x) {
   p = fma(r, p, set1(2.402224243e-1f));
   p = fma(r, p, set1(6.931470037e-1f));
   p = fma(r, p, set1(1.0f));
-#if defined(__AVX512F__)
-  return _mm512_scalef_ps(p, n);
-#endif
-  const vi exponent = bit_cast<vi>(shifted) - 0x4b400000;
-  const vi half = exponent >> 1;
-  const vf scale_a = bit_cast<vf>((half + 127) << 23);
-  const vf scale_b = bit_cast<vf>((exponent - half + 127) << 23);
-  return p * scale_a * scale_b;
+  return times_power_of_two(p, n, shifted);
 }
 
 QS_INLINE vf vexp2_nonpositive(vf x) { return vexp2(vmax(set1(-160.0f), x)); }
