@@ -33,6 +33,7 @@ from quickstep.engine.machine import free_memory_bytes, usable_cores
 from quickstep.engine.seeds import open_seeds
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.tokenizer import Tokenizer, read_json
+from quickstep.engine.topology import places_for
 from quickstep.errors import ConfigError
 from quickstep.types import Pooling
 
@@ -159,7 +160,8 @@ def load_weights(config: EngineConfig, progress: LoadProgress | None) -> LoadedW
     device = resolve_device(config.load.device)
     dtype = resolve_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
-    ops = resolve_ops(device, "auto", config.load.num_threads, isa)
+    places = places_for(config.load.pin_threads)
+    ops = resolve_ops(device, "auto", config.load.num_threads, isa, places)
     if device.type == "cpu" and ops.name == "reference":
         _LOGGER.warning("running on PyTorch's ops, exact and slow: %s", native_status().reason)
     held_bytes = None
