@@ -69,18 +69,6 @@ class TileLoader {
         keys_(static_cast<const char*>(call.k_cache) + kv_head * kv_head_bytes<KV>(head_size_)),
         values_(static_cast<const char*>(call.v_cache) + kv_head * kv_head_bytes<KV>(head_size_)) {}
 
-  // Asks for the heads of positions that are wanted soon: they lie too far apart for the machine to
-  // see them coming.
-  void prefetch(Span span) const {
-    const int64_t bytes = kv_head_bytes<KV>(head_size_);
-    each_position(span, [&](int64_t, int64_t offset) {
-      for (int64_t at = 0; at < bytes; at += 64) {
-        __builtin_prefetch(keys_ + offset + at);
-        __builtin_prefetch(values_ + offset + at);
-      }
-    });
-  }
-
   // The positions of `span`, inside the tile that begins at `tile_begin`.
   void load_tile(int64_t tile_begin, Span span, TileBuffers& buffers) {
     int64_t offsets[kTile];

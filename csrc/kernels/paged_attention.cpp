@@ -95,7 +95,6 @@ void run_split(const Pass& pass, const Part& part, int64_t split, TileBuffers& b
   TileLoader<Form, KV> loader(*pass.call, part.row, pass.kv_head);
   for (int64_t begin = span.begin / kTile * kTile; begin < span.end; begin += kTile) {
     loader.load_tile(begin, intersect(span, {begin, begin + kTile}), buffers);
-    loader.prefetch(intersect(seen, {begin + kTile, begin + 2 * kTile}));
     run_tile<Form>(pass, part, seen, begin, buffers, state);
   }
 }
