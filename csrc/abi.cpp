@@ -52,6 +52,17 @@ void for_row_parts(qs::Pool* pool, int64_t rows, int64_t row_bytes, const Fn& fn
 
 namespace qs {
 
+int check_kv_write(const qs_kv_write& call) {
+  if (!valid_dtype(call.dtype) || !valid_kv_dtype(call.kv_dtype) || call.num_kv_heads < 1 ||
+      call.head_size < 1 || call.num_tokens < 0) {
+    return QS_INVALID;
+  }
+  for (int64_t i = 0; i < call.num_tokens; ++i) {
+    if (call.slots[i] < 0 || call.slots[i] >= call.num_slots) return QS_OUT_OF_RANGE;
+  }
+  return QS_OK;
+}
+
 bool allocate_linear(qs_linear* linear, int dtype, int64_t n, int64_t k, const void* bias) {
   PackedLinear& packed = linear->packed;
   const int64_t pair = dtype == QS_BF16 ? 2 : 1;
@@ -200,15 +211,9 @@ int qs_gated_activation(qs_context* context, int dtype, int activation, const vo
 }
 
 int qs_write_kv(qs_context* context, const qs_kv_write* call) {
-  if (!valid_dtype(call->dtype) || !valid_kv_dtype(call->kv_dtype) || call->num_kv_heads < 1 ||
-      call->head_size < 1 || call->num_tokens < 0) {
-    return QS_INVALID;
-  }
-  for (int64_t i = 0; i < call->num_tokens; ++i) {
-    if (call->slots[i] < 0 || call->slots[i] >= call->num_slots) return QS_OUT_OF_RANGE;
-  }
-  context->kernels->write_kv(context->pool, *call);
-  return QS_OK;
+  const int status = qs::check_kv_write(*call);
+  if (status == QS_OK) context->kernels->write_kv(context->pool, *call);
+  return status;
 }
 
 int64_t qs_attention_scratch_bytes(const qs_context* context, const qs_attention* call) {

@@ -36,4 +36,7 @@ namespace qs {
 // The layout of a weight of `dtype` and its memory, and its bias widened. False when memory lacks.
 bool allocate_linear(qs_linear* linear, int dtype, int64_t n, int64_t k, const void* bias);
 
+// QS_OK if the numbers fit the contract and every slot its cache.
+int check_kv_write(const qs_kv_write& call);
+
 }  // namespace qs

@@ -137,7 +137,7 @@ int place(qs_program* program, const qs_step& step) {
   return QS_OK;
 }
 
-int write_kv(qs_program* program, const qs_op& op, int64_t rows) {
+qs_kv_write kv_write_of(const qs_program* program, const qs_op& op, int64_t rows) {
   qs_kv_write call = {};
   call.dtype = op.dtype;
   call.kv_dtype = op.option;
@@ -152,7 +152,45 @@ int write_kv(qs_program* program, const qs_op& op, int64_t rows) {
   call.slots = program->slots;
   call.k_cache = op.out[0];
   call.v_cache = op.out[1];
+  return call;
+}
+
+int write_kv(qs_program* program, const qs_op& op, int64_t rows) {
+  const qs_kv_write call = kv_write_of(program, op, rows);
   return qs_write_kv(program->context, &call);
+}
+
+// Whether an op and the two after it turn queries, turn keys, and write those keys.
+bool starts_rotary_write(const qs_program& program, int64_t first) {
+  if (first + 3 > program.num_ops) return false;
+  const qs_op* op = program.ops + first;
+  const bool kinds = op[0].kind == QS_OP_ROTARY && op[1].kind == QS_OP_ROTARY &&
+                     op[2].kind == QS_OP_WRITE_KV;
+  return kinds && op[2].in[0] == op[1].out[0] && op[0].dtype == op[1].dtype &&
+         op[1].dtype == op[2].dtype && op[0].rows == QS_TOKENS && op[1].rows == QS_TOKENS &&
+         op[2].rows == QS_TOKENS;
+}
+
+qs::RotaryArgs rotary_of(const qs_op& op, int64_t rows) {
+  return {op.dtype, op.in[0], rows, op.size[0], op.size[1], op.stride[0],
+          static_cast<const float*>(op.in[1]), static_cast<const float*>(op.in[2]),
+          op.size[2], op.option != 0, op.out[0]};
+}
+
+bool valid_rotary(const qs::RotaryArgs& args) {
+  return args.dtype >= QS_F32 && args.dtype <= QS_F16 && args.half >= 0 &&
+         2 * args.half <= args.head_size;
+}
+
+int rotary_write(qs_program* program, const qs_op* ops) {
+  const int64_t rows = program->num_tokens;
+  const qs::RotaryArgs queries = rotary_of(ops[0], rows), keys = rotary_of(ops[1], rows);
+  const qs_kv_write call = kv_write_of(program, ops[2], rows);
+  if (!valid_rotary(queries) || !valid_rotary(keys)) return QS_INVALID;
+  const int status = qs::check_kv_write(call);
+  if (status != QS_OK) return status;
+  program->context->kernels->rotary_write(program->context->pool, queries, keys, call);
+  return QS_OK;
 }
 
 int attend(qs_program* program, const qs_op& op, int64_t tokens) {
@@ -297,7 +335,12 @@ void qs_program_destroy(qs_program* program) {
 int qs_program_run(qs_program* program, const qs_step* step) {
   int status = place(program, *step);
   for (int64_t i = 0; i < program->num_ops && status == QS_OK; ++i) {
-    if (rows_of(*program, program->ops[i]) > 0) status = run_op(program, program->ops[i]);
+    if (starts_rotary_write(*program, i)) {
+      status = rotary_write(program, program->ops + i);
+      i += 2;
+    } else if (rows_of(*program, program->ops[i]) > 0) {
+      status = run_op(program, program->ops[i]);
+    }
   }
   return status;
 }

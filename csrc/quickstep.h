@@ -316,7 +316,8 @@ typedef struct qs_program qs_program;
 QS_API int qs_program_create(qs_context* context, const qs_op* ops, int64_t num_ops,
                              const qs_program_inputs* inputs, qs_program** out);
 QS_API void qs_program_destroy(qs_program* program);
-// Computes positions, KV slots and block tables, and runs the ops in order.
+// Computes positions, KV slots and block tables, and runs the ops in order. A ROTARY of queries,
+// one of keys and the WRITE_KV of these keys, one after another, run as one loop over the tokens.
 QS_API int qs_program_run(qs_program* program, const qs_step* step);
 
 // One row to draw a token from. Before temperature its logits are changed in this order: edits,

@@ -2,223 +2,182 @@
 // log-probabilities' ingredients. runtime/sampler.py is the definition, to the bit: masses are
 // integers, so no order of summing shows, and exp and log are kernels/vecmath64.h.
 //
-// The work is bounded by two facts. A chunk's largest value says whether any of its 64 tokens can
-// matter, and a token's noise is below ln 2 * (52 - floor(log2(bits + 1/2))), which costs a hash
-// but no logarithm: the exact noise is computed for the few tokens that can still win.
+// Filters over a whole row are asked about the drawn token alone, and answered by float32 sums
+// where these are sure (kernels/draw_near.h): the winner of a larger set is the winner of what a
+// filter keeps if it is in it, and else nothing behind it is.
 
 #include "kernels/draw_filters.h"
+#include "kernels/draw_near.h"
 #include "kernels/entries.h"
-#include "kernels/vecmath.h"
 
 namespace qs::QS_LEVEL {
 namespace {
 
-// Above every noise: -log(-log(1 - 2^-53)) = 36.74.
-constexpr double kLargestNoise = 36.75;
-constexpr double kLn2Above = 0.6931471805599454;
-constexpr uint64_t kWeyl = 0x9e3779b97f4a7c15;
+constexpr int kTrials = 3;
+constexpr int64_t kUndecided = -1;
 
-// noise_bits of runtime/noise.py; `start` is key_b + (token + 1) * kWeyl.
-QS_INLINE uint64_t noise_bits(uint64_t start, uint64_t key_c) {
-  uint64_t x = start;
-  x ^= x >> 30;
-  x *= 0xbf58476d1ce4e5b9;
-  x ^= x >> 27;
-  x ^= key_c;
-  x *= 0x94d049bb133111eb;
-  x ^= x >> 31;
-  return x >> 12;
-}
-
-QS_INLINE double whole(uint64_t below_2_52) {
-  return bit_cast<double>(uint64_t{0x4330000000000000} | below_2_52) - 0x1p52;
-}
-
-QS_INLINE double gumbel(uint64_t bits) {
-  const double v = (whole(bits) + 0.5) * 0x1p-52;
-  return -log64(-log64(1.0 - v));
-}
-
-// An upper bound of gumbel(bits), above the rounding errors of it.
-QS_INLINE double gumbel_bound(uint64_t bits) {
-  const uint64_t exponent = bit_cast<uint64_t>(whole(bits) + 0.5) >> 52;  // 1022 or more
-  return whole(1023 + 52 - exponent) * kLn2Above + 1e-9;
-}
-
-// `start_id`: a token that is kept, a likely one, for a good value to begin with.
-int64_t draw_kept(const qs_draw& row, int64_t vocab_size, const Scratch& scratch, const Cut& cut,
-                  int64_t start_id) {
-  uint64_t steps[kChunk];
-  for (int64_t i = 0; i < kChunk; ++i) steps[i] = static_cast<uint64_t>(i + 1) * kWeyl;
-  const uint64_t first_bits = row.key_b + static_cast<uint64_t>(start_id + 1) * kWeyl;
-  double best = scratch.scaled[start_id] + gumbel(noise_bits(first_bits, row.key_c));
-  int64_t best_id = start_id;
-  const int64_t chunks = div_up(vocab_size, kChunk);
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const double largest = scratch.chunk_max[chunk];
-    if (largest < cut.value || largest - cut.base < cut.floor) continue;
-    if (largest + kLargestNoise < best) continue;
-    const double* scaled = scratch.scaled + chunk * kChunk;
-    const uint64_t start = row.key_b + static_cast<uint64_t>(chunk * kChunk) * kWeyl;
-    uint64_t bits[kChunk];
-    for (int64_t i = 0; i < kChunk; ++i) bits[i] = noise_bits(start + steps[i], row.key_c);
-    uint64_t any = 0;
-    for (int64_t i = 0; i < kChunk; ++i) any |= scaled[i] + gumbel_bound(bits[i]) >= best;
-    if (any == 0) continue;
-    for (int64_t i = 0; i < kChunk; ++i) {
-      const int64_t id = chunk * kChunk + i;
-      if (!(scaled[i] + gumbel_bound(bits[i]) >= best) || !cut.keeps(scaled[i], id)) continue;
-      const double value = scaled[i] + gumbel(bits[i]);
-      if (value > best || (value == best && id < best_id)) {
-        best = value;
-        best_id = id;
-      }
-    }
-  }
-  return best_id;
-}
-
-// Places a share beside top_p by float32 sums, which stay within kNear of what is exact (an exp's
-// 2e-6, and 1,024 additions into a lane) and kNearby of the largest mass.
-enum class Side { kInside, kOutside, kUnknown };
-
-Side side_of(double share, double total, double top_p) {
-  constexpr double kNear = 1e-4, kNearby = 1e-7;
-  if (share * (1.0 + kNear) + kNearby < top_p * total * (1.0 - kNear)) return Side::kInside;
-  if (share * (1.0 - kNear) - kNearby > top_p * total * (1.0 + kNear)) return Side::kOutside;
-  return Side::kUnknown;
-}
-
-// Adds a chunk's exp(value - base) to total, and those of the tokens before `id` to before.
-QS_INLINE void add_near(const double* values, double base, double value, int64_t own_place,
-                        vf& total, vf& before) {
-  constexpr double kLog2E = 1.4426950408889634;
-  float exponents[kChunk], is_before[kChunk];
-  for (int64_t i = 0; i < kChunk; ++i) {
-    const double exponent = (values[i] - base) * kLog2E;
-    exponents[i] = static_cast<float>(exponent < -160.0 ? -160.0 : exponent);
-  }
-  for (int64_t i = 0; i < kChunk; ++i) {
-    const bool first = (values[i] > value) | ((values[i] == value) & (i < own_place));
-    is_before[i] = first ? 1.0f : 0.0f;
-  }
-  for (int64_t i = 0; i < kChunk; i += W) {
-    const vf share = vexp2(load(exponents + i));
-    total += share;
-    before = fma(share, load(is_before + i), before);
-  }
-}
-
-Side near_nucleus(const Scratch& scratch, int64_t chunks, double base, double top_p, int64_t id) {
-  constexpr int64_t kChunksPerSum = 64;
-  const double value = scratch.scaled[id];
-  double total = 0.0, before = 0.0;
-  for (int64_t first = 0; first < chunks; first += kChunksPerSum) {
-    vf total_lanes = {}, before_lanes = {};
-    const int64_t last = min_of(chunks, first + kChunksPerSum);
-    for (int64_t chunk = first; chunk < last; ++chunk) {
-      if (scratch.chunk_max[chunk] - base < kNoMass) continue;
-      const double* values = scratch.scaled + chunk * kChunk;
-      add_near(values, base, value, id - chunk * kChunk, total_lanes, before_lanes);
-    }
-    for (int lane = 0; lane < W; ++lane) {
-      total += static_cast<double>(total_lanes[lane]);
-      before += static_cast<double>(before_lanes[lane]);
-    }
-  }
-  return side_of(before, total, top_p);
-}
-
-// Whether a token is among the first whose share reaches top_p: exactly if the mass of those before
-// it does not.
-bool in_nucleus(const Scratch& scratch, int64_t chunks, double base, double top_p, int64_t id) {
-  const Side side = near_nucleus(scratch, chunks, base, top_p, id);
-  if (side != Side::kUnknown) return side == Side::kInside;
-  const double value = scratch.scaled[id];
+// Whether the mass of the tokens before one in canonical order is less than top_p, by exact sums.
+bool in_nucleus(const Row& row, double top_p, int64_t id) {
+  const double own = scaled_at(row, id);
   int64_t total = 0, mass_before = 0;
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    if (scratch.chunk_max[chunk] - base < kNoMass) continue;
-    const double* values = scratch.scaled + chunk * kChunk;
+  for (int64_t chunk = 0; chunk < row.chunks; ++chunk) {
+    if (row.scratch.chunk_max[chunk] < kNoMass) continue;
+    double buffer[kChunk];
+    const double* scaled = scaled_of(row, chunk, buffer);
     const int64_t own_place = id - chunk * kChunk;
+    int64_t masses[kChunk];
+    masses_of(scaled, 0.0, masses);
     for (int64_t i = 0; i < kChunk; ++i) {
-      const int64_t mass = mass_of(values[i] - base);
-      const bool is_before = (values[i] > value) | ((values[i] == value) & (i < own_place));
-      total += mass;
-      mass_before += is_before ? mass : 0;
+      const bool is_before = (scaled[i] > own) | ((scaled[i] == own) & (i < own_place));
+      total += masses[i];
+      mass_before += is_before ? masses[i] : 0;
     }
   }
   return mass_before < target_of(top_p, total);
 }
 
-// Draws under top_p alone without looking for its cut first: the winner of a larger set is the
-// winner of the nucleus if it is in it, and else nothing behind it is. -1 after a few of those.
-int64_t draw_nucleus(const qs_draw& row, int64_t vocab_size, const Scratch& scratch, Cut cut,
-                     int64_t start_id) {
-  constexpr int kTrials = 3;
-  const int64_t chunks = div_up(vocab_size, kChunk);
+// Draws under top_p, and min_p, without looking for the cut of it.
+int64_t draw_nucleus(const Row& row, int64_t start_id) {
+  const double top_p = row.call->top_p;
+  Cut cut;
+  cut.floor = row.call->log_min_p;
   for (int trial = 0; trial < kTrials; ++trial) {
-    const int64_t id = draw_kept(row, vocab_size, scratch, cut, start_id);
-    if (id == start_id || in_nucleus(scratch, chunks, cut.base, row.top_p, id)) return id;
-    cut.value = scratch.scaled[id];
+    const int64_t id = draw_kept(row, cut, start_id);
+    if (id == start_id) return id;
+    const Side side = near_nucleus(row, top_p, id);
+    if (side == Side::kInside) return id;
+    if (side == Side::kUnknown && in_nucleus(row, top_p, id)) return id;
+    cut.value = scaled_at(row, id);
     cut.id = id - 1;
   }
-  return -1;
+  return kUndecided;
 }
 
-// Draws from `logits`, whose chunk_max stands and whose largest is `peak`.
-template <typename T>
-int64_t choose_from(const qs_draw& row, const T* logits, T peak, int64_t vocab_size,
-                    const Scratch& scratch) {
-  int64_t start_id = first_equal(logits, vocab_size, peak, scratch.chunk_max);
-  if (row.temperature == 0.0) return start_id;
-  scale(logits, vocab_size, static_cast<double>(peak), row.temperature, scratch);
-  if (has_only_top_p(row, vocab_size)) {
-    Cut cut;
-    cut.floor = row.log_min_p;
-    const int64_t id = draw_nucleus(row, vocab_size, scratch, cut, start_id);
-    if (id >= 0) return id;
+// A likely token that is kept, of those largest in their chunk; -1 if none of these is.
+int64_t likely_kept(const Row& row, const Cut& cut) {
+  double largest = -kInfinity;
+  for (int64_t chunk = 0; chunk < row.chunks; ++chunk) {
+    const double value = row.scratch.chunk_max[chunk];
+    if (value < cut.first_value && value > cut.value && value > largest) largest = value;
   }
-  const Cut cut = cut_of(row, vocab_size, scratch);
+  return largest > -kInfinity ? first_equal(row, largest, scaled_of) : -1;
+}
+
+// Draws under typical_p alone, of a row that nothing changed.
+int64_t draw_typical(const Row& row, int64_t start_id) {
+  const NearTypical order = near_typical(row);
+  Cut cut;
+  for (int trial = 0; trial < kTrials && start_id >= 0; ++trial) {
+    const int64_t id = draw_kept(row, cut, start_id);
+    // beside the mirrored edge of the last trial, where `cut` keeps more than is sure
+    const double value = scaled_at(row, id);
+    const double blur = 8.0 * order.slack + 4e-6 * (magnitude(row.peak) + 1.0);
+    if (trial > 0 && (value < cut.value + blur || value > cut.first_value - blur)) break;
+    const Side side = near_kept(row, order, id);
+    if (side == Side::kInside) return id;
+    if (side == Side::kUnknown) break;
+    cut_before(row, order, id, cut);
+    start_id = likely_kept(row, cut);
+  }
+  return kUndecided;
+}
+
+int64_t draw_struck(const Row& row, int64_t start_id) {
+  const int64_t last = near_struck(row, row.call->xtc_threshold);
+  if (last == -2) return kUndecided;
+  if (last == -1) return draw_kept(row, Cut{}, start_id);
+  Cut cut;
+  cut.first_value = scaled_at(row, last);
+  cut.first_id = last;
+  return draw_kept(row, cut, last);
+}
+
+// Draws without exact sums over the row where that can be told.
+int64_t draw_near(const Row& row, int64_t start_id) {
+  const Filters has(*row.call, row.size);
+  if (has.top_p && !has.top_k && !has.typical_p && !has.xtc) return draw_nucleus(row, start_id);
+  if (row.has_changes || has.top_k || has.top_p || has.min_p || !is_near(row)) return kUndecided;
+  if (has.typical_p && !has.xtc) return draw_typical(row, start_id);
+  if (has.xtc && !has.typical_p) return draw_struck(row, start_id);
+  return kUndecided;
+}
+
+// Draws from a row whose changes, chunk_max and peak stand.
+int64_t choose_from(Row& row) {
+  const qs_draw& call = *row.call;
+  int64_t start_id = first_equal(row, row.peak, logits_of);
+  if (call.temperature == 0.0) return start_id;
+  scale_maxima(row);
+  const int64_t drawn = draw_near(row, start_id);
+  if (drawn != kUndecided) return drawn;
+  const Cut cut = cut_of(row);
   if (cut.first_value < kInfinity) {
     start_id = cut.first_id;
-  } else if (row.typical_p < 1.0) {
-    start_id = first_equal(scratch.scaled, vocab_size, cut.base, scratch.chunk_max);
+  } else if (call.typical_p < 1.0) {
+    start_id = first_equal(row, cut.base, scaled_of);
   }
-  return draw_kept(row, vocab_size, scratch, cut, start_id);
+  return draw_kept(row, cut, start_id);
 }
 
-int64_t choose(const qs_draw& row, int64_t vocab_size, const Scratch& scratch) {
-  const float peak = peak_of(row.logits, vocab_size, scratch.chunk_max);
+int64_t choose(Row& row) {
+  const Scratch& scratch = row.scratch;
+  const float peak = peak_of(row.call->logits, row.size, scratch.raw_max);
   if (!(peak - peak == 0)) return QS_NO_MAXIMUM;
-  if (!adjusts(row)) return choose_from(row, row.logits, peak, vocab_size, scratch);
-  const double adjusted_peak = adjust(row, vocab_size, scratch);
-  if (!(adjusted_peak - adjusted_peak == 0)) return QS_NOTHING_ALLOWED;
-  const double* adjusted = scratch.scaled;
-  return choose_from(row, adjusted, adjusted_peak, vocab_size, scratch);
+  memcpy(scratch.chunk_max, scratch.raw_max, row.chunks * sizeof(double));
+  row.peak = static_cast<double>(peak);
+  if (adjusts(*row.call)) {
+    adjust(row);
+    if (!(row.peak - row.peak == 0)) return QS_NOTHING_ALLOWED;
+  }
+  return choose_from(row);
 }
 
-void score(qs_draw& row, int64_t vocab_size, const Scratch& scratch) {
-  const float peak = peak_of(row.logits, vocab_size, scratch.chunk_max);
-  const float chosen = row.logits[row.token_id];
-  int64_t mass = 0, num_before = 0;
-  for (int64_t i = 0; i < vocab_size; ++i) {
-    mass += mass_of(static_cast<double>(row.logits[i]) - static_cast<double>(peak));
+// The mass of a raw row over its peak.
+int64_t raw_mass(const Row& row, double peak) {
+  int64_t mass = 0;
+  for (int64_t chunk = 0; chunk < row.chunks; ++chunk) {
+    if (row.scratch.raw_max[chunk] - peak < kNoMass) continue;
+    double values[kChunk];
+    int64_t masses[kChunk];
+    copy_raw(row, chunk, values);
+    masses_of(values, peak, masses);
+    for (int64_t i = 0; i < kChunk; ++i) mass += masses[i];
   }
-  for (int64_t i = 0; i < vocab_size; ++i) num_before += row.logits[i] > chosen;
-  for (int64_t i = 0; i < row.token_id; ++i) num_before += row.logits[i] == chosen;
-  row.peak = peak;
-  row.chosen = chosen;
-  row.mass = mass;
-  row.rank = num_before + 1;
-  const int64_t wanted = min_of(row.num_top, vocab_size);
+  return mass;
+}
+
+int64_t raw_rank(const Row& row, int64_t token_id) {
+  const float* logits = row.call->logits;
+  const float chosen = logits[token_id];
+  int64_t num_before = 0;
+  for (int64_t chunk = 0; chunk < row.chunks; ++chunk) {
+    if (row.scratch.raw_max[chunk] < static_cast<double>(chosen)) continue;
+    const int64_t first = chunk * kChunk, last = min_of(row.size, first + kChunk);
+    for (int64_t i = first; i < last; ++i) num_before += logits[i] > chosen;
+    for (int64_t i = first; i < min_of(last, token_id); ++i) num_before += logits[i] == chosen;
+  }
+  return num_before + 1;
+}
+
+void score(Row& row, qs_draw& call) {
+  row.has_changes = row.is_scaled = false;
+  const Scratch& scratch = row.scratch;
+  double peak = scratch.raw_max[0];
+  for (int64_t i = 1; i < row.chunks; ++i) {
+    peak = scratch.raw_max[i] > peak ? scratch.raw_max[i] : peak;
+  }
+  call.peak = static_cast<float>(peak);
+  call.chosen = call.logits[call.token_id];
+  call.mass = raw_mass(row, peak);
+  call.rank = raw_rank(row, call.token_id);
+  const int64_t wanted = min_of(call.num_top, row.size);
   if (wanted == 0) return;
-  for (int64_t i = 0; i < vocab_size; ++i) scratch.scaled[i] = static_cast<double>(row.logits[i]);
-  const int64_t found = collect_largest(scratch, vocab_size, wanted, -kInfinity);
+  const int64_t found = collect_largest(row, scratch.raw_max, wanted, -kInfinity, logits_of);
   const int64_t count = found > wanted ? select(scratch.list, found, wanted) + 1 : found;
   sort(scratch.list, count);
   for (int64_t i = 0; i < wanted; ++i) {
-    row.top_ids[i] = scratch.list[i].id;
-    row.top_logits[i] = row.logits[scratch.list[i].id];
+    call.top_ids[i] = scratch.list[i].id;
+    call.top_logits[i] = call.logits[scratch.list[i].id];
   }
 }
 
@@ -226,14 +185,14 @@ void score(qs_draw& row, int64_t vocab_size, const Scratch& scratch) {
 
 int64_t draw_scratch_bytes(int64_t vocab_size) {
   const int64_t chunks = div_up(vocab_size, kChunk);
-  return (chunks * kChunk + div_up(chunks, 8) * 8) * 8 +
+  return scratch_doubles(vocab_size) * 8 +
          chunks * kChunk * static_cast<int64_t>(sizeof(Candidate));
 }
 
-void draw(qs_draw& row, int64_t vocab_size, void* memory) {
-  const Scratch scratch = split(memory, vocab_size);
-  row.token_id = choose(row, vocab_size, scratch);
-  if (row.num_top >= 0 && row.token_id >= 0) score(row, vocab_size, scratch);
+void draw(qs_draw& call, int64_t vocab_size, void* memory) {
+  Row row = {&call, vocab_size, div_up(vocab_size, kChunk), split(memory, vocab_size)};
+  call.token_id = choose(row);
+  if (call.num_top >= 0 && call.token_id >= 0) score(row, call);
 }
 
 }  // namespace qs::QS_LEVEL

@@ -2,35 +2,17 @@
 // Masses are integers, so that no order of summing shows.
 #pragma once
 
-#include "kernels/draw_row.h"
+#include "kernels/draw_noise.h"
 
 namespace qs::QS_LEVEL {
 
 constexpr int64_t kBins = 1024;
 constexpr int64_t kBinSets = 4;  // neighbours go to different ones: equal bins would wait in turn
 constexpr double kBinsPerUnit = 32.0;
-constexpr double kNoMass = -32.0;  // exp(-32) * 2^44 is below 1/2
 constexpr double kHead = -8.0;
 constexpr double kLowest = -0x1.fffffffffffffp1023;  // -inf is: not allowed
 constexpr double kLargest = 0x1.fffffffffffffp1023;
 constexpr double kMassUnit = 0x1p44;
-
-// What may be drawn: in canonical order from `first` on up to (value, id), and at most `floor`
-// below the largest of all, `base`.
-struct Cut {
-  double value = -kInfinity;
-  int64_t id = -1;
-  double base = 0.0;
-  double floor = -kInfinity;
-  double first_value = kInfinity;
-  int64_t first_id = 0;
-
-  QS_INLINE bool keeps(double scaled, int64_t token) const {
-    const bool above = (scaled > value) | ((scaled == value) & (token <= id));
-    const bool behind = (scaled < first_value) | ((scaled == first_value) & (token >= first_id));
-    return above & behind & (scaled - base >= floor);
-  }
-};
 
 QS_INLINE int64_t rounded(double below_2_51) {
   return bit_cast<int64_t>(below_2_51 + kRoundMagic) - bit_cast<int64_t>(kRoundMagic);
@@ -39,23 +21,64 @@ QS_INLINE int64_t mass_of(double scaled) {
   return rounded(exp64_nonpositive(scaled) * kMassUnit);
 }
 
-// Fills the list with the values of at least `floor` that may be among the first `count`; returns
-// how many those are.
-inline int64_t collect_largest(const Scratch& scratch, int64_t size, int64_t count, double floor) {
-  const int64_t chunks = div_up(size, kChunk);
-  if (count <= chunks) {
+// The masses of a chunk of values, none of which is above `base`.
+QS_INLINE void masses_of(const double* values, double base, int64_t* masses) {
+  constexpr int kWidth = W / 2;
+#pragma GCC unroll 1
+  for (int64_t first = 0; first < kChunk; first += kSideBySide * kWidth) {
+    vd x[kSideBySide];
+    memcpy(&x, values + first, sizeof(x));
+#pragma GCC unroll 8
+    for (int i = 0; i < kSideBySide; ++i) x[i] -= base;
+    exp64_nonpositive(x);
+#pragma GCC unroll 8
+    for (int i = 0; i < kSideBySide; ++i) {
+      const vd near = x[i] * kMassUnit + kRoundMagic;
+      const vl mass = bit_cast<vl>(near) - bit_cast<int64_t>(kRoundMagic);
+      memcpy(masses + first + i * kWidth, &mass, sizeof(mass));
+    }
+  }
+}
+
+// The count-th largest of some values, for a small count.
+inline double count_th_largest(const double* values, int64_t size, int64_t count) {
+  constexpr int64_t kMost = 64;
+  double largest[kMost];  // descending
+  int64_t found = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    if (found == count && !(values[i] > largest[count - 1])) continue;
+    int64_t at = found < count ? found++ : count - 1;
+    for (; at > 0 && largest[at - 1] < values[i]; --at) largest[at] = largest[at - 1];
+    largest[at] = values[i];
+  }
+  return largest[count - 1];
+}
+
+// Fills the list with the values of at least `floor` that may be among the first `count`, as
+// `values_of` has those of a chunk; returns how many they are.
+template <typename ValuesOf>
+inline int64_t collect_largest(const Row& row, const double* chunk_max, int64_t count, double floor,
+                               const ValuesOf& values_of) {
+  const Scratch& scratch = row.scratch;
+  if (count <= row.chunks) {
     // at least `count` values reach the count-th largest of the chunks' maxima
-    for (int64_t i = 0; i < chunks; ++i) scratch.list[i] = {scratch.chunk_max[i], i, 1};
-    const double reached = scratch.list[select(scratch.list, chunks, count)].value;
+    double reached;
+    if (count <= 64) {
+      reached = count_th_largest(chunk_max, row.chunks, count);
+    } else {
+      for (int64_t i = 0; i < row.chunks; ++i) scratch.list[i] = {chunk_max[i], i, 1};
+      reached = scratch.list[select(scratch.list, row.chunks, count)].value;
+    }
     floor = reached > floor ? reached : floor;
   }
   int64_t found = 0;
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    if (scratch.chunk_max[chunk] < floor) continue;
-    const int64_t last = min_of(size, (chunk + 1) * kChunk);
-    for (int64_t i = chunk * kChunk; i < last; ++i) {
-      const double value = scratch.scaled[i];
-      if (value >= floor) scratch.list[found++] = {value, i, 1};
+  for (int64_t chunk = 0; chunk < row.chunks; ++chunk) {
+    if (chunk_max[chunk] < floor) continue;
+    double buffer[kChunk];
+    const double* values = values_of(row, chunk, buffer);
+    const int64_t num_values = min_of(kChunk, row.size - chunk * kChunk);
+    for (int64_t i = 0; i < num_values; ++i) {
+      if (values[i] >= floor) scratch.list[found++] = {values[i], chunk * kChunk + i, 1};
     }
   }
   return found;
@@ -111,10 +134,10 @@ inline void fill_bins(const Scratch& scratch, int64_t chunks, double base, doubl
   memset(&bins, 0, sizeof(bins));
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     if (scratch.chunk_max[chunk] - base < floor) continue;
-    const double* values = scratch.scaled + chunk * kChunk;
+    const double* values = scratch.values + chunk * kChunk;
     int64_t masses[kChunk];
     int32_t places[kChunk];
-    for (int64_t i = 0; i < kChunk; ++i) masses[i] = mass_of(values[i] - base);
+    masses_of(values, base, masses);
     for (int64_t i = 0; i < kChunk; ++i) places[i] = Bins::place(distance(values[i]));
     for (int64_t i = 0; i < kChunk; i += kBinSets) {
       bins.sums[places[i]][0] += masses[i];
@@ -138,7 +161,7 @@ inline Candidate last_of(const Scratch& scratch, int64_t chunks, double base, in
   int64_t found = 0;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     if (scratch.chunk_max[chunk] - base < kNoMass) continue;
-    const double* values = scratch.scaled + chunk * kChunk;
+    const double* values = scratch.values + chunk * kChunk;
     uint64_t any = 0;
     for (int64_t i = 0; i < kChunk; ++i) {
       const double apart = distance(values[i]);
@@ -158,8 +181,10 @@ inline int64_t total_mass(const Scratch& scratch, int64_t chunks, double base) {
   int64_t total = 0;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     if (scratch.chunk_max[chunk] - base < kNoMass) continue;
-    const double* values = scratch.scaled + chunk * kChunk;
-    for (int64_t i = 0; i < kChunk; ++i) total += mass_of(values[i] - base);
+    const double* values = scratch.values + chunk * kChunk;
+    int64_t masses[kChunk];
+    masses_of(values, base, masses);
+    for (int64_t i = 0; i < kChunk; ++i) total += masses[i];
   }
   return total;
 }
@@ -185,7 +210,7 @@ inline void cut_nucleus(const Scratch& scratch, int64_t chunks, double top_p, Cu
     target = target_of(top_p, total);
   }
   const Candidate last = last_of(scratch, chunks, cut.base, target, distance, bins);
-  cut.value = scratch.scaled[last.id];
+  cut.value = scratch.values[last.id];
   cut.id = last.id;
 }
 
@@ -195,7 +220,7 @@ inline double mean_value(const Scratch& scratch, int64_t chunks, int64_t& total)
   total = 0;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     if (scratch.chunk_max[chunk] < kNoMass) continue;
-    const double* values = scratch.scaled + chunk * kChunk;
+    const double* values = scratch.values + chunk * kChunk;
     for (int64_t i = 0; i < kChunk; ++i) {
       const double share = exp64_nonpositive(values[i]);
       const int64_t mass = rounded(share * kMassUnit);
@@ -210,12 +235,12 @@ inline double mean_value(const Scratch& scratch, int64_t chunks, int64_t& total)
 template <typename Keep>
 inline double drop(const Scratch& scratch, int64_t chunks, const Keep& keep) {
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    double* values = scratch.scaled + chunk * kChunk;
+    double* values = scratch.values + chunk * kChunk;
     for (int64_t i = 0; i < kChunk; ++i) {
       values[i] = keep(values[i], chunk * kChunk + i) ? values[i] : -kInfinity;
     }
   }
-  return peak_of(scratch.scaled, chunks * kChunk, scratch.chunk_max);
+  return peak_of(scratch.values, chunks * kChunk, scratch.chunk_max);
 }
 
 // Keeps the tokens nearest to the mean whose share reaches typical_p; returns the largest of them.
@@ -237,20 +262,23 @@ inline double keep_typical(const Scratch& scratch, int64_t chunks, double typica
 inline void strike_top(const Scratch& scratch, int64_t chunks, double threshold, Cut& cut) {
   int64_t total = 0;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    if (scratch.chunk_max[chunk] - cut.base < kNoMass) continue;
-    const double* values = scratch.scaled + chunk * kChunk;
+    const double largest = scratch.chunk_max[chunk];
+    if (largest - cut.base < kNoMass || largest < cut.value) continue;
+    const double* values = scratch.values + chunk * kChunk;
+    int64_t masses[kChunk];
+    masses_of(values, cut.base, masses);
     for (int64_t i = 0; i < kChunk; ++i) {
-      const int64_t mass = mass_of(values[i] - cut.base);
-      total += cut.keeps(values[i], chunk * kChunk + i) ? mass : 0;
+      total += cut.keeps(values[i], chunk * kChunk + i) ? masses[i] : 0;
     }
   }
   const double bound = threshold * static_cast<double>(total);
+  // where a mass may reach it, roundings allowed for
+  const double least = bound > 4.0 ? log64((bound - 3.0) / kMassUnit) - 1e-9 : -kInfinity;
   Candidate last = {kInfinity, -1, 0};
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const int64_t most = mass_of(scratch.chunk_max[chunk] - cut.base) + 2;  // roundings
-    if (static_cast<double>(most) < bound) continue;
+    if (scratch.chunk_max[chunk] - cut.base < least) continue;
     for (int64_t id = chunk * kChunk; id < (chunk + 1) * kChunk; ++id) {
-      const double value = scratch.scaled[id];
+      const double value = scratch.values[id];
       if (!cut.keeps(value, id)) continue;
       const int64_t mass = mass_of(value - cut.base);
       if (static_cast<double>(mass) < bound) continue;
@@ -264,9 +292,9 @@ inline void strike_top(const Scratch& scratch, int64_t chunks, double threshold,
   }
 }
 
-inline void cut_largest(const Scratch& scratch, int64_t size, int64_t top_k, double top_p,
-                        Cut& cut) {
-  int64_t count = collect_largest(scratch, size, top_k, kLowest);
+inline void cut_largest(const Row& row, int64_t top_k, double top_p, Cut& cut) {
+  const Scratch& scratch = row.scratch;
+  int64_t count = collect_largest(row, scratch.chunk_max, top_k, kLowest, scaled_of);
   if (count > top_k) count = select(scratch.list, count, top_k) + 1;
   if (top_p < 1.0) count = nucleus_of_list(scratch.list, count, top_p);
   Candidate last = scratch.list[0];
@@ -277,31 +305,38 @@ inline void cut_largest(const Scratch& scratch, int64_t size, int64_t top_k, dou
   cut.id = last.id;
 }
 
-// Whether top_p says what is kept, but for min_p, which does not change what it says.
-inline bool has_only_top_p(const qs_draw& row, int64_t size) {
-  const bool has_top_k = row.top_k > 0 && row.top_k < size;
-  return row.top_p < 1.0 && !has_top_k && row.typical_p >= 1.0 && !row.strikes_top;
-}
+// Which filters a draw has.
+struct Filters {
+  bool top_k, typical_p, top_p, min_p, xtc;
 
-inline Cut cut_of(const qs_draw& row, int64_t size, const Scratch& scratch) {
-  const int64_t chunks = div_up(size, kChunk);
-  const bool has_top_k = row.top_k > 0 && row.top_k < size;
+  Filters(const qs_draw& call, int64_t size)
+      : top_k(call.top_k > 0 && call.top_k < size),
+        typical_p(call.typical_p < 1.0),
+        top_p(call.top_p < 1.0),
+        min_p(call.log_min_p > -kInfinity),
+        xtc(call.strikes_top != 0) {}
+};
+
+// What a draw keeps, from exact sums. Scales the whole row where these go over all of it.
+inline Cut cut_of(Row& row) {
+  const qs_draw& call = *row.call;
+  const Filters has(call, row.size);
   Cut cut;
-  if (row.typical_p < 1.0) {
-    if (has_top_k) {
-      cut_largest(scratch, size, row.top_k, 1.0, cut);
-      drop(scratch, chunks, [&](double value, int64_t id) { return cut.keeps(value, id); });
+  if (has.top_k) cut_largest(row, call.top_k, has.typical_p ? 1.0 : call.top_p, cut);
+  if (has.typical_p || has.xtc || (has.top_p && !has.top_k)) scale_all(row);
+  const Scratch& scratch = row.scratch;
+  if (has.typical_p) {
+    if (has.top_k) {
+      drop(scratch, row.chunks, [&](double value, int64_t id) { return cut.keeps(value, id); });
       cut = Cut{};
     }
-    cut.base = keep_typical(scratch, chunks, row.typical_p);
-    if (row.top_p < 1.0) cut_nucleus(scratch, chunks, row.top_p, cut);
-  } else if (has_top_k) {
-    cut_largest(scratch, size, row.top_k, row.top_p, cut);
-  } else if (row.top_p < 1.0) {
-    cut_nucleus(scratch, chunks, row.top_p, cut);
+    cut.base = keep_typical(scratch, row.chunks, call.typical_p);
   }
-  cut.floor = row.log_min_p;
-  if (row.strikes_top) strike_top(scratch, chunks, row.xtc_threshold, cut);
+  if (has.top_p && (has.typical_p || !has.top_k)) {
+    cut_nucleus(scratch, row.chunks, call.top_p, cut);
+  }
+  cut.floor = call.log_min_p;
+  if (has.xtc) strike_top(scratch, row.chunks, call.xtc_threshold, cut);
   return cut;
 }
 

@@ -112,6 +112,8 @@ struct Kernels {
   void (*rotary)(Pool* pool, const RotaryArgs& args);
   void (*gated_activation)(Pool* pool, const GatedArgs& args);
   void (*write_kv)(Pool* pool, const qs_kv_write& call);
+  void (*rotary_write)(Pool* pool, const RotaryArgs& queries, const RotaryArgs& keys,
+                       const qs_kv_write& call);
   int64_t (*attention_scratch_bytes)(int num_threads, const qs_attention& call);
   void (*paged_attention)(Pool* pool, const qs_attention& call);
   void (*elementwise)(Pool* pool, const ElementwiseArgs& args);

@@ -5,57 +5,19 @@
 // states of the splits are merged in order. So one query's arithmetic depends on its position
 // alone: not on the chunk it came in, its neighbours in the pass, or whether the splits of a long
 // context ran on one thread or on several.
+//
+// So a pass may as well hold queries of several rows. Neighbouring rows whose block tables begin
+// alike (a shared prompt, a sequence's branches) make a group, which brings a tile of the splits
+// that they share to the products' form once.
 
 #include <type_traits>
 
+#include "kernels/attention_groups.h"
 #include "kernels/attention_loader.h"
 #include "kernels/entries.h"
 
 namespace qs::QS_LEVEL {
 namespace {
-
-constexpr int64_t kSplit = 8 * kTile;
-
-int64_t heads_per_kv(const qs_attention& call) { return call.num_heads / call.num_kv_heads; }
-
-int64_t passes_of_row(const qs_attention& call, int64_t row) {
-  const int64_t tokens = call.row_offsets[row + 1] - call.row_offsets[row];
-  return div_up(tokens * heads_per_kv(call), kMaxQueries);
-}
-
-int64_t splits_of_row(const qs_attention& call, int64_t row) {
-  return div_up(call.context_lens[row], kSplit);
-}
-
-// A set of queries of one row and kv head. Query i is pair `first + i` of (token, head in group).
-struct Pass {
-  const qs_attention* call;
-  int64_t row, kv_head;
-  int64_t first;
-  int num_queries;
-
-  int64_t group() const { return heads_per_kv(*call); }
-  int64_t token(int i) const { return call->row_offsets[row] + (first + i) / group(); }
-  int64_t head(int i) const { return kv_head * group() + (first + i) % group(); }
-  int64_t position(int i) const {
-    const int64_t tokens = call->row_offsets[row + 1] - call->row_offsets[row];
-    return call->context_lens[row] - tokens + (first + i) / group();
-  }
-  // What query i may see.
-  Span visible(int i) const {
-    const int64_t end = position(i) + 1;
-    const bool windowed = call->window > 0 && end > call->window;
-    return {windowed ? end - call->window : 0, end};
-  }
-  Span visible_by_any() const { return {visible(0).begin, visible(num_queries - 1).end}; }
-};
-
-Pass make_pass(const qs_attention& call, int64_t row, int64_t index, int64_t kv_head) {
-  const int64_t tokens = call.row_offsets[row + 1] - call.row_offsets[row];
-  const int64_t first = index * kMaxQueries;
-  const int64_t count = min_of(kMaxQueries, tokens * heads_per_kv(call) - first);
-  return {&call, row, kv_head, first, static_cast<int>(count)};
-}
 
 // Queries as the products read them, zeros up to the width.
 template <typename T, typename Form>
@@ -63,8 +25,8 @@ void load_queries(const Pass& pass, float* queries) {
   const qs_attention& call = *pass.call;
   const int64_t size = call.head_size, words = Form::width(size) / Form::kPair;
   for (int i = 0; i < pass.num_queries; ++i) {
-    const T* q = static_cast<const T*>(call.q) + pass.token(i) * call.q_stride;
-    q += pass.head(i) * size;
+    const T* q = static_cast<const T*>(call.q) + pass.queries[i].token * call.q_stride;
+    q += pass.queries[i].head * size;
     float* to = queries + i * words;
     if constexpr (Form::kPair == 1) {
       for (int64_t d = 0; d < words; d += W) store(to + d, load_up_to(q + d, size - d));
@@ -77,12 +39,12 @@ void load_queries(const Pass& pass, float* queries) {
 
 // The tile's products with the values, row group by row group.
 template <typename Form>
-void add_tile_values(const Pass& pass, const Span* visible, TileBuffers& buffers, float* out) {
-  const int64_t width = Form::width(pass.call->head_size);
-  for (int i = 0; i < pass.num_queries;) {
+void add_tile_values(const Part& part, const Span* visible, TileBuffers& buffers, int64_t width,
+                     float* out) {
+  for (int i = part.first; i < part.last;) {
     // Rows that see the same positions share a register tile.
     int rows = 1;
-    while (rows < kSumRows && i + rows < pass.num_queries &&
+    while (rows < kSumRows && i + rows < part.last &&
            visible[i + rows].begin == visible[i].begin && visible[i + rows].end == visible[i].end) {
       ++rows;
     }
@@ -94,41 +56,46 @@ void add_tile_values(const Pass& pass, const Span* visible, TileBuffers& buffers
 }
 
 template <typename Form>
-void run_tile(const Pass& pass, int64_t tile_begin, TileBuffers& buffers, SoftmaxState& state) {
+void run_tile(const Pass& pass, const Part& part, Span seen_by_any, int64_t tile_begin,
+              TileBuffers& buffers, SoftmaxState& state) {
   const qs_attention& call = *pass.call;
   const int64_t width = Form::width(call.head_size), words = width / Form::kPair;
   // Positions that nobody sees are left out, whole vectors of them.
-  const int64_t seen = min_of(kTile, div_up(pass.visible_by_any().end - tile_begin, W) * W);
-  for (int i = 0; i < pass.num_queries; i += kSumRows) {
-    const int rows = static_cast<int>(min_of(kSumRows, pass.num_queries - i));
+  const int64_t seen = min_of(kTile, div_up(seen_by_any.end - tile_begin, W) * W);
+  for (int i = part.first; i < part.last; i += kSumRows) {
+    const int rows = static_cast<int>(min_of(kSumRows, part.last - i));
     const Products of = {buffers.queries + i * words, words, buffers.keys, kTile,
                          buffers.scores + i * kTile,  kTile, true};
     sum_products_rows<typename Form::Product>(rows, of, {0, words}, seen);
   }
   Span visible[kMaxQueries];
-  for (int i = 0; i < pass.num_queries; ++i) {
-    const Span span = intersect(pass.visible(i), {tile_begin, tile_begin + kTile});
+  for (int i = part.first; i < part.last; ++i) {
+    const Span span = intersect(pass.queries[i].visible, {tile_begin, tile_begin + kTile});
     visible[i] = {span.begin - tile_begin, span.end - tile_begin};
     if (visible[i].empty()) continue;
     softmax_row<Form>(call, visible[i], buffers, i,
                       {state.max[i], state.sums + i * W, state.out + i * width, width});
   }
-  add_tile_values<Form>(pass, visible, buffers, state.out);
+  add_tile_values<Form>(part, visible, buffers, width, state.out);
 }
 
 template <typename Form, typename KV>
-void run_split(const Pass& pass, int64_t split, TileBuffers& buffers, SoftmaxState& state) {
+void run_split(const Pass& pass, const Part& part, int64_t split, TileBuffers& buffers,
+               SoftmaxState& state) {
+  const Span seen = pass.visible_by(part.first, part.last);
+  const Span span = intersect(seen, {split * kSplit, (split + 1) * kSplit});
+  if (span.empty()) return;
   const int64_t width = Form::width(pass.call->head_size);
-  for (int i = 0; i < pass.num_queries; ++i) {
+  const int count = part.last - part.first;
+  for (int i = part.first; i < part.last; ++i) {
     state.max[i] = -__builtin_inff();
   }
-  memset(state.sums, 0, pass.num_queries * W * sizeof(float));
-  memset(state.out, 0, pass.num_queries * width * sizeof(float));
-  const Span span = intersect(pass.visible_by_any(), {split * kSplit, (split + 1) * kSplit});
-  TileLoader<Form, KV> loader(*pass.call, pass.row, pass.kv_head);
+  memset(state.sums + part.first * W, 0, count * W * sizeof(float));
+  memset(state.out + part.first * width, 0, count * width * sizeof(float));
+  TileLoader<Form, KV> loader(*pass.call, part.row, pass.kv_head);
   for (int64_t begin = span.begin / kTile * kTile; begin < span.end; begin += kTile) {
     loader.load_tile(begin, intersect(span, {begin, begin + kTile}), buffers);
-    run_tile<Form>(pass, begin, buffers, state);
+    run_tile<Form>(pass, part, seen, begin, buffers, state);
   }
 }
 
@@ -136,7 +103,7 @@ void run_split(const Pass& pass, int64_t split, TileBuffers& buffers, SoftmaxSta
 void merge(const Pass& pass, int64_t split, const SoftmaxState& state, int64_t width,
            SoftmaxState& total) {
   for (int i = 0; i < pass.num_queries; ++i) {
-    const Span visible = pass.visible(i);
+    const Span visible = pass.queries[i].visible;
     if (intersect(visible, {split * kSplit, (split + 1) * kSplit}).empty()) continue;
     float* out = total.out + i * width;
     const float* add = state.out + i * width;
@@ -163,7 +130,7 @@ void write_out(const Pass& pass, const SoftmaxState& total, int64_t width) {
   const qs_attention& call = *pass.call;
   for (int i = 0; i < pass.num_queries; ++i) {
     T* out = static_cast<T*>(call.out) +
-             (pass.token(i) * call.num_heads + pass.head(i)) * call.head_size;
+             (pass.queries[i].token * call.num_heads + pass.queries[i].head) * call.head_size;
     const float sum = reduce_add(load(total.sums + i * W));
     for (int64_t d = 0; d < call.head_size; d += W) {
       const vf value = load(total.out + i * width + d) / sum;
@@ -180,7 +147,14 @@ void run_pass(const Pass& pass) {
   load_queries<T, Form>(pass, buffers.queries);
   const Span span = pass.visible_by_any();
   for (int64_t split = span.begin / kSplit; split * kSplit < span.end; ++split) {
-    run_split<Form, KV>(pass, split, buffers, state);
+    if (pass.num_rows == 1 || split < pass.shared_splits) {
+      run_split<Form, KV>(pass, {pass.row, 0, pass.num_queries}, split, buffers, state);
+    } else {
+      for (int64_t r = 0; r < pass.num_rows; ++r) {
+        const int first = r == 0 ? 0 : pass.row_ends[r - 1];
+        run_split<Form, KV>(pass, {pass.row + r, first, pass.row_ends[r]}, split, buffers, state);
+      }
+    }
     merge(pass, split, state, width, total);
   }
   write_out<T>(pass, total, width);
@@ -233,7 +207,7 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
     const Pass pass = make_pass(call, row, index / call.num_kv_heads / splits, kv_head);
     TileBuffers buffers;
     load_queries<T, Form>(pass, buffers.queries);
-    run_split<Form, KV>(pass, split, buffers, states[item]);
+    run_split<Form, KV>(pass, {row, 0, pass.num_queries}, split, buffers, states[item]);
   });
   parallel_for(pool, work.passes, [&](int64_t item) {
     int64_t index = item;
@@ -254,14 +228,22 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
 }
 
 template <typename T, typename Form, typename KV>
-void run_passes(Pool* pool, const qs_attention& call, const Work& work) {
-  parallel_for(pool, work.passes, [&](int64_t item) {
-    int64_t index = work.passes - 1 - item;  // the longest contexts of a prefill come first
-    const int64_t row = find_row(call, index, [&](int64_t r) {
-      return passes_of_row(call, r) * call.num_kv_heads;
-    });
+void run_passes(Pool* pool, const qs_attention& call, int64_t first_row, int64_t last_row) {
+  Group groups[kRowsAtOnce];
+  // a thread has two passes at least, where there are as many
+  const int64_t rows = last_row - first_row, threads = pool_size(pool);
+  const int64_t most_rows = max_of(1, rows * call.num_kv_heads / (2 * threads));
+  const int64_t num_groups = make_groups(call, first_row, last_row, most_rows, groups);
+  int64_t passes = 0;
+  for (int64_t i = 0; i < num_groups; ++i) passes += groups[i].num_passes * call.num_kv_heads;
+  parallel_for(pool, passes, [&](int64_t item) {
+    int64_t index = passes - 1 - item;  // the longest contexts of a prefill come first
+    const Group* group = groups;
+    for (; index >= group->num_passes * call.num_kv_heads; ++group) {
+      index -= group->num_passes * call.num_kv_heads;
+    }
     const int64_t pass = index / call.num_kv_heads, kv_head = index % call.num_kv_heads;
-    run_pass<T, Form, KV>(make_pass(call, row, pass, kv_head));
+    run_pass<T, Form, KV>(make_group_pass(call, *group, pass, kv_head));
   });
 }
 
@@ -287,7 +269,9 @@ void run(Pool* pool, const qs_attention& call) {
   if (call.scratch != nullptr) {
     run_split_passes<T, Form, KV>(pool, call, work);
   } else {
-    run_passes<T, Form, KV>(pool, call, work);
+    for (int64_t first = 0; first < call.num_rows; first += kRowsAtOnce) {
+      run_passes<T, Form, KV>(pool, call, first, min_of(call.num_rows, first + kRowsAtOnce));
+    }
   }
 }
 

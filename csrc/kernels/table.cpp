@@ -21,6 +21,7 @@ const Kernels kernels = {
     .rotary = rotary,
     .gated_activation = gated_activation,
     .write_kv = write_kv,
+    .rotary_write = rotary_write,
     .attention_scratch_bytes = attention_scratch_bytes,
     .paged_attention = paged_attention,
     .elementwise = elementwise,

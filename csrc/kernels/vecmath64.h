@@ -33,6 +33,47 @@ QS_INLINE double exp64_nonpositive(double x) {
   return value * bit_cast<double>(static_cast<uint64_t>(exponent + 1023) << 52);
 }
 
+typedef double vd __attribute__((vector_size(4 * W)));
+typedef int64_t vl __attribute__((vector_size(4 * W)));
+// Vectors to compute side by side: one waits for its last result more than it computes, and a
+// machine looks only so far ahead.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kSideBySide = 8;
+#else
+constexpr int kSideBySide = 4;
+#endif
+
+// The same of every lane, to the bit; x becomes the result.
+QS_INLINE void exp64_nonpositive(vd (&x)[kSideBySide]) {
+  constexpr double kTerms[] = {2.755731922398589e-07, 2.7557319223985893e-06,
+                               2.48015873015873e-05,   0.0001984126984126984,
+                               0.001388888888888889,   0.008333333333333333,
+                               0.041666666666666664,   0.16666666666666666,
+                               0.5,                    1.0,
+                               1.0};
+  vd rest[kSideBySide], value[kSideBySide];
+  vl exponent[kSideBySide];
+#pragma GCC unroll 8
+  for (int i = 0; i < kSideBySide; ++i) {
+    const vd least = vd{} - 708.0;
+    const vd bounded = x[i] < least ? least : x[i];
+    const vd shifted = bounded * 1.4426950408889634 + kRoundMagic;
+    const vd n = shifted - kRoundMagic;
+    rest[i] = (bounded - n * 0.6931471803691238) - n * 1.9082149292705877e-10;
+    value[i] = vd{} + 2.505210838544172e-08;
+    exponent[i] = bit_cast<vl>(shifted) - bit_cast<int64_t>(kRoundMagic);
+  }
+#pragma GCC unroll 11
+  for (int term = 0; term < 11; ++term) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kSideBySide; ++i) value[i] = value[i] * rest[i] + kTerms[term];
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kSideBySide; ++i) {
+    x[i] = value[i] * bit_cast<vd>((exponent[i] + 1023) << 52);
+  }
+}
+
 QS_INLINE double tanh64(double x) {
   const double magnitude = bit_cast<double>(bit_cast<uint64_t>(x) & ~(uint64_t{1} << 63));
   const double tail = exp64_nonpositive(magnitude * -2.0);

@@ -124,6 +124,33 @@ def test_top_p_is_numpys_also_where_a_share_is_exactly_it(kind, top_p):
     assert_same_draws(logits, states)
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(typical_p=0.1),
+        SamplingParams(typical_p=0.5, temperature=0.7),
+        SamplingParams(typical_p=0.9),
+        SamplingParams(xtc_probability=1.0, xtc_threshold=0.1),
+        SamplingParams(xtc_probability=1.0, xtc_threshold=0.002, temperature=1.3),
+        SamplingParams(top_p=0.3, frequency_penalty=0.1),
+    ],
+    ids=["typical", "typical-cool", "typical-most", "xtc", "xtc-warm", "penalised-nucleus"],
+)
+@pytest.mark.parametrize("change", ["none", "ties", "peaked", "far", "tiny"])
+def test_what_rough_sums_leave_open_is_numpys_too(sampling, change):
+    vocab, count = 700, 80
+    row = rows_of("ties" if change == "ties" else "normal", 1, vocab, 11, 2.0)
+    if change == "peaked":
+        row[:, :3] += 9.0
+    elif change == "far":  # neighbours in float32 are 1/128 apart
+        row = row + 1e5
+    elif change == "tiny":  # many logits, one value once the largest is taken off
+        row = row * 1e-30
+        row[:, 5] = 3.0
+    logits = row.expand(count, vocab).contiguous()
+    assert_same_draws(logits, [state_of(sampling, vocab, seed, range(9)) for seed in range(count)])
+
+
 def test_many_draws_follow_the_distribution():
     weights = np.array([0.5, 0.3, 0.15, 0.05])
     count = 4000

@@ -1,0 +1,82 @@
+// New keys and values to their slots: copied, converted, or rounded to codes per token and head.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/kernels.h"
+#include "kernels/kv_rows.h"
+
+namespace qs::QS_LEVEL {
+
+// Below it a scale's reciprocal would overflow; such a head is stored as zero.
+constexpr float kLeast = 1e-30f;
+
+template <typename T, typename KV>
+QS_INLINE void write_head(const T* x, int64_t size, KV* to) {
+  if constexpr (std::is_same_v<T, KV>) {
+    memcpy(to, x, size * sizeof(T));
+    return;
+  }
+  for (int64_t d = 0; d < size; d += W) {
+    store_up_to(to + d, load_up_to(x + d, size - d), size - d);
+  }
+}
+
+// Every operation is one of IEEE's, so that all levels and the reference write the same bytes. A
+// head with NaN or infinity gets a NaN as its scale.
+template <typename T>
+QS_INLINE void write_head(const T* x, int64_t size, int8_t* to) {
+  vu magnitudes = {};
+  for (int64_t d = 0; d < size; d += W) {
+    const vu bits = bit_cast<vu>(load_up_to(x + d, size - d)) & 0x7fffffffu;
+    magnitudes = bits > magnitudes ? bits : magnitudes;
+  }
+  uint32_t most_bits = 0;
+  for (int i = 0; i < W; ++i) most_bits = magnitudes[i] > most_bits ? magnitudes[i] : most_bits;
+  const float most = bit_cast<float>(most_bits);
+  const bool finite = most_bits < 0x7f800000u;
+  const bool used = finite && most >= kLeast;
+  const float scale = used ? most / 127.0f : finite ? 0.0f : __builtin_nanf("");
+  const float inverse = used ? 127.0f / most : 0.0f;
+  for (int64_t d = 0; d < size; d += W) {
+    const int64_t count = min_of(W, size - d);
+    const vf scaled = load_up_to(x + d, count) * inverse;
+    // adding 1.5 * 2^23 rounds to an integer, half to even
+    const vi codes = used ? bit_cast<vi>(scaled + 0x1.8p23f) - 0x4b400000 : vi{};
+    const vb bytes = __builtin_convertvector(codes, vb);
+    memcpy(to + d, &bytes, count);
+  }
+  memcpy(to + size, &scale, sizeof(scale));
+}
+
+template <typename T, typename KV>
+void write_rows(const qs_kv_write& call, const void* from, int64_t stride, void* cache,
+                int64_t first, int64_t last) {
+  const int64_t head_bytes = kv_head_bytes<KV>(call.head_size);
+  const int64_t row_bytes = call.num_kv_heads * head_bytes;
+  for (int64_t i = first; i < last; ++i) {
+    const T* x = static_cast<const T*>(from) + i * stride;
+    char* to = static_cast<char*>(cache) + call.slots[i] * row_bytes;
+    for (int64_t head = 0; head < call.num_kv_heads; ++head) {
+      write_head(x + head * call.head_size, call.head_size,
+                 reinterpret_cast<KV*>(to + head * head_bytes));
+    }
+  }
+}
+
+// Calls fn with a value of the types of a call's activations and caches.
+template <typename Fn>
+void with_kv_types(const qs_kv_write& call, const Fn& fn) {
+  with_dtype(call.dtype, [&](auto type) {
+    with_kv_dtype(call.kv_dtype, [&](auto kv_type) { fn(type, kv_type); });
+  });
+}
+
+// The keys and values of tokens [first, last).
+template <typename T, typename KV>
+void write_tokens(const qs_kv_write& call, int64_t first, int64_t last) {
+  write_rows<T, KV>(call, call.k, call.k_stride, call.k_cache, first, last);
+  write_rows<T, KV>(call, call.v, call.v_stride, call.v_cache, first, last);
+}
+
+}  // namespace qs::QS_LEVEL
