@@ -1,8 +1,8 @@
 // The register tile of the low-bit linear: R rows x V vectors of outputs, in S panels at once, of
 // integer sums.
 //
-//   AVX-512   6 x 4 vectors (a panel is 4), 3 x 4 for groups of 4 bits, and 1 row x 4 panels: 4
-//             streams of memory a thread
+//   AVX-512   6 x 4 vectors (a panel is 4), for many rows of groups 4 x 4 of 8 bits and 3 x 4 of
+//             4 bits, and 1 row x 4 panels: 4 streams of memory a thread
 //   AVX2      2 x 4 vectors (half a panel)
 //   NEON      6 x 4 vectors (a quarter of a panel), where it has dot products; else as below
 //   portable  2 x 4 vectors (a quarter of a panel), in plain C++
@@ -17,25 +17,27 @@ namespace qs::QS_LEVEL {
 constexpr int kTileVectors = 4;
 constexpr int kPanelParts = kQuantizedPanel / (kTileVectors * W);
 constexpr int64_t kPartBytes = kStepBytes / kPanelParts;
+constexpr int kManyRows = 24;  // from here on a tile of fewer rows pays
 #if defined(__AVX512F__)
 constexpr int kQuantizedRows = 6;
-constexpr int kGroupRows = 3;
+constexpr int kGroupRows4 = 3;
+constexpr int kGroupRows8 = 4;
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int kQuantizedRows = 6;
-constexpr int kGroupRows = 3;
-#elif defined(__AVX2__)
-constexpr int kQuantizedRows = 2;
-constexpr int kGroupRows = 2;
+constexpr int kGroupRows4 = 3;
+constexpr int kGroupRows8 = 6;
 #else
 constexpr int kQuantizedRows = 2;
-constexpr int kGroupRows = 2;
+constexpr int kGroupRows4 = 2;
+constexpr int kGroupRows8 = 2;
 #endif
 
-// Rows of a tile. For groups of 4 bits fewer: their fp32 sums are added to so often that staying in
-// registers is worth more than reading codes half as often.
+// Rows of a tile. For groups fewer: their fp32 sums stay in registers then, or most of them. On Zen 4
+// a store takes the place of a product, and groups of 4 bits are added more often than those of 8.
 QS_INLINE int max_quantized_rows(const PackedQuantized& packed, int64_t num_tokens) {
-  const bool few = packed.num_groups > 1 && packed.bits == 4 && num_tokens > kQuantizedRows;
-  return few ? kGroupRows : kQuantizedRows;
+  if (packed.num_groups == 1 || num_tokens <= kQuantizedRows) return kQuantizedRows;
+  if (packed.bits == 4) return kGroupRows4;
+  return num_tokens >= kManyRows ? kGroupRows8 : kQuantizedRows;
 }
 
 // Panels that a tile of `rows` runs at once.
