@@ -10,6 +10,7 @@ a model runs eagerly. Nothing here depends on how many tokens a step has.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from quickstep.ops.native_attention import MAX_HEAD_SIZE
 from quickstep.ops.native_packed import KV_DTYPES, PackedCodes, PackedWeight
 from quickstep.ops.native_step_abi import OpKind, RowsOf
 from quickstep.ops.native_tape import NUM_ROWS, NotCapturable, Tape
-from quickstep.ops.recording import Numbers, Operand, Recording
+from quickstep.ops.recording import Numbers, Recording
 from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
 
 __all__ = ["NativeRecorder", "NotCapturable"]
@@ -68,6 +69,9 @@ class NativeRecorder:
             block_tables=torch.zeros((1, 1), dtype=torch.int32),
             block_size=block_size,
         )
+        self._emitting_layout = replace(
+            self._layout, row_offsets=tuple(range(NUM_ROWS + 1)), context_lens=(1,) * NUM_ROWS
+        )
 
     def __enter__(self) -> Self:
         self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -91,6 +95,11 @@ class NativeRecorder:
         """What `forward` gets as layout."""
         return self._layout
 
+    @property
+    def emitting(self) -> tuple[Tensor, PagedLayout]:
+        """The tokens that emit, and their layout: what `forward` gets, or indexes its result by."""
+        return self._emitting, self._emitting_layout
+
     def table(self, ops: OpTable) -> OpTable:
         """An op table that records; weights must be packed by `ops`."""
 
@@ -113,10 +122,6 @@ class NativeRecorder:
             logits=self._logits,
             scratch_bytes=ops.scratch_bytes,
         )
-
-    def emitting_rows(self, hidden: Tensor) -> Tensor:
-        """The hidden states of the tokens that emit."""
-        return self._gather(self._emitting, self._tape.operand(hidden), None, hidden)
 
     def finish(self, hidden: Tensor, logits: Tensor) -> Recording:
         """The recording, after the model's calls gave these."""
@@ -162,7 +167,7 @@ class NativeRecorder:
         self, token_ids: Tensor, weight: Tensor | LinearWeight, dtype: torch.dtype
     ) -> Tensor:
         if isinstance(weight, Tensor):
-            return self._gather(token_ids, self._tape.fixed(weight, dtype), weight.shape[0], weight)
+            return self._gather(token_ids, weight, dtype)
         packed = weight.data
         if not isinstance(packed, (PackedWeight, PackedCodes)):
             raise NotCapturable("the embedding is not packed by the native ops")
@@ -172,15 +177,22 @@ class NativeRecorder:
         self._tape.record(kind, out, inputs, (out,))
         return out
 
-    def _gather(
-        self, ids: Tensor, table: Operand | int, num_rows: int | None, like: Tensor
-    ) -> Tensor:
-        """Rows of a table [rows, C] that looks `like` this one; None rows: one per token."""
-        out = self._tape.new(like.shape[1:], like.dtype, self._tape.rows_of(ids))
-        size = (num_rows, out.nbytes // NUM_ROWS)
-        self._tape.record(
-            OpKind.GATHER, ids, (self._tape.whole(ids), table), (out,), Numbers(size=size)
-        )
+    def _gather(self, ids: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of a weight [rows, C]."""
+        inputs = (self._tape.whole(ids), self._tape.fixed(table, dtype))
+        out = self._tape.new(table.shape[1:], table.dtype, self._tape.rows_of(ids))
+        size = (table.shape[0], out.nbytes // NUM_ROWS)
+        self._tape.record(OpKind.GATHER, ids, inputs, (out,), Numbers(size=size))
+        return out
+
+    def _take(self, ids: Tensor, x: Tensor) -> Tensor:
+        """The emitting tokens' rows of what was computed for every token."""
+        if ids is not self._emitting or not x[0].is_contiguous():
+            raise NotCapturable("tokens are chosen by other than whether they emit")
+        inputs = (self._tape.whole(ids), self._tape.operand(x))
+        out = self._tape.new(x.shape[1:], x.dtype, self._tape.rows_of(ids))
+        size, stride = (out.nbytes // NUM_ROWS,), (x.stride(0) * x.element_size(),)
+        self._tape.record(OpKind.TAKE, out, inputs, (out,), Numbers(size=size, stride=stride))
         return out
 
     def _rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -189,15 +201,9 @@ class NativeRecorder:
         inputs = (self._tape.operand(x), self._tape.fixed(weight, x.dtype))
         inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
         out = self._tape.new(x.shape[1:], x.dtype, self._tape.rows_of(x))
-        self._tape.record(
-            OpKind.RMS_NORM,
-            x,
-            inputs,
-            (out,),
-            Numbers(
-                size=(inner, x.shape[-1]), stride=(x.stride(0), inner_stride), scalar=(eps, offset)
-            ),
-        )
+        size, stride = (inner, x.shape[-1]), (x.stride(0), inner_stride)
+        numbers = Numbers(size=size, stride=stride, scalar=(eps, offset))
+        self._tape.record(OpKind.RMS_NORM, x, inputs, (out,), numbers)
         return out
 
     def _add_rms_norm(
@@ -220,17 +226,9 @@ class NativeRecorder:
             raise NotCapturable("the rotary tables are not float32")
         inputs = (self._tape.heads(x), self._tape.whole(cos), self._tape.whole(sin))
         out = self._tape.new(x.shape[1:], x.dtype, self._tape.rows_of(x))
-        self._tape.record(
-            OpKind.ROTARY,
-            x,
-            inputs,
-            (out,),
-            Numbers(
-                size=(x.shape[1], x.shape[2], cos.shape[1]),
-                stride=(x.stride(0),),
-                option=int(interleaved),
-            ),
-        )
+        size = (x.shape[1], x.shape[2], cos.shape[1])
+        numbers = Numbers(size=size, stride=(x.stride(0),), option=int(interleaved))
+        self._tape.record(OpKind.ROTARY, x, inputs, (out,), numbers)
         return out
 
     def _gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
@@ -279,7 +277,9 @@ class NativeRecorder:
         layout: PagedLayout,
         params: AttentionParams,
     ) -> Tensor:
-        if layout is not self._layout or q.shape[2] > MAX_HEAD_SIZE:
+        is_emitting = self._tape.rows_of(q) == RowsOf.EMITTING
+        expected = self._emitting_layout if is_emitting else self._layout
+        if layout is not expected or q.shape[2] > MAX_HEAD_SIZE:
             raise NotCapturable("attention over another layout, or over too wide heads")
         caches, kv_dtype = self._caches(k_cache, v_cache)
         inputs = (self._tape.heads(q), *caches)
@@ -353,12 +353,14 @@ class NativeRecorder:
         return out
 
     def _index(self, table: Tensor, ids: Any) -> Tensor | None:
-        """Rows of a weight; None for a view of a recorded tensor."""
+        """Rows of a weight or of a recorded tensor; None for a view of the latter."""
         if not isinstance(ids, Tensor):
             return None
+        if self._tape.is_recorded(table):
+            return self._take(ids, table)
         if ids.dtype != torch.int64 or table.dim() != 2:
             raise NotCapturable("indexing by other than token")
-        return self._gather(ids, self._tape.fixed(table), table.shape[0], table)
+        return self._gather(ids, table, table.dtype)
 
 
 _CALLS: Mapping[Any, Callable[..., Tensor | None]] = {

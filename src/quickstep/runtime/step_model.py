@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from quickstep.model.interface import ForwardBatch, Model
 from quickstep.ops.table import KVCache
-from quickstep.runtime.batch import build_batch
+from quickstep.runtime.batch import build_batch, emitting_tokens
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
@@ -27,9 +28,10 @@ class StepModel(Protocol):
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """Take a step's rows. Raises EngineError when they contradict their blocks or tokens."""
 
-    def run(self, emitting: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Compute the prepared rows: hidden states [T, C], and fp32 logits [E, V] of the last
-        tokens of the rows named. Both stand until the next `prepare`.
+    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[Tensor, Tensor]:
+        """Compute the prepared rows: final hidden states, and fp32 logits [E, V] of the last tokens
+        of the rows named. The hidden states are of every token [T, C], or of those alone [E, C].
+        Both stand until the next `prepare`.
         """
 
 
@@ -48,12 +50,14 @@ class EagerSteps:
         self._batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
 
     @torch.inference_mode()
-    def run(self, emitting: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[Tensor, Tensor]:
         """`StepModel.run`."""
         assert self._batch is not None, "a step is prepared before it runs"
         model, batch, self._batch = self._model, self._batch, None
+        chosen = emitting_tokens(batch.layout, emitting)
+        if not every_token:
+            batch = replace(batch, emitting=chosen)
         hidden = model.forward(batch, self._kv)
         if not emitting:
             return hidden, torch.empty((0, model.vocab_size), device=model.device)
-        ends = [batch.layout.row_offsets[index + 1] - 1 for index in emitting]
-        return hidden, model.logits(hidden[torch.tensor(ends, device=model.device)])
+        return hidden, model.logits(hidden[chosen.tokens] if every_token else hidden)
