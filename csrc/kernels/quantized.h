@@ -20,6 +20,7 @@ namespace qs {
 
 constexpr int64_t kQuantizedPanel = 64;
 constexpr int64_t kStepInputs = 4;
+constexpr int64_t kSharedInputs = 128;
 constexpr int64_t kStepBytes = kQuantizedPanel * kStepInputs;
 
 struct PackedQuantized {
@@ -39,11 +40,20 @@ struct PackedQuantized {
 
   int64_t code_bytes() const { return group_size * kQuantizedPanel * bits / 8; }
   int64_t scale_bytes() const { return half_scales ? 2 : 4; }
+
+  // Groups in a row that share a scale of activations: of 4 bits up to 128 inputs, else one.
+  int64_t shared_groups() const {
+    if (bits == 8) return 1;
+    int64_t shared = 1;
+    while (2 * shared * group_size <= kSharedInputs && num_groups % (2 * shared) == 0) shared *= 2;
+    return shared;
+  }
 };
 
-// Activations as the kernels read them: codes in [-127, 127], per token and group their scale and
-// correction: -2^(bits - 1) times the sum of the codes, what the weight's codes count too much.
-// Tokens go in tiles of R rows, side by side: what a register tile reads is one stream.
+// Activations as the kernels read them: codes in [-127, 127], per token and group their scale (the
+// same in groups that share it) and correction: -2^(bits - 1) times the sum of the codes, what the
+// weight's codes count too much. Tokens go in tiles of R rows, side by side: what a register tile
+// reads is one stream.
 //
 //   codes     a tile  [stride / 4][R][4]
 //   factors   a tile  [num_groups][2][R]: float scales, int32 corrections

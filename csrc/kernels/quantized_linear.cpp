@@ -65,15 +65,24 @@ QS_INLINE void store_codes(int8_t* p, vi v, int64_t rows) {
   }
 }
 
+// The factors of n inputs: what codes are multiplied with, and their scale.
+struct Scaling {
+  float inverse, scale;
+};
+
+template <typename T>
+QS_INLINE Scaling scaling_of(const T* x, int64_t n) {
+  const float most = largest(x, n);
+  if (!(most < __builtin_inff())) return {0.0f, __builtin_nanf("")};
+  if (!(most > kTiny)) return {0.0f, 0.0f};
+  return {127.0f / most, most / 127.0f};
+}
+
 // Gives the sum of the codes, which have room for n rounded up to W.
 template <typename T>
-QS_INLINE int32_t quantize_group(const T* x, int64_t n, int64_t rows, int8_t* codes,
-                                 float* scale) {
+QS_INLINE int32_t quantize_group(const T* x, int64_t n, int64_t rows, float inverse,
+                                 int8_t* codes) {
   constexpr float kMagic = 0x1.8p23f;  // adding it leaves no bits below 1, rounding half to even
-  const float most = largest(x, n);
-  const bool finite = most < __builtin_inff();
-  const float inverse = finite && most > kTiny ? 127.0f / most : 0.0f;
-  *scale = finite ? (most > kTiny ? most / 127.0f : 0.0f) : __builtin_nanf("");
   vi total = {};
   if (inverse == 0.0f) {
     for (int64_t i = 0; i < n; i += W) store_codes(codes + i * rows, total, rows);
@@ -97,17 +106,20 @@ void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
   int32_t* factors = rows.factors + tile.begin * packed.num_groups * 2;
   // What follows the inputs is multiplied by codes that are zero, but has to be finite: bytes are.
   const int64_t written = div_up(packed.k, W) * W;
+  const int64_t shared = packed.shared_groups();
   memset(codes + written * tile.size(), 0, (rows.stride - written) * tile.size());
   for (int64_t row = 0; row < tile.size(); ++row) {
     const T* x = static_cast<const T*>(args.x) + (tile.begin + row) * args.x_stride;
+    Scaling scaling = {};
     for (int64_t group = 0; group < packed.num_groups; ++group) {
       const int64_t first = group * packed.group_size;
       const int64_t size = min_of(packed.group_size, packed.k - first);
+      if (group % shared == 0) scaling = scaling_of(x + first, size * shared);
       int32_t* factor = factors + 2 * group * tile.size() + row;
-      float scale;
-      const int32_t sum = quantize_group(x + first, size, tile.size(),
-                                         codes + first * tile.size() + row * kStepInputs, &scale);
-      factor[0] = bit_cast<int32_t>(scale);
+      const int32_t sum =
+          quantize_group(x + first, size, tile.size(), scaling.inverse,
+                         codes + first * tile.size() + row * kStepInputs);
+      factor[0] = bit_cast<int32_t>(scaling.scale);
       factor[tile.size()] = -(sum << (packed.bits - 1));
     }
   }
@@ -236,6 +248,7 @@ QuantizedTileArgs sweep_args(const Problem& problem, const Sweep& sweep) {
   args.num_inputs =
       single ? min_of(problem.block_inputs, packed.group_size - first_input) : packed.group_size;
   args.num_groups = min_of(problem.block_groups, packed.num_groups - first_group);
+  args.shared_groups = packed.shared_groups();
   args.first = sweep.block == 0;
   return args;
 }
@@ -336,7 +349,8 @@ void set_blocks(const PackedQuantized& packed, int64_t inputs, Problem& problem)
     problem.block_inputs = inputs;
     problem.num_blocks = div_up(packed.group_size, inputs);
   } else {
-    problem.block_groups = max_of(1, inputs / packed.group_size);
+    const int64_t shared = packed.shared_groups();
+    problem.block_groups = max_of(1, inputs / (packed.group_size * shared)) * shared;
     problem.block_inputs = problem.block_groups * packed.group_size;
     problem.num_blocks = div_up(packed.num_groups, problem.block_groups);
   }

@@ -1,8 +1,8 @@
 // The register tile of the low-bit linear: R rows x V vectors of outputs, in S panels at once, of
 // integer sums.
 //
-//   AVX-512   6 x 4 vectors (a panel is 4), 3 x 4 for groups of 4 bits, and 1 row x 4 panels: 4
-//             streams of memory a thread
+//   AVX-512   6 x 4 vectors (a panel is 4), for many rows of groups 4 x 4 of 8 bits and 3 x 4 of
+//             4 bits, and 1 row x 4 panels: 4 streams of memory a thread
 //   AVX2      2 x 4 vectors (half a panel)
 //   NEON      6 x 4 vectors (a quarter of a panel), where it has dot products; else as below
 //   portable  2 x 4 vectors (a quarter of a panel), in plain C++
@@ -17,25 +17,27 @@ namespace qs::QS_LEVEL {
 constexpr int kTileVectors = 4;
 constexpr int kPanelParts = kQuantizedPanel / (kTileVectors * W);
 constexpr int64_t kPartBytes = kStepBytes / kPanelParts;
+constexpr int kManyRows = 24;  // from here on a tile of fewer rows pays
 #if defined(__AVX512F__)
 constexpr int kQuantizedRows = 6;
-constexpr int kGroupRows = 3;
+constexpr int kGroupRows4 = 3;
+constexpr int kGroupRows8 = 4;
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int kQuantizedRows = 6;
-constexpr int kGroupRows = 3;
-#elif defined(__AVX2__)
-constexpr int kQuantizedRows = 2;
-constexpr int kGroupRows = 2;
+constexpr int kGroupRows4 = 3;
+constexpr int kGroupRows8 = 6;
 #else
 constexpr int kQuantizedRows = 2;
-constexpr int kGroupRows = 2;
+constexpr int kGroupRows4 = 2;
+constexpr int kGroupRows8 = 2;
 #endif
 
-// Rows of a tile. For groups of 4 bits fewer: their fp32 sums are added to so often that staying in
-// registers is worth more than reading codes half as often.
+// Rows of a tile. For groups fewer: their fp32 sums stay in registers then, or most of them. On
+// Zen 4 a store takes the place of a product, and 4 bits have groups of 32 where 8 have 128.
 QS_INLINE int max_quantized_rows(const PackedQuantized& packed, int64_t num_tokens) {
-  const bool few = packed.num_groups > 1 && packed.bits == 4 && num_tokens > kQuantizedRows;
-  return few ? kGroupRows : kQuantizedRows;
+  if (packed.num_groups == 1 || num_tokens <= kQuantizedRows) return kQuantizedRows;
+  if (packed.bits == 4) return kGroupRows4;
+  return num_tokens >= kManyRows ? kGroupRows8 : kQuantizedRows;
 }
 
 // Panels that a tile of `rows` runs at once.
@@ -54,6 +56,7 @@ struct QuantizedTileArgs {
   int64_t part_outputs;    // outputs of the panel before the tile's part
   int64_t num_inputs;      // of a group, or of the block within the one group; padded
   int64_t num_groups;      // of the block
+  int64_t shared_groups;   // groups with one scale of activations, in a row
   bool first;              // the first block: c is written, afterwards added to
   void* c;                 // [R][S][64] int32 sums with one group, fp32 sums with groups
   const char* fetch;       // what to bring into L2 meanwhile
@@ -174,10 +177,13 @@ void run_single(const QuantizedTileArgs& call) {
   }
 }
 
-// Groups in ascending order: c = fma((dot - zero * sum) * x_scale, w_scale, c).
+// Groups in ascending order: c = fma((dot - zero * sum) * x_scale, w_scale, c). Of 4 bits, where
+// some groups share an x_scale: part = fma(dot - zero * sum, w_scale, part) over those, from 0, and
+// then c = fma(part, x_scale, c): one operation a group less on the units that multiply.
 template <int Bits, int R, int S, typename Scale, bool Zeros>
 void run_groups(const QuantizedTileArgs& call) {
   constexpr int V = kTileVectors;
+  constexpr bool kShares = Bits == 4;
   const QuantizedTileArgs args = call;  // so that no store can be taken to change it
   // Local, so that the compiler keeps in registers what fits beside the integer sums.
   vf held[R][S * V] = {};
@@ -192,37 +198,53 @@ void run_groups(const QuantizedTileArgs& call) {
   const int8_t* x = args.x;
   const int32_t* factors = args.factors;
   const char* fetch = args.fetch;
-  for (int64_t group = 0; group < args.num_groups; ++group) {
-    QuantizedTile<Bits, R, S> tile;
-    const int32_t* corrections = factors + R;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const vi start = Dot<Bits>::kOffset ? set1i(corrections[r]) : vi{};
-#pragma GCC unroll 16
-      for (int v = 0; v < S * V; ++v) tile.sum[r][v] = start;
-    }
-    tile.run(w, x, fetch, args);
-    constexpr int kLines = QuantizedTile<Bits, R, S>::kLines;
-    if constexpr (kLines > 0) tile.template bring<(kLines < 2 ? 1 : 2)>(fetch, args.panel_bytes);
-#pragma GCC unroll 16
-    for (int v = 0; v < S * V; ++v) {
-      const Scale* scales =
-          reinterpret_cast<const Scale*>(w - args.part_outputs * kStepInputs +
-                                         v / V * args.panel_bytes) +
-          args.part_outputs + v % V * W;
-      const vf scale = load(scales);
-      const vf zero = Zeros ? load(scales + kQuantizedPanel) : vf{};
+  const int64_t shared = kShares ? args.shared_groups : 1;
+  for (int64_t first = 0; first < args.num_groups; first += shared) {
+    vf part[kShares ? R : 1][kShares ? S * V : 1] = {};
+    for (int64_t i = 0; i < shared; ++i) {
+      QuantizedTile<Bits, R, S> tile;
+      const int32_t* corrections = factors + R;
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        vf dot = __builtin_convertvector(tile.sum[r][v], vf);
-        if (Zeros) dot = fma(zero, negative_sum<Bits>(corrections[r]), dot);
-        const vf product = dot * bit_cast<vf>(set1i(factors[r]));
-        held[r][v] = fma(product, scale, held[r][v]);
+        const vi start = Dot<Bits>::kOffset ? set1i(corrections[r]) : vi{};
+#pragma GCC unroll 16
+        for (int v = 0; v < S * V; ++v) tile.sum[r][v] = start;
+      }
+      tile.run(w, x, fetch, args);
+      constexpr int kLines = QuantizedTile<Bits, R, S>::kLines;
+      if constexpr (kLines > 0) tile.template bring<(kLines < 2 ? 1 : 2)>(fetch, args.panel_bytes);
+#pragma GCC unroll 16
+      for (int v = 0; v < S * V; ++v) {
+        const Scale* scales =
+            reinterpret_cast<const Scale*>(w - args.part_outputs * kStepInputs +
+                                           v / V * args.panel_bytes) +
+            args.part_outputs + v % V * W;
+        const vf scale = load(scales);
+        const vf zero = Zeros ? load(scales + kQuantizedPanel) : vf{};
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          vf dot = __builtin_convertvector(tile.sum[r][v], vf);
+          if (Zeros) dot = fma(zero, negative_sum<Bits>(corrections[r]), dot);
+          if constexpr (kShares) {
+            part[r][v] = fma(dot, scale, part[r][v]);
+          } else {
+            held[r][v] = fma(dot * bit_cast<vf>(set1i(factors[r])), scale, held[r][v]);
+          }
+        }
+      }
+      w += args.group_bytes - args.code_bytes;
+      factors += 2 * R;
+      fetch += args.fetch_scales;
+    }
+    if constexpr (kShares) {
+      const int32_t* x_scales = factors - 2 * R;  // of the last group, which are those of all
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const vf x_scale = bit_cast<vf>(set1i(x_scales[r]));
+#pragma GCC unroll 16
+        for (int v = 0; v < S * V; ++v) held[r][v] = fma(part[r][v], x_scale, held[r][v]);
       }
     }
-    w += args.group_bytes - args.code_bytes;
-    factors += 2 * R;
-    fetch += args.fetch_scales;
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {

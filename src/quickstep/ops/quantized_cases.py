@@ -41,6 +41,7 @@ _QUANTIZED_SHAPES = (
     (5, 2112, 200, 8, 64, True, False),
     (13, 2304, 130, 8, 128, False, True),
     (33, 1056, 70, 4, 32, False, False),
+    (40, 1152, 130, 4, 32, True, True),
     (0, 64, 32, 4, 32, False, False),
 )
 

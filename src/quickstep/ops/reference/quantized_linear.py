@@ -3,9 +3,10 @@
     scale[t, g] = max |x[t, g, :]| / 127        codes q = round(x * (127 / max)), half to even
     y[t, n] = sum over g of (sum over i of q (code - zero)) * scale[t, g] * scales[n, g]
 
-A group is the weight's; a weight with one scale per output takes a whole row as one group. Scale
-and codes of activations are computed in float32, as every implementation does; the rest is
-float64 over integers, so that no product's order can show.
+A group is the weight's; a weight with one scale per output takes a whole row as one group. Groups
+of 4 bits share the activations' scale, up to 128 inputs: little beside what 4 bits lose, and one
+product less per group. Scale and codes of activations are computed in float32, as every
+implementation does; the rest is float64 over integers, so that no product's order can show.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quickstep.ops.table import LinearWeight, QuantizedWeight
 __all__ = ["pack_quantized", "quantize_activations", "quantized_linear", "quantized_rows"]
 
 _BLOCK_ELEMENTS = 1 << 18  # of codes in fp64 at a time: 2 MiB, stays in cache
+_SHARED_INPUTS = 128
 _TINY = 1e-30  # 127 over anything smaller overflows, or nearly; such a group counts as zero
 
 
@@ -52,8 +54,11 @@ def quantized_linear(x: Tensor, weight: LinearWeight) -> Tensor:
     out = x.new_empty(x.shape[0], weight.num_outputs)
     if out.numel() == 0:
         return out
-    codes, scales = quantize_activations(x, data.group_size)
-    inputs = codes.double().transpose(0, 1)  # [G, T, C / G]
+    shared = _shared_groups(data)
+    codes, scales = quantize_activations(x, shared * data.group_size)
+    scales = scales.repeat_interleave(shared, 1)
+    grouped = codes.reshape(x.shape[0], -1, data.group_size)
+    inputs = grouped.double().transpose(0, 1)  # [G, T, C / G]
     sums = inputs.sum(-1).unsqueeze(-1)
     step = max(1, _BLOCK_ELEMENTS // weight.num_inputs)
     for start in range(0, weight.num_outputs, step):
@@ -76,6 +81,18 @@ def quantized_rows(token_ids: Tensor, weight: QuantizedWeight, dtype: torch.dtyp
     scales = weight.scales[token_ids]
     rows = QuantizedWeight(weight.codes[token_ids], scales, zeros, weight.bits, weight.group_size)
     return rows.dequantized().to(dtype)
+
+
+def _shared_groups(weight: QuantizedWeight) -> int:
+    """Groups in a row that share a scale of activations: a power of two that divides all."""
+    num_groups, shared = weight.scales.shape[1], 1
+    while (
+        weight.bits == 4
+        and 2 * shared * weight.group_size <= _SHARED_INPUTS
+        and num_groups % (2 * shared) == 0
+    ):
+        shared *= 2
+    return shared
 
 
 def _grouped(codes: Tensor, group_size: int) -> Tensor:
