@@ -25,6 +25,28 @@ struct Grown {
   }
 };
 
+// The rows of an attention call, as qs_attention has them.
+struct AttentionRows {
+  int64_t* offsets = nullptr;
+  int64_t* context_lens = nullptr;
+  Grown block_tables;  // [rows, max_blocks] int32
+
+  ~AttentionRows() {
+    free(offsets);
+    free(context_lens);
+  }
+
+  bool allocate(int64_t capacity) {
+    offsets = static_cast<int64_t*>(malloc((capacity + 1) * sizeof(int64_t)));
+    context_lens = static_cast<int64_t*>(malloc(capacity * sizeof(int64_t)));
+    return offsets != nullptr && context_lens != nullptr;
+  }
+
+  int32_t* table(int64_t row, int64_t max_blocks) const {
+    return static_cast<int32_t*>(block_tables.data) + row * max_blocks;
+  }
+};
+
 }  // namespace
 
 struct qs_program {
@@ -37,10 +59,9 @@ struct qs_program {
   int64_t num_emitting;
   int64_t num_rows;
   int64_t max_blocks;
-  int64_t* slots;         // [capacity_tokens]
-  int64_t* row_offsets;   // [capacity_tokens + 1]
-  int64_t* context_lens;  // [capacity_tokens]
-  Grown block_tables;     // [num_rows, max_blocks] int32
+  int64_t* slots;          // [capacity_tokens]
+  AttentionRows rows;      // up to capacity_tokens
+  AttentionRows emitting;  // up to capacity_emitting: of each emitting row the last token
   Grown scratch;
 };
 
@@ -75,7 +96,7 @@ int measure(qs_program* program, const qs_step& step) {
 
 void place_row(qs_program* program, int64_t index, const qs_step_row& row) {
   const int64_t block_size = program->inputs.block_size;
-  const int64_t first = program->row_offsets[index], end = row.start + row.num_tokens;
+  const int64_t first = program->rows.offsets[index], end = row.start + row.num_tokens;
   const int64_t num_blocks = (end + block_size - 1) / block_size;
   for (int64_t i = 0; i < row.num_tokens; ++i) {
     const int64_t position = row.start + i;
@@ -83,23 +104,35 @@ void place_row(qs_program* program, int64_t index, const qs_step_row& row) {
     program->slots[first + i] =
         row.block_ids[position / block_size] * block_size + position % block_size;
   }
-  int32_t* table = static_cast<int32_t*>(program->block_tables.data) + index * program->max_blocks;
+  int32_t* table = program->rows.table(index, program->max_blocks);
   memcpy(table, row.block_ids, num_blocks * sizeof(int32_t));
   memset(table + num_blocks, 0, (program->max_blocks - num_blocks) * sizeof(int32_t));
-  program->row_offsets[index + 1] = first + row.num_tokens;
-  program->context_lens[index] = end;
+  program->rows.offsets[index + 1] = first + row.num_tokens;
+  program->rows.context_lens[index] = end;
+}
+
+void place_emitting(qs_program* program, int64_t index, int64_t row) {
+  const int64_t max_blocks = program->max_blocks;
+  program->inputs.emitting[index] = program->rows.offsets[row + 1] - 1;
+  program->emitting.offsets[index + 1] = index + 1;
+  program->emitting.context_lens[index] = program->rows.context_lens[row];
+  memcpy(program->emitting.table(index, max_blocks), program->rows.table(row, max_blocks),
+         max_blocks * sizeof(int32_t));
 }
 
 int place(qs_program* program, const qs_step& step) {
   const int status = measure(program, step);
   if (status != QS_OK) return status;
-  const int64_t table_bytes = step.num_rows * program->max_blocks * sizeof(int32_t);
-  if (!program->block_tables.reserve(table_bytes)) return QS_OUT_OF_MEMORY;
+  const int64_t row_bytes = program->max_blocks * sizeof(int32_t);
+  if (!program->rows.block_tables.reserve(step.num_rows * row_bytes) ||
+      !program->emitting.block_tables.reserve(step.num_emitting * row_bytes)) {
+    return QS_OUT_OF_MEMORY;
+  }
   memcpy(program->inputs.token_ids, step.token_ids, program->num_tokens * sizeof(int64_t));
-  program->row_offsets[0] = 0;
+  program->rows.offsets[0] = program->emitting.offsets[0] = 0;
   for (int64_t i = 0; i < step.num_rows; ++i) place_row(program, i, step.rows[i]);
   for (int64_t i = 0; i < step.num_emitting; ++i) {
-    program->inputs.emitting[i] = program->row_offsets[step.emitting_rows[i] + 1] - 1;
+    place_emitting(program, i, step.emitting_rows[i]);
   }
   return QS_OK;
 }
@@ -122,7 +155,9 @@ int write_kv(qs_program* program, const qs_op& op, int64_t rows) {
   return qs_write_kv(program->context, &call);
 }
 
-int attend(qs_program* program, const qs_op& op) {
+int attend(qs_program* program, const qs_op& op, int64_t tokens) {
+  const bool is_emitting = op.rows == QS_EMITTING;
+  const AttentionRows& rows = is_emitting ? program->emitting : program->rows;
   qs_attention call = {};
   call.dtype = op.dtype;
   call.num_heads = static_cast<int32_t>(op.size[0]);
@@ -130,7 +165,7 @@ int attend(qs_program* program, const qs_op& op) {
   call.head_size = static_cast<int32_t>(op.size[2]);
   call.kv_dtype = op.option;
   call.q_stride = op.stride[0];
-  call.num_rows = program->num_rows;
+  call.num_rows = is_emitting ? tokens : program->num_rows;
   call.block_size = program->inputs.block_size;
   call.max_blocks = program->max_blocks;
   call.num_blocks = op.size[3];
@@ -140,9 +175,9 @@ int attend(qs_program* program, const qs_op& op) {
   call.q = op.in[0];
   call.k_cache = op.in[1];
   call.v_cache = op.in[2];
-  call.row_offsets = program->row_offsets;
-  call.context_lens = program->context_lens;
-  call.block_tables = static_cast<const int32_t*>(program->block_tables.data);
+  call.row_offsets = rows.offsets;
+  call.context_lens = rows.context_lens;
+  call.block_tables = rows.table(0, 0);
   call.out = op.out[0];
   const int64_t scratch_bytes = qs_attention_scratch_bytes(program->context, &call);
   if (!program->scratch.reserve(scratch_bytes)) return QS_OUT_OF_MEMORY;
@@ -155,6 +190,17 @@ int multiply_quantized(qs_program* program, const qs_op& op, int64_t rows) {
   if (!program->scratch.reserve(qs_quantized_scratch_bytes(weight, rows))) return QS_OUT_OF_MEMORY;
   return qs_quantized_run(program->context, weight, op.dtype, op.in[0], op.stride[0], rows,
                           op.out[0], program->scratch.data);
+}
+
+// Few rows, which this thread copies: `ids` are emitting tokens of the step, within `x`.
+int take(const qs_op& op, int64_t rows) {
+  const int64_t* ids = static_cast<const int64_t*>(op.in[0]);
+  const char* x = static_cast<const char*>(op.in[1]);
+  char* out = static_cast<char*>(op.out[0]);
+  for (int64_t i = 0; i < rows; ++i) {
+    memcpy(out + i * op.size[0], x + ids[i] * op.stride[0], op.size[0]);
+  }
+  return QS_OK;
 }
 
 int run_op(qs_program* program, const qs_op& op) {
@@ -184,7 +230,7 @@ int run_op(qs_program* program, const qs_op& op) {
     case QS_OP_WRITE_KV:
       return write_kv(program, op, rows);
     case QS_OP_ATTENTION:
-      return attend(program, op);
+      return attend(program, op, rows);
     case QS_OP_ADD:
       return qs_add(context, op.dtype, op.in[0], op.in[1], rows * op.size[0], op.out[0]);
     case QS_OP_SCALE:
@@ -200,6 +246,8 @@ int run_op(qs_program* program, const qs_op& op) {
     case QS_OP_QUANTIZED_ROWS:
       return qs_quantized_rows(context, static_cast<const qs_quantized*>(op.in[1]), op.dtype,
                                static_cast<const int64_t*>(op.in[0]), rows, op.out[0]);
+    case QS_OP_TAKE:
+      return take(op, rows);
   }
   return QS_INVALID;
 }
@@ -208,10 +256,8 @@ bool allocate(qs_program* program, const qs_op* ops) {
   const int64_t capacity = program->inputs.capacity_tokens;
   program->ops = static_cast<qs_op*>(malloc(program->num_ops * sizeof(qs_op)));
   program->slots = static_cast<int64_t*>(malloc(capacity * sizeof(int64_t)));
-  program->row_offsets = static_cast<int64_t*>(malloc((capacity + 1) * sizeof(int64_t)));
-  program->context_lens = static_cast<int64_t*>(malloc(capacity * sizeof(int64_t)));
-  if (program->ops == nullptr || program->slots == nullptr || program->row_offsets == nullptr ||
-      program->context_lens == nullptr) {
+  if (program->ops == nullptr || program->slots == nullptr || !program->rows.allocate(capacity) ||
+      !program->emitting.allocate(program->inputs.capacity_emitting)) {
     return false;
   }
   memcpy(program->ops, ops, program->num_ops * sizeof(qs_op));
@@ -245,8 +291,6 @@ void qs_program_destroy(qs_program* program) {
   if (program == nullptr) return;
   free(program->ops);
   free(program->slots);
-  free(program->row_offsets);
-  free(program->context_lens);
   delete program;
 }
 

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 2
+#define QS_ABI_VERSION 3
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -245,13 +245,17 @@ QS_API int qs_finish_logits(qs_context* context, int dtype, const void* x, int64
 //   ATTENTION  in q, k cache, v cache     out y                size: heads, kv heads, head size,
 //                                                              blocks, window; stride[0] of q;
 //                                                              scalar: scale, softcap;
-//                                                              option: dtype of the caches
+//                                                              option: dtype of the caches;
+//                                                              over emitting rows, q is of their
+//                                                              last tokens alone
 //   ADD        in a, b                    out y                size: values of a row
 //   SCALE      in x                       out y                size: values of a row;
 //                                                              scalar: factor
 //   LOGITS     in x                       out y (float32)      size: V; scalar: divisor, cap
 //   QUANTIZED  in x, qs_quantized         out y                stride[0] of x
 //   LINEAR_ROWS, QUANTIZED_ROWS           in ids, the weight   out rows
+//   TAKE       in emitting, x             out rows             size: bytes of a row; stride[0]:
+//                                                              bytes between the rows of x
 enum qs_op_kind {
   QS_OP_LINEAR = 0,
   QS_OP_GATHER = 1,
@@ -267,6 +271,7 @@ enum qs_op_kind {
   QS_OP_QUANTIZED = 11,
   QS_OP_LINEAR_ROWS = 12,
   QS_OP_QUANTIZED_ROWS = 13,
+  QS_OP_TAKE = 14,
 };
 enum qs_op_rows { QS_TOKENS = 0, QS_EMITTING = 1 };
 

@@ -20,6 +20,8 @@ namespace {
 constexpr int64_t kChunkRows = 96;
 constexpr int64_t kItemPanels = 4;        // with more rows than one tile takes
 constexpr int64_t kItemPanelsDecode = 8;  // one tile of rows
+// With more row tiles to a block of weights the arithmetic takes longer than the memory anyway.
+constexpr int64_t kMaxFetchingTiles = 8;
 constexpr int64_t kSums = kChunkRows * kItemPanels * kPanel;
 static_assert(kMaxRows * kItemPanelsDecode * kPanel <= kSums);
 
@@ -32,6 +34,7 @@ struct Problem {
   T* out;
   int64_t num_chunks;
   int64_t num_ranges;
+  int64_t threads;
 };
 
 struct Range {
@@ -60,9 +63,32 @@ void emit(const Problem<T>& problem, Range rows, Range panels, const float* c) {
   }
 }
 
+// The panels of an item and the block of inputs that they are at; `next` is where the panels of
+// the block behind it begin.
+template <typename T>
+struct Sweep {
+  Range panels;
+  int64_t k_begin;
+  const T* next;
+};
+
+// What tile `tile` of `num_tiles` fetches: its share of the next block's panels. Left to the
+// hardware, the first tile waits for memory and the others find what it brought.
+template <typename T>
+QS_INLINE Ahead fetched_by(const Problem<T>& problem, const Sweep<T>& sweep, int64_t tile,
+                           int64_t num_tiles) {
+  const Range streams = part(sweep.panels.size(), tile, num_tiles);
+  const int64_t stride = problem.packed->panel_size * static_cast<int64_t>(sizeof(T));
+  return {reinterpret_cast<const char*>(sweep.next) + streams.begin * stride, stride,
+          static_cast<int>(streams.size())};
+}
+
 // One row tile against all panels of the item, for one k block.
 template <typename T>
-void run_tile(const Problem<T>& problem, Range rows, Range panels, int64_t k_begin, float* c) {
+void run_tile(const Problem<T>& problem, Range rows, const Sweep<T>& sweep, Ahead ahead,
+              float* c) {
+  const Range panels = sweep.panels;
+  const int64_t k_begin = sweep.k_begin;
   const PackedLinear& packed = *problem.packed;
   const int num_rows = static_cast<int>(rows.size());
   const T* x = problem.x + rows.begin * problem.x_stride + k_begin;
@@ -86,8 +112,17 @@ void run_tile(const Problem<T>& problem, Range rows, Range panels, int64_t k_beg
     args.w = static_cast<const T*>(packed.weights) +
              (panels.begin + group.begin) * packed.panel_size + k_begin * kPanel;
     args.c = c + group.begin * kPanel;
+    args.ahead = i == 0 ? ahead : Ahead{};
     tile_function<T>(num_rows, static_cast<int>(group.size()))(args);
   }
+}
+
+// The range of panels that the thread of `item` will likely take next.
+template <typename T>
+QS_INLINE int64_t following(const Problem<T>& problem, int64_t item) {
+  const int64_t chunk = item % problem.num_chunks;
+  const int64_t ahead = chunk + problem.threads < problem.num_chunks ? 0 : problem.threads;
+  return min_of((item + ahead) / problem.num_chunks, problem.num_ranges - 1);
 }
 
 template <typename T>
@@ -96,14 +131,24 @@ void run_item(const Problem<T>& problem, int64_t item) {
   const Range panels = part(packed.num_panels, item / problem.num_chunks, problem.num_ranges);
   const Range chunk = part(problem.num_tokens, item % problem.num_chunks, problem.num_chunks);
   const int64_t num_tiles = div_up(chunk.size(), kMaxRows);
+  const Range after = part(packed.num_panels, following(problem, item), problem.num_ranges);
+  const T* weights = static_cast<const T*>(packed.weights);
+  const bool fetches = num_tiles > 1 && num_tiles <= kMaxFetchingTiles;
   alignas(64) float c[kSums];
   for (int64_t k_begin = 0; k_begin < packed.k; k_begin += kBlockK) {
+    const int64_t next = k_begin + kBlockK;
+    const bool last = next >= packed.k;
+    const T* next_block = last ? weights + after.begin * packed.panel_size
+                               : weights + panels.begin * packed.panel_size + next * kPanel;
+    const Sweep<T> sweep = {panels, k_begin, next_block};
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const Range local = part(chunk.size(), tile, num_tiles);
       const Range rows = {chunk.begin + local.begin, chunk.begin + local.end};
       float* tile_sums = c + local.begin * panels.size() * kPanel;
-      run_tile(problem, rows, panels, k_begin, tile_sums);
-      if (k_begin + kBlockK >= packed.k) emit(problem, rows, panels, tile_sums);
+      const Ahead ahead =
+          fetches ? fetched_by(problem, sweep, tile, num_tiles) : Ahead{};
+      run_tile(problem, rows, sweep, ahead, tile_sums);
+      if (last) emit(problem, rows, panels, tile_sums);
     }
   }
 }
@@ -120,9 +165,10 @@ void linear_typed(Pool* pool, const LinearArgs& args) {
   const int64_t item_panels = one_tile ? kItemPanelsDecode : kItemPanels;
   problem.num_chunks = div_up(args.num_tokens, kChunkRows);
   // A multiple of the thread count, so that equal threads end together.
-  const int64_t threads = pool_size(pool);
+  problem.threads = pool_size(pool);
   const int64_t ranges = div_up(args.packed->num_panels, item_panels);
-  problem.num_ranges = min_of(args.packed->num_panels, div_up(ranges, threads) * threads);
+  problem.num_ranges =
+      min_of(args.packed->num_panels, div_up(ranges, problem.threads) * problem.threads);
   parallel_for(pool, problem.num_chunks * problem.num_ranges,
                [&](int64_t item) { run_item(problem, item); });
 }

@@ -110,6 +110,14 @@ struct Product<bf16> {  // even inputs, then odd ones, by fp32 multiply-add
 
 #endif
 
+// Weights to fetch while a tile computes: `streams` of them, each as long as a panel's part of the
+// block. None for null.
+struct Ahead {
+  const char* first = nullptr;
+  int64_t stride = 0;  // bytes from one stream to the next
+  int streams = 0;
+};
+
 template <typename T>
 struct TileArgs {
   const typename Product<T>::X* x;
@@ -120,6 +128,7 @@ struct TileArgs {
   float* c;
   int64_t c_stride;
   bool first;  // the first k block: c is written, afterwards added to
+  Ahead ahead;
 };
 
 template <typename T>
@@ -198,13 +207,34 @@ struct Tile {
   }
 };
 
+// All inputs of the block; a tile that fetches nothing has no loop over streams in its steps.
+template <bool Fetches, typename T, int R, int P>
+QS_INLINE void run_steps(Tile<T, R, P>& tile, const TileArgs<T>& args) {
+  constexpr int64_t kPair = Product<T>::kPair;
+  constexpr int64_t kStepBytes = kPanel * kPair * sizeof(T);  // of a panel
+  const Ahead ahead = args.ahead;
+  const char* fetch = ahead.first;
+  const int64_t whole = args.k / kPair * kPair;
+  for (int64_t k = 0; k < whole; k += kPair) {
+    if constexpr (Fetches) {
+      for (int i = 0; i < ahead.streams; ++i) {
+        __builtin_prefetch(fetch + i * ahead.stride, 0, 2);
+      }
+      fetch += kStepBytes;
+    }
+    tile.template pair<false>(k);
+  }
+  if (whole < args.k) tile.template pair<true>(whole);
+}
+
 template <typename T, int R, int P>
 void run_tile_of(const TileArgs<T>& args) {
-  constexpr int64_t kPair = Product<T>::kPair;
   Tile<T, R, P> tile(args);
-  const int64_t whole = args.k / kPair * kPair;
-  for (int64_t k = 0; k < whole; k += kPair) tile.template pair<false>(k);
-  if (whole < args.k) tile.template pair<true>(whole);
+  if (R > 1 && args.ahead.streams > 0) {
+    run_steps<true>(tile, args);
+  } else {
+    run_steps<false>(tile, args);
+  }
   tile.write(args);
 }
 

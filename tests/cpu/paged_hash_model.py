@@ -50,6 +50,10 @@ class PagedHashModel:
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         if self.error is not None:
             raise self.error
+        hidden = self.every_token(batch, kv)
+        return hidden if batch.emitting is None else hidden[batch.emitting.tokens]
+
+    def every_token(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         layout = batch.layout
         turn = torch.cos(layout.positions.to(torch.float32) * 0.7)[:, None]
         keys = kv.keys[0].view(-1, HEAD_SIZE)

@@ -68,8 +68,8 @@ class DependsOnPlaceInBatch(PagedHashModel):
 
 
 class DependsOnChunks(PagedHashModel):
-    def forward(self, batch, kv):
-        hidden = super().forward(batch, kv)
+    def every_token(self, batch, kv):
+        hidden = super().every_token(batch, kv)
         counts = np.diff(batch.layout.row_offsets)
         for row, (context, count) in enumerate(zip(batch.layout.context_lens, counts, strict=True)):
             if 1 < count < context:
@@ -80,8 +80,8 @@ class DependsOnChunks(PagedHashModel):
 class ForgetsToReadSharedBlocks(PagedHashModel):
     """A row that starts behind a cached prefix sees its first block as zeros."""
 
-    def forward(self, batch, kv):
-        hidden = super().forward(batch, kv)
+    def every_token(self, batch, kv):
+        hidden = super().every_token(batch, kv)
         layout = batch.layout
         first = kv.keys[0][layout.block_tables[:, 0].long()].sum(dim=(1, 2))
         for row, context in enumerate(layout.context_lens):

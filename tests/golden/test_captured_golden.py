@@ -1,8 +1,12 @@
-"""A captured step computes what the model's Python computes op by op, to the bit."""
+"""A captured step computes what the model's Python computes op by op, to the bit.
+
+And either computes the same for emitting tokens alone as for every token of the step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
 from pathlib import Path
 
 import pytest
@@ -68,34 +72,48 @@ def bits(x: AnyTensor) -> Tensor:
 def assert_same_steps(model: Model, case: Case, kv_dtype: str = "auto") -> None:
     assert isinstance(model, Decoder) and model.ops.steps is not None
     kv_shape = model.kv_shape.stored_as(kv_dtype)
-    caches = [allocate_kv(kv_shape, 80, BLOCK, model.device) for _ in range(2)]
-    eager = open_steps(model, caches[0], BLOCK, enforce_eager=True)
-    captured = open_steps(model, caches[1], BLOCK, enforce_eager=False)
-    # a mixture of experts chooses by its data, which no list of calls can
-    assert isinstance(captured, CapturedSteps) == (model.spec.moe is None)
+    caches = [allocate_kv(kv_shape, 80, BLOCK, model.device) for _ in range(4)]
+    # op by op with every token's hidden states, against the three other ways
+    ways = [
+        (open_steps(model, kv, BLOCK, enforce_eager), every_token)
+        for kv, (enforce_eager, every_token) in zip(
+            caches, product((True, False), (True, False)), strict=True
+        )
+    ]
+    for steps, _ in ways[2:]:
+        # a mixture of experts chooses by its data, which no list of calls can
+        assert isinstance(steps, CapturedSteps) == (model.spec.moe is None)
     assert_memory_is_planned(model, caches[0])
     longest = case.max_model_len or 256
     order = torch.randperm(80, generator=torch.Generator().manual_seed(3))
     for rows, slots, emitting in steps_of(order):
         if max(row.end for row in rows) > longest:
             continue
-        eager.prepare(rows, slots)
-        captured.prepare(rows, slots)
-        expected, found = eager.run(emitting), captured.run(emitting)
-        for right, got in zip(expected, found, strict=True):
-            assert host_dtype(got.dtype) == host_dtype(right.dtype) and got.shape == right.shape
-            assert torch.equal(bits(got), bits(right))
-    for right, got in zip(caches[0].keys, caches[1].keys, strict=True):
-        assert right.any() and torch.equal(bits(got), bits(right))
+        for steps, _ in ways:
+            steps.prepare(rows, slots)
+        hidden, logits = ways[0][0].run(emitting, True)
+        ends = list(accumulate(row.num_tokens for row in rows))
+        of_emitting = hidden[[ends[index] - 1 for index in emitting]]
+        for steps, every_token in ways[1:]:
+            found = steps.run(emitting, every_token)
+            assert_same_bits(found, (hidden if every_token else of_emitting, logits))
+    for kv in caches[1:]:
+        assert_same_bits(kv.keys + kv.values, caches[0].keys + caches[0].values)
+    assert all(keys.any() for keys in caches[0].keys)
+
+
+def assert_same_bits(found: Sequence[AnyTensor], expected: Sequence[AnyTensor]) -> None:
+    for got, right in zip(found, expected, strict=True):
+        assert host_dtype(got.dtype) == host_dtype(right.dtype) and got.shape == right.shape
+        assert torch.equal(bits(got), bits(right))
 
 
 def assert_memory_is_planned(model: Decoder, kv: KVCache) -> None:
-    recording = record(model, kv, BLOCK)
-    if recording is None:
-        return
     counts, element = (256, 16), model.kv_shape.dtype.itemsize
     planned = activation_bytes(model.spec, element, *counts, model.ops.scratch_bytes)
-    assert program_bytes(recording, counts) < planned
+    for every_token in (False, True):
+        recording = record(model, kv, BLOCK, every_token)
+        assert recording is None or program_bytes(recording, counts) < planned
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -140,6 +158,6 @@ def test_a_captured_step_refuses_what_an_eager_one_refuses(tmp_path: Path) -> No
         steps = open_steps(model, kv, BLOCK, enforce_eager)
         with pytest.raises(EngineError, match="outside"):
             steps.prepare([unknown], [slot])
-            steps.run((0,))
+            steps.run((0,), False)
         with pytest.raises(EngineError, match="its 1 blocks hold 4"):
             steps.prepare([beyond], [slot])

@@ -26,6 +26,10 @@ def decode_kv_bytes(spec: ModelSpec, head_bytes: int, context: int, batch: int) 
 def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
     """Operations of a prompt's prefill: 2 per active parameter of the layers and token, 4 per
     query dimension and pair of positions, and the output projection once, for the last position.
+
+    The usual count of a model's work, the same for every engine. What an engine leaves out counts
+    as well (of the last layer, Quickstep computes keys and values for every token and the rest for
+    emitting ones), so that a share is time against the model's floor, not how busy the cores are.
     """
     weights = sum(_active_parameters(spec, index) for index in range(spec.num_layers))
     pairs = sum(_pairs(layer, num_tokens) for layer in spec.layers)

@@ -42,7 +42,9 @@ overhead_us             a decode step's time less the time in native kernels (fo
 prefill_ms              from a prompt's submission to its first token
 prefill_peak_share      the prompt's operations (2 per parameter and token, 4 per query dimension
                         and pair of positions), over prefill_ms, over the peak of the same
-                        dot products in registers measured just before
+                        dot products in registers measured just before; operations that the
+                        engine leaves out count too (most of the last layer's, for tokens that
+                        emit nothing): a share of the model's floor, not of busy cores
 
 Figures are medians over the repeats, with the least and the greatest."""
 

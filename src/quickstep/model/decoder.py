@@ -115,8 +115,10 @@ class Decoder:
         return self._fingerprint
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """Write the step's KV, return the final normed hidden states [T, hidden]."""
-        layout = batch.layout
+        """`Model.forward`. For emitting tokens alone, the last layer stops at its KV for others:
+        the layer's keys and values are all that later tokens read of them.
+        """
+        layout, emitting = batch.layout, batch.emitting
         rotations = tuple(table.at(self._ops, layout.positions) for table in self._ropes)
         weights = self._weights
         residual = self._ops.embedding(batch.token_ids, weights.embedding, weights.final_norm.dtype)
@@ -127,7 +129,13 @@ class Decoder:
             kind = self._spec.layers[index]
             rotation = None if kind.rope is None else rotations[kind.rope]
             x, residual = self._enter(delta, residual, layer.before_attention)
-            x = self._attend(index, x, rotation, layout, kv)
+            q = self._attend_from(index, x, rotation, layout, kv)
+            if emitting is not None and index == self._spec.num_layers - 1:
+                layout, tokens = emitting.layout, emitting.tokens
+                q, residual = q[tokens], residual[tokens]
+                if not tokens.shape[0]:
+                    return residual
+            x = self._attend(index, q, layout, kv)
             delta = self._leave(x, layer.after_attention)
             x, residual = self._enter(delta, residual, layer.before_feed_forward)
             x = self._feed_forward(layer, kind, x)
@@ -161,7 +169,7 @@ class Decoder:
             x = x * self._spec.residual_multiplier
         return x
 
-    def _attend(
+    def _attend_from(
         self,
         index: int,
         x: Tensor,
@@ -169,17 +177,22 @@ class Decoder:
         layout: PagedLayout,
         kv: KVCache,
     ) -> Tensor:
-        """One layer's attention over x [T, hidden], cache write included."""
-        ops, spec = self._ops, self._spec
-        weights = self._weights.layers[index].attention
-        q, k, v = self._project(weights, x)
+        """Write a layer's KV of x [T, hidden], return its queries [T, H, D]."""
+        ops = self._ops
+        q, k, v = self._project(self._weights.layers[index].attention, x)
         if rotation is not None:
             q = ops.rotary(q, rotation[0], rotation[1], False)
             k = ops.rotary(k, rotation[0], rotation[1], False)
+        ops.write_kv(k, v, kv.keys[index], kv.values[index], layout.slot_mapping)
+        return q
+
+    def _attend(self, index: int, q: Tensor, layout: PagedLayout, kv: KVCache) -> Tensor:
+        """One layer's attention of q [T, H, D] over the KV written, and its output projection."""
+        ops, spec = self._ops, self._spec
         keys, values = kv.keys[index], kv.values[index]
-        ops.write_kv(k, v, keys, values, layout.slot_mapping)
         mixed = ops.paged_attention(q, keys, values, layout, self._attention[index])
-        return ops.linear(mixed.reshape(-1, spec.num_heads * spec.head_size), weights.output)
+        output = self._weights.layers[index].attention.output
+        return ops.linear(mixed.reshape(-1, spec.num_heads * spec.head_size), output)
 
     def _project(self, weights: AttentionWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D], k and v [T, K, D], normed where the architecture does."""

@@ -99,7 +99,7 @@ class TransformersModel:
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """Write the step's KV, return the final hidden states [T, hidden]."""
+        """`Model.forward`; transformers computes every token's hidden state in any case."""
         windows: set[int | None] = set()
         output = self._body(
             input_ids=batch.token_ids.unsqueeze(0),
@@ -114,7 +114,7 @@ class TransformersModel:
                 f"config and asks its attention for {windows}, so it cannot be paged"
             )
         hidden: Tensor = output.last_hidden_state[0]
-        return hidden
+        return hidden if batch.emitting is None else hidden[batch.emitting.tokens]
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

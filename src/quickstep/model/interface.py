@@ -17,15 +17,32 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["ForwardBatch", "KVShape", "Model"]
+__all__ = ["EmittingTokens", "ForwardBatch", "KVShape", "Model"]
+
+
+@dataclass(frozen=True, slots=True)
+class EmittingTokens:
+    """The last tokens of the rows that emit, by themselves: E rows of one token each.
+
+    Attributes:
+        tokens: [E] int64, which of the step's tokens they are.
+        layout: Where they stand, as `PagedLayout` says it of a step.
+    """
+
+    tokens: Tensor
+    layout: PagedLayout
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """One step's inputs: token_ids [T] int64 and where they stand."""
+    """One step's inputs: token_ids [T] int64 and where they stand.
+
+    With `emitting`, only the hidden states of its tokens are wanted.
+    """
 
     token_ids: Tensor
     layout: PagedLayout
+    emitting: EmittingTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +99,9 @@ class Model(Protocol):
         """Whether a row's bits never depend on its batch; a fallback model may have to say no."""
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """Write the step's KV, return the final normed hidden states [T, hidden]."""
+        """Write the step's KV, return the final normed hidden states: [T, hidden], or those of
+        `batch.emitting` alone, [E, hidden], with the same bits.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[E, hidden] -> [E, V] fp32, soft-capped and scaled as the architecture asks."""

@@ -52,7 +52,7 @@ class Program:
         addresses = [base + offset for offset in offsets]
         calls = (OpCall * len(recording.ops))()
         for call, record in zip(calls, recording.ops, strict=True):
-            _fill(call, record, addresses, capacities[0])
+            _fill(call, record, addresses)
         inputs = ProgramInputs(
             addresses[recording.token_ids],
             addresses[recording.positions],
@@ -85,13 +85,13 @@ class Program:
         return HostTensor(flat.view(dtype.storage).reshape(count, -1), dtype)
 
 
-def _fill(call: OpCall, record: OpRecord, addresses: Sequence[int], num_rows: int) -> None:
+def _fill(call: OpCall, record: OpRecord, addresses: Sequence[int]) -> None:
     call.kind = record.kind
     call.dtype = max(record.dtype, 0)
     call.rows = record.rows
     call.option = record.numbers.option
     for index, size in enumerate(record.numbers.size):
-        call.size[index] = num_rows if size is None else size
+        call.size[index] = size
     for index, stride in enumerate(record.numbers.stride):
         call.stride[index] = stride
     for index, scalar in enumerate(record.numbers.scalar):

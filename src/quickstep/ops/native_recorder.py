@@ -9,6 +9,7 @@ tokens a step has.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from quickstep.ops.dtypes import FLOAT32, INT32, INT64, DType, host_dtype
@@ -16,8 +17,8 @@ from quickstep.ops.host_tensor import HostTensor
 from quickstep.ops.native_attention import MAX_HEAD_SIZE
 from quickstep.ops.native_packed import PackedCodes, PackedWeight, kv_kernel_dtype
 from quickstep.ops.native_step_abi import OpKind, RowsOf
-from quickstep.ops.native_tape import NotCapturable, StepTensor, Tape
-from quickstep.ops.recording import Numbers, Operand, Recording
+from quickstep.ops.native_tape import NUM_ROWS, NotCapturable, StepTensor, Tape
+from quickstep.ops.recording import Numbers, Recording
 from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class NativeRecorder:
             block_tables=cast("Tensor", HostTensor.empty((0, 0), INT32)),
             block_size=block_size,
         )
+        self._emitting_layout = replace(
+            self._layout, row_offsets=tuple(range(NUM_ROWS + 1)), context_lens=(1,) * NUM_ROWS
+        )
 
     @property
     def token_ids(self) -> Tensor:
@@ -56,6 +60,11 @@ class NativeRecorder:
     def layout(self) -> PagedLayout:
         """What `forward` gets as layout."""
         return self._layout
+
+    @property
+    def emitting(self) -> tuple[Tensor, PagedLayout]:
+        """The tokens that emit, and their layout: what `forward` gets, or indexes its result by."""
+        return _as_tensor(self._emitting), self._emitting_layout
 
     def table(self, ops: OpTable) -> OpTable:
         """An op table that records; weights must be packed by `ops`."""
@@ -80,13 +89,6 @@ class NativeRecorder:
             logits=calls._logits,
             scratch_bytes=ops.scratch_bytes,
         )
-
-    def emitting_rows(self, hidden: Tensor) -> Tensor:
-        """The hidden states of the tokens that emit."""
-        rows: Any = hidden
-        place = self._tape.whole(rows)
-        out = self._gather(self._emitting, place, None, rows.shape[1:], rows.dtype)
-        return _as_tensor(out)
 
     def finish(self, hidden: Tensor, logits: Tensor) -> Recording:
         """The recording, after the model's calls gave these."""
@@ -135,9 +137,7 @@ class NativeRecorder:
         if rows_dtype is None:
             raise NotCapturable(f"there are no native kernels for {dtype}")
         if not isinstance(weight, LinearWeight):
-            num_rows, size = weight.shape
-            table = self._tape.fixed(weight, rows_dtype)
-            return self._gather(token_ids, table, num_rows, (size,), rows_dtype)
+            return self._gather(token_ids, weight, rows_dtype)
         packed = weight.data
         if not isinstance(packed, (PackedWeight, PackedCodes)):
             raise NotCapturable("the embedding is not packed by the native ops")
@@ -147,20 +147,13 @@ class NativeRecorder:
         self._tape.record(kind, out, inputs, (out,))
         return out
 
-    def _gather(
-        self,
-        ids: StepTensor,
-        table: Operand | int,
-        num_rows: int | None,
-        tail: tuple[int, ...],
-        dtype: DType,
-    ) -> StepTensor:
-        """Rows of a table [rows, *tail]; None rows: one per token."""
-        out = self._tape.new(tail, dtype, self._tape.rows_of(ids))
-        size = (num_rows, out.row_size * dtype.itemsize)
-        self._tape.record(
-            OpKind.GATHER, ids, (self._tape.whole(ids), table), (out,), Numbers(size=size)
-        )
+    def _gather(self, ids: StepTensor, table: Tensor, dtype: DType) -> StepTensor:
+        """Rows of a weight [rows, C]."""
+        num_rows, width = table.shape
+        inputs = (self._tape.whole(ids), self._tape.fixed(table, dtype))
+        out = self._tape.new((width,), dtype, self._tape.rows_of(ids))
+        size = (num_rows, width * dtype.itemsize)
+        self._tape.record(OpKind.GATHER, ids, inputs, (out,), Numbers(size=size))
         return out
 
     def _rms_norm(self, x: StepTensor, weight: Tensor, eps: float, offset: float) -> StepTensor:
@@ -169,15 +162,9 @@ class NativeRecorder:
         inputs = (self._tape.operand(x), self._tape.fixed(weight, x.dtype))
         inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
         out = self._tape.like(x)
-        self._tape.record(
-            OpKind.RMS_NORM,
-            x,
-            inputs,
-            (out,),
-            Numbers(
-                size=(inner, x.shape[-1]), stride=(x.stride(0), inner_stride), scalar=(eps, offset)
-            ),
-        )
+        size, stride = (inner, x.shape[-1]), (x.stride(0), inner_stride)
+        numbers = Numbers(size=size, stride=stride, scalar=(eps, offset))
+        self._tape.record(OpKind.RMS_NORM, x, inputs, (out,), numbers)
         return out
 
     def _add_rms_norm(
@@ -202,17 +189,9 @@ class NativeRecorder:
             raise NotCapturable("the rotary tables are not float32")
         inputs = (self._tape.heads(x), self._tape.whole(cos), self._tape.whole(sin))
         out = self._tape.like(x)
-        self._tape.record(
-            OpKind.ROTARY,
-            x,
-            inputs,
-            (out,),
-            Numbers(
-                size=(x.shape[1], x.shape[2], cos.shape[1]),
-                stride=(x.stride(0),),
-                option=int(interleaved),
-            ),
-        )
+        size = (x.shape[1], x.shape[2], cos.shape[1])
+        numbers = Numbers(size=size, stride=(x.stride(0),), option=int(interleaved))
+        self._tape.record(OpKind.ROTARY, x, inputs, (out,), numbers)
         return out
 
     def _gated_activation(self, gate_up: StepTensor, kind: str) -> StepTensor:
@@ -261,7 +240,9 @@ class NativeRecorder:
         layout: PagedLayout,
         params: AttentionParams,
     ) -> StepTensor:
-        if layout is not self._layout or q.shape[2] > MAX_HEAD_SIZE:
+        is_emitting = self._tape.rows_of(q) == RowsOf.EMITTING
+        expected = self._emitting_layout if is_emitting else self._layout
+        if layout is not expected or q.shape[2] > MAX_HEAD_SIZE:
             raise NotCapturable("attention over another layout, or over too wide heads")
         caches, kv_dtype = self._caches(k_cache, v_cache)
         inputs = (self._tape.heads(q), *caches)

@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from quickstep.ops.dtypes import DType, host_dtype
+from quickstep.ops.dtypes import INT64, DType, host_dtype
 from quickstep.ops.native_packed import kernel_dtype
-from quickstep.ops.native_step_abi import OpKind
+from quickstep.ops.native_step_abi import OpKind, RowsOf
 from quickstep.ops.recording import Buffer, Numbers, Operand, OpRecord
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ class StepTensor:
     reshape = view
 
     def __getitem__(self, key: Any) -> StepTensor:
-        """Columns of [T, C]: `x[:, start:stop]`."""
+        """Columns of [T, C], `x[:, start:stop]`, or the rows of the tokens that emit."""
+        if isinstance(key, StepTensor):
+            return self._tape.take(key, self)
         is_columns = isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None)
         if not is_columns or not isinstance(key[1], slice) or self.dim() != 2:
             raise NotCapturable("indexing that is no slice of every row")
@@ -196,6 +198,18 @@ class Tape:
         """Note a call that gives a tensor like `x`, element by element."""
         out = self.like(x)
         self.record(kind, x, inputs, (out,), Numbers(size=(x.row_size,), scalar=scalar))
+        return out
+
+    def take(self, ids: StepTensor, x: StepTensor) -> StepTensor:
+        """Note a call that gives the emitting tokens' rows of what every token has."""
+        is_emitting = ids.dtype == INT64 and self.rows_of(ids) == RowsOf.EMITTING
+        if not is_emitting or x.strides[1:] != _packed(x.shape)[1:]:
+            raise NotCapturable("tokens are chosen by other than whether they emit")
+        inputs = (self.whole(ids), self.operand(x))
+        out = self.new(x.shape[1:], x.dtype, RowsOf.EMITTING)
+        row_bytes, distance = (n * x.dtype.itemsize for n in (x.row_size, x.stride(0)))
+        numbers = Numbers(size=(row_bytes,), stride=(distance,))
+        self.record(OpKind.TAKE, out, inputs, (out,), numbers)
         return out
 
     def record(

@@ -34,9 +34,9 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a call needs beside its operands; `size[0]` of None is the capacity in tokens."""
+    """What a call needs beside its operands."""
 
-    size: tuple[int | None, ...] = ()
+    size: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     scalar: tuple[float, ...] = ()
     option: int = 0
@@ -60,7 +60,8 @@ class Recording:
 
     Attributes:
         token_ids, positions, emitting: Buffers of int64 that each run fills.
-        hidden: Final hidden states, a row per token; they stand until the next run.
+        hidden: Final hidden states, a row per token or per emitting row; they stand until the next
+            run.
         logits: float32, a row per emitting row; they stand until the next run.
     """
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import EngineError
-from quickstep.model.interface import ForwardBatch
+from quickstep.model.interface import EmittingTokens, ForwardBatch
 from quickstep.ops.table import PagedLayout
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from quickstep.ops.host_tensor import Device
 
-__all__ = ["build_batch", "input_tokens"]
+__all__ = ["build_batch", "emitting_tokens", "input_tokens"]
 
 # Input of a row that has failed already: it keeps its place in the step, its output is discarded.
 _PADDING_TOKEN = 0
@@ -70,6 +70,27 @@ def build_batch(
         block_size=block_size,
     )
     return ForwardBatch(token_ids=tensor(token_ids), layout=layout)
+
+
+def emitting_tokens(layout: PagedLayout, rows: Sequence[int]) -> EmittingTokens:
+    """The last tokens of these rows of a step."""
+    import torch
+
+    device = layout.positions.device
+    tokens = torch.tensor(
+        [layout.row_offsets[row + 1] - 1 for row in rows], dtype=torch.int64, device=device
+    )
+    return EmittingTokens(
+        tokens,
+        PagedLayout(
+            positions=layout.positions[tokens],
+            slot_mapping=layout.slot_mapping[tokens],
+            row_offsets=tuple(range(len(rows) + 1)),
+            context_lens=tuple(layout.context_lens[row] for row in rows),
+            block_tables=layout.block_tables[torch.tensor(rows, dtype=torch.int64, device=device)],
+            block_size=layout.block_size,
+        ),
+    )
 
 
 def input_tokens(row: StepRow, slot: Slot) -> tuple[int, ...]:

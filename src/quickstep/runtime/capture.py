@@ -2,7 +2,9 @@
 
 What a CUDA graph is to a GPU. The recording does not depend on the number of tokens; a program is
 it bound to memory for at most so many tokens and emitting rows, and runs with the step's real
-counts, so that no row is padded and every bit is as op by op. Programs are bound when a step first
+counts, so that no row is padded and every bit is as op by op. There are two recordings: one ends
+with the hidden states of the emitting tokens, the other, made when a step first asks for it, with
+those of every token. Programs are bound when a step first
 needs their size (a few milliseconds), decode steps in small memory of their own, and share it.
 
 Called by `runtime.runner`. What cannot be recorded (a mixture of experts, a fallback model,
@@ -13,12 +15,13 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
-from quickstep.model.interface import ForwardBatch, Model
+from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.ops.dtypes import FLOAT32, UINT8, host_dtype
 from quickstep.ops.host_tensor import AnyTensor, HostTensor
 from quickstep.ops.native_program import Program, program_bytes
@@ -45,42 +48,64 @@ _ROW_WORDS = 4  # of `StepRowCall`
 def open_steps(model: Model, kv: KVCache, block_size: int, enforce_eager: bool) -> StepModel:
     """Captured steps where the model can be recorded, otherwise its Python, op by op."""
     if not enforce_eager and isinstance(model, Decoder) and model.ops.steps is not None:
-        recording = record(model, kv, block_size)
-        if recording is not None:
-            return CapturedSteps(model, model.ops.steps, recording, block_size)
+        of_emitting = record(model, kv, block_size, every_token=False)
+        if of_emitting is not None:
+            of_all = partial(record, model, kv, block_size, True)
+            recordings = _Recordings(of_emitting, of_all)
+            return CapturedSteps(model, model.ops.steps, recordings, block_size)
     # Imported here: it computes with torch.
     from quickstep.runtime.eager_steps import EagerSteps
 
     return EagerSteps(model, kv, block_size)
 
 
-def record(model: Decoder, kv: KVCache, block_size: int) -> Recording | None:
+def record(model: Decoder, kv: KVCache, block_size: int, every_token: bool) -> Recording | None:
     """The model's forward pass and its logits; None where they are more than native calls."""
     recorder = NativeRecorder(block_size)
     recorded = model.with_ops(recorder.table(model.ops))
+    emitting = EmittingTokens(*recorder.emitting)
+    batch = ForwardBatch(recorder.token_ids, recorder.layout, None if every_token else emitting)
     try:
-        hidden = recorded.forward(ForwardBatch(recorder.token_ids, recorder.layout), kv)
-        logits = recorded.logits(recorder.emitting_rows(hidden))
+        hidden = recorded.forward(batch, kv)
+        logits = recorded.logits(hidden[emitting.tokens] if every_token else hidden)
         return recorder.finish(hidden, logits)
     except NotCapturable:
         return None
 
 
+class _Recordings:
+    """Of the emitting tokens, and of every token once that is asked for."""
+
+    def __init__(self, of_emitting: Recording, of_all: Callable[[], Recording | None]) -> None:
+        self._of_emitting = of_emitting
+        self._record_all = of_all
+        self._of_all: Recording | None = None
+
+    def get(self, every_token: bool) -> Recording:
+        """The one that ends with these hidden states."""
+        if not every_token:
+            return self._of_emitting
+        if self._of_all is None:
+            self._of_all = self._record_all()
+            assert self._of_all is not None, "both have the same kinds of calls"
+        return self._of_all
+
+
 class CapturedSteps:
-    """Programs of one recording, and the buffers through which a step's rows reach them."""
+    """Programs of a model's recordings, and the buffers through which a step's rows reach them."""
 
     def __init__(
-        self, model: Decoder, steps: NativeSteps, recording: Recording, block_size: int
+        self, model: Decoder, steps: NativeSteps, recordings: _Recordings, block_size: int
     ) -> None:
         dtype = host_dtype(model.kv_shape.dtype)
         assert dtype is not None, "a model that was captured has a dtype of the kernels"
         self._model = model
         self._steps = steps
-        self._recording = recording
+        self._recordings = recordings
         self._dtype = dtype
         self._block_size = block_size
         self._memory = HostTensor.empty((0,), UINT8)
-        self._programs: dict[tuple[int, int], _BoundProgram] = {}
+        self._programs: dict[tuple[bool, int, int], _BoundProgram] = {}
         self._num_tokens = 0
         self._call = StepCall()
         self._call_address = ctypes.addressof(self._call)
@@ -104,10 +129,10 @@ class CapturedSteps:
         self._rows, self._token_ids = array("q", words), token_ids
         self._num_tokens = len(token_ids)
 
-    def run(self, emitting: Sequence[int]) -> tuple[HostTensor, HostTensor]:
+    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[HostTensor, HostTensor]:
         """`StepModel.run`. Raises EngineError for a token id that the model lacks."""
         num_tokens, num_emitting = self._num_tokens, len(emitting)
-        bound = self._bound(num_tokens, num_emitting)
+        bound = self._bound(num_tokens, num_emitting, every_token)
         call = self._call
         call.num_rows = len(self._rows) // _ROW_WORDS
         call.num_emitting = num_emitting
@@ -116,25 +141,26 @@ class CapturedSteps:
         call.token_ids = self._token_ids.buffer_info()[0]
         call.emitting_rows = self._emitting.buffer_info()[0] if emitting else None
         bound.program.run(self._call_address)
-        return bound.results(num_tokens, num_emitting)
+        return bound.results(num_tokens if every_token else num_emitting, num_emitting)
 
     def logits(self, hidden: AnyTensor) -> HostTensor:
         """`StepModel.logits`."""
         return cast("HostTensor", self._model.logits(cast("Tensor", hidden)))
 
-    def _bound(self, num_tokens: int, num_emitting: int) -> _BoundProgram:
-        key = (_bucket(num_tokens, _LEAST_TOKENS), _bucket(num_emitting, _LEAST_EMITTING))
+    def _bound(self, num_tokens: int, num_emitting: int, every_token: bool) -> _BoundProgram:
+        capacities = (_bucket(num_tokens, _LEAST_TOKENS), _bucket(num_emitting, _LEAST_EMITTING))
+        key = (every_token, *capacities)
         bound = self._programs.get(key)
         if bound is None:
-            wanted = program_bytes(self._recording, key)
+            recording = self._recordings.get(every_token)
+            wanted = program_bytes(recording, capacities)
             if wanted > self._memory.nbytes:
                 self._programs.clear()  # they point into what is given back
                 self._memory = HostTensor.empty((wanted,), UINT8)
-            bound = self._programs[key] = self._bind(key)
+            bound = self._programs[key] = self._bind(recording, capacities)
         return bound
 
-    def _bind(self, capacities: tuple[int, int]) -> _BoundProgram:
-        recording = self._recording
+    def _bind(self, recording: Recording, capacities: tuple[int, int]) -> _BoundProgram:
         program = self._steps.program(recording, capacities, self._memory, self._block_size)
         hidden = program.rows(recording.hidden, self._dtype)
         return _BoundProgram(program, hidden, program.rows(recording.logits, FLOAT32))
@@ -150,13 +176,13 @@ class _BoundProgram:
         self._hidden = hidden
         self._logits = logits
         self._newest = (hidden, logits)
-        self._newest_counts = program.capacities
+        self._newest_counts = (hidden.shape[0], logits.shape[0])
 
-    def results(self, num_tokens: int, num_emitting: int) -> tuple[HostTensor, HostTensor]:
+    def results(self, num_hidden: int, num_logits: int) -> tuple[HostTensor, HostTensor]:
         """Hidden states and logits; decode steps of one size share the views."""
-        counts = (num_tokens, num_emitting)
+        counts = (num_hidden, num_logits)
         if counts != self._newest_counts:
-            self._newest = (self._hidden[:num_tokens], self._logits[:num_emitting])
+            self._newest = (self._hidden[:num_hidden], self._logits[:num_logits])
             self._newest_counts = counts
         return self._newest
 

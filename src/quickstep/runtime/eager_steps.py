@@ -6,6 +6,7 @@ Opened by `runtime.capture` for what cannot be captured. Importing this imports 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from quickstep.model.interface import ForwardBatch, Model
 from quickstep.model.torch_weights import with_torch_kv, with_torch_tensors
 from quickstep.ops.host_tensor import HostTensor, to_torch
 from quickstep.ops.table import KVCache
-from quickstep.runtime.batch import build_batch
+from quickstep.runtime.batch import build_batch, emitting_tokens
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
@@ -37,15 +38,17 @@ class EagerSteps:
         self._batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
 
     @torch.inference_mode()
-    def run(self, emitting: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[Tensor, Tensor]:
         """`StepModel.run`."""
         assert self._batch is not None, "a step is prepared before it runs"
         model, batch, self._batch = self._model, self._batch, None
+        chosen = emitting_tokens(batch.layout, emitting)
+        if not every_token:
+            batch = replace(batch, emitting=chosen)
         hidden = model.forward(batch, self._kv)
         if not emitting:
             return hidden, torch.empty((0, model.vocab_size), device=model.device.type)
-        ends = [batch.layout.row_offsets[index + 1] - 1 for index in emitting]
-        return hidden, model.logits(hidden[torch.tensor(ends, device=model.device.type)])
+        return hidden, model.logits(hidden[chosen.tokens] if every_token else hidden)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor | HostTensor) -> Tensor:

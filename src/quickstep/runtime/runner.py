@@ -103,8 +103,11 @@ class ModelRunner:
             for index, (row, slot) in enumerate(zip(rows, slots, strict=True))
             if row.emits and not slot.failure
         ]
-        hidden, logits = self._steps.run(emitting)
-        outputs = self._of_prompts(rows, slots, hidden)
+        is_read = any([row.num_scored or slot.pool for row, slot in zip(rows, slots, strict=True)])
+        hidden, logits = self._steps.run(emitting, every_token=is_read)
+        outputs = [_NOTHING] * len(rows)
+        if is_read:
+            self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
             states = [state for i in emitting if (state := slots[i].state) is not None]
             for index, drawn in zip(emitting, self._sample(logits, states), strict=True):
@@ -116,20 +119,20 @@ class ModelRunner:
         )
         return tuple(outputs), failures
 
-    def _of_prompts(
-        self, rows: Sequence[StepRow], slots: Sequence[Slot], hidden: AnyTensor
-    ) -> list[RowOutput]:
-        """What each row gives beside a token; `hidden` [T, H] is of all rows."""
-        outputs = [_NOTHING] * len(rows)
-        if not any([row.num_scored or slot.pool for row, slot in zip(rows, slots, strict=True)]):
-            return outputs
+    def _read_prompts(
+        self,
+        rows: Sequence[StepRow],
+        slots: Sequence[Slot],
+        hidden: AnyTensor,
+        outputs: list[RowOutput],
+    ) -> None:
+        """Fill in what rows give beside a token; `hidden` [T, H] is of all rows."""
         start = 0
         for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
             end = start + row.num_tokens
             if (row.num_scored or slot.pool is not None) and not slot.failure:
                 outputs[index] = self._of_prompt(row, slot, hidden[start:end])
             start = end
-        return outputs
 
     def _of_prompt(self, row: StepRow, slot: Slot, hidden: AnyTensor) -> RowOutput:
         """What the row says of its prompt: scores of its tokens, its embedding. `hidden` [T, H]."""

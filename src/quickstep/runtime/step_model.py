@@ -22,10 +22,10 @@ class StepModel(Protocol):
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """Take a step's rows. Raises EngineError when they contradict their blocks or tokens."""
 
-    def run(self, emitting: Sequence[int]) -> tuple[AnyTensor, AnyTensor]:
-        """Compute the prepared rows: hidden states [T, C], and fp32 logits [E, V] of the last
-        tokens of the rows named. Both stand until the next `prepare`; they are torch's where the
-        step ran op by op.
+    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[AnyTensor, AnyTensor]:
+        """Compute the prepared rows: final hidden states, and fp32 logits [E, V] of the last tokens
+        of the rows named. The hidden states are of every token [T, C], or of those alone [E, C].
+        Both stand until the next `prepare`; they are torch's where the step ran op by op.
         """
 
     def logits(self, hidden: AnyTensor) -> AnyTensor:
