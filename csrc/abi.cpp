@@ -99,6 +99,12 @@ void qs_context_destroy(qs_context* context) {
   delete context;
 }
 
+int qs_context_place(qs_context* context, const int32_t* cpus, int64_t num_cpus, uint64_t nodes) {
+  if (num_cpus != 0 && num_cpus != qs::pool_size(context->pool)) return QS_INVALID;
+  context->nodes = nodes;
+  return num_cpus == 0 || qs::pool_pin(context->pool, cpus) ? QS_OK : QS_OUT_OF_RANGE;
+}
+
 const char* qs_context_isa(const qs_context* context) { return context->kernels->name; }
 
 int64_t qs_context_loop_ns(const qs_context* context) { return qs::pool_loop_ns(context->pool); }
@@ -112,6 +118,7 @@ int qs_linear_create(qs_context* context, int dtype, const void* weight, int64_t
     qs_linear_destroy(linear);
     return QS_OUT_OF_MEMORY;
   }
+  qs::weight_spread(linear->packed.weights, linear->weight_bytes, context->nodes);
   context->kernels->pack_linear(context->pool, {weight, row_stride, &linear->packed});
   *out = linear;
   return QS_OK;

@@ -6,6 +6,7 @@
 #include <new>
 
 #include "code_layout.h"
+#include "memory.h"
 #include "stored_rows.h"
 
 namespace {
@@ -231,6 +232,7 @@ int load_codes(qs_context* context, const qs_stored_matrix& matrix, qs_code_form
   linear->packed = qs::code_layout(
       {form.bits, matrix.n, matrix.k, group_size, form.has_zeros != 0, half_scales});
   if (!qs::allocate_codes(linear, form.bias != nullptr)) return QS_OUT_OF_MEMORY;
+  qs::weight_spread(linear->packed.weights, linear->weight_bytes, context->nodes);
   if (form.bias != nullptr) memcpy(linear->packed.bias, form.bias, matrix.n * sizeof(float));
   CodeLoad load = {context, matrix, form, linear->packed, matrix.k / group_size};
   const int64_t per_row = matrix.k + load.num_groups * 2 * static_cast<int64_t>(sizeof(float));
@@ -273,6 +275,7 @@ int qs_linear_load(qs_context* context, const qs_stored_matrix* matrix, const vo
   if (linear == nullptr) return QS_OUT_OF_MEMORY;
   int status = QS_OUT_OF_MEMORY;
   if (qs::allocate_linear(linear, matrix->kind, matrix->n, matrix->k, bias)) {
+    qs::weight_spread(linear->packed.weights, linear->weight_bytes, context->nodes);
     status = load_plain(context, *matrix, linear);
   }
   if (status == QS_OK) {

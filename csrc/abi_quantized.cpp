@@ -78,6 +78,7 @@ int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
     qs_quantized_destroy(linear);
     return QS_OUT_OF_MEMORY;
   }
+  qs::weight_spread(linear->packed.weights, linear->weight_bytes, context->nodes);
   if (weight->bias != nullptr) {
     memcpy(linear->packed.bias, weight->bias, weight->n * sizeof(float));
   }

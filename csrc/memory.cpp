@@ -1,6 +1,8 @@
 #include "memory.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdint>
 
@@ -9,6 +11,8 @@ namespace {
 
 constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = size_t{2} << 20;
+constexpr int kInterleave = 3;  // MPOL_INTERLEAVE of the kernel's mempolicy.h
+constexpr unsigned long kMaxNode = 65;  // one more than the bits of the mask, as mbind reads it
 
 size_t round_up(size_t value, size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -33,6 +37,16 @@ void* weight_alloc(size_t bytes) {
   madvise(reinterpret_cast<void*>(aligned), size, MADV_HUGEPAGE);
 #endif
   return reinterpret_cast<void*>(aligned);
+}
+
+void weight_spread(void* memory, size_t bytes, uint64_t nodes) {
+  if ((nodes & (nodes - 1)) == 0) return;
+#if defined(SYS_mbind)
+  const unsigned long mask = nodes;
+  (void)syscall(SYS_mbind, memory, round_up(bytes, kPage), kInterleave, &mask, kMaxNode, 0);
+#else
+  (void)memory, (void)bytes;
+#endif
 }
 
 void weight_free(void* memory, size_t bytes) {

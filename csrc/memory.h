@@ -3,11 +3,15 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace qs {
 
 // Zeroed; null when the system has no more.
 void* weight_alloc(size_t bytes);
+// Untouched pages of it come from these NUMA nodes in turn, a bit each; fewer than two: no matter.
+// Where the system refuses, pages come from where they are first touched.
+void weight_spread(void* memory, size_t bytes, uint64_t nodes);
 void weight_free(void* memory, size_t bytes);
 
 }  // namespace qs

@@ -11,6 +11,7 @@
 struct qs_context {
   const qs::Kernels* kernels;
   qs::Pool* pool;
+  uint64_t nodes = 0;  // NUMA nodes that weights are spread over, a bit each
 };
 
 struct qs_linear {

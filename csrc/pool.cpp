@@ -18,7 +18,8 @@ constexpr uint64_t kOpen = uint64_t{1} << 32;
 constexpr uint64_t kActiveMask = kOpen - 1;
 constexpr int kMaxThreads = 1024;
 constexpr size_t kStackBytes = size_t{2} << 20;  // attention keeps 300 KiB there
-// A pause is 20-140 cycles: workers spin 20-100 us, which covers the gaps inside a step.
+// A pause is 20-140 cycles: workers spin 20-100 us, which covers the gaps inside a step; others are
+// measured in docs/design/0009.
 constexpr int kSpinsBeforePark = 2000;
 constexpr int kSpinsBeforeYield = 200;
 
@@ -67,6 +68,21 @@ class Pool {
   }
 
   int size() const { return num_threads_; }
+
+  bool pin(const int32_t* cpus) {
+#if defined(__linux__)
+    cpu_set_t set;
+    for (int i = 0; i < num_started_; ++i) {
+      if (cpus[i + 1] < 0 || cpus[i + 1] >= CPU_SETSIZE) return false;
+      CPU_ZERO(&set);
+      CPU_SET(cpus[i + 1], &set);
+      if (pthread_setaffinity_np(threads_[i], sizeof(set), &set) != 0) return false;
+    }
+#else
+    (void)cpus;  // elsewhere the system places threads
+#endif
+    return true;
+  }
 
   int64_t loop_ns() const { return loop_ns_.load(std::memory_order_relaxed); }
 
@@ -216,6 +232,8 @@ void pool_destroy(Pool* pool) {
 }
 
 int pool_size(const Pool* pool) { return pool->size(); }
+
+bool pool_pin(Pool* pool, const int32_t* cpus) { return pool->pin(cpus); }
 
 int64_t pool_loop_ns(const Pool* pool) { return pool->loop_ns(); }
 

@@ -18,6 +18,9 @@ using ItemFn = void (*)(const void* job, int64_t item);
 Pool* pool_create(int num_threads);
 void pool_destroy(Pool* pool);
 int pool_size(const Pool* pool);
+// Keeps worker i on CPU cpus[i + 1] from now on; cpus[0] is for who calls, who is left alone. False
+// when a thread may not run there; it and those behind it then run as before.
+bool pool_pin(Pool* pool, const int32_t* cpus);
 // Nanoseconds that pool_run has taken so far, over all calls.
 int64_t pool_loop_ns(const Pool* pool);
 

@@ -371,6 +371,13 @@ QS_API int qs_probe_multiply(qs_context* context, int dtype, int64_t rounds, int
 // The same for the integers of qs_quantized_run, 8 bits.
 QS_API int qs_probe_multiply_codes(qs_context* context, int64_t rounds, int64_t* num_flops);
 
+// Where a context's threads run: worker i on CPU cpus[i + 1], while cpus[0] is left for the thread
+// that calls; num_cpus is the number of threads, or 0 to leave them to the system. Weights made
+// from now on lie on these NUMA nodes in turn, a bit each, if there are several. QS_OUT_OF_RANGE
+// when a thread may not run on its CPU.
+QS_API int qs_context_place(qs_context* context, const int32_t* cpus, int64_t num_cpus,
+                            uint64_t nodes);
+
 // Nanoseconds that the context's parallel loops have taken since it was created, as the calling
 // threads saw them: the time in kernels, without what stands between two of them.
 QS_API int64_t qs_context_loop_ns(const qs_context* context);

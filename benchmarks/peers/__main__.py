@@ -1,8 +1,9 @@
 """`python -m benchmarks.peers`: Quickstep and its peers, interleaved, on this machine.
 
-Sets up what is missing under `--cache`, makes the checkpoints, loads every engine, then takes each
-workload's repeats round all of them. w4 and `footprint` start the engines' servers instead, one at
-a time and new in each repeat. Prints Markdown; the raw figures go to `--out` as JSON.
+Sets up what is missing under `--cache`, makes the checkpoints, loads the engines, then takes each
+workload's repeats round all of them: first those at bf16, then those with integer codes, so that
+24 GB hold a group (`--together` loads all at once). w4 and `footprint` run on the engines' servers
+instead. Prints Markdown; the raw figures go to `--out` as JSON.
 """
 
 from __future__ import annotations
@@ -41,25 +42,47 @@ def main() -> int:
     args.cache.mkdir(parents=True, exist_ok=True)
     checkpoint = make_checkpoint(args.shape, args.cache / "checkpoints", args.seed)
     found = contestants(args.engines, args.precisions, checkpoint, args.cache, args.threads)
-    drivers: dict[Contestant, DriverProcess] = {}
     print(describe_machine())
-    in_process = [name for name in args.workloads if name not in _SERVED]
-    results: dict[str, Results] = {}
+    results: dict[str, Results] = {name: {} for name in args.workloads}
+    num_started = 0
+    for group in _groups(found, args.together):
+        num_started += _in_process(group, results, args)
+        for name in args.workloads:
+            if name in _SERVED:
+                served = _SERVED[name](group, args)
+                print("\n" + table(name, served), flush=True)
+                results[name] |= served
+    if args.out is not None:
+        args.out.write_text(json.dumps(results, indent=1))
+    return 0 if num_started == len(found) else 1
+
+
+def _groups(found: list[Contestant], together: bool) -> list[list[Contestant]]:
+    """Who is loaded at the same time."""
+    if together:
+        return [found]
+    whole = [one for one in found if one.precision == "bf16"]
+    codes = [one for one in found if one.precision != "bf16"]
+    return [group for group in (whole, codes) if group]
+
+
+def _in_process(
+    group: list[Contestant], results: dict[str, Results], args: argparse.Namespace
+) -> int:
+    """The workloads that drivers run, into `results`; how many of the group could start."""
+    names = [name for name in args.workloads if name not in _SERVED]
+    if not names:
+        return len(group)
+    drivers: dict[Contestant, DriverProcess] = {}
     try:
-        for contestant in found if in_process else ():
+        for contestant in group:
             _start(contestant, args.cache, drivers)
-        for name in in_process:
-            results[name] = _workload(name, drivers, args)
+        for name in names:
+            results[name] |= _workload(name, drivers, args)
     finally:
         for driver in drivers.values():
             driver.close()
-    for name in args.workloads:
-        if name in _SERVED:
-            results[name] = _SERVED[name](found, args)
-            print("\n" + table(name, results[name]), flush=True)
-    if args.out is not None:
-        args.out.write_text(json.dumps(results, indent=1))
-    return 0 if not in_process or len(drivers) == len(found) else 1
+    return len(drivers)
 
 
 def _arguments() -> argparse.Namespace:
@@ -74,6 +97,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--requests", type=int, default=64, help="of w2 and w4; half for w3")
     parser.add_argument("--rate", type=float, default=0.67, help="requests per second of w4")
+    parser.add_argument("--together", action="store_true", help="all precisions in one group")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

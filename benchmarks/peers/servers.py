@@ -54,6 +54,9 @@ class PeerServer:
         first = ServedRequest(tuple(range(100, 132)), 2, 0.0)
         while self.target is None:
             self._check(started_s)
+            if not _listens(port):  # cheap: a client that asks in full takes time from the start
+                time.sleep(_POLL_S)
+                continue
             try:
                 self.target = find_target(f"http://127.0.0.1:{port}")
                 [answer] = send_all(self.target, [first])
@@ -118,6 +121,11 @@ def _command(contestant: Contestant, port: int) -> list[str]:
         command = [tool, "-m", model, "-t", str(contestant.threads), "-np", "16"]
         command += ["-c", str(4096 * 16), "-cb", "--no-webui"]
     return [*command, "--host", "127.0.0.1", "--port", str(port)]
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _free_port() -> int:

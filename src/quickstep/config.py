@@ -108,6 +108,7 @@ class LoadConfig:
         device: `auto`, `cpu` or `cuda`.
         offline: Never touch the network; the environment's HF_HUB_OFFLINE is honoured as well.
         num_threads: CPU threads; None for one per core that the process may use.
+        pin_threads: Keep each of them but the calling one on a CPU of its own.
         quantization: One of QUANTIZATIONS: matrices are rounded as they are loaded, and computed
             in integers; None keeps the dtype.
     """
@@ -118,6 +119,7 @@ class LoadConfig:
     device: str = "auto"
     offline: bool = False
     num_threads: int | None = None
+    pin_threads: bool = False
     quantization: str | None = None
 
     def __post_init__(self) -> None:

@@ -68,6 +68,12 @@ def test_a_step_names_the_weights_it_ran_on(capsys, weights, dtype, quantization
     assert 0 < found["prefill_peak_share"] < 1.5
 
 
+def test_a_batch_whose_first_prompts_take_longer_than_its_decoding_is_measured(capsys):
+    flags = ["--batch", "6", "--context", "40", "--prefill", "16"]
+    found = report(capsys, *STEP, *flags, "--shape", "tiny2", "--max-num-batched-tokens", "16")
+    assert found["decode_ms"] > 0
+
+
 def test_a_step_on_a_checkpoint_and_as_a_table(capsys, tmp_path):
     path = str(write_checkpoint(tmp_path / "tiny"))
     text = printed(capsys, *STEP, *SMALL, path, "--dtype", "float32", "--threads", "1")

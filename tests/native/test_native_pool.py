@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import threading
 import weakref
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
+from quickstep.errors import EngineError
 from quickstep.ops.native import default_num_threads, load_native
 from quickstep.ops.table import LinearWeight, OpTable
+from quickstep.ops.thread_places import ThreadPlaces
 
 CHILD_TIMEOUT_S = 60
 
@@ -124,6 +128,35 @@ def test_weights_and_threads_are_freed_with_their_owners() -> None:
 
 def count_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
+
+
+def thread_ids() -> set[int]:
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+def test_pinned_workers_stay_on_their_cpus_and_the_calling_thread_is_free() -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    asked = (allowed[0], *(allowed[i % len(allowed)] for i in (1, 2)))
+    before = thread_ids()
+    ops = load_native(3, places=lambda _: ThreadPlaces(asked))
+    assert ops is not None
+    workers = sorted(thread_ids() - before)
+    assert [os.sched_getaffinity(tid) for tid in workers] == [{cpu} for cpu in asked[1:]]
+    assert os.sched_getaffinity(0) == set(allowed)
+    x, weight = inputs()
+    assert bits(ops.linear(x, ops.pack_linear(weight, None))) == expected()
+
+
+def test_weights_spread_over_nodes_that_are_not_there_are_weights_all_the_same() -> None:
+    ops = load_native(2, places=lambda _: ThreadPlaces(nodes=(0, 40)))
+    assert ops is not None
+    x, weight = inputs()
+    assert bits(ops.linear(x, ops.pack_linear(weight, None))) == expected()
+
+
+def test_a_cpu_that_the_process_may_not_use_is_refused() -> None:
+    with pytest.raises(EngineError, match="pinning threads to the CPUs 0, 100000"):
+        load_native(2, places=lambda _: ThreadPlaces((0, 100000)))
 
 
 def test_the_default_thread_count_follows_torch() -> None:

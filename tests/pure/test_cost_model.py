@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 
-TRUE = Coefficients(step_s=8e-3, token_s=2e-5, row_s=1.5e-4, kv_token_s=3e-8)
-LOADS = st.builds(StepLoad, st.integers(0, 4096), st.integers(0, 256), st.integers(0, 2_000_000))
+TRUE = Coefficients(8e-3, token_s=2e-5, row_s=1.5e-4, kv_token_s=2e-8, pair_s=1e-8)
+LOADS = st.builds(
+    StepLoad,
+    st.integers(0, 4096),
+    st.integers(0, 256),
+    st.integers(0, 2_000_000),
+    st.integers(0, 2_000_000),
+)
 SECONDS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(1e-9, 10.0)
 
 
@@ -24,7 +30,8 @@ def random_load(rng: Random) -> StepLoad:
     """Decode steps of many sizes, and now and then a prefill beside."""
     rows = rng.randint(1, 64)
     chunk = rng.choice((0, 0, 100, 512, 2000))
-    return StepLoad(rows + chunk, rows + bool(chunk), rows * rng.randint(10, 3000) + chunk)
+    decodes = StepLoad(rows, rows, context := rows * rng.randint(10, 3000), context)
+    return decodes + StepLoad.of_span(rng.randint(0, 4000), chunk) if chunk else decodes
 
 
 def worst_error(model: LinearCostModel, coefficients: Coefficients = TRUE) -> float:
@@ -37,7 +44,7 @@ def worst_error(model: LinearCostModel, coefficients: Coefficients = TRUE) -> fl
 
 def test_predictions_are_sane_before_any_step() -> None:
     model = LinearCostModel()
-    one, many = model.seconds(StepLoad(1, 1, 10)), model.seconds(StepLoad(2048, 64, 100_000))
+    one, many = model.seconds(StepLoad.of_span(9, 1)), model.seconds(StepLoad.of_span(100, 2048))
     assert 1e-4 < one < many < 10.0
 
 
@@ -52,7 +59,7 @@ def test_it_learns_a_linear_machine() -> None:
 
 
 def test_it_learns_what_it_was_told_costs_nothing() -> None:
-    rng, model = Random(6), LinearCostModel(Coefficients(8e-3, 2e-5, 0.0, 0.0))
+    rng, model = Random(6), LinearCostModel(Coefficients(8e-3, 2e-5, 0.0, 0.0, 0.0))
     for _ in range(1500):
         load = random_load(rng)
         model.observe(load, true_seconds(load))
@@ -61,7 +68,7 @@ def test_it_learns_what_it_was_told_costs_nothing() -> None:
 
 def test_it_follows_a_machine_that_changes() -> None:
     rng, model = Random(2), LinearCostModel()
-    slower = Coefficients(*(3 * value for value in (8e-3, 2e-5, 1.5e-4, 3e-8)))
+    slower = Coefficients(*(3 * value for value in (8e-3, 2e-5, 1.5e-4, 2e-8, 1e-8)))
     for number in range(2000):
         load = random_load(rng)
         model.observe(load, true_seconds(load, TRUE if number < 1000 else slower))
@@ -71,8 +78,8 @@ def test_it_follows_a_machine_that_changes() -> None:
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 def test_a_machine_of_another_speed_is_known_from_its_first_step(factor: float) -> None:
     model = LinearCostModel(TRUE)
-    machine = Coefficients(*(factor * value for value in (8e-3, 2e-5, 1.5e-4, 3e-8)))
-    load = StepLoad(100, 4, 1000)
+    machine = Coefficients(*(factor * value for value in (8e-3, 2e-5, 1.5e-4, 2e-8, 1e-8)))
+    load = StepLoad(100, 4, 1000, 3000)
     model.observe(load, true_seconds(load, machine))
     assert worst_error(model, machine) < 0.01
 
@@ -94,10 +101,35 @@ def test_a_hiccup_weighs_little() -> None:
 
 
 def test_a_workload_of_one_shape_is_predicted() -> None:
-    model, load = LinearCostModel(), StepLoad(8, 8, 800)
+    model, load = LinearCostModel(), StepLoad(8, 8, 800, 800)
     for _ in range(300):
         model.observe(load, 0.02)
     assert model.seconds(load) == pytest.approx(0.02, rel=0.02)
+
+
+def test_a_machine_that_slows_down_is_believed_within_a_few_steps() -> None:
+    rng, model = Random(8), LinearCostModel()
+    for number in range(1010):
+        load = random_load(rng)
+        model.observe(load, true_seconds(load) * (1.4 if number >= 1000 else 1.0))
+    slower = Coefficients(*(1.4 * value for value in (8e-3, 2e-5, 1.5e-4, 2e-8, 1e-8)))
+    assert worst_error(model, slower) < 0.15
+
+
+def test_a_chunk_costs_more_behind_a_long_context() -> None:
+    rng, model = Random(7), LinearCostModel()
+    for _ in range(1500):
+        load = random_load(rng)
+        model.observe(load, true_seconds(load))
+    chunks = [StepLoad.of_span(start, 100) for start in (0, 4000)]
+    for chunk in chunks:
+        assert model.seconds(chunk) == pytest.approx(true_seconds(chunk), rel=0.05)
+    assert model.seconds(chunks[1]) > model.seconds(chunks[0]) + 0.5 * TRUE.pair_s * 400_000
+
+
+def test_the_load_of_a_row_counts_what_each_token_sees() -> None:
+    assert StepLoad.of_span(start=5, num_tokens=3) == StepLoad(3, 1, 8, 6 + 7 + 8)
+    assert StepLoad.of_span(0, 2) + StepLoad.of_span(9, 1) == StepLoad(3, 2, 12, 3 + 10)
 
 
 def test_the_same_observations_give_the_same_predictions() -> None:
@@ -118,7 +150,7 @@ def test_predictions_stay_finite_and_non_negative(
     for load, seconds in observations:
         model.observe(load, seconds)
     values = model.coefficients
-    for value in (values.step_s, values.token_s, values.row_s, values.kv_token_s):
+    for value in (values.step_s, values.token_s, values.row_s, values.kv_token_s, values.pair_s):
         assert math.isfinite(value)
         assert value >= 0.0
     assert model.seconds(asked) >= 0.0

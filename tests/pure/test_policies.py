@@ -9,7 +9,7 @@ from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.core.policies import MixedPolicy, PrefillFirstPolicy, StepView, make_policy
 from quickstep.types import Phase
 
-COSTS = LinearCostModel(Coefficients(step_s=0.010, token_s=0.001, row_s=0.0, kv_token_s=0.0))
+COSTS = LinearCostModel(Coefficients(0.010, token_s=0.001, row_s=0.0, kv_token_s=0.0, pair_s=0.0))
 
 
 def view(num_decodes: int = 0, num_prefill_tokens: int = 0, room: int = 1000) -> StepView:

@@ -16,7 +16,7 @@ from quickstep.sim.simulate import Arrival, Simulation, simulate
 from quickstep.types import FinishReason, Phase, Request, SamplingParams, StepPlan, StepRow
 
 # 10 ms a step and 1 ms a token: easy to add up by hand.
-COSTS = Coefficients(step_s=0.010, token_s=0.001, row_s=0.0, kv_token_s=0.0)
+COSTS = Coefficients(step_s=0.010, token_s=0.001, row_s=0.0, kv_token_s=0.0, pair_s=0.0)
 
 
 def ask(name: str, prompt_len: int, max_tokens: int, deadline_s: float | None = None) -> Request:
@@ -77,7 +77,7 @@ def test_all_seconds_are_booked(depth: int, policy: PolicyName) -> None:
 
 
 def test_rows_that_seem_free_share_by_tokens() -> None:
-    free = Coefficients(0.0, 0.0, 0.0, 0.0)
+    free = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0)
     outcome = run([Arrival(0.0, ask("a", 30, 1)), Arrival(0.0, ask("b", 10, 1))], believed=free)
     shares = {ending.request_id: ending.timings.device_s for ending in outcome.endings}
     assert shares == pytest.approx({"a": 0.050 * 3 / 4, "b": 0.050 / 4})

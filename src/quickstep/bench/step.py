@@ -119,7 +119,7 @@ async def measure_steps(
         random_prompt(rng, vocab_size, options.decode_prompt_len) for _ in range(options.batch)
     ]
     samples = []
-    for _ in range(options.repeats + 1):
+    for repeat in range(options.repeats + 1):
         read_bytes_per_s = limits.read_bytes_per_s()
         lives = await asyncio.gather(
             *(follow(subject, prompt, options.num_outputs) for prompt in prompts)
@@ -127,6 +127,8 @@ async def measure_steps(
         flops_per_s = limits.flops_per_s()
         prompt = random_prompt(rng, vocab_size, options.prefill)
         prefill = await follow(subject, prompt, 1)
+        if repeat == 0:  # its prompts were computed one after another: they may never have met
+            continue
         decode_s, overhead_s = decode_times(lives)
         samples.append(
             StepSample(
@@ -137,7 +139,7 @@ async def measure_steps(
                 flops_per_s,
             )
         )
-    return tuple(samples[1:])
+    return tuple(samples)
 
 
 def decode_times(lives: Sequence[Life]) -> tuple[float, float]:

@@ -29,6 +29,7 @@ from quickstep.engine.assembly import (
 from quickstep.engine.engine import Engine
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.topology import places_for
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.fingerprint import fingerprint_with_kv
@@ -112,7 +113,8 @@ def open_shape(
     device = resolve_device(config.load.device)
     dtype = resolve_dtype(config.load.dtype, spec)
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
-    ops = resolve_ops(device, "auto", config.load.num_threads, isa)
+    places = places_for(config.load.pin_threads)
+    ops = resolve_ops(device, "auto", config.load.num_threads, isa, places)
     plan = plan_for(config, spec, dtype, device, ops)
     draw = RandomDraw(dtype, device, seed, config.load.quantization)
     model = random_model(spec, ops, draw, plan.max_model_len, progress)

@@ -1,4 +1,4 @@
-"""Step-time model: seconds = fixed + per token + per row + per KV token read.
+"""Step-time model: seconds = fixed + per token + per row + per KV token read + per attended pair.
 
 Fitted from measured steps while the engine runs; sizes prefill chunks, shares a step's seconds over
 its rows, and drives the simulator. Deterministic: the same observations give the same predictions.
@@ -18,25 +18,39 @@ _STIFFNESS = 1e-3
 _MIN_SECONDS = 1e-9
 _MAX_SECONDS = 1e5
 
+# How fast the pace follows a step, and how far a single step may pull it. Replayed on steps of a
+# shared machine, whose speed halves within seconds: a mean error of 0.12 beside 0.19 without.
+_PACE_GAIN = 0.3
+_PACE_REACH = 1.5
+
 
 @frozen
 class StepLoad:
-    """What a step costs by: its tokens, rows, and the KV tokens that its attention reads."""
+    """What a step costs by: its tokens, rows, the KV tokens that its attention reads, and the pairs
+    of a token and a position that it sees. A decode row has as many of the latter two; in a chunk
+    of prefill the pairs grow with its tokens times the context before it.
+    """
 
     num_tokens: int = 0
     num_rows: int = 0
     num_kv_tokens: int = 0
+    num_pairs: int = 0
+
+    @staticmethod
+    def of_span(start: int, num_tokens: int) -> StepLoad:
+        """The load of a row with `num_tokens` tokens from position `start` on."""
+        num_pairs = num_tokens * start + num_tokens * (num_tokens + 1) // 2
+        return StepLoad(num_tokens, 1, start + num_tokens, num_pairs)
 
     @staticmethod
     def of_row(row: StepRow) -> StepLoad:
         """The load of one row."""
-        return StepLoad(row.num_tokens, 1, row.end)
+        return StepLoad.of_span(row.start, row.num_tokens)
 
     @staticmethod
     def of_plan(plan: StepPlan) -> StepLoad:
         """The load of a whole step."""
-        num_kv_tokens = sum(row.end for row in plan.rows)
-        return StepLoad(plan.num_tokens, len(plan.rows), num_kv_tokens)
+        return sum((StepLoad.of_row(row) for row in plan.rows), start=StepLoad())
 
     def __add__(self, other: StepLoad) -> StepLoad:
         if not self.num_rows or not other.num_rows:  # a load without rows is none
@@ -45,6 +59,7 @@ class StepLoad:
             self.num_tokens + other.num_tokens,
             self.num_rows + other.num_rows,
             self.num_kv_tokens + other.num_kv_tokens,
+            self.num_pairs + other.num_pairs,
         )
 
 
@@ -60,12 +75,13 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Seconds per step, per token, per row and per KV token. The defaults are a small CPU model."""
+    """Seconds per step, token, row, KV token and pair. The defaults are a small CPU model."""
 
     step_s: float = 2e-3
     token_s: float = 1e-4
     row_s: float = 1e-4
-    kv_token_s: float = 1e-7
+    kv_token_s: float = 5e-8
+    pair_s: float = 5e-8
 
 
 class LinearCostModel:
@@ -75,16 +91,26 @@ class LinearCostModel:
     prefills and a hiccup weighs little. The normal equations decay by `forgetting` per step and
     are kept solvable by a weak prior at the start values. The first observation scales them all:
     they say what costs how much more than what, the machine says how fast it is.
+
+    The fit tells what costs how much over hundreds of steps; a machine may be slower for the next
+    ten (neighbours, heat). So predictions are the fit times a pace, which follows the last steps.
     """
 
     def __init__(self, start: Coefficients | None = None, forgetting: float = 0.99) -> None:
         begin = start or Coefficients()
-        self._weights = (begin.step_s, begin.token_s, begin.row_s, begin.kv_token_s)
+        self._weights = (
+            begin.step_s,
+            begin.token_s,
+            begin.row_s,
+            begin.kv_token_s,
+            begin.pair_s,
+        )
         self._pulls = tuple(map(_pull, self._weights))
         self._is_scaled = False
+        self._pace = 1.0
         self._forgetting = forgetting
-        self._gram = (0.0,) * 10  # the upper triangle, row by row
-        self._moment = (0.0,) * 4
+        self._gram = (0.0,) * 15  # the upper triangle, row by row
+        self._moment = (0.0,) * 5
 
     @property
     def coefficients(self) -> Coefficients:
@@ -93,46 +119,63 @@ class LinearCostModel:
 
     def seconds(self, load: StepLoad) -> float:
         """Predicted duration of a step."""
-        step_s, token_s, row_s, kv_token_s = self._weights
-        tokens, rows, kv_tokens = load.num_tokens, load.num_rows, load.num_kv_tokens
-        return step_s + token_s * tokens + row_s * rows + kv_token_s * kv_tokens
+        return self._pace * self._fitted(load)
+
+    def _fitted(self, load: StepLoad) -> float:
+        step_s, token_s, row_s, kv_token_s, pair_s = self._weights
+        return (
+            step_s
+            + token_s * load.num_tokens
+            + row_s * load.num_rows
+            + kv_token_s * load.num_kv_tokens
+            + pair_s * load.num_pairs
+        )
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a measured step; times that no step can take are left out."""
         if not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
             return
         if not self._is_scaled:
-            self._scale(seconds / max(self.seconds(load), _MIN_SECONDS))
-        one, tokens = 1.0 / seconds, load.num_tokens / seconds
-        rows, kv_tokens = load.num_rows / seconds, load.num_kv_tokens / seconds
-        # Written out: this runs in every step, and loops over 4 x 4 took 4 us.
+            self._scale(seconds / max(self._fitted(load), _MIN_SECONDS))
+        one, tokens, rows = 1.0 / seconds, load.num_tokens / seconds, load.num_rows / seconds
+        kv_tokens, pairs = load.num_kv_tokens / seconds, load.num_pairs / seconds
+        # Written out: this runs in every step, and loops over 5 x 5 took longer than all of it.
         kept = self._forgetting
-        m0, m1, m2, m3 = self._moment
-        g00, g01, g02, g03, g11, g12, g13, g22, g23, g33 = self._gram
+        m0, m1, m2, m3, m4 = self._moment
+        g00, g01, g02, g03, g04, g11, g12, g13, g14, g22, g23, g24, g33, g34, g44 = self._gram
         self._moment = (
             kept * m0 + one,
             kept * m1 + tokens,
             kept * m2 + rows,
             kept * m3 + kv_tokens,
+            kept * m4 + pairs,
         )
         self._gram = (
             kept * g00 + one * one,
             kept * g01 + one * tokens,
             kept * g02 + one * rows,
             kept * g03 + one * kv_tokens,
+            kept * g04 + one * pairs,
             kept * g11 + tokens * tokens,
             kept * g12 + tokens * rows,
             kept * g13 + tokens * kv_tokens,
+            kept * g14 + tokens * pairs,
             kept * g22 + rows * rows,
             kept * g23 + rows * kv_tokens,
+            kept * g24 + rows * pairs,
             kept * g33 + kv_tokens * kv_tokens,
+            kept * g34 + kv_tokens * pairs,
+            kept * g44 + pairs * pairs,
         )
         self._sweep()
+        ratio = seconds / max(self._fitted(load), _MIN_SECONDS)
+        bounded = min(_PACE_REACH, max(1.0 / _PACE_REACH, ratio))
+        self._pace += _PACE_GAIN * (bounded - self._pace)
 
     def _scale(self, factor: float) -> None:
         self._is_scaled = True
-        step_s, token_s, row_s, kv_token_s = (factor * weight for weight in self._weights)
-        self._weights = (step_s, token_s, row_s, kv_token_s)
+        step_s, token_s, row_s, kv_token_s, pair_s = (factor * weight for weight in self._weights)
+        self._weights = (step_s, token_s, row_s, kv_token_s, pair_s)
         self._pulls = tuple(map(_pull, self._weights))
 
     def _sweep(self) -> None:
@@ -140,20 +183,22 @@ class LinearCostModel:
 
         It starts at the previous solution.
         """
-        w0, w1, w2, w3 = self._weights
-        m0, m1, m2, m3 = self._moment
-        g00, g01, g02, g03, g11, g12, g13, g22, g23, g33 = self._gram
-        (s0, p0), (s1, p1), (s2, p2), (s3, p3) = self._pulls
+        w0, w1, w2, w3, w4 = self._weights
+        m0, m1, m2, m3, m4 = self._moment
+        g00, g01, g02, g03, g04, g11, g12, g13, g14, g22, g23, g24, g33, g34, g44 = self._gram
+        (s0, p0), (s1, p1), (s2, p2), (s3, p3), (s4, p4) = self._pulls
         # A feature that was never seen and has no prior keeps its weight.
         if (own := g00 + s0) > 0.0:
-            w0 = max(0.0, (m0 - (g01 * w1 + g02 * w2 + g03 * w3) + p0) / own)
+            w0 = max(0.0, (m0 - (g01 * w1 + g02 * w2 + g03 * w3 + g04 * w4) + p0) / own)
         if (own := g11 + s1) > 0.0:
-            w1 = max(0.0, (m1 - (g01 * w0 + g12 * w2 + g13 * w3) + p1) / own)
+            w1 = max(0.0, (m1 - (g01 * w0 + g12 * w2 + g13 * w3 + g14 * w4) + p1) / own)
         if (own := g22 + s2) > 0.0:
-            w2 = max(0.0, (m2 - (g02 * w0 + g12 * w1 + g23 * w3) + p2) / own)
+            w2 = max(0.0, (m2 - (g02 * w0 + g12 * w1 + g23 * w3 + g24 * w4) + p2) / own)
         if (own := g33 + s3) > 0.0:
-            w3 = max(0.0, (m3 - (g03 * w0 + g13 * w1 + g23 * w2) + p3) / own)
-        self._weights = (w0, w1, w2, w3)
+            w3 = max(0.0, (m3 - (g03 * w0 + g13 * w1 + g23 * w2 + g34 * w4) + p3) / own)
+        if (own := g44 + s4) > 0.0:
+            w4 = max(0.0, (m4 - (g04 * w0 + g14 * w1 + g24 * w2 + g34 * w3) + p4) / own)
+        self._weights = (w0, w1, w2, w3, w4)
 
 
 def _pull(prior: float) -> tuple[float, float]:

@@ -80,7 +80,7 @@ class MixedPolicy:
         low, high = min(self.min_prefill_tokens, view.room), view.room
         while low < high:
             middle = (low + high + 1) // 2
-            chunk = StepLoad(middle, 1, view.prefill_start + middle)
+            chunk = StepLoad.of_span(view.prefill_start, middle)
             if cost_model.seconds(view.decode + chunk) <= self.inter_token_target_s:
                 low = middle
             else:

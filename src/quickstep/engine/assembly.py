@@ -4,7 +4,7 @@
 
 The one place that knows every layer. Memory is planned before anything large is read, so a model
 that does not fit is refused at once. What is large is imported here, when an engine is really
-opened: torch only for a model that needs it (docs/design/0009).
+opened: torch only for a model that needs it (docs/design/0010).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from quickstep.engine.machine import free_memory_bytes, usable_cores
 from quickstep.engine.seeds import open_seeds
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.tokenizer import Tokenizer, read_json
+from quickstep.engine.topology import places_for
 from quickstep.errors import ConfigError
 from quickstep.types import Pooling
 
@@ -157,7 +158,8 @@ def load_weights(config: EngineConfig, progress: LoadProgress | None) -> LoadedW
     device = choose_device(config.load.device)
     dtype = choose_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
-    ops = resolve_ops(device, "auto", num_threads(config.load), isa)
+    places = places_for(config.load.pin_threads)
+    ops = resolve_ops(device, "auto", num_threads(config.load), isa, places)
     if device.type == "cpu" and ops.name == "reference":
         _LOGGER.warning("running on PyTorch's ops, exact and slow: %s", native_status().reason)
     held_bytes = None

@@ -30,6 +30,7 @@ class LLMOptions(TypedDict, total=False):
     device: str
     offline: bool
     num_threads: int | None
+    pin_threads: bool
     block_size: int
     num_blocks: int | None
     num_gpu_blocks_override: int | None
@@ -56,6 +57,7 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "device": ("load", "device"),
     "offline": ("load", "offline"),
     "num_threads": ("load", "num_threads"),
+    "pin_threads": ("load", "pin_threads"),
     "block_size": ("cache", "block_size"),
     "num_blocks": ("cache", "num_blocks"),
     "num_gpu_blocks_override": ("cache", "num_blocks"),

@@ -18,6 +18,7 @@ from quickstep.ops.native_ops import NativeOps
 from quickstep.ops.native_probe import NativeProbe
 from quickstep.ops.native_steps import NativeSteps
 from quickstep.ops.table import OpTable
+from quickstep.ops.thread_places import ThreadPlaces
 
 __all__ = ["NativeStatus", "default_num_threads", "load_native", "load_probe", "native_status"]
 
@@ -68,7 +69,10 @@ def default_num_threads() -> int:
 
 
 def load_native(
-    num_threads: int | None = None, isa: str | None = None, reference: OpTable | None = None
+    num_threads: int | None = None,
+    isa: str | None = None,
+    reference: OpTable | None = None,
+    places: Callable[[int], ThreadPlaces] | None = None,
 ) -> OpTable | None:
     """The native op table on a thread pool of its own, or None when `native_status` says why not.
 
@@ -79,11 +83,12 @@ def load_native(
         num_threads: None for `default_num_threads()`.
         isa: A level of `native_status().levels`; None or "" for the best.
         reference: Takes the element types that have no native kernel; None for the PyTorch ops.
+        places: Where so many threads run and weights lie; None leaves both to the system.
 
     Raises:
         ConfigError: The machine does not run `isa`.
     """
-    opened = _open_context(num_threads, isa)
+    opened = _open_context(num_threads, isa, places)
     if opened is None:
         return None
     library, context = opened
@@ -115,7 +120,11 @@ def load_probe(
     return None if opened is None else NativeProbe(*opened, num_bytes)
 
 
-def _open_context(num_threads: int | None, isa: str | None) -> tuple[ctypes.CDLL, int] | None:
+def _open_context(
+    num_threads: int | None,
+    isa: str | None,
+    places: Callable[[int], ThreadPlaces] | None = None,
+) -> tuple[ctypes.CDLL, int] | None:
     """The library and a kernel table with threads; None where there is no library."""
     status = native_status()
     if not status.available:
@@ -129,4 +138,14 @@ def _open_context(num_threads: int | None, isa: str | None) -> tuple[ctypes.CDLL
     code = library.qs_context_create((isa or "").encode(), threads, ctypes.byref(context))
     raise_for_status(code, f"starting {threads} threads for the native kernels")
     assert context.value is not None
+    if places is not None:
+        _place(library, context.value, places(threads))
     return library, context.value
+
+
+def _place(library: ctypes.CDLL, context: int, places: ThreadPlaces) -> None:
+    cpus = (ctypes.c_int32 * len(places.cpus))(*places.cpus)
+    status = library.qs_context_place(context, cpus, len(cpus), places.node_mask)
+    if status:
+        library.qs_context_destroy(context)
+    raise_for_status(status, f"pinning threads to the CPUs {', '.join(map(str, places.cpus))}")

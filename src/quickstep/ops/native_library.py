@@ -7,7 +7,7 @@ Python version; a call costs about a microsecond and releases the interpreter lo
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 from quickstep.errors import ConfigError, EngineError
@@ -149,6 +149,7 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_probe_multiply", _I, (_P, _I, _L, POINTER(_L))),
     ("qs_probe_multiply_codes", _I, (_P, _L, POINTER(_L))),
     ("qs_context_loop_ns", _L, (_P,)),
+    ("qs_context_place", _I, (_P, POINTER(c_int32), _L, c_uint64)),
     *STEP_SIGNATURES,
 )
 

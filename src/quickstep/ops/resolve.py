@@ -6,11 +6,13 @@ everywhere. Nothing is decided again while the model lives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quickstep.errors import ConfigError
 from quickstep.ops.native import load_native
 from quickstep.ops.table import OpTable
+from quickstep.ops.thread_places import ThreadPlaces
 
 if TYPE_CHECKING:
     import torch
@@ -27,11 +29,12 @@ def resolve_ops(
     kernels: str = "auto",
     num_threads: int | None = None,
     isa: str | None = None,
+    places: Callable[[int], ThreadPlaces] | None = None,
 ) -> OpTable:
     """The op table for `device`; `kernels` is one of KERNELS.
 
-    `num_threads` and `isa` are the native kernels' own: None for the machine's cores and its best
-    instruction set.
+    `num_threads`, `isa` and `places` are the native kernels' own (`ops.native.load_native`): None
+    for the machine's cores, its best instruction set, and wherever the system runs them.
 
     Raises:
         ConfigError: `kernels` is not known, or is `native` where native kernels cannot run.
@@ -39,7 +42,7 @@ def resolve_ops(
     if kernels not in KERNELS:
         raise ConfigError(f"kernels is {kernels!r}, it must be one of {', '.join(KERNELS)}")
     wants_native = kernels != "reference" and device.type == "cpu"
-    native = load_native(num_threads, isa) if wants_native else None
+    native = load_native(num_threads, isa, places=places) if wants_native else None
     if kernels == "native" and native is None:
         raise ConfigError(
             f"kernels is 'native', but no native kernels are built for {device.type}; "
