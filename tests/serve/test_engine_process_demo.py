@@ -22,6 +22,7 @@ from live_server import LiveServer, connect, live_server_of, until
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.process.remote_engine import RemoteEngine
+from quickstep.ops.native import native_status
 from quickstep.server.app import create_app
 
 CONFIG = EngineConfig(
@@ -260,12 +261,15 @@ def log_line(process: subprocess.Popen[str], words: str) -> str:
     raise AssertionError(f"the log ended without {words!r}: {''.join(seen)}")
 
 
-def test_only_the_engine_loads_torch_and_killing_the_server_leaves_nothing(
+def test_neither_process_loads_torch_and_killing_the_server_leaves_nothing(
     command: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    log_line(command, " serving ")
+    address = log_line(command, " serving ").split(" at ")[1].split("/v1")[0]
     (worker,) = workers(command.pid)
-    assert "libtorch" in maps(worker)
+    body = {"messages": QUESTION, "max_tokens": 4, "logprobs": True}
+    assert httpx.post(f"{address}{CHAT}", json=body, timeout=60).status_code == 200
+    if native_status().available:
+        assert "libtorch" not in maps(worker)
     assert "libtorch" not in maps(command.pid)
     command.kill()
     command.wait()

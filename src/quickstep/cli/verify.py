@@ -186,14 +186,18 @@ class _Subject:
 
     def load(self, threads: int) -> Model:
         from quickstep.engine.grammars import GrammarCompiler
+        from quickstep.model.checkpoint_weights import open_weights
         from quickstep.model.fingerprint import fingerprint_with_kv
-        from quickstep.model.loader import load_model, resolve_device
+        from quickstep.model.loader import load_model, loads_on_host, resolve_device
         from quickstep.model.spec import read_spec
         from quickstep.ops.resolve import resolve_ops
 
         ops = resolve_ops(resolve_device(self._config.device), "auto", threads, self._isa)
         spec = read_spec(self.checkpoint.path)
-        model = load_model(self.checkpoint, spec, ops, self._config, None)
+        on_host = spec.native and loads_on_host(
+            open_weights(self.checkpoint.path, spec), ops, self._config
+        )  # as it is served
+        model = load_model(self.checkpoint, spec, ops, self._config, on_host=on_host)
         kv_shape = model.kv_shape.stored_as(self._kv_dtype)
         self.fingerprint = fingerprint_with_kv(model, kv_shape)
         self._grammars = GrammarCompiler(self._tokenizer, model.vocab_size)

@@ -35,10 +35,8 @@ def weights_fingerprint(
     whole = files.num_bytes <= _WHOLE_BYTES
     for name in sorted(files.tensors):
         nbytes = files.tensors[name].nbytes
-        for start, length in _all(nbytes) if whole else _windows(nbytes):
-            buffer = bytearray(length)
-            files.read_into(name, memoryview(buffer), start)
-            digest.update(buffer)
+        for piece in files.pieces(name, _all(nbytes) if whole else _windows(nbytes)):
+            digest.update(piece)
     return digest.hexdigest()
 
 

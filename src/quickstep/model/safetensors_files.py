@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from io import RawIOBase
+from io import FileIO, RawIOBase
 from pathlib import Path
 
 from quickstep.errors import ConfigError
@@ -54,16 +55,17 @@ class TensorFiles:
     def read_into(self, name: str, destination: memoryview, start: int = 0) -> None:
         """Fill `destination` (bytes) with the tensor's bytes from `start`. Raises ConfigError."""
         tensor = self.tensors[name]
-        try:
-            with tensor.file.open("rb", buffering=0) as stream:
-                stream.seek(tensor.offset + start)
-                filled = _fill(stream, destination)
-        except OSError as error:
-            raise ConfigError(f"{tensor.file} cannot be read: {error}") from None
-        if filled < len(destination):
-            raise ConfigError(
-                f"{tensor.file} ended within tensor {name!r}; download the checkpoint again"
-            )
+        with _opened(tensor.file) as stream:
+            _read_at(stream, tensor, start, destination)
+
+    def pieces(self, name: str, spans: Iterable[tuple[int, int]]) -> Iterator[bytearray]:
+        """The tensor's bytes at each (start, length), the file opened once. Raises ConfigError."""
+        tensor = self.tensors[name]
+        with _opened(tensor.file) as stream:
+            for start, length in spans:
+                piece = bytearray(length)
+                _read_at(stream, tensor, start, memoryview(piece))
+                yield piece
 
 
 def open_tensor_files(path: str | Path) -> TensorFiles:
@@ -83,6 +85,23 @@ def open_tensor_files(path: str | Path) -> TensorFiles:
             raise ConfigError(f"tensor {twice!r} stands in {tensors[twice].file} and in {file}")
         tensors.update(found)
     return TensorFiles(tensors, tuple(headers))
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[FileIO]:
+    try:
+        with file.open("rb", buffering=0) as stream:
+            yield stream
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def _read_at(stream: FileIO, tensor: StoredTensor, start: int, destination: memoryview) -> None:
+    stream.seek(tensor.offset + start)
+    if _fill(stream, destination) < len(destination):
+        raise ConfigError(
+            f"{tensor.file} ended within tensor {tensor.name!r}; download the checkpoint again"
+        )
 
 
 def _fill(stream: RawIOBase, destination: memoryview) -> int:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from quickstep.ops.native_steps import NativeSteps
 
 __all__ = [

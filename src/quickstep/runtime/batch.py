@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from quickstep.errors import EngineError
 from quickstep.model.interface import EmittingTokens, ForwardBatch
 from quickstep.ops.table import PagedLayout
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from quickstep.ops.host_tensor import Device
 
 __all__ = ["build_batch", "emitting_tokens", "input_tokens"]
 
@@ -31,12 +36,14 @@ def build_batch(
     slots: Sequence[Slot],
     block_size: int,
     vocab_size: int,
-    device: torch.device,
+    device: torch.device | Device,
 ) -> ForwardBatch:
     """Pack rows one after another; `slots` holds the slot of each row.
 
     Raises EngineError when a row's tokens, positions or blocks contradict each other.
     """
+    import torch
+
     token_ids = np.fromiter(
         chain.from_iterable(input_tokens(row, slot) for row, slot in zip(rows, slots, strict=True)),
         dtype=np.int64,
@@ -52,7 +59,7 @@ def build_batch(
     blocks = tables[row_of_token, positions // block_size].astype(np.int64)
 
     def tensor(values: npt.NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(values).to(device, non_blocking=True)
+        return torch.from_numpy(values).to(device.type, non_blocking=True)
 
     layout = PagedLayout(
         positions=tensor(positions),
@@ -67,6 +74,8 @@ def build_batch(
 
 def emitting_tokens(layout: PagedLayout, rows: Sequence[int]) -> EmittingTokens:
     """The last tokens of these rows of a step."""
+    import torch
+
     device = layout.positions.device
     tokens = torch.tensor(
         [layout.row_offsets[row + 1] - 1 for row in rows], dtype=torch.int64, device=device

@@ -17,13 +17,13 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, cast
 
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
+from quickstep.ops.dtypes import FLOAT32, UINT8, host_dtype
+from quickstep.ops.host_tensor import AnyTensor, HostTensor
 from quickstep.ops.native_program import Program, program_bytes
 from quickstep.ops.native_recorder import NativeRecorder, NotCapturable
 from quickstep.ops.native_step_abi import StepCall
@@ -32,8 +32,11 @@ from quickstep.ops.recording import Recording
 from quickstep.ops.table import KVCache
 from quickstep.runtime.batch import input_tokens
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.step_model import EagerSteps, StepModel
+from quickstep.runtime.step_model import StepModel
 from quickstep.types import StepRow
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["CapturedSteps", "open_steps", "record"]
 
@@ -49,7 +52,10 @@ def open_steps(model: Model, kv: KVCache, block_size: int, enforce_eager: bool) 
         if of_emitting is not None:
             of_all = partial(record, model, kv, block_size, True)
             recordings = _Recordings(of_emitting, of_all)
-            return CapturedSteps(model.ops.steps, recordings, model.kv_shape.dtype, block_size)
+            return CapturedSteps(model, model.ops.steps, recordings, block_size)
+    # Imported here: it computes with torch.
+    from quickstep.runtime.eager_steps import EagerSteps
+
     return EagerSteps(model, kv, block_size)
 
 
@@ -60,10 +66,9 @@ def record(model: Decoder, kv: KVCache, block_size: int, every_token: bool) -> R
     emitting = EmittingTokens(*recorder.emitting)
     batch = ForwardBatch(recorder.token_ids, recorder.layout, None if every_token else emitting)
     try:
-        with torch.no_grad(), recorder:
-            hidden = recorded.forward(batch, kv)
-            logits = recorded.logits(hidden[emitting.tokens] if every_token else hidden)
-            return recorder.finish(hidden, logits)
+        hidden = recorded.forward(batch, kv)
+        logits = recorded.logits(hidden[emitting.tokens] if every_token else hidden)
+        return recorder.finish(hidden, logits)
     except NotCapturable:
         return None
 
@@ -90,13 +95,16 @@ class CapturedSteps:
     """Programs of a model's recordings, and the buffers through which a step's rows reach them."""
 
     def __init__(
-        self, steps: NativeSteps, recordings: _Recordings, dtype: torch.dtype, block_size: int
+        self, model: Decoder, steps: NativeSteps, recordings: _Recordings, block_size: int
     ) -> None:
+        dtype = host_dtype(model.kv_shape.dtype)
+        assert dtype is not None, "a model that was captured has a dtype of the kernels"
+        self._model = model
         self._steps = steps
         self._recordings = recordings
         self._dtype = dtype
         self._block_size = block_size
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = HostTensor.empty((0,), UINT8)
         self._programs: dict[tuple[bool, int, int], _BoundProgram] = {}
         self._num_tokens = 0
         self._call = StepCall()
@@ -121,7 +129,7 @@ class CapturedSteps:
         self._rows, self._token_ids = array("q", words), token_ids
         self._num_tokens = len(token_ids)
 
-    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[Tensor, Tensor]:
+    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[HostTensor, HostTensor]:
         """`StepModel.run`. Raises EngineError for a token id that the model lacks."""
         num_tokens, num_emitting = self._num_tokens, len(emitting)
         bound = self._bound(num_tokens, num_emitting, every_token)
@@ -135,6 +143,10 @@ class CapturedSteps:
         bound.program.run(self._call_address)
         return bound.results(num_tokens if every_token else num_emitting, num_emitting)
 
+    def logits(self, hidden: AnyTensor) -> HostTensor:
+        """`StepModel.logits`."""
+        return cast("HostTensor", self._model.logits(cast("Tensor", hidden)))
+
     def _bound(self, num_tokens: int, num_emitting: int, every_token: bool) -> _BoundProgram:
         capacities = (_bucket(num_tokens, _LEAST_TOKENS), _bucket(num_emitting, _LEAST_EMITTING))
         key = (every_token, *capacities)
@@ -144,14 +156,14 @@ class CapturedSteps:
             wanted = program_bytes(recording, capacities)
             if wanted > self._memory.nbytes:
                 self._programs.clear()  # they point into what is given back
-                self._memory = torch.empty(wanted, dtype=torch.uint8)
+                self._memory = HostTensor.empty((wanted,), UINT8)
             bound = self._programs[key] = self._bind(recording, capacities)
         return bound
 
     def _bind(self, recording: Recording, capacities: tuple[int, int]) -> _BoundProgram:
         program = self._steps.program(recording, capacities, self._memory, self._block_size)
         hidden = program.rows(recording.hidden, self._dtype)
-        return _BoundProgram(program, hidden, program.rows(recording.logits, torch.float32))
+        return _BoundProgram(program, hidden, program.rows(recording.logits, FLOAT32))
 
 
 class _BoundProgram:
@@ -159,14 +171,14 @@ class _BoundProgram:
 
     __slots__ = ("_hidden", "_logits", "_newest", "_newest_counts", "program")
 
-    def __init__(self, program: Program, hidden: Tensor, logits: Tensor) -> None:
+    def __init__(self, program: Program, hidden: HostTensor, logits: HostTensor) -> None:
         self.program = program
         self._hidden = hidden
         self._logits = logits
         self._newest = (hidden, logits)
         self._newest_counts = (hidden.shape[0], logits.shape[0])
 
-    def results(self, num_hidden: int, num_logits: int) -> tuple[Tensor, Tensor]:
+    def results(self, num_hidden: int, num_logits: int) -> tuple[HostTensor, HostTensor]:
         """Hidden states and logits; decode steps of one size share the views."""
         counts = (num_hidden, num_logits)
         if counts != self._newest_counts:

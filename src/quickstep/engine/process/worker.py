@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quickstep.ops.torch_import import import_torch, preload_torch
+from quickstep.ops.torch_import import defer_parts_of_torch
 
 if TYPE_CHECKING:
     from quickstep.engine.process.service import EngineOpener
@@ -36,11 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()
     arguments = sys.argv[1:] if argv is None else argv
     _die_with(int(arguments[1]))
-    preload_torch()
-    # while the library is mapped, what does not need it
+    defer_parts_of_torch()  # of an import that most models never come to
     from quickstep.engine.assembly import open_engine
 
-    import_torch()
     return run(arguments, open_engine)
 
 

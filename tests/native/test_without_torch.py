@@ -1,0 +1,114 @@
+"""An engine on native kernels never imports torch, and answers to the bit as it does with torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_answers import FORMATS, answers
+
+from quickstep.config import LoadConfig
+from quickstep.model.checkpoint_weights import open_weights
+from quickstep.model.loader import load_model, loads_on_host
+from quickstep.model.source import find_checkpoint
+from quickstep.model.spec import read_spec
+from quickstep.model.torch_weights import with_torch_kv, with_torch_tensors
+from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, torch_dtype
+from quickstep.ops.host_tensor import CPU, HostTensor, rounded, to_torch
+from quickstep.ops.native import load_native
+from quickstep.runtime.capture import CapturedSteps, open_steps
+from quickstep.runtime.kv import allocate_kv
+
+_SCRIPT = """
+import sys
+
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise AssertionError(f"{name} is imported")
+
+sys.meta_path.insert(0, Refusing())
+import json
+from engine_answers import FORMATS, answers
+
+print(json.dumps([answers(*one) for one in FORMATS]))
+"""
+
+# ordinary, ties both ways, the largest, infinities, subnormal, not a number
+_VALUES = [1.0, -3.1415927, 1.00390625, 1.01171875, 65504.0, 3.4e38, -np.inf, 1e-40, np.nan, 0.0]
+
+
+def test_an_engine_that_cannot_import_torch_answers_to_the_bit_as_one_that_runs_on_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for form, got in zip(FORMATS, found, strict=True):
+        assert got == answers(*form, enforce_eager=True), form
+
+
+@pytest.mark.parametrize("source", [FLOAT32, BFLOAT16, FLOAT16])
+@pytest.mark.parametrize("target", [FLOAT32, BFLOAT16, FLOAT16])
+def test_floating_point_is_converted_as_torch_does(source: DType, target: DType) -> None:
+    values = torch.tensor(_VALUES).to(torch_dtype(source))
+    stored = values.view(torch.int16) if source == BFLOAT16 else values
+    host = HostTensor(stored.numpy().view(source.storage), source)
+    assert torch.equal(bits(to_torch(host)), bits(values))
+    got, expected = to_torch(host.to(target)), values.to(torch_dtype(target))
+    is_number = ~expected.isnan()
+    assert got.dtype == expected.dtype and torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(bits(got[is_number]), bits(expected[is_number]))
+    for value in (0.1, 33.941125, 1e-3):
+        assert rounded(value, target) == rounded(value, torch_dtype(target))
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def test_slices_and_shapes_of_a_host_tensor_are_views() -> None:
+    whole = HostTensor.empty((4, 6), FLOAT32)
+    whole.numpy()[:] = np.arange(24).reshape(4, 6)
+    row = whole[1:3]
+    assert (row.shape, row.stride(0), row.data_ptr()) == ((2, 6), 6, whole.data_ptr() + 24)
+    columns = whole[:, 2:4]
+    assert not columns.is_contiguous() and columns.contiguous().is_contiguous()
+    assert whole.view(2, 12).shape == (2, 12) and whole.data_ptr() % 64 == 0
+    to_torch(whole)[0, 0] = 7.0
+    assert whole.numpy()[0, 0] == 7.0
+
+
+def test_a_model_in_host_tensors_can_be_run_op_by_op_on_the_same_memory() -> None:
+    load = LoadConfig(model="demo", device="cpu")
+    checkpoint, ops = find_checkpoint(load), load_native(2)
+    assert ops is not None
+    spec = read_spec(checkpoint.path)
+    assert loads_on_host(open_weights(checkpoint.path, spec), ops, load)
+    model = load_model(checkpoint, spec, ops, load, on_host=True)
+    kv = allocate_kv(model.kv_shape, 4, 16, model.device)
+    assert model.device == CPU and isinstance(kv.keys[0], HostTensor)
+    assert isinstance(open_steps(model, kv, 16, enforce_eager=False), CapturedSteps)
+    seen = with_torch_tensors(model)
+    assert isinstance(seen.weights.final_norm, torch.Tensor)
+    assert seen.weights.final_norm.data_ptr() == model.weights.final_norm.data_ptr()
+    assert with_torch_kv(kv).keys[0].data_ptr() == kv.keys[0].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_weights_that_have_to_be_converted_are_left_to_torch(dtype: str) -> None:
+    load = LoadConfig(model="demo", device="cpu", dtype=dtype)
+    checkpoint, ops = find_checkpoint(load), load_native(1)
+    assert ops is not None
+    weights = open_weights(checkpoint.path, read_spec(checkpoint.path))
+    stored = {tensor.dtype for tensor in weights.files.tensors.values()}
+    assert loads_on_host(weights, ops, load) == (stored == {{"float32": "F32"}.get(dtype, "F16")})
