@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,7 @@ from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
+from quickstep.dataclass import dataclass
 from quickstep.engine.chat_template import ChatTemplate
 from quickstep.engine.engine import Engine
 from quickstep.engine.grammar_source import GrammarLimits

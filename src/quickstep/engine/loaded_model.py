@@ -6,11 +6,12 @@ Made by `open_engine`, read by everyone; the tensors themselves belong to the ex
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from quickstep.dataclass import dataclass
 from quickstep.engine.chat_template import ChatTemplate
 from quickstep.engine.grammars import GrammarCompiler
 from quickstep.engine.tokenizer import Tokenizer

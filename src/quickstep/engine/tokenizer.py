@@ -16,9 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import tokenizers
+from tokenizers.tokenizers import Tokenizer as Library
 
-from quickstep.engine.gguf_tokenizer import read_gguf_tokenizer
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.gguf_file import is_gguf
 
@@ -51,7 +50,9 @@ class Tokenizer:
         self._special_tokens = MappingProxyType(dict(special_tokens))
         added = library.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        steps = _decoder_steps(json.loads(library.to_str())["decoder"])
+        # a decoder's pickled state is its JSON; that of the whole tokenizer is all its vocabulary
+        decoder = None if library.decoder is None else json.loads(library.decoder.__getstate__())
+        steps = _decoder_steps(decoder)
         self._kind = _decoder_kind(steps)
         self._byte_fallback = "ByteFallback" in steps
         self._byte_of_char = _byte_level_alphabet()
@@ -65,6 +66,8 @@ class Tokenizer:
             ConfigError: A file is missing or cannot be read.
         """
         if is_gguf(path):
+            from quickstep.engine.gguf_tokenizer import read_gguf_tokenizer
+
             found = read_gguf_tokenizer(path)
             return cls(found.library, found.eos_token_ids, found.special_tokens)
         file = path / "tokenizer.json"
@@ -74,7 +77,7 @@ class Tokenizer:
                 "(transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
             )
         try:
-            library = tokenizers.Tokenizer.from_file(str(file))
+            library = Library.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{file} cannot be read: {error}") from error
         special_tokens = _special_tokens(read_json(path / "tokenizer_config.json"))

@@ -5,12 +5,13 @@ Called by `runtime.runner`; implemented by `model.decoder` and by the `transform
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from quickstep.dataclass import dataclass
 from quickstep.ops.kv_format import head_width
 from quickstep.ops.table import KVCache, PagedLayout
 

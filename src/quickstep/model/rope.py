@@ -14,11 +14,11 @@ the literature; here they are functions of the position or of the configuration 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quickstep.dataclass import dataclass
 from quickstep.model.rope_spec import RopeKind, RopeSpec
 
 __all__ = ["RopeTable", "make_rope_table"]

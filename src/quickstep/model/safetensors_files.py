@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 
 __all__ = ["StoredTensor", "TensorFiles", "open_tensor_files"]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
+from quickstep.dataclass import dataclass
 from quickstep.ops.table import LinearWeight
 
 __all__ = [

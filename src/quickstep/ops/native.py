@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.ops.native_library import library_path, open_library, raise_for_status
 from quickstep.ops.native_ops import NativeOps

@@ -11,12 +11,12 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from ctypes import c_double, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.ops.native_library import raise_for_status
 from quickstep.ops.native_packed import PackedCodes, PackedWeight

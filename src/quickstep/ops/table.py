@@ -12,12 +12,13 @@ S block size, V vocabulary, N output features, C input features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from quickstep.dataclass import dataclass
 
 if TYPE_CHECKING:
     from quickstep.ops.native_steps import NativeSteps

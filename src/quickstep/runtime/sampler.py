@@ -13,13 +13,13 @@ plain argmax.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quickstep.dataclass import dataclass
 from quickstep.frozen import frozen
 from quickstep.runtime.filters import kept_token_ids
 from quickstep.runtime.logprobs import token_logprobs

@@ -11,13 +11,16 @@ newer request that took the same id. Never pickle, and no torch to read any of i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from quickstep.config import EngineConfig
+from quickstep.dataclass import dataclass
 from quickstep.engine.logs import LogSetup
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.step_log import SequenceRecord
@@ -27,6 +30,7 @@ from quickstep.types import Pooling, SamplingParams, StepRecord
 
 __all__ = [
     "FROM_ENGINE",
+    "LENGTH",
     "TO_ENGINE",
     "Abort",
     "Accepted",
@@ -50,6 +54,8 @@ __all__ = [
     "Submit",
     "ToEngine",
     "encode",
+    "framed",
+    "opening_of",
 ]
 
 
@@ -205,6 +211,12 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no msgpack form")
 
 
+def opening_of(config: EngineConfig, log: LogSetup | None = None) -> Open:
+    """The first message. Who reads the streams is at this end, and so is the bound on them."""
+    return Open(replace(config, streams=None), log or LogSetup())
+
+
+LENGTH = struct.Struct(">I")
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 TO_ENGINE = msgspec.msgpack.Decoder(list[ToEngine])
 FROM_ENGINE = msgspec.msgpack.Decoder(list[FromEngine])
@@ -217,3 +229,9 @@ def encode(message: Message) -> msgspec.Raw:
         UnicodeEncodeError: A string holds half a surrogate pair.
     """
     return msgspec.Raw(_ENCODER.encode(message))
+
+
+def framed(messages: Sequence[msgspec.Raw]) -> bytes:
+    """Encoded messages as one frame of the connection (see `wire`)."""
+    content = msgspec.msgpack.encode(messages)
+    return LENGTH.pack(len(content)) + content
