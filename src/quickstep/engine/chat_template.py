@@ -23,8 +23,8 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
 
+from quickstep.engine.json_file import read_json
 from quickstep.engine.template_limits import BoundedEnvironment
-from quickstep.engine.tokenizer import read_json
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.gguf_file import is_gguf

@@ -12,12 +12,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from quickstep.dataclass import dataclass
-from quickstep.engine.chat_template import ChatTemplate
-from quickstep.engine.grammars import GrammarCompiler
-from quickstep.engine.tokenizer import Tokenizer
 from quickstep.types import Pooling
 
 if TYPE_CHECKING:
+    from quickstep.engine.chat_template import ChatTemplate
+    from quickstep.engine.grammars import GrammarCompiler
+    from quickstep.engine.tokenizer import Tokenizer
     from quickstep.model.sizing import MemoryPlan
 
 __all__ = ["LoadedModel"]

@@ -18,10 +18,11 @@ from typing import Any
 
 from tokenizers.tokenizers import Tokenizer as Library
 
+from quickstep.engine.json_file import read_json
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.gguf_file import is_gguf
 
-__all__ = ["DecoderKind", "Tokenizer", "read_json"]
+__all__ = ["DecoderKind", "Tokenizer"]
 
 _HEX_DIGITS = frozenset(string.hexdigits)
 
@@ -191,23 +192,6 @@ class Tokenizer:
             return " ".join(pieces)
         text: str = self._decoder.decode(pieces)
         return text
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} if there is no such file.
-
-    Raises:
-        ConfigError: The file is not a JSON object.
-    """
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} holds a JSON {type(content).__name__}, it must be an object")
-    return content
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

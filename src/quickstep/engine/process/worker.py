@@ -16,17 +16,25 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from quickstep.deferred import deferring
 from quickstep.ops.torch_import import import_torch, preload_torch
 
 if TYPE_CHECKING:
+    from quickstep.config import EngineConfig
+    from quickstep.engine.engine import Engine
     from quickstep.engine.process.service import EngineOpener
 
 __all__ = ["main", "run"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# A thread that loads weights comes back for the interpreter's lock after each matrix; at Python's
+# own 5 ms it would wait longer for a thread that imports than it works.
+_SWITCH_S = 0.0002
+# The front door of `tokenizers` imports its ready-made tokenizers; the other is docstrings.
+_NOT_NEEDED = ("tokenizers", "numpy._core._add_newdocs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,12 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()
     arguments = sys.argv[1:] if argv is None else argv
     _die_with(int(arguments[1]))
+    sys.setswitchinterval(_SWITCH_S)
     preload_torch()
-    # while the library is mapped, what does not need it
+    with deferring(_NOT_NEEDED):
+        return run(arguments, _open)
+
+
+def _open(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
+    """The real engine, in a thread: its imports wait for no message, nor the messages for them."""
     from quickstep.engine.assembly import open_engine
 
     import_torch()
-    return run(arguments, open_engine)
+    return open_engine(config, progress, with_template=False)
 
 
 def run(argv: Sequence[str], opener: EngineOpener) -> int:
