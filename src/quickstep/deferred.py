@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 else:  # these classes are for checking types alone, and their module imports a dozen others
     Loader = MetaPathFinder = object
 
-__all__ = ["complete", "deferring"]
+__all__ = ["complete", "defer"]
 
 # What is asked of a module by others than the import system. It asks for the likes of `__path__`.
 _NAMES_IN_CODE = frozenset({"__all__", "__version__"})
@@ -81,6 +80,10 @@ class _Deferring(MetaPathFinder):
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
 
+    def defers(self, names: Collection[str]) -> bool:
+        """Whether these are its own already."""
+        return self._names >= frozenset(names)
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -93,15 +96,10 @@ class _Deferring(MetaPathFinder):
         return spec
 
 
-@contextmanager
-def deferring(names: Collection[str]) -> Iterator[None]:
-    """Whoever imports the modules `names` in here gets them deferred."""
-    finder = _Deferring(names)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
+def defer(names: Collection[str]) -> None:
+    """Whoever imports the modules `names` from now on gets them deferred."""
+    if not any(isinstance(one, _Deferring) and one.defers(names) for one in sys.meta_path):
+        sys.meta_path.insert(0, _Deferring(names))
 
 
 def complete(names: Collection[str]) -> None:

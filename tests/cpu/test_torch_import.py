@@ -1,4 +1,4 @@
-"""What `import_torch` leaves out is there when it is wanted."""
+"""What an import of torch leaves out is there when it is wanted."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import sys
 
 _SCRIPT = """
 import sys
-from quickstep.ops.torch_import import complete_torch, import_torch, preload_torch
+from quickstep.ops.torch_import import complete_torch, defer_parts_of_torch
 
-preload_torch()
-import_torch()
+defer_parts_of_torch()
 import torch
 
 assert torch.equal(torch.ones(2) + 1, torch.full((2,), 2.0))
@@ -20,7 +19,7 @@ assert torch.distributions.Normal(0.0, 1.0).sample((3,)).shape == (3,)
 assert callable(torch.export.export)
 complete_torch()
 assert torch.empty(4, 5, device="meta").cumsum(0).shape == (4, 5)
-import_torch()  # once more changes nothing
+defer_parts_of_torch()  # once more changes nothing
 print("whole", len(deferred))
 """
 

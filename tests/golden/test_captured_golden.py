@@ -19,6 +19,8 @@ from quickstep.model.loader import load_model
 from quickstep.model.sizing import activation_bytes
 from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
+from quickstep.ops.dtypes import host_dtype
+from quickstep.ops.host_tensor import AnyTensor, to_torch
 from quickstep.ops.native_program import program_bytes
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import KVCache
@@ -59,8 +61,8 @@ def steps_of(blocks: torch.Tensor) -> Iterator[tuple[list[StepRow], list[Slot], 
         yield rows, [slots[index] for index, _ in step], emitting
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
+def bits(x: AnyTensor) -> Tensor:
+    return to_torch(x).contiguous().view(torch.uint8)
 
 
 def assert_same_steps(model: Model, case: Case, kv_dtype: str = "auto") -> None:
@@ -81,7 +83,7 @@ def assert_same_steps(model: Model, case: Case, kv_dtype: str = "auto") -> None:
         captured.prepare(rows, slots)
         expected, found = eager.run(emitting), captured.run(emitting)
         for right, got in zip(expected, found, strict=True):
-            assert got.dtype == right.dtype and got.shape == right.shape
+            assert host_dtype(got.dtype) == host_dtype(right.dtype) and got.shape == right.shape
             assert torch.equal(bits(got), bits(right))
     for right, got in zip(caches[0].keys, caches[1].keys, strict=True):
         assert right.any() and torch.equal(bits(got), bits(right))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import ForwardBatch, KVShape, Model
+from quickstep.ops.host_tensor import Device
 from quickstep.ops.table import KVCache
 
 __all__ = ["TimedModel", "with_kernel_clock"]
@@ -57,7 +58,7 @@ class TimedModel:
         return self._model.max_model_len
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device | Device:
         """`Model.device`."""
         return self._model.device
 
@@ -87,5 +88,5 @@ class TimedModel:
 
     def _count_since(self, started: float) -> None:
         if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+            torch.cuda.synchronize()
         self._busy_s += self._clock() - started

@@ -38,6 +38,7 @@ from quickstep.model.random_weights import RandomDraw, random_model
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec
 from quickstep.model.weights import DenseWeights, LayerWeights
+from quickstep.ops.dtypes import torch_dtype
 from quickstep.ops.resolve import resolve_ops
 from quickstep.runtime.kv import allocate_kv
 
@@ -69,7 +70,7 @@ class Subject:
     @property
     def dtype(self) -> torch.dtype:
         """Of weights and activations."""
-        return self.model.kv_shape.dtype
+        return torch_dtype(self.model.kv_shape.dtype)
 
     @property
     def product_dtype(self) -> torch.dtype:

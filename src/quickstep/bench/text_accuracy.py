@@ -21,8 +21,9 @@ from torch import Tensor
 
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
-from quickstep.model.interface import Model
-from quickstep.runtime.kv_probe import hidden_alone, kv_for_alone
+from quickstep.model.interface import ForwardBatch, Model
+from quickstep.ops.table import KVCache, PagedLayout
+from quickstep.runtime.kv_probe import BLOCK_SIZE, kv_for_alone
 
 __all__ = ["Reference", "TextAccuracy", "compare", "cut_windows"]
 
@@ -115,4 +116,16 @@ def _hidden(model: Model, windows: Sequence[tuple[int, ...]], kv_dtype: str) -> 
     """Final hidden states [window, hidden] of each window, each a prefill from position 0."""
     kv = kv_for_alone(model, len(windows[0]), kv_dtype)
     with torch.inference_mode():
-        return [hidden_alone(model, window, kv) for window in windows]
+        return [_hidden_alone(model, window, kv) for window in windows]
+
+
+def _hidden_alone(model: Model, token_ids: Sequence[int], kv: KVCache) -> Tensor:
+    """Final hidden states [T, hidden] of one prompt from position 0, its blocks in order.
+
+    Attention reads every key and value, a token's own included, out of the cache.
+    """
+    count = len(token_ids)
+    positions = torch.arange(count)
+    blocks = torch.arange(-(-count // BLOCK_SIZE), dtype=torch.int32)
+    layout = PagedLayout(positions, positions, (0, count), (count,), blocks[None], BLOCK_SIZE)
+    return model.forward(ForwardBatch(torch.tensor(token_ids), layout), kv)

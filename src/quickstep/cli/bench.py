@@ -164,6 +164,8 @@ def _run_step(args: argparse.Namespace) -> int:
     import os
     import time
 
+    import torch
+
     from quickstep.bench.limits import DEFAULT_PROBE_BYTES, open_limits
     from quickstep.bench.step import StepOptions, figures, measure_steps, sized_for_steps
     from quickstep.cli.bench_report import print_report
@@ -173,7 +175,7 @@ def _run_step(args: argparse.Namespace) -> int:
     )
     subject = _opened(args, sized_for_steps(_config(args), options))
     limits = open_limits(
-        subject.model.device,
+        torch.device(subject.model.device.type),
         subject.product_dtype,
         subject.num_threads,
         os.environ.get("QUICKSTEP_CPU_ISA"),

@@ -26,7 +26,7 @@ from quickstep.cli.serve_flags import (
     stream_config,
 )
 from quickstep.config import EngineConfig
-from quickstep.deferred import deferring
+from quickstep.deferred import defer
 
 if TYPE_CHECKING:
     from quickstep.engine.logs import LogSetup
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         log = log_setup(args)
         _tell(launched, config, log)
-        with deferring(_FRONT_DOORS):
-            _serve(args, config, log, launched)
+        defer(_FRONT_DOORS)
+        _serve(args, config, log, launched)
     finally:
         launched.end()
     return 0

@@ -31,16 +31,14 @@ def opened(config: EngineConfig, show_memory: bool | None = None) -> Engine:
 
     The memory table goes to stderr: always, never, or (None) if that is a terminal.
     """
-    from quickstep.ops.torch_import import import_torch, preload_torch
+    from quickstep.ops.torch_import import defer_parts_of_torch
 
     # numpy's threads for matrix products, of which there are none here: they spin and take memory
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()  # what is imported stays, and looking for garbage in it takes a sixth of the time
-    preload_torch()
-    # while the library is mapped, what does not need it
+    defer_parts_of_torch()
     from quickstep.engine.assembly import open_engine
 
-    import_torch()
     with loading_bar(f"loading {config.load.model}") as progress:
         engine = open_engine(config, progress)
     gc.freeze()

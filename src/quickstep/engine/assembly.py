@@ -3,7 +3,8 @@
     find checkpoint -> read spec -> plan memory -> load weights -> allocate KV -> wire
 
 The one place that knows every layer. Memory is planned before anything large is read, so a model
-that does not fit is refused at once. torch is imported here, when an engine is really opened.
+that does not fit is refused at once. What is large is imported here, when an engine is really
+opened: torch only for a model that needs it (docs/design/0009).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from quickstep.config import EngineConfig, InputConfig, SchedulerConfig
+from quickstep.config import EngineConfig, InputConfig, LoadConfig, SchedulerConfig
 from quickstep.dataclass import dataclass
 from quickstep.engine.json_file import read_json
 from quickstep.engine.loaded_model import LoadedModel
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan
     from quickstep.model.source import Checkpoint
     from quickstep.model.spec import ModelSpec
+    from quickstep.ops.dtypes import DType
+    from quickstep.ops.host_tensor import Device
     from quickstep.ops.table import KVCache, OpTable
 
 __all__ = [
@@ -97,7 +100,6 @@ def open_engine(
     from quickstep.runtime.kv import allocate_kv
 
     started_s = time.monotonic()
-    set_threads(config.load.num_threads)
     checkpoint = find_checkpoint(config.load)
     tokenizer = read_ahead(checkpoint.path)
     loaded = load_weights(config, progress, checkpoint)
@@ -152,12 +154,8 @@ def load_weights(
 ) -> LoadedWeights:
     """Find, plan and load what `config` names. Raises ConfigError."""
     from quickstep.model.checkpoint_weights import open_checkpoint_files, open_weights
-    from quickstep.model.loader import (
-        check_requantization,
-        load_model,
-        resolve_device,
-        resolve_dtype,
-    )
+    from quickstep.model.loader import check_requantization, load_model, loads_on_host
+    from quickstep.model.placement import choose_device, choose_dtype
     from quickstep.model.source import find_checkpoint
     from quickstep.model.spec import read_spec
     from quickstep.ops.native import native_status
@@ -165,21 +163,25 @@ def load_weights(
 
     checkpoint = checkpoint or find_checkpoint(config.load)
     spec = read_spec(checkpoint.path)
-    device = resolve_device(config.load.device)
-    dtype = resolve_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
+    device = choose_device(config.load.device)
+    dtype = choose_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
-    ops = resolve_ops(device, "auto", config.load.num_threads, isa)
+    ops = resolve_ops(device, "auto", num_threads(config.load), isa)
     if device.type == "cpu" and ops.name == "reference":
         _LOGGER.warning("running on PyTorch's ops, exact and slow: %s", native_status().reason)
     held_bytes = None
+    on_host = False
     if spec.native:
         weights = open_weights(checkpoint.path, spec)
         check_requantization(weights, config.load.quantization)
         held_bytes = weights.held_bytes(dtype.itemsize) if weights.coded else None
+        on_host = not config.enforce_eager and loads_on_host(weights, ops, config.load)
+    if not on_host:
+        set_threads(config.load.num_threads)
     plan = plan_for(config, spec, dtype, device, ops, held_bytes)
     for note in plan.notes:
         _LOGGER.info("%s", note)
-    model = load_model(checkpoint, spec, ops, config.load, progress, plan.max_model_len)
+    model = load_model(checkpoint, spec, ops, config.load, progress, plan.max_model_len, on_host)
     if not model.exact:
         _LOGGER.warning(
             "%s runs through transformers and is not exact: its bits may depend on the batch",
@@ -210,8 +212,8 @@ def _warn_of_kv(model: Model, kv_dtype: str) -> None:
 def plan_for(
     config: EngineConfig,
     spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: DType | torch.dtype,
+    device: torch.device | Device,
     ops: OpTable,
     held_bytes: int | None = None,
 ) -> MemoryPlan:
@@ -242,17 +244,26 @@ def set_threads(num_threads: int | None) -> None:
     """torch's threads, and so the kernels' default. None: the cores that the process may use."""
     import torch
 
+    torch.set_num_threads(_checked_threads(num_threads))
+
+
+def num_threads(load: LoadConfig) -> int:
+    """Threads to compute with. Raises ConfigError."""
+    return _checked_threads(load.num_threads)
+
+
+def _checked_threads(num_threads: int | None) -> int:
     if num_threads is not None and num_threads < 1:
         raise ConfigError(f"--num-threads is {num_threads}, it must be at least 1")
-    torch.set_num_threads(num_threads or usable_cores())
+    return num_threads or usable_cores()
 
 
-def _free_bytes(device: torch.device) -> int:
+def _free_bytes(device: torch.device | Device) -> int:
     if device.type == "cpu":
         return free_memory_bytes()
     import torch
 
-    return torch.cuda.mem_get_info(device)[0]
+    return torch.cuda.mem_get_info(device.type)[0]
 
 
 def _fitted(scheduler: SchedulerConfig, plan: MemoryPlan) -> SchedulerConfig:

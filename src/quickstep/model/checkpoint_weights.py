@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
@@ -17,11 +18,12 @@ from quickstep.model.gguf_file import is_gguf
 from quickstep.model.gguf_spec import gguf_tensor_files
 from quickstep.model.quantization import MatrixFormat
 from quickstep.model.quantized_formats.detect import find_storage
-from quickstep.model.quantized_formats.stacking import common_form
-from quickstep.model.quantized_formats.storage import MatrixStorage
 from quickstep.model.safetensors_files import TensorFiles, open_tensor_files
 from quickstep.model.spec import read_config
 from quickstep.model.tensor_schema import Shapes, layer_tensors, outer_tensors
+
+if TYPE_CHECKING:
+    from quickstep.model.quantized_formats.storage import MatrixStorage
 
 __all__ = ["CheckpointWeights", "DecoderNames", "open_checkpoint_files", "open_weights"]
 
@@ -77,6 +79,9 @@ class CheckpointWeights:
 
     def held_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the weights in memory, for a model's dtype of so many bytes."""
+        # Imported here: it computes with torch.
+        from quickstep.model.quantized_formats.stacking import common_form
+
         total = 0
         stacks: dict[str, list[tuple[tuple[int, ...], MatrixFormat | None]]] = {}
         for name, shape in self.shapes.items():

@@ -7,15 +7,19 @@ Holds no per-request state and never allocates KV.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec, QKNorm
-from quickstep.model.experts import dense_feed_forward, sparse_feed_forward
+from quickstep.model.feed_forward import dense_feed_forward
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable
 from quickstep.model.weights import AttentionWeights, DecoderWeights, LayerWeights, SparseWeights
+from quickstep.ops.host_tensor import Device, rounded
 from quickstep.ops.table import AttentionParams, KVCache, OpTable, PagedLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["Decoder"]
 
@@ -40,7 +44,7 @@ class Decoder:
         self._fingerprint = fingerprint
         dtype = weights.final_norm.dtype
         # rounded to the weights' dtype, as Gemma was trained
-        self._multiplier = torch.tensor(spec.embedding_multiplier, dtype=dtype).item()
+        self._multiplier = rounded(spec.embedding_multiplier, dtype)
         self._attention = tuple(
             AttentionParams(spec.attention_scale, layer.window, spec.attention_softcap)
             for layer in spec.layers
@@ -68,6 +72,17 @@ class Decoder:
         )
 
     @property
+    def ropes(self) -> tuple[RopeTable, ...]:
+        """The rotary tables."""
+        return self._ropes
+
+    def with_tensors(self, weights: DecoderWeights, ropes: tuple[RopeTable, ...]) -> Decoder:
+        """The same model on tensors of another kind, of the same values."""
+        return Decoder(
+            self._spec, weights, ropes, self._ops, self._max_model_len, self._fingerprint
+        )
+
+    @property
     def exact(self) -> bool:
         """Whether a row's bits never depend on its batch: always, for a native model."""
         return True
@@ -90,7 +105,7 @@ class Decoder:
         return self._max_model_len
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device | Device:
         """Where weights and KV live."""
         return self._weights.final_norm.device
 
@@ -102,7 +117,7 @@ class Decoder:
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Write the step's KV, return the final normed hidden states [T, hidden]."""
         layout = batch.layout
-        rotations = tuple(table.at(layout.positions) for table in self._ropes)
+        rotations = tuple(table.at(self._ops, layout.positions) for table in self._ropes)
         weights = self._weights
         residual = self._ops.embedding(batch.token_ids, weights.embedding, weights.final_norm.dtype)
         if self._multiplier != 1.0:
@@ -170,7 +185,9 @@ class Decoder:
         """Queries [T, H, D], k and v [T, K, D], normed where the architecture does."""
         spec = self._spec
         queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-        q, k, v = torch.split(self._ops.linear(x, weights.qkv), [queries, keys, keys], dim=-1)
+        qkv = self._ops.linear(x, weights.qkv)
+        q, k = qkv[:, :queries], qkv[:, queries : queries + keys]
+        v = qkv[:, queries + keys :]
         if spec.qk_norm is QKNorm.FULL:
             q, k = self._norm_qk(weights, q, k)
         q = q.view(-1, spec.num_heads, spec.head_size)
@@ -189,5 +206,8 @@ class Decoder:
         weights, activation = layer.feed_forward, self._spec.activation
         if isinstance(weights, SparseWeights):
             assert kind.sparse and self._spec.moe is not None
+            # Imported here: it computes with torch.
+            from quickstep.model.experts import sparse_feed_forward
+
             return sparse_feed_forward(self._ops, weights, x, self._spec.moe, activation)
         return dense_feed_forward(self._ops, weights, x, activation)

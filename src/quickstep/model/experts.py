@@ -10,20 +10,15 @@ import torch
 from torch import Tensor
 
 from quickstep.model.decoder_spec import MoESpec
-from quickstep.model.weights import DenseWeights, SparseWeights
+from quickstep.model.feed_forward import dense_feed_forward
+from quickstep.model.weights import SparseWeights
 from quickstep.ops.reference.elementary import exp_nonpositive
 from quickstep.ops.reference.fixed_point import round_rows
 from quickstep.ops.table import OpTable
 
-__all__ = ["dense_feed_forward", "route", "sparse_feed_forward"]
+__all__ = ["route", "sparse_feed_forward"]
 
 _SUM_BITS = 40  # exact sums of up to 2**13 experts in fp64
-
-
-def dense_feed_forward(ops: OpTable, weights: DenseWeights, x: Tensor, activation: str) -> Tensor:
-    """[T, C] -> [T, C]: down(act(gate(x)) * up(x))."""
-    gate_up = ops.linear(x, weights.gate_up)
-    return ops.linear(ops.gated_activation(gate_up, activation), weights.down)
 
 
 def route(ops: OpTable, weights: SparseWeights, x: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor]:

@@ -56,8 +56,8 @@ class TransformersModel:
         self._body, self._head = parts
         self._ops = ops
         self._spec = spec
-        self._device, dtype = placement
-        self._kv_shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_size, dtype)
+        self._device, self._dtype = placement
+        self._kv_shape = KVShape(spec.num_layers, spec.num_kv_heads, spec.head_size, self._dtype)
         self._max_model_len = max_model_len
         self._fingerprint = fingerprint
         self._exact = False
@@ -129,7 +129,7 @@ class TransformersModel:
         Raises:
             ConfigError: They differ by more than the dtype's rounding.
         """
-        limit = _TOLERANCE[self._kv_shape.dtype] * float(expected.abs().max())
+        limit = _TOLERANCE[self._dtype] * float(expected.abs().max())
         whole, chunked = self._probe(probe, _WHOLE), self._probe(probe, _CHUNKS)
         for found, how in ((whole, "as a whole"), (chunked, "in chunks")):
             difference = float((found - expected).abs().max())
@@ -147,7 +147,7 @@ class TransformersModel:
         size = (num_blocks, _PROBE_BLOCK, shape.num_kv_heads, shape.head_size)
         keys, values = (
             tuple(
-                torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)
+                torch.zeros(size, dtype=self._dtype, device=device) for _ in range(shape.num_layers)
             )
             for _ in range(2)
         )

@@ -6,14 +6,17 @@ Called by `runtime.runner`; implemented by `model.decoder` and by the `transform
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from quickstep.dataclass import dataclass
+from quickstep.ops.dtypes import DType, find_dtype, of_kind
+from quickstep.ops.host_tensor import Device
 from quickstep.ops.kv_format import head_width
 from quickstep.ops.table import KVCache, PagedLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["ForwardBatch", "KVShape", "Model"]
 
@@ -33,7 +36,7 @@ class KVShape:
     num_layers: int
     num_kv_heads: int
     head_size: int
-    dtype: torch.dtype
+    dtype: DType | torch.dtype
 
     @property
     def bytes_per_token(self) -> int:
@@ -47,7 +50,9 @@ class KVShape:
 
     def stored_as(self, kv_dtype: str) -> KVShape:
         """The same sizes in `CacheConfig.kv_dtype`."""
-        return self if kv_dtype == "auto" else replace(self, dtype=getattr(torch, kv_dtype))
+        if kv_dtype == "auto":
+            return self
+        return replace(self, dtype=of_kind(find_dtype(kv_dtype), self.dtype))
 
 
 class Model(Protocol):
@@ -66,7 +71,7 @@ class Model(Protocol):
         """Longest sequence the positions allow, in tokens."""
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device | Device:
         """Where weights and KV live."""
 
     @property

@@ -6,9 +6,9 @@ Called once by the engine's assembly. Never opens a pickle, never runs code of a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
@@ -22,12 +22,12 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec, QKNorm
 from quickstep.model.fingerprint import weights_fingerprint
 from quickstep.model.interface import Model
+from quickstep.model.placement import choose_device, choose_dtype, resolve_device, resolve_dtype
 from quickstep.model.quantization import find_scheme
 from quickstep.model.quantize import QuantizingSource
 from quickstep.model.quantized_formats.detect import open_coded_reader
 from quickstep.model.rope import make_rope_table
 from quickstep.model.rope_spec import RopeKind
-from quickstep.model.safetensors_files import TensorFiles
 from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_config
 from quickstep.model.tensor_reader import STORED_DTYPES, Progress, TensorReader, TensorSource
@@ -39,20 +39,27 @@ from quickstep.model.weights import (
     LayerWeights,
     SparseWeights,
 )
+from quickstep.ops.dtypes import DType, torch_dtype
+from quickstep.ops.host_tensor import CPU, HostTensor, torch_device
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
 from quickstep.ops.torch_import import complete_torch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from quickstep.ops.host_tensor import Device
 
 __all__ = [
     "DecoderNames",
     "build_decoder",
     "check_requantization",
     "load_model",
+    "loads_on_host",
     "quantizing",
     "resolve_device",
     "resolve_dtype",
 ]
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def load_model(
@@ -62,19 +69,21 @@ def load_model(
     load: LoadConfig,
     progress: Progress | None = None,
     max_model_len: int | None = None,
+    on_host: bool = False,
 ) -> Model:
     """Load the weights of a checkpoint for an op table.
 
     `progress(done_bytes, total_bytes)` is called as bytes are read. `max_model_len` sizes the
     position tables (and chooses longrope's factors); None takes all that the spec allows.
+    `on_host` asks for tensors without torch, where `loads_on_host` says that it can be had.
 
     Raises:
         ConfigError: Tensors are missing, unexpected, misshapen or corrupt.
     """
-    device = resolve_device(load.device)
+    device = choose_device(load.device)
     max_model_len = min(max_model_len or spec.max_model_len, spec.max_model_len)
     files = open_checkpoint_files(checkpoint.path)
-    dtype = resolve_dtype(load.dtype, spec, files)
+    dtype = choose_dtype(load.dtype, spec, files)
     longer = any(
         rope.kind is RopeKind.LONGROPE and max_model_len > rope.trained_len for rope in spec.ropes
     )
@@ -90,13 +99,38 @@ def load_model(
                 f"--quantization is {load.quantization}, but {spec.architecture} runs through "
                 "transformers, where weights stay as they are; leave the option out"
             )
-        return load_fallback(checkpoint, spec, ops, (device, dtype), max_model_len, fingerprint)
+        placement = (torch_device(device), torch_dtype(dtype))
+        return load_fallback(checkpoint, spec, ops, placement, max_model_len, fingerprint)
     weights = open_weights(checkpoint.path, spec)
     weights.check()
     check_requantization(weights, load.quantization)
-    stored = _open_source(weights, dtype, device, progress)
+    if on_host:
+        stored = _open_source(weights, dtype, device, progress)
+    else:
+        stored = _open_source(weights, torch_dtype(dtype), torch_device(device), progress)
     source = quantizing(stored, load.quantization, weights.names, ops)
     return build_decoder(spec, ops, source, weights.names, max_model_len, fingerprint)
+
+
+def loads_on_host(weights: CheckpointWeights, ops: OpTable, load: LoadConfig) -> bool:
+    """Whether a native checkpoint can be loaded, and then run, without importing torch.
+
+    Every matrix has to go from its file into packed memory by itself, and the model has to be one
+    whose steps are captured.
+    """
+    spec, names = weights.spec, weights.names
+    if ops.load_linear is None or ops.steps is None or spec.moe is not None:
+        return False
+    if weights.storage is not None or choose_device(load.device) != CPU:
+        return False
+    if spec.tied and names.head_stored and load.quantization is not None:
+        return False  # two copies of one matrix are compared as they are rounded
+    dtype = choose_dtype(load.dtype, spec, weights.files)
+    stored = {name: STORED_DTYPES.get(weights.files.tensors[name].dtype) for name in weights.shapes}
+    return all(
+        found == dtype if len(weights.shapes[name]) > 1 else found is not None
+        for name, found in stored.items()
+    )
 
 
 def check_requantization(weights: CheckpointWeights, quantization: str | None) -> None:
@@ -110,8 +144,8 @@ def check_requantization(weights: CheckpointWeights, quantization: str | None) -
 
 def _open_source(
     weights: CheckpointWeights,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: DType | torch.dtype,
+    device: torch.device | Device,
     progress: Progress | None,
 ) -> TensorSource:
     """The tensors of the files, which the weights were checked against."""
@@ -147,29 +181,6 @@ def build_decoder(
     return Decoder(spec, weights, ropes, ops, max_model_len, fingerprint)
 
 
-def resolve_device(name: str) -> torch.device:
-    """`auto` takes a GPU where torch sees one. Raises ConfigError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise ConfigError(f"--device is {name!r}, it must be auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device is cuda and torch sees no GPU; use --device cpu")
-    return torch.device(name)
-
-
-def resolve_dtype(name: str, spec: ModelSpec, files: TensorFiles | None = None) -> torch.dtype:
-    """`auto` takes the config's dtype, else that of the stored weights, else float32."""
-    if name != "auto":
-        if name not in _DTYPES:
-            raise ConfigError(f"--dtype is {name!r}, it must be auto or {', '.join(_DTYPES)}")
-        return _DTYPES[name]
-    if spec.dtype in _DTYPES:
-        return _DTYPES[spec.dtype]
-    stored = {tensor.dtype for tensor in files.tensors.values()} if files is not None else set()
-    return next((STORED_DTYPES[code] for code in STORED_DTYPES if code in stored), torch.float32)
-
-
 class _Packing:
     """Reads tensors in the order of the schema and packs them for the op table."""
 
@@ -190,14 +201,20 @@ class _Packing:
         if not names.head_stored:
             packed = self._matrix((names.embedding,))
             return packed, packed
-        embedding = self._reader.linear((names.embedding,))
         if self._spec.tied:
+            embedding = self._reader.linear((names.embedding,))
             projection = self._reader.linear((names.head,))
             if _equal(projection, embedding):
                 packed = self._pack(embedding)
                 return packed, packed
             return self._table(embedding), self._pack(projection)
-        return self._table(embedding), self._matrix((names.head,))
+        return self._embedding(names.embedding), self._matrix((names.head,))
+
+    def _embedding(self, name: str) -> Tensor | LinearWeight:
+        """An embedding that is no projection, packed where that needs no second copy of it."""
+        if self._ops.load_linear is not None:
+            return self._matrix((name,))
+        return self._table(self._reader.linear((name,)))
 
     def _table(self, embedding: Tensor | QuantizedWeight) -> Tensor | LinearWeight:
         """An embedding that is no projection: as it is, unless it is in codes."""
@@ -275,9 +292,13 @@ class _Packing:
 
 
 def _equal(a: Tensor | QuantizedWeight, b: Tensor | QuantizedWeight) -> bool:
+    if isinstance(a, HostTensor) and isinstance(b, HostTensor):
+        return np.array_equal(a.numpy(), b.numpy())
+    import torch
+
     if isinstance(a, QuantizedWeight) and isinstance(b, QuantizedWeight):
         same_codes = torch.equal(a.codes, b.codes) and torch.equal(a.scales, b.scales)
         if a.zeros is None or b.zeros is None:
             return same_codes and a.zeros is b.zeros
         return same_codes and torch.equal(a.zeros, b.zeros)
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)

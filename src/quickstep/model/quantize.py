@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quickstep.model.quantization import QuantizationScheme
 from quickstep.model.tensor_reader import STORED_DTYPES, TensorSource
 from quickstep.ops.table import OpTable, QuantizedWeight, Rounding, StoredMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["ERROR_BOUND", "QuantizingSource", "rounding_error"]
 
@@ -93,6 +94,8 @@ class QuantizingSource:
 
 def rounding_error(weight: Tensor, codes: QuantizedWeight) -> float:
     """Norm of what rounding changed over that of the weights, over a sample of the rows."""
+    import torch
+
     rows = slice(None, None, max(1, weight.shape[0] // _SAMPLED_ROWS))
     exact = weight[rows].float()
     zeros = None if codes.zeros is None else codes.zeros[rows]

@@ -9,21 +9,35 @@ the literature; here they are functions of the position or of the configuration 
 - `longrope`: long factors for every position when `max_model_len` exceeds the trained length,
   short ones otherwise. Sequences beyond the trained length (or engines that allow none) equal
   transformers, which re-computes a sequence's KV when it crosses the border.
+
+In NumPy, whatever computes the model: powers and cosines in float64, rounded to float32, so that no
+library's rounding of its own shows. Products with a reciprocal stand for quotients where the models
+were trained so.
 """
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from quickstep.dataclass import dataclass
 from quickstep.model.rope_spec import RopeKind, RopeSpec
+from quickstep.ops.dtypes import FLOAT32
+from quickstep.ops.host_tensor import Device, HostTensor
+from quickstep.ops.table import OpTable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["RopeTable", "make_rope_table"]
 
 _ROWS = 1024  # float64 scratch of one slice: 1024 x D_rot / 2
+
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,70 +47,88 @@ class RopeTable:
     cos: Tensor
     sin: Tensor
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, ops: OpTable, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the given positions, each [T, D_rot / 2]."""
-        return self.cos[positions], self.sin[positions]
+        cos, sin = self.cos, self.sin
+        return ops.embedding(positions, cos, cos.dtype), ops.embedding(positions, sin, sin.dtype)
 
 
-def make_rope_table(rope: RopeSpec, max_model_len: int, device: torch.device) -> RopeTable:
-    """Compute the table of positions 0 to max_model_len - 1."""
+def make_rope_table(rope: RopeSpec, max_model_len: int, device: torch.device | Device) -> RopeTable:
+    """Compute the table of positions 0 to max_model_len - 1, of the device's kind of tensors."""
     frequencies = _frequencies(rope, max_model_len)
-    scale = _attention_factor(rope)
-    cos = torch.empty(max_model_len, rope.dim // 2, dtype=torch.float32)
-    sin = torch.empty_like(cos)
+    scale = np.float32(_attention_factor(rope))
+    cos = np.empty((max_model_len, rope.dim // 2), dtype=np.float32)
+    sin = np.empty_like(cos)
     for start in range(0, max_model_len, _ROWS):
-        positions = torch.arange(start, min(start + _ROWS, max_model_len), dtype=torch.float32)
+        positions = np.arange(start, min(start + _ROWS, max_model_len), dtype=np.float32)
         if rope.kind is RopeKind.DYNAMIC:
             rows = _dynamic_frequencies(rope, positions)
         else:
-            rows = frequencies.unsqueeze(0)
+            rows = frequencies[None]
         # The angle is float32 as in training; cos in float64 leaves nothing to the vector library.
-        angles = (positions.unsqueeze(1) * rows).double()
+        angles = (positions[:, None] * rows).astype(np.float64)
         stop = start + len(positions)
-        cos[start:stop] = angles.cos().float() * scale
-        sin[start:stop] = angles.sin().float() * scale
-    return RopeTable(cos.to(device), sin.to(device))
+        cos[start:stop] = np.cos(angles)
+        sin[start:stop] = np.sin(angles)
+    if scale != 1.0:
+        cos *= scale
+        sin *= scale
+    return RopeTable(_tensor(cos, device), _tensor(sin, device))
 
 
-def _exponents(rope: RopeSpec) -> Tensor:
-    return torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
+def _tensor(values: Floats, device: torch.device | Device) -> Tensor:
+    table = HostTensor(values, FLOAT32)
+    return cast("Tensor", table) if isinstance(device, Device) else table.to_torch().to(device)
 
 
-def _frequencies(rope: RopeSpec, max_model_len: int) -> Tensor:
+def _exponents(rope: RopeSpec) -> Floats:
+    return np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+
+
+def _power(base: float | npt.NDArray[Any], exponent: float | npt.NDArray[Any]) -> Floats:
+    """To float32, from float64."""
+    wide = np.power(np.asarray(base, dtype=np.float64), np.asarray(exponent, dtype=np.float64))
+    return wide.astype(np.float32)
+
+
+def _frequencies(rope: RopeSpec, max_model_len: int) -> Floats:
     """[D_rot / 2] float32."""
-    plain = 1.0 / (rope.theta ** _exponents(rope))
+    powers = _power(rope.theta, _exponents(rope))
+    plain = np.float32(1) / powers
     if rope.kind is RopeKind.LINEAR:
-        return plain / rope.factor
+        return plain / np.float32(rope.factor)
     if rope.kind is RopeKind.LLAMA3:
         return _llama3_frequencies(rope, plain)
     if rope.kind is RopeKind.YARN:
-        return _yarn_frequencies(rope)
+        return _yarn_frequencies(rope, powers)
     if rope.kind is RopeKind.LONGROPE:
         beyond = max_model_len > rope.trained_len
-        divisors = torch.tensor(rope.long_factor if beyond else rope.short_factor)
-        return 1.0 / (divisors * rope.theta ** _exponents(rope))
+        divisors = np.array(rope.long_factor if beyond else rope.short_factor, dtype=np.float32)
+        return np.float32(1) / (divisors * powers)
     return plain
 
 
-def _dynamic_frequencies(rope: RopeSpec, positions: Tensor) -> Tensor:
+def _dynamic_frequencies(rope: RopeSpec, positions: Floats) -> Floats:
     """[positions, D_rot / 2]; NTK-aware scaling by the length that ends at each position."""
-    lengths = (positions + 1).clamp(min=rope.trained_len)
-    stretch = rope.factor * lengths / rope.trained_len - (rope.factor - 1)
-    bases = rope.theta * stretch ** (rope.dim / (rope.dim - 2))
-    return 1.0 / (bases.unsqueeze(1) ** _exponents(rope))
+    lengths = np.maximum(positions + np.float32(1), np.float32(rope.trained_len))
+    stretch = np.float32(rope.factor) * lengths / np.float32(rope.trained_len)
+    stretch = stretch - np.float32(rope.factor - 1)
+    bases = np.float32(rope.theta) * _power(stretch, rope.dim / (rope.dim - 2))
+    return np.float32(1) / _power(bases[:, None], _exponents(rope))
 
 
-def _llama3_frequencies(rope: RopeSpec, plain: Tensor) -> Tensor:
+def _llama3_frequencies(rope: RopeSpec, plain: Floats) -> Floats:
     """Llama 3.1: long wavelengths are stretched, short ones kept, a ramp between."""
-    wavelengths = 2 * math.pi / plain
+    wavelengths = np.float32(1) / plain * np.float32(2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    ramp = ((rope.trained_len / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - ramp) * plain / rope.factor + ramp * plain
+    turns = np.float32(1) / wavelengths * np.float32(rope.trained_len)
+    ramp: Floats = ((turns - np.float32(low)) / np.float32(high - low)).clip(0.0, 1.0)
+    stretched: Floats = (np.float32(1) - ramp) * plain / np.float32(rope.factor)
+    return stretched + ramp * plain
 
 
-def _yarn_frequencies(rope: RopeSpec) -> Tensor:
+def _yarn_frequencies(rope: RopeSpec, powers: Floats) -> Floats:
     """YaRN (arXiv:2309.00071): interpolate the dimensions that turn rarely, keep the others."""
-    powers = rope.theta ** _exponents(rope)
 
     def dimension_of(turns: float) -> float:
         ratio = rope.trained_len / (turns * 2 * math.pi)
@@ -107,8 +139,10 @@ def _yarn_frequencies(rope: RopeSpec) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
     width = (high - low) or 0.001
-    ramp = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
-    return ramp / (rope.factor * powers) + (1 - ramp) / powers
+    steps = np.arange(rope.dim // 2, dtype=np.float32) - np.float32(low)
+    ramp: Floats = (steps / np.float32(width)).clip(0.0, 1.0)
+    kept: Floats = (np.float32(1) - ramp) / powers
+    return ramp / (np.float32(rope.factor) * powers) + kept
 
 
 def _attention_factor(rope: RopeSpec) -> float:

@@ -8,25 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from quickstep.errors import ConfigError
 from quickstep.model.gguf_file import BLOCKS
 from quickstep.model.safetensors_files import TensorFiles
+from quickstep.ops.dtypes import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    INT32,
+    INT64,
+    UINT8,
+    DType,
+    host_dtype,
+    torch_dtype,
+)
+from quickstep.ops.host_tensor import Device, HostTensor
 from quickstep.ops.table import QuantizedWeight, StoredMatrix, StoredRows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["STORED_DTYPES", "Progress", "TensorReader", "TensorSource"]
 
 Progress = Callable[[int, int], None]
 
-STORED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED_DTYPES: Mapping[str, DType] = MappingProxyType(
+    {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 )
-_CODE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64}
+_CODE_DTYPES: Mapping[str, DType] = MappingProxyType(
+    {"U8": UINT8, "I8": INT8, "I32": INT32, "I64": INT64}
 )
 
 
@@ -47,13 +63,16 @@ class TensorSource(Protocol):
 
 
 class TensorReader:
-    """Reads by name; `progress(done_bytes, total_bytes)` is called after each tensor."""
+    """Reads by name; `progress(done_bytes, total_bytes)` is called after each tensor.
+
+    Gives tensors of torch, or `HostTensor`s for a `Device`.
+    """
 
     def __init__(
         self,
         files: TensorFiles,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: DType | torch.dtype,
+        device: torch.device | Device,
         total_bytes: int,
         progress: Progress | None,
     ) -> None:
@@ -72,24 +91,37 @@ class TensorReader:
         """Several tensors, one below the other along the first dimension."""
         dtypes = [self._stored_dtype(name) for name in names]
         if len(set(dtypes)) > 1:
-            return torch.cat([self.stacked((name,)) for name in names])
+            return self._joined([self.stacked((name,)) for name in names])
         shapes = [self._files.tensors[name].shape for name in names]
         rows = sum(shape[0] for shape in shapes)
-        stored = torch.empty((rows, *shapes[0][1:]), dtype=dtypes[0])
-        shared = stored.flatten().view(torch.uint8).numpy()
-        raw = memoryview(shared)  # type: ignore[arg-type]
+        stored = HostTensor.empty((rows, *shapes[0][1:]), dtypes[0])
+        raw = _bytes_of(stored)
         start = 0
         for name in names:
             stop = start + self._files.tensors[name].nbytes
             self._files.read_into(name, raw[start:stop])
             self._count(stop - start)
             start = stop
-        return stored.to(self._device, self._dtype)
+        return self._placed(stored)
+
+    def _placed(self, stored: HostTensor) -> Tensor:
+        """In the model's dtype, where its tensors are."""
+        if isinstance(self._dtype, DType):
+            return cast("Tensor", stored.to(self._dtype))
+        return stored.to_torch().to(self._device.type, self._dtype)
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        if not isinstance(self._dtype, DType):
+            import torch
+
+            return torch.cat(parts)
+        whole = np.concatenate([part.numpy() for part in parts])
+        return cast("Tensor", HostTensor(whole, self._dtype))
 
     @property
     def dtype(self) -> torch.dtype:
         """The model's."""
-        return self._dtype
+        return torch_dtype(self._dtype)
 
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
         """The stored matrix, whole."""
@@ -99,7 +131,8 @@ class TensorReader:
         """The matrix in its files, where they hold it in the model's dtype."""
         if self._device.type != "cpu":
             return None
-        if any(STORED_DTYPES.get(self._files.tensors[name].dtype) != self._dtype for name in names):
+        dtype = host_dtype(self._dtype)
+        if any(STORED_DTYPES.get(self._files.tensors[name].dtype) != dtype for name in names):
             return None
         return self.placed(names)
 
@@ -111,7 +144,7 @@ class TensorReader:
         return StoredMatrix(tensors[0].dtype, parts, tensors[0].shape[1])
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device | Device:
         """Where tensors go."""
         return self._device
 
@@ -121,18 +154,17 @@ class TensorReader:
         shape: tuple[int, ...] = stored.shape
         block = BLOCKS.get(stored.dtype)
         if block is not None and stored.dtype not in STORED_DTYPES:
-            shape, dtype = (stored.nbytes // block[1], block[1]), torch.uint8
+            shape, dtype = (stored.nbytes // block[1], block[1]), UINT8
         elif stored.dtype in _CODE_DTYPES:
             dtype = _CODE_DTYPES[stored.dtype]
         else:
             dtype = self._stored_dtype(name)
-        tensor = torch.empty(shape, dtype=dtype)
-        shared = tensor.flatten().view(torch.uint8).numpy()
-        self._files.read_into(name, memoryview(shared))  # type: ignore[arg-type]
+        tensor = HostTensor.empty(shape, dtype)
+        self._files.read_into(name, _bytes_of(tensor))
         self._count(stored.nbytes)
-        return tensor.to(self._device)
+        return tensor.to_torch().to(self._device.type)
 
-    def _stored_dtype(self, name: str) -> torch.dtype:
+    def _stored_dtype(self, name: str) -> DType:
         code = self._files.tensors[name].dtype
         if code not in STORED_DTYPES:
             known = ", ".join(STORED_DTYPES)
@@ -143,3 +175,7 @@ class TensorReader:
         self._done_bytes += nbytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)
+
+
+def _bytes_of(x: HostTensor) -> memoryview:
+    return memoryview(x.numpy().reshape(-1).view(np.uint8))  # type: ignore[arg-type]

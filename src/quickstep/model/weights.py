@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quickstep.dataclass import dataclass
 from quickstep.ops.table import LinearWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "AttentionWeights",

@@ -7,8 +7,13 @@ travels as one piece, and a masked slot's scale is masked with it.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+from quickstep.ops.dtypes import INT8, DType, host_dtype
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["SCALE_BYTES", "head_size_of", "head_width", "quantize_heads", "read_heads"]
 
@@ -16,21 +21,23 @@ SCALE_BYTES = 4
 _LEAST = 1e-30  # below it a scale's reciprocal would overflow; such a head is stored as zero
 
 
-def head_width(head_size: int, dtype: torch.dtype) -> int:
+def head_width(head_size: int, dtype: DType | torch.dtype) -> int:
     """W, the elements that a head of D takes in a cache of this dtype."""
-    return head_size + SCALE_BYTES if dtype == torch.int8 else head_size
+    return head_size + SCALE_BYTES if host_dtype(dtype) == INT8 else head_size
 
 
 def head_size_of(cache: Tensor) -> int:
     """D of a cache [B, S, K, W]."""
     width: int = cache.shape[-1]
-    return width - SCALE_BYTES if cache.dtype == torch.int8 else width
+    return width - SCALE_BYTES if host_dtype(cache.dtype) == INT8 else width
 
 
 def quantize_heads(x: Tensor) -> Tensor:
     """[..., D] -> [..., D + 4] int8: codes x * (127 / max|x|) rounded half to even, scale
     max|x| / 127, all in float32. A head with NaN or infinity gets NaN as its scale.
     """
+    import torch
+
     wide = x.float()
     most = wide.abs().amax(-1, keepdim=True)
     whole = torch.full_like(most, 127.0)
@@ -43,6 +50,8 @@ def quantize_heads(x: Tensor) -> Tensor:
 
 def read_heads(rows: Tensor) -> Tensor:
     """[..., W] of a cache -> [..., D] in float64, exactly what they stand for."""
+    import torch
+
     if rows.dtype != torch.int8:
         return rows.double()
     scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)

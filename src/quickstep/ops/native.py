@@ -7,10 +7,10 @@ without the library, or a build without a C++ compiler, runs on the reference op
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import replace
-
-import torch
 
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
@@ -18,7 +18,6 @@ from quickstep.ops.native_library import library_path, open_library, raise_for_s
 from quickstep.ops.native_ops import NativeOps
 from quickstep.ops.native_probe import NativeProbe
 from quickstep.ops.native_steps import NativeSteps
-from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
 
 __all__ = ["NativeStatus", "default_num_threads", "load_native", "load_probe", "native_status"]
@@ -61,7 +60,10 @@ def default_num_threads() -> int:
     """Threads for the kernels: the cores this process may use, at most torch's own number.
 
     torch reads OMP_NUM_THREADS at import, so that variable and `torch.set_num_threads` count here.
+    An engine says how many it wants; this is for who does not.
     """
+    import torch
+
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(affinity or 1, torch.get_num_threads()))
 
@@ -87,9 +89,23 @@ def load_native(
         return None
     library, context = opened
     level = library.qs_context_isa(context).decode()
-    ops = NativeOps(library, context, reference or reference_ops())
+    ops = NativeOps(library, context, _lazily(reference))
     steps = NativeSteps(library, context, ops)
     return replace(ops.table(f"native-{level}"), steps=steps)
+
+
+def _lazily(reference: OpTable | None) -> Callable[[], OpTable]:
+    """The table, or torch's ops once somebody asks: that imports torch."""
+    if reference is not None:
+        return lambda: reference
+
+    @functools.cache
+    def torch_ops() -> OpTable:
+        from quickstep.ops.reference import reference_ops
+
+        return reference_ops()
+
+    return torch_ops
 
 
 def load_probe(

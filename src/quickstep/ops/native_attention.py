@@ -7,14 +7,18 @@ Part of `ops.native_ops`. The caches may hold another dtype than the activations
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from quickstep.ops.dtypes import INT32, UINT8, host_dtype
+from quickstep.ops.host_tensor import HostTensor
 from quickstep.ops.kv_format import head_size_of
 from quickstep.ops.native_library import AttentionCall, KVWriteCall, raise_for_status
-from quickstep.ops.native_packed import DTYPES, KV_DTYPES
+from quickstep.ops.native_packed import kernel_dtype, kv_kernel_dtype
 from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["MAX_HEAD_SIZE", "NativeAttention", "heads_in_place"]
 
@@ -27,18 +31,20 @@ class _AttentionLayout:
     __slots__ = ("block_tables", "context_lens", "layout", "row_offsets", "scratch")
 
     def __init__(self, layout: PagedLayout) -> None:
-        assert layout.block_tables.dtype == torch.int32
+        assert host_dtype(layout.block_tables.dtype) == INT32
         self.layout = layout
         self.row_offsets = (ctypes.c_int64 * len(layout.row_offsets))(*layout.row_offsets)
         self.context_lens = (ctypes.c_int64 * len(layout.context_lens))(*layout.context_lens)
         self.block_tables = layout.block_tables.contiguous()
-        self.scratch: dict[tuple[int, int, int], Tensor] = {}
+        self.scratch: dict[tuple[int, int, int], HostTensor] = {}
 
 
 class NativeAttention:
     """`OpTable.write_kv` and `OpTable.paged_attention` of one `qs_context`."""
 
-    def __init__(self, library: ctypes.CDLL, context: int, reference: OpTable) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, context: int, reference: Callable[[], OpTable]
+    ) -> None:
         self._context = context
         self._library = library
         self._reference = reference
@@ -53,9 +59,9 @@ class NativeAttention:
         """`OpTable.write_kv`; a slot outside the cache raises EngineError."""
         assert k_cache.is_contiguous() and v_cache.is_contiguous()
         assert k.dtype == v.dtype and k_cache.dtype == v_cache.dtype
-        dtype, kv_dtype = DTYPES.get(k.dtype), KV_DTYPES.get(k_cache.dtype)
+        dtype, kv_dtype = kernel_dtype(k.dtype), kv_kernel_dtype(k_cache.dtype)
         if dtype is None or kv_dtype is None:
-            self._reference.write_kv(k, v, k_cache, v_cache, slot_mapping)
+            self._reference().write_kv(k, v, k_cache, v_cache, slot_mapping)
             return
         assert k.shape[1:] == (k_cache.shape[2], head_size_of(k_cache)) and k.shape == v.shape
         k, v = heads_in_place(k), heads_in_place(v)
@@ -88,9 +94,9 @@ class NativeAttention:
         params: AttentionParams,
     ) -> Tensor:
         """`OpTable.paged_attention`."""
-        dtype, kv_dtype = DTYPES.get(q.dtype), KV_DTYPES.get(k_cache.dtype)
+        dtype, kv_dtype = kernel_dtype(q.dtype), kv_kernel_dtype(k_cache.dtype)
         if dtype is None or kv_dtype is None or q.shape[2] > MAX_HEAD_SIZE:
-            return self._reference.paged_attention(q, k_cache, v_cache, layout, params)
+            return self._reference().paged_attention(q, k_cache, v_cache, layout, params)
         assert k_cache.is_contiguous() and v_cache.is_contiguous()
         assert v_cache.dtype == k_cache.dtype and k_cache.shape == v_cache.shape
         assert q.shape[2] == head_size_of(k_cache)
@@ -98,7 +104,7 @@ class NativeAttention:
         prepared = self._layout
         if prepared is None or prepared.layout is not layout:
             prepared = self._layout = _AttentionLayout(layout)
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = q.new_empty(q.shape)
         call = AttentionCall(
             dtype=dtype,
             num_heads=q.shape[1],
@@ -122,19 +128,19 @@ class NativeAttention:
             out=out.data_ptr(),
         )
         scratch = self._scratch(prepared, call)
-        call.scratch = scratch.data_ptr() if scratch.numel() else None
+        call.scratch = scratch.data_ptr() if scratch.nbytes else None
         status = self._paged_attention(self._context, ctypes.byref(call))
         if status:
             raise_for_status(status, "paged_attention")
         return out
 
-    def _scratch(self, prepared: _AttentionLayout, call: AttentionCall) -> Tensor:
+    def _scratch(self, prepared: _AttentionLayout, call: AttentionCall) -> HostTensor:
         """Room for the partial results of one layout, shared by the layers (they run in turn)."""
         key = (call.num_heads, call.num_kv_heads, call.head_size)
         scratch = prepared.scratch.get(key)
         if scratch is None:
             nbytes = self._library.qs_attention_scratch_bytes(self._context, ctypes.byref(call))
-            scratch = prepared.scratch[key] = torch.empty(nbytes, dtype=torch.uint8)
+            scratch = prepared.scratch[key] = HostTensor.empty((nbytes,), UINT8)
         return scratch
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
-
+from quickstep.ops.dtypes import UINT8
+from quickstep.ops.host_tensor import HostTensor
 from quickstep.ops.native_library import raise_for_status
 from quickstep.ops.native_step_abi import DrawCall
 
@@ -25,7 +25,7 @@ class RowDraws:
         self._context = context
         self._owner = owner
         self._vocab_size = vocab_size
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = HostTensor.empty((0,), UINT8)
         self._calls = (DrawCall * 0)()
         self._calls_address = 0
 
@@ -35,7 +35,7 @@ class RowDraws:
             self._calls = (DrawCall * max(num_rows, 2 * len(self._calls)))()
             self._calls_address = ctypes.addressof(self._calls)
             nbytes = self._scratch_bytes(self._context, self._vocab_size, len(self._calls))
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
+            self._scratch = HostTensor.empty((nbytes,), UINT8)
         return self._calls
 
     def run(self, num_rows: int) -> None:

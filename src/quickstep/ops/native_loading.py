@@ -12,20 +12,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from ctypes import c_double, c_int32, c_int64, c_void_p
 from types import MappingProxyType
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
+from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, of_kind
 from quickstep.ops.native_library import raise_for_status
 from quickstep.ops.native_packed import PackedCodes, PackedWeight
 from quickstep.ops.table import LinearWeight, StoredMatrix
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 __all__ = ["LOADED_KINDS", "NativeLoading"]
 
 _UNREADABLE = 5  # qs_status of csrc/quickstep.h
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # by qs_rows_kind
+_PLAIN = (FLOAT32, BFLOAT16, FLOAT16)  # by qs_rows_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class NativeLoading:
     def _plain(self, stored: StoredMatrix, matrix: _Matrix, bias: Tensor | None) -> LinearWeight:
         dtype = _PLAIN[matrix.kind]
         if bias is not None:
-            bias = bias.to(dtype).contiguous()
+            bias = bias.to(of_kind(dtype, bias.dtype)).contiguous()
         handle = ctypes.c_void_p()
         status = self._library.qs_linear_load(
             self._context,

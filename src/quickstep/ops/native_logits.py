@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from quickstep.ops.dtypes import FLOAT32, of_kind
 from quickstep.ops.native_library import raise_for_status
-from quickstep.ops.native_packed import DTYPES
-from quickstep.ops.reference.logits import finished_logits
+from quickstep.ops.native_packed import kernel_dtype
 from quickstep.ops.table import LinearWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["NativeLogits"]
 
@@ -31,10 +32,12 @@ class NativeLogits:
     ) -> Tensor:
         """`OpTable.logits`."""
         product = self._linear(hidden, weight)
-        dtype = DTYPES.get(product.dtype)
+        dtype = kernel_dtype(product.dtype)
         if dtype is None:
+            from quickstep.ops.reference.logits import finished_logits
+
             return finished_logits(product, divisor, softcap)
-        out = torch.empty(product.shape, dtype=torch.float32)
+        out = product.new_empty(product.shape, dtype=of_kind(FLOAT32, product.dtype))
         status = self._finish(
             self._context,
             dtype,

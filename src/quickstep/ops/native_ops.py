@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from quickstep.ops.dtypes import INT64, host_dtype
 from quickstep.ops.native_attention import NativeAttention, heads_in_place
 from quickstep.ops.native_library import raise_for_status
 from quickstep.ops.native_loading import NativeLoading
 from quickstep.ops.native_logits import NativeLogits
-from quickstep.ops.native_packed import DTYPES, PackedCodes, PackedWeight
+from quickstep.ops.native_packed import PackedCodes, PackedWeight, kernel_dtype
 from quickstep.ops.native_quantized import NativeQuantized
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
 
-__all__ = ["DTYPES", "NativeOps", "PackedWeight"]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["NativeOps"]
 
 # qs_activation of csrc/quickstep.h
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -37,7 +41,9 @@ class NativeOps:
     Calls from several threads are safe; loops of one context run one after another.
     """
 
-    def __init__(self, library: ctypes.CDLL, context: int, reference: OpTable) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, context: int, reference: Callable[[], OpTable]
+    ) -> None:
         self._context = context
         self._library = library
         self._reference = reference
@@ -79,9 +85,9 @@ class NativeOps:
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:
         """Copy weight [N, C] into the kernel's layout, in memory of the library's own."""
-        dtype = DTYPES.get(weight.dtype)
-        if dtype is None or weight.numel() == 0:
-            return self._reference.pack_linear(weight, bias)
+        dtype, kind = kernel_dtype(weight.dtype), host_dtype(weight.dtype)
+        if dtype is None or kind is None or weight.numel() == 0:
+            return self._reference().pack_linear(weight, bias)
         weight = _rows(weight)
         if bias is not None:
             bias = bias.to(weight.dtype).contiguous()
@@ -99,7 +105,7 @@ class NativeOps:
         )
         raise_for_status(status, f"packing a {outputs} x {inputs} weight")
         assert handle.value is not None
-        packed = PackedWeight(self._library, handle.value, weight.dtype)
+        packed = PackedWeight(self._library, handle.value, kind)
         return LinearWeight(packed, bias, outputs, inputs, packed.nbytes)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
@@ -117,13 +123,13 @@ class NativeOps:
         packed = weight.data
         if isinstance(packed, PackedCodes):
             assert x.shape[1] == weight.num_inputs
-            return self._quantized.linear(_rows(x), DTYPES[x.dtype], weight, packed)
+            return self._quantized.linear(_rows(x), weight, packed)
         if not isinstance(packed, PackedWeight):
-            return self._reference.linear(x, weight)
-        assert x.dtype == packed.dtype and x.shape[1] == weight.num_inputs
+            return self._reference().linear(x, weight)
+        assert host_dtype(x.dtype) == packed.dtype and x.shape[1] == weight.num_inputs
         x = _rows(x)
         num_tokens = x.shape[0]
-        out = torch.empty((num_tokens, weight.num_outputs), dtype=x.dtype)
+        out = x.new_empty((num_tokens, weight.num_outputs))
         status = self._linear_run(
             self._context, packed.handle, x.data_ptr(), x.stride(0), num_tokens, out.data_ptr()
         )
@@ -135,14 +141,14 @@ class NativeOps:
         self, token_ids: Tensor, weight: Tensor | LinearWeight, dtype: torch.dtype
     ) -> Tensor:
         """`OpTable.embedding`; a token id outside the table raises EngineError."""
-        assert token_ids.dtype == torch.int64
+        assert host_dtype(token_ids.dtype) == INT64
         token_ids = token_ids.contiguous()
         if isinstance(weight, LinearWeight):
             return self._packed_rows(token_ids, weight, dtype)
         assert weight.is_contiguous() and weight.dtype == dtype
         num_rows, size = weight.shape
         num_tokens = token_ids.numel()
-        out = torch.empty((num_tokens, size), dtype=dtype)
+        out = weight.new_empty((num_tokens, size))
         status = self._embedding(
             self._context,
             token_ids.data_ptr(),
@@ -158,13 +164,13 @@ class NativeOps:
 
     def _packed_rows(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
         packed = weight.data
-        out = torch.empty((token_ids.numel(), weight.num_inputs), dtype=dtype)
+        out = token_ids.new_empty((token_ids.numel(), weight.num_inputs), dtype=dtype)
         if isinstance(packed, PackedCodes):
-            self._quantized.rows(token_ids, weight, out, DTYPES[dtype])
+            self._quantized.rows(token_ids, weight, out)
             return out
         if not isinstance(packed, PackedWeight):
-            return self._reference.embedding(token_ids, weight, dtype)
-        assert packed.dtype == dtype
+            return self._reference().embedding(token_ids, weight, dtype)
+        assert packed.dtype == host_dtype(dtype)
         status = self._library.qs_linear_rows(
             self._context,
             packed.handle,
@@ -178,15 +184,15 @@ class NativeOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         """`OpTable.rms_norm` over the last dimension of [T, C] or [T, H, D]."""
-        dtype = DTYPES.get(x.dtype)
+        dtype = kernel_dtype(x.dtype)
         if dtype is None or weight.dtype != x.dtype:
-            return self._reference.rms_norm(x, weight, eps, offset)
+            return self._reference().rms_norm(x, weight, eps, offset)
         if x.stride(-1) != 1:
             x = x.contiguous()
         size = x.shape[-1]
         inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
         assert weight.is_contiguous() and weight.numel() == size and x.dim() in (2, 3)
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = x.new_empty(x.shape)
         status = self._rms_norm(
             self._context,
             dtype,
@@ -209,13 +215,13 @@ class NativeOps:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
     ) -> tuple[Tensor, Tensor]:
         """`OpTable.add_rms_norm` on [T, C]."""
-        dtype = DTYPES.get(x.dtype)
+        dtype = kernel_dtype(x.dtype)
         if dtype is None or weight.dtype != x.dtype or residual.dtype != x.dtype:
-            return self._reference.add_rms_norm(x, residual, weight, eps, offset)
+            return self._reference().add_rms_norm(x, residual, weight, eps, offset)
         x, residual = x.contiguous(), residual.contiguous()
         size = x.shape[-1]
         assert weight.is_contiguous() and weight.numel() == size and x.shape == residual.shape
-        out, total = torch.empty_like(x), torch.empty_like(x)
+        out, total = x.new_empty(x.shape), x.new_empty(x.shape)
         status = self._add_rms_norm(
             self._context,
             dtype,
@@ -235,14 +241,14 @@ class NativeOps:
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         """`OpTable.rotary` on [T, H, D]; the rows of x may be slices of a wider tensor."""
-        dtype = DTYPES.get(x.dtype)
+        dtype = kernel_dtype(x.dtype)
         if dtype is None:
-            return self._reference.rotary(x, cos, sin, interleaved)
+            return self._reference().rotary(x, cos, sin, interleaved)
         x = heads_in_place(x)
-        cos, sin = cos.to(torch.float32).contiguous(), sin.to(torch.float32).contiguous()
+        cos, sin = cos.float().contiguous(), sin.float().contiguous()
         num_tokens, num_heads, head_size = x.shape
         assert cos.shape == sin.shape and cos.shape[0] == num_tokens
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = x.new_empty(x.shape)
         status = self._rotary(
             self._context,
             dtype,
@@ -263,12 +269,12 @@ class NativeOps:
 
     def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
         """`OpTable.gated_activation`."""
-        dtype = DTYPES.get(gate_up.dtype)
+        dtype = kernel_dtype(gate_up.dtype)
         if dtype is None or kind not in _ACTIVATIONS:
-            return self._reference.gated_activation(gate_up, kind)
+            return self._reference().gated_activation(gate_up, kind)
         gate_up = gate_up.contiguous()
         num_tokens, width = gate_up.shape
-        out = torch.empty((num_tokens, width // 2), dtype=gate_up.dtype)
+        out = gate_up.new_empty((num_tokens, width // 2))
         status = self._gated_activation(
             self._context,
             dtype,

@@ -1,19 +1,37 @@
-"""Weights that libquickstep has packed: owners of its objects, freed with the Python object."""
+"""Weights that libquickstep has packed: owners of its objects, freed with the Python object.
+
+And the library's numbers of element types, which tensors of torch and `HostTensor`s are asked for
+alike.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from typing import TYPE_CHECKING
 
-import torch
+from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, DType
 
-__all__ = ["DTYPES", "KV_DTYPES", "PackedCodes", "PackedWeight"]
+if TYPE_CHECKING:
+    import torch
 
-# qs_dtype of csrc/quickstep.h
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+__all__ = ["PackedCodes", "PackedWeight", "kernel_dtype", "kv_kernel_dtype"]
+
+# qs_dtype of csrc/quickstep.h, by the type's text
+_KERNEL_DTYPES = {str(FLOAT32): 0, str(BFLOAT16): 1, str(FLOAT16): 2}
 
 # what a KV cache may hold: qs_kv_dtype beside those
-KV_DTYPES = {**DTYPES, torch.int8: 3}
+_KV_DTYPES = {**_KERNEL_DTYPES, str(INT8): 3}
+
+
+def kernel_dtype(dtype: DType | torch.dtype) -> int | None:
+    """`qs_dtype`; None for a type that has no native kernels."""
+    return _KERNEL_DTYPES.get(str(dtype))
+
+
+def kv_kernel_dtype(dtype: DType | torch.dtype) -> int | None:
+    """`qs_kv_dtype`; None for a type that no native KV cache holds."""
+    return _KV_DTYPES.get(str(dtype))
 
 
 class PackedWeight:
@@ -21,7 +39,7 @@ class PackedWeight:
 
     __slots__ = ("__weakref__", "dtype", "handle", "nbytes")
 
-    def __init__(self, library: ctypes.CDLL, handle: int, dtype: torch.dtype) -> None:
+    def __init__(self, library: ctypes.CDLL, handle: int, dtype: DType) -> None:
         self.handle = handle
         self.dtype = dtype
         self.nbytes: int = library.qs_linear_bytes(handle)

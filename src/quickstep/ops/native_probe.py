@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from typing import TYPE_CHECKING
 
-import torch
-
+from quickstep.ops.dtypes import INT8, DType, host_dtype
 from quickstep.ops.native_library import raise_for_status
-from quickstep.ops.native_packed import DTYPES
+from quickstep.ops.native_packed import kernel_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["NativeProbe"]
 
@@ -42,15 +45,17 @@ class NativeProbe:
         raise_for_status(status, "reading the probe's buffer")
         return total.value
 
-    def multiply(self, dtype: torch.dtype, rounds: int) -> int:
+    def multiply(self, dtype: DType | torch.dtype, rounds: int) -> int:
         """Multiply and add in registers as `linear` does for `dtype` (`int8`: as it does for codes
         of 8 bits). Gives the operations done.
         """
         num_flops = ctypes.c_int64()
         found = ctypes.byref(num_flops)
-        if dtype == torch.int8:
+        if host_dtype(dtype) == INT8:
             status = self._library.qs_probe_multiply_codes(self._context, rounds, found)
         else:
-            status = self._library.qs_probe_multiply(self._context, DTYPES[dtype], rounds, found)
+            status = self._library.qs_probe_multiply(
+                self._context, kernel_dtype(dtype), rounds, found
+            )
         raise_for_status(status, "multiplying in registers")
         return num_flops.value

@@ -10,9 +10,8 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
+from quickstep.ops.dtypes import UINT8, DType
+from quickstep.ops.host_tensor import HostTensor
 from quickstep.ops.native_library import raise_for_status
 from quickstep.ops.native_step_abi import OpCall, ProgramInputs
 from quickstep.ops.recording import Operand, OpRecord, Recording, place_buffers
@@ -38,11 +37,11 @@ class Program:
         owner: object,
         recording: Recording,
         capacities: tuple[int, int],
-        memory: Tensor,
+        memory: HostTensor,
         block_size: int,
     ) -> None:
         offsets, num_bytes = place_buffers(recording.buffers, capacities)
-        assert memory.nbytes >= num_bytes and memory.dtype == torch.uint8
+        assert memory.nbytes >= num_bytes and memory.dtype == UINT8
         self._kept = (owner, recording, memory)
         self._run = library.qs_program_run
         self._memory = memory
@@ -77,13 +76,13 @@ class Program:
         if status:
             raise_for_status(status, "a captured step")
 
-    def rows(self, buffer: int, dtype: torch.dtype) -> Tensor:
+    def rows(self, buffer: int, dtype: DType) -> HostTensor:
         """All rows of a buffer, [capacity, C]: `Recording.hidden` or `Recording.logits`."""
         one = self._recording.buffers[buffer]
         count = self.capacities[one.rows]
         start = self._offsets[buffer]
-        flat = self._memory[start : start + count * one.row_bytes]
-        return flat.view(dtype).view(count, -1)
+        flat = self._memory.numpy()[start : start + count * one.row_bytes]
+        return HostTensor(flat.view(dtype.storage).reshape(count, -1), dtype)
 
 
 def _fill(call: OpCall, record: OpRecord, addresses: Sequence[int], num_rows: int) -> None:

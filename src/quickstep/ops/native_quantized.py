@@ -6,13 +6,16 @@ Used by `ops.native_ops` alone, which checks shapes of activations and picks by 
 from __future__ import annotations
 
 import ctypes
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from quickstep.ops.dtypes import FLOAT32, UINT8, of_kind
+from quickstep.ops.host_tensor import HostTensor
 from quickstep.ops.native_library import QuantizeCall, QuantizedWeightCall, raise_for_status
-from quickstep.ops.native_packed import DTYPES, PackedCodes
+from quickstep.ops.native_packed import PackedCodes, kernel_dtype
 from quickstep.ops.table import LinearWeight, QuantizedWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["NativeQuantized"]
 
@@ -32,11 +35,12 @@ class NativeQuantized:
         """Codes of a weight [N, C] with contiguous rows."""
         outputs, inputs = weight.shape
         groups = 1 if group_size is None else inputs // group_size
-        codes = torch.empty((outputs, inputs), dtype=torch.uint8)
-        scales = torch.empty((outputs, groups), dtype=torch.float32)
-        zeros = torch.empty_like(scales) if has_zeros else None
+        codes = weight.new_empty((outputs, inputs), dtype=of_kind(UINT8, weight.dtype))
+        wide = of_kind(FLOAT32, weight.dtype)
+        scales = weight.new_empty((outputs, groups), dtype=wide)
+        zeros = weight.new_empty((outputs, groups), dtype=wide) if has_zeros else None
         call = QuantizeCall(
-            dtype=DTYPES[weight.dtype],
+            dtype=kernel_dtype(weight.dtype),
             bits=bits,
             n=outputs,
             k=inputs,
@@ -80,15 +84,15 @@ class NativeQuantized:
         packed = PackedCodes(self._library, handle.value)
         return LinearWeight(packed, None, outputs, inputs, packed.nbytes)
 
-    def linear(self, x: Tensor, dtype: int, weight: LinearWeight, packed: PackedCodes) -> Tensor:
-        """X [T, C] with contiguous rows -> [T, N]; `dtype` is x's in C."""
+    def linear(self, x: Tensor, weight: LinearWeight, packed: PackedCodes) -> Tensor:
+        """X [T, C] with contiguous rows -> [T, N]."""
         num_tokens = x.shape[0]
-        out = torch.empty((num_tokens, weight.num_outputs), dtype=x.dtype)
-        scratch = torch.empty(self._scratch_bytes(packed.handle, num_tokens), dtype=torch.uint8)
+        out = x.new_empty((num_tokens, weight.num_outputs))
+        scratch = HostTensor.empty((self._scratch_bytes(packed.handle, num_tokens),), UINT8)
         status = self._run(
             self._context,
             packed.handle,
-            dtype,
+            kernel_dtype(x.dtype),
             x.data_ptr(),
             x.stride(0),
             num_tokens,
@@ -99,14 +103,14 @@ class NativeQuantized:
             raise_for_status(status, "linear")
         return out
 
-    def rows(self, token_ids: Tensor, weight: LinearWeight, out: Tensor, dtype: int) -> None:
+    def rows(self, token_ids: Tensor, weight: LinearWeight, out: Tensor) -> None:
         """Rows of the weight into `out` [T, C]; a token id outside raises EngineError."""
         packed = weight.data
         assert isinstance(packed, PackedCodes)
         status = self._library.qs_quantized_rows(
             self._context,
             packed.handle,
-            dtype,
+            kernel_dtype(out.dtype),
             token_ids.data_ptr(),
             token_ids.numel(),
             out.data_ptr(),

@@ -1,90 +1,56 @@
 """Records a model's forward pass as a list of native calls.
 
 The model runs once, as it always does, on an op table whose ops compute nothing: each notes its
-call and hands out an empty tensor of two rows. What the model does beside its ops, a function mode
-sees: views cost nothing, sums, multiples and table rows have calls of their own. Anything else,
-and any tensor that is neither a weight nor the work of a recorded call, raises NotCapturable: such
-a model runs eagerly. Nothing here depends on how many tokens a step has.
+call and hands out a `StepTensor`, which stands for the result and records sums and multiples
+itself. What the model does beyond that, and any tensor that is neither a weight nor the work of a
+recorded call, raises NotCapturable: such a model runs eagerly. Nothing here depends on how many
+tokens a step has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-
+from quickstep.ops.dtypes import FLOAT32, INT32, INT64, DType, host_dtype
+from quickstep.ops.host_tensor import HostTensor
 from quickstep.ops.native_attention import MAX_HEAD_SIZE
-from quickstep.ops.native_packed import KV_DTYPES, PackedCodes, PackedWeight
+from quickstep.ops.native_packed import PackedCodes, PackedWeight, kv_kernel_dtype
 from quickstep.ops.native_step_abi import OpKind, RowsOf
-from quickstep.ops.native_tape import NUM_ROWS, NotCapturable, Tape
+from quickstep.ops.native_tape import NotCapturable, StepTensor, Tape
 from quickstep.ops.recording import Numbers, Operand, Recording
 from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["NativeRecorder", "NotCapturable"]
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
-class _BesideOps(TorchFunctionMode):
-    """Hands what torch is asked while a model is recorded to the recorder.
-
-    Not a TorchDispatchMode: the first of those imports torch's compiler, which takes a second.
-    """
-
-    def __init__(self, recorder: NativeRecorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return self._recorder.beside_ops(func, args, dict(kwargs or {}))
-
-
 class NativeRecorder:
-    """One recording. Use it as a context around the model's calls, then `finish`."""
+    """One recording: let the model run on `table`, then `finish`."""
 
     def __init__(self, block_size: int) -> None:
         self._tape = Tape()
-        self._mode = _BesideOps(self)
-        self._token_ids = self._tape.new((), torch.int64, RowsOf.TOKENS)
-        self._positions = self._tape.new((), torch.int64, RowsOf.TOKENS)
-        self._emitting = self._tape.new((), torch.int64, RowsOf.EMITTING)
-        for inputs in (self._token_ids, self._positions, self._emitting):
-            inputs.zero_()
+        self._token_ids = self._tape.new((), INT64, RowsOf.TOKENS)
+        self._positions = self._tape.new((), INT64, RowsOf.TOKENS)
+        self._emitting = self._tape.new((), INT64, RowsOf.EMITTING)
         self._layout = PagedLayout(
-            positions=self._positions,
-            slot_mapping=torch.zeros(NUM_ROWS, dtype=torch.int64),
-            row_offsets=(0, NUM_ROWS),
-            context_lens=(NUM_ROWS,),
-            block_tables=torch.zeros((1, 1), dtype=torch.int32),
+            positions=_as_tensor(self._positions),
+            # to be known again, not to be read
+            slot_mapping=cast("Tensor", HostTensor.empty((0,), INT64)),
+            row_offsets=(),
+            context_lens=(),
+            block_tables=cast("Tensor", HostTensor.empty((0, 0), INT32)),
             block_size=block_size,
         )
-
-    def __enter__(self) -> Self:
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     @property
     def token_ids(self) -> Tensor:
         """What `forward` gets as token ids."""
-        return self._token_ids
+        return _as_tensor(self._token_ids)
 
     @property
     def layout(self) -> PagedLayout:
@@ -93,6 +59,7 @@ class NativeRecorder:
 
     def table(self, ops: OpTable) -> OpTable:
         """An op table that records; weights must be packed by `ops`."""
+        calls: Any = self  # its tensors are `StepTensor`s, which stand for torch's
 
         def pack(*_: object) -> LinearWeight:
             raise NotCapturable("a weight is packed within the step")
@@ -102,21 +69,24 @@ class NativeRecorder:
             pack_linear=pack,
             pack_quantized=pack,
             quantize=ops.quantize,
-            linear=self._linear,
-            embedding=self._embedding,
-            rms_norm=self._rms_norm,
-            add_rms_norm=self._add_rms_norm,
-            rotary=self._rotary,
-            write_kv=self._write_kv,
-            paged_attention=self._paged_attention,
-            gated_activation=self._gated_activation,
-            logits=self._logits,
+            linear=calls._linear,
+            embedding=calls._embedding,
+            rms_norm=calls._rms_norm,
+            add_rms_norm=calls._add_rms_norm,
+            rotary=calls._rotary,
+            write_kv=calls._write_kv,
+            paged_attention=calls._paged_attention,
+            gated_activation=calls._gated_activation,
+            logits=calls._logits,
             scratch_bytes=ops.scratch_bytes,
         )
 
     def emitting_rows(self, hidden: Tensor) -> Tensor:
         """The hidden states of the tokens that emit."""
-        return self._gather(self._emitting, self._tape.operand(hidden), None, hidden)
+        rows: Any = hidden
+        place = self._tape.whole(rows)
+        out = self._gather(self._emitting, place, None, rows.shape[1:], rows.dtype)
+        return _as_tensor(out)
 
     def finish(self, hidden: Tensor, logits: Tensor) -> Recording:
         """The recording, after the model's calls gave these."""
@@ -139,7 +109,7 @@ class NativeRecorder:
 
     # -- the ops ----------------------------------------------------------------------------------
 
-    def _linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+    def _linear(self, x: StepTensor, weight: LinearWeight) -> StepTensor:
         packed = weight.data
         is_native = isinstance(packed, PackedCodes) or (
             isinstance(packed, PackedWeight) and packed.dtype == x.dtype
@@ -159,36 +129,46 @@ class NativeRecorder:
         return packed.handle
 
     def _embedding(
-        self, token_ids: Tensor, weight: Tensor | LinearWeight, dtype: torch.dtype
-    ) -> Tensor:
-        if isinstance(weight, Tensor):
-            return self._gather(token_ids, self._tape.fixed(weight, dtype), weight.shape[0], weight)
+        self, token_ids: StepTensor, weight: Tensor | LinearWeight, dtype: DType | torch.dtype
+    ) -> StepTensor:
+        rows_dtype = host_dtype(dtype)
+        if rows_dtype is None:
+            raise NotCapturable(f"there are no native kernels for {dtype}")
+        if not isinstance(weight, LinearWeight):
+            num_rows, size = weight.shape
+            table = self._tape.fixed(weight, rows_dtype)
+            return self._gather(token_ids, table, num_rows, (size,), rows_dtype)
         packed = weight.data
         if not isinstance(packed, (PackedWeight, PackedCodes)):
             raise NotCapturable("the embedding is not packed by the native ops")
         kind = OpKind.QUANTIZED_ROWS if isinstance(packed, PackedCodes) else OpKind.LINEAR_ROWS
         inputs = (self._tape.whole(token_ids), self._handle(weight))
-        out = self._tape.new((weight.num_inputs,), dtype, self._tape.rows_of(token_ids))
+        out = self._tape.new((weight.num_inputs,), rows_dtype, self._tape.rows_of(token_ids))
         self._tape.record(kind, out, inputs, (out,))
         return out
 
     def _gather(
-        self, ids: Tensor, table: Operand | int, num_rows: int | None, like: Tensor
-    ) -> Tensor:
-        """Rows of a table [rows, C] that looks `like` this one; None rows: one per token."""
-        out = self._tape.new(like.shape[1:], like.dtype, self._tape.rows_of(ids))
-        size = (num_rows, out.nbytes // NUM_ROWS)
+        self,
+        ids: StepTensor,
+        table: Operand | int,
+        num_rows: int | None,
+        tail: tuple[int, ...],
+        dtype: DType,
+    ) -> StepTensor:
+        """Rows of a table [rows, *tail]; None rows: one per token."""
+        out = self._tape.new(tail, dtype, self._tape.rows_of(ids))
+        size = (num_rows, out.row_size * dtype.itemsize)
         self._tape.record(
             OpKind.GATHER, ids, (self._tape.whole(ids), table), (out,), Numbers(size=size)
         )
         return out
 
-    def _rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    def _rms_norm(self, x: StepTensor, weight: Tensor, eps: float, offset: float) -> StepTensor:
         if x.stride(-1) != 1:
             raise NotCapturable("a norm would have to copy its input")
         inputs = (self._tape.operand(x), self._tape.fixed(weight, x.dtype))
         inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-        out = self._tape.new(x.shape[1:], x.dtype, self._tape.rows_of(x))
+        out = self._tape.like(x)
         self._tape.record(
             OpKind.RMS_NORM,
             x,
@@ -201,25 +181,27 @@ class NativeRecorder:
         return out
 
     def _add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
-    ) -> tuple[Tensor, Tensor]:
+        self, x: StepTensor, residual: StepTensor, weight: Tensor, eps: float, offset: float
+    ) -> tuple[StepTensor, StepTensor]:
         inputs = (
             self._tape.whole(x),
             self._tape.whole(residual),
             self._tape.fixed(weight, x.dtype),
         )
-        out, total = (self._tape.new(x.shape[1:], x.dtype, self._tape.rows_of(x)) for _ in range(2))
+        out, total = self._tape.like(x), self._tape.like(x)
         size, scalar = (x.shape[-1],), (eps, offset)
         self._tape.record(
             OpKind.ADD_NORM, x, inputs, (out, total), Numbers(size=size, scalar=scalar)
         )
         return out, total
 
-    def _rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        if cos.dtype != torch.float32 or sin.dtype != torch.float32:
+    def _rotary(
+        self, x: StepTensor, cos: StepTensor, sin: StepTensor, interleaved: bool
+    ) -> StepTensor:
+        if cos.dtype != FLOAT32 or sin.dtype != FLOAT32:
             raise NotCapturable("the rotary tables are not float32")
         inputs = (self._tape.heads(x), self._tape.whole(cos), self._tape.whole(sin))
-        out = self._tape.new(x.shape[1:], x.dtype, self._tape.rows_of(x))
+        out = self._tape.like(x)
         self._tape.record(
             OpKind.ROTARY,
             x,
@@ -233,7 +215,7 @@ class NativeRecorder:
         )
         return out
 
-    def _gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
+    def _gated_activation(self, gate_up: StepTensor, kind: str) -> StepTensor:
         if kind not in _ACTIVATIONS:
             raise NotCapturable(f"there is no native {kind}")
         width = gate_up.shape[1] // 2
@@ -246,7 +228,7 @@ class NativeRecorder:
         return out
 
     def _write_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+        self, k: StepTensor, v: StepTensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         if slot_mapping is not self._layout.slot_mapping:
             raise NotCapturable("KV is written to other slots than the step's")
@@ -266,24 +248,24 @@ class NativeRecorder:
 
     def _caches(self, k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[int, int], int]:
         """The addresses of a layer's caches, and how they hold heads."""
-        kv_dtype = KV_DTYPES.get(k_cache.dtype)
+        kv_dtype = kv_kernel_dtype(k_cache.dtype)
         if kv_dtype is None:
             raise NotCapturable(f"there is no native KV cache of {k_cache.dtype}")
         return (self._tape.fixed(k_cache), self._tape.fixed(v_cache, k_cache.dtype)), kv_dtype
 
     def _paged_attention(
         self,
-        q: Tensor,
+        q: StepTensor,
         k_cache: Tensor,
         v_cache: Tensor,
         layout: PagedLayout,
         params: AttentionParams,
-    ) -> Tensor:
+    ) -> StepTensor:
         if layout is not self._layout or q.shape[2] > MAX_HEAD_SIZE:
             raise NotCapturable("attention over another layout, or over too wide heads")
         caches, kv_dtype = self._caches(k_cache, v_cache)
         inputs = (self._tape.heads(q), *caches)
-        out = self._tape.new(q.shape[1:], q.dtype, self._tape.rows_of(q))
+        out = self._tape.like(q)
         num_blocks, _, num_kv_heads, _ = k_cache.shape
         self._tape.record(
             OpKind.ATTENTION,
@@ -300,93 +282,19 @@ class NativeRecorder:
         return out
 
     def _logits(
-        self, hidden: Tensor, weight: LinearWeight, divisor: float, softcap: float | None
-    ) -> Tensor:
+        self, hidden: StepTensor, weight: LinearWeight, divisor: float, softcap: float | None
+    ) -> StepTensor:
         product = self._linear(hidden, weight)
-        if product.dtype == torch.float32 and divisor == 1.0 and softcap is None:
+        if product.dtype == FLOAT32 and divisor == 1.0 and softcap is None:
             return product
-        out = self._tape.new(product.shape[1:], torch.float32, self._tape.rows_of(product))
+        out = self._tape.new(product.shape[1:], FLOAT32, self._tape.rows_of(product))
         scalar = (divisor, softcap or 0.0)
         inputs = (self._tape.whole(product),)
         size = (weight.num_outputs,)
         self._tape.record(OpKind.LOGITS, product, inputs, (out,), Numbers(size=size, scalar=scalar))
         return out
 
-    # -- beside the ops ---------------------------------------------------------------------------
 
-    def beside_ops(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What torch is asked: about no recorded tensor, of one's shape, a view, or a call."""
-        recorded = [x for x in _tensors(args) if self._tape.is_recorded(x)]
-        call = _CALLS.get(func)
-        if recorded and call is not None and not kwargs:
-            found = call(self, *args)
-            if found is not None:
-                return found
-        versions = [x._version for x in recorded]
-        result = func(*args, **kwargs)
-        if not recorded or func.__name__ == "__get__" or func in _QUESTIONS:
-            return result
-        views = result if isinstance(result, (list, tuple)) else (result,)
-        is_view = all(isinstance(x, Tensor) and self._tape.is_recorded(x) for x in views)
-        if not is_view or versions != [x._version for x in recorded]:
-            raise NotCapturable(f"{func.__name__} is not a native call")
-        return result
-
-    def _add(self, a: Tensor, b: Tensor) -> Tensor:
-        if not isinstance(b, Tensor) or a.dtype != b.dtype or a.shape != b.shape:
-            raise NotCapturable("a sum of unlike tensors")
-        inputs = (self._tape.whole(a), self._tape.whole(b))
-        out = self._tape.new(a.shape[1:], a.dtype, self._tape.rows_of(a))
-        self._tape.record(OpKind.ADD, a, inputs, (out,), Numbers(size=(a.numel() // NUM_ROWS,)))
-        return out
-
-    def _scale(self, x: Tensor, factor: Any) -> Tensor:
-        if isinstance(factor, Tensor) and (factor.dim() or self._tape.is_recorded(factor)):
-            raise NotCapturable("a product of tensors")
-        value = factor.item() if isinstance(factor, Tensor) else factor
-        inputs = (self._tape.whole(x),)
-        out = self._tape.new(x.shape[1:], x.dtype, self._tape.rows_of(x))
-        size = (x.numel() // NUM_ROWS,)
-        self._tape.record(
-            OpKind.SCALE, x, inputs, (out,), Numbers(size=size, scalar=(float(value),))
-        )
-        return out
-
-    def _index(self, table: Tensor, ids: Any) -> Tensor | None:
-        """Rows of a weight; None for a view of a recorded tensor."""
-        if not isinstance(ids, Tensor):
-            return None
-        if ids.dtype != torch.int64 or table.dim() != 2:
-            raise NotCapturable("indexing by other than token")
-        return self._gather(ids, self._tape.fixed(table), table.shape[0], table)
-
-
-_CALLS: Mapping[Any, Callable[..., Tensor | None]] = {
-    Tensor.add: NativeRecorder._add,
-    Tensor.__add__: NativeRecorder._add,
-    Tensor.mul: NativeRecorder._scale,
-    Tensor.__mul__: NativeRecorder._scale,
-    Tensor.__getitem__: NativeRecorder._index,
-}
-
-# What does not depend on values.
-_QUESTIONS = frozenset(
-    (
-        Tensor.data_ptr,
-        Tensor.dim,
-        Tensor.element_size,
-        Tensor.is_contiguous,
-        Tensor.numel,
-        Tensor.size,
-        Tensor.storage_offset,
-        Tensor.stride,
-        Tensor.untyped_storage,
-    )
-)
-
-
-def _tensors(args: Sequence[Any]) -> list[Tensor]:
-    flat: list[Any] = []
-    for one in args:
-        flat.extend(one if isinstance(one, (list, tuple)) else (one,))
-    return [x for x in flat if isinstance(x, Tensor)]
+def _as_tensor(x: StepTensor) -> Tensor:
+    """What a model is shown of it."""
+    return cast("Tensor", x)

@@ -7,15 +7,18 @@ One per native op table (`OpTable.steps`), which `ops.native` builds. Used by `r
 from __future__ import annotations
 
 import ctypes
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quickstep.ops.native_draw import RowDraws
 from quickstep.ops.native_library import raise_for_status
-from quickstep.ops.native_packed import DTYPES
+from quickstep.ops.native_packed import kernel_dtype
 from quickstep.ops.native_program import Program
 from quickstep.ops.recording import Recording
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quickstep.ops.host_tensor import HostTensor
 
 __all__ = ["NativeSteps"]
 
@@ -29,7 +32,7 @@ class NativeSteps:
         self._owner = owner
 
     def program(
-        self, recording: Recording, capacities: tuple[int, int], memory: Tensor, block_size: int
+        self, recording: Recording, capacities: tuple[int, int], memory: HostTensor, block_size: int
     ) -> Program:
         """The recording bound to `memory`, for steps of up to (tokens, emitting rows)."""
         return Program(
@@ -42,20 +45,20 @@ class NativeSteps:
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """A recorded sum by itself: a + b of one shape and dtype, contiguous."""
-        out = torch.empty_like(a)
+        out = a.new_empty(a.shape)
         addresses = (a.data_ptr(), b.data_ptr())
         add = self._library.qs_add
-        status = add(self._context, DTYPES[a.dtype], *addresses, a.numel(), out.data_ptr())
+        status = add(self._context, kernel_dtype(a.dtype), *addresses, a.numel(), out.data_ptr())
         if status:
             raise_for_status(status, "add")
         return out
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """A recorded product with a number by itself."""
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)
         scale = self._library.qs_scale
         status = scale(
-            self._context, DTYPES[x.dtype], x.data_ptr(), x.numel(), factor, out.data_ptr()
+            self._context, kernel_dtype(x.dtype), x.data_ptr(), x.numel(), factor, out.data_ptr()
         )
         if status:
             raise_for_status(status, "scale")

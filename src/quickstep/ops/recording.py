@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from quickstep.dataclass import dataclass
 
 __all__ = ["Buffer", "Numbers", "OpRecord", "Operand", "Recording", "place_buffers"]
@@ -74,7 +72,7 @@ class Recording:
     emitting: int
     hidden: int
     logits: int
-    weights: tuple[Tensor | object, ...]
+    weights: tuple[object, ...]
 
 
 def place_buffers(buffers: Sequence[Buffer], capacities: tuple[int, int]) -> tuple[list[int], int]:

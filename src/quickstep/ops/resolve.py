@@ -6,12 +6,16 @@ everywhere. Nothing is decided again while the model lives.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from quickstep.errors import ConfigError
 from quickstep.ops.native import load_native
-from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
+
+if TYPE_CHECKING:
+    import torch
+
+    from quickstep.ops.host_tensor import Device
 
 __all__ = ["KERNELS", "resolve_ops"]
 
@@ -19,7 +23,7 @@ KERNELS = ("auto", "reference", "native")
 
 
 def resolve_ops(
-    device: torch.device,
+    device: torch.device | Device,
     kernels: str = "auto",
     num_threads: int | None = None,
     isa: str | None = None,
@@ -41,4 +45,8 @@ def resolve_ops(
             f"kernels is 'native', but no native kernels are built for {device.type}; "
             "install with a C++ compiler present, or choose 'auto'"
         )
-    return native or reference_ops()
+    if native is not None:
+        return native
+    from quickstep.ops.reference import reference_ops
+
+    return reference_ops()

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from quickstep.dataclass import dataclass
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from quickstep.ops.native_steps import NativeSteps
 
 __all__ = [

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from quickstep.errors import EngineError
 from quickstep.model.interface import ForwardBatch
 from quickstep.ops.table import PagedLayout
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from quickstep.ops.host_tensor import Device
 
 __all__ = ["build_batch", "input_tokens"]
 
@@ -31,12 +36,14 @@ def build_batch(
     slots: Sequence[Slot],
     block_size: int,
     vocab_size: int,
-    device: torch.device,
+    device: torch.device | Device,
 ) -> ForwardBatch:
     """Pack rows one after another; `slots` holds the slot of each row.
 
     Raises EngineError when a row's tokens, positions or blocks contradict each other.
     """
+    import torch
+
     token_ids = np.fromiter(
         chain.from_iterable(input_tokens(row, slot) for row, slot in zip(rows, slots, strict=True)),
         dtype=np.int64,
@@ -52,7 +59,7 @@ def build_batch(
     blocks = tables[row_of_token, positions // block_size].astype(np.int64)
 
     def tensor(values: npt.NDArray[np.integer]) -> Tensor:
-        return torch.from_numpy(values).to(device, non_blocking=True)
+        return torch.from_numpy(values).to(device.type, non_blocking=True)
 
     layout = PagedLayout(
         positions=tensor(positions),

@@ -14,13 +14,13 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, cast
 
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import ForwardBatch, Model
+from quickstep.ops.dtypes import FLOAT32, UINT8, host_dtype
+from quickstep.ops.host_tensor import AnyTensor, HostTensor
 from quickstep.ops.native_program import Program, program_bytes
 from quickstep.ops.native_recorder import NativeRecorder, NotCapturable
 from quickstep.ops.native_step_abi import StepCall
@@ -29,8 +29,11 @@ from quickstep.ops.recording import Recording
 from quickstep.ops.table import KVCache
 from quickstep.runtime.batch import input_tokens
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.step_model import EagerSteps, StepModel
+from quickstep.runtime.step_model import StepModel
 from quickstep.types import StepRow
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["CapturedSteps", "open_steps", "record"]
 
@@ -44,8 +47,10 @@ def open_steps(model: Model, kv: KVCache, block_size: int, enforce_eager: bool) 
     if not enforce_eager and isinstance(model, Decoder) and model.ops.steps is not None:
         recording = record(model, kv, block_size)
         if recording is not None:
-            hidden_dtype = model.kv_shape.dtype
-            return CapturedSteps(model.ops.steps, recording, hidden_dtype, block_size)
+            return CapturedSteps(model, model.ops.steps, recording, block_size)
+    # Imported here: it computes with torch.
+    from quickstep.runtime.eager_steps import EagerSteps
+
     return EagerSteps(model, kv, block_size)
 
 
@@ -54,10 +59,9 @@ def record(model: Decoder, kv: KVCache, block_size: int) -> Recording | None:
     recorder = NativeRecorder(block_size)
     recorded = model.with_ops(recorder.table(model.ops))
     try:
-        with torch.no_grad(), recorder:
-            hidden = recorded.forward(ForwardBatch(recorder.token_ids, recorder.layout), kv)
-            logits = recorded.logits(recorder.emitting_rows(hidden))
-            return recorder.finish(hidden, logits)
+        hidden = recorded.forward(ForwardBatch(recorder.token_ids, recorder.layout), kv)
+        logits = recorded.logits(recorder.emitting_rows(hidden))
+        return recorder.finish(hidden, logits)
     except NotCapturable:
         return None
 
@@ -66,13 +70,16 @@ class CapturedSteps:
     """Programs of one recording, and the buffers through which a step's rows reach them."""
 
     def __init__(
-        self, steps: NativeSteps, recording: Recording, dtype: torch.dtype, block_size: int
+        self, model: Decoder, steps: NativeSteps, recording: Recording, block_size: int
     ) -> None:
+        dtype = host_dtype(model.kv_shape.dtype)
+        assert dtype is not None, "a model that was captured has a dtype of the kernels"
+        self._model = model
         self._steps = steps
         self._recording = recording
         self._dtype = dtype
         self._block_size = block_size
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = HostTensor.empty((0,), UINT8)
         self._programs: dict[tuple[int, int], _BoundProgram] = {}
         self._num_tokens = 0
         self._call = StepCall()
@@ -97,7 +104,7 @@ class CapturedSteps:
         self._rows, self._token_ids = array("q", words), token_ids
         self._num_tokens = len(token_ids)
 
-    def run(self, emitting: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def run(self, emitting: Sequence[int]) -> tuple[HostTensor, HostTensor]:
         """`StepModel.run`. Raises EngineError for a token id that the model lacks."""
         num_tokens, num_emitting = self._num_tokens, len(emitting)
         bound = self._bound(num_tokens, num_emitting)
@@ -111,6 +118,10 @@ class CapturedSteps:
         bound.program.run(self._call_address)
         return bound.results(num_tokens, num_emitting)
 
+    def logits(self, hidden: AnyTensor) -> HostTensor:
+        """`StepModel.logits`."""
+        return cast("HostTensor", self._model.logits(cast("Tensor", hidden)))
+
     def _bound(self, num_tokens: int, num_emitting: int) -> _BoundProgram:
         key = (_bucket(num_tokens, _LEAST_TOKENS), _bucket(num_emitting, _LEAST_EMITTING))
         bound = self._programs.get(key)
@@ -118,7 +129,7 @@ class CapturedSteps:
             wanted = program_bytes(self._recording, key)
             if wanted > self._memory.nbytes:
                 self._programs.clear()  # they point into what is given back
-                self._memory = torch.empty(wanted, dtype=torch.uint8)
+                self._memory = HostTensor.empty((wanted,), UINT8)
             bound = self._programs[key] = self._bind(key)
         return bound
 
@@ -126,7 +137,7 @@ class CapturedSteps:
         recording = self._recording
         program = self._steps.program(recording, capacities, self._memory, self._block_size)
         hidden = program.rows(recording.hidden, self._dtype)
-        return _BoundProgram(program, hidden, program.rows(recording.logits, torch.float32))
+        return _BoundProgram(program, hidden, program.rows(recording.logits, FLOAT32))
 
 
 class _BoundProgram:
@@ -134,14 +145,14 @@ class _BoundProgram:
 
     __slots__ = ("_hidden", "_logits", "_newest", "_newest_counts", "program")
 
-    def __init__(self, program: Program, hidden: Tensor, logits: Tensor) -> None:
+    def __init__(self, program: Program, hidden: HostTensor, logits: HostTensor) -> None:
         self.program = program
         self._hidden = hidden
         self._logits = logits
         self._newest = (hidden, logits)
         self._newest_counts = program.capacities
 
-    def results(self, num_tokens: int, num_emitting: int) -> tuple[Tensor, Tensor]:
+    def results(self, num_tokens: int, num_emitting: int) -> tuple[HostTensor, HostTensor]:
         """Hidden states and logits; decode steps of one size share the views."""
         counts = (num_tokens, num_emitting)
         if counts != self._newest_counts:

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import math
 import mmap
+from typing import TYPE_CHECKING, cast
 
-import torch
+import numpy as np
 
 from quickstep.model.interface import KVShape
+from quickstep.ops.dtypes import DType
+from quickstep.ops.host_tensor import Device, HostTensor
 from quickstep.ops.table import KVCache
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["allocate_kv", "kv_bytes"]
 
@@ -22,24 +29,38 @@ def kv_bytes(shape: KVShape, num_blocks: int, block_size: int) -> int:
     return shape.bytes_per_token * num_blocks * block_size
 
 
-def allocate_kv(shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
+def allocate_kv(
+    shape: KVShape, num_blocks: int, block_size: int, device: torch.device | Device
+) -> KVCache:
     """K and V per layer, [B, S, K, W], zeroed: attention may load positions that it masks."""
     size = (num_blocks, block_size, shape.num_kv_heads, shape.head_width)
 
-    def tensors() -> tuple[torch.Tensor, ...]:
+    def tensors() -> tuple[Tensor, ...]:
         return tuple(_zeros(size, shape.dtype, device) for _ in range(shape.num_layers))
 
     return KVCache(keys=tensors(), values=tensors())
 
 
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(
+    size: tuple[int, ...], dtype: DType | torch.dtype, device: torch.device | Device
+) -> Tensor:
     """Zeros; on a CPU in a mapping of their own, advised to take huge pages.
 
     Blocks are read in any order, and with ordinary pages nearly every one costs a table walk.
     Pages come when they are first written, so memory that is never used is never held.
     """
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(size, dtype=dtype, device=device)
+        if isinstance(dtype, DType):
+            zeros = np.zeros(size, dtype=dtype.storage)
+            return cast("Tensor", HostTensor(zeros, dtype))
+        import torch
+
+        return torch.zeros(size, dtype=dtype, device=device.type)
     mapping = mmap.mmap(-1, math.prod(size) * dtype.itemsize)
     mapping.madvise(mmap.MADV_HUGEPAGE)
+    if isinstance(dtype, DType):
+        elements = np.frombuffer(mapping, dtype=dtype.storage).reshape(size)
+        return cast("Tensor", HostTensor(elements, dtype))
+    import torch
+
     return torch.frombuffer(mapping, dtype=dtype).view(size)

@@ -1,28 +1,30 @@
 """What holding keys and values in another format does to a model, measured on a few tokens.
 
-Called when an engine opens with a KV format narrower than the model's, and by `bench accuracy` on
-text. Weights show when they are rounded what they lose (`model.quantize`); keys and values do only
-while the model runs.
+Called when an engine opens with a KV format narrower than the model's. Weights show when they are
+rounded what they lose (`model.quantize`); keys and values do only while the model runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
+import numpy.typing as npt
 
-import torch
-from torch import Tensor
-
-from quickstep.model.interface import ForwardBatch, Model
-from quickstep.ops.table import KVCache, PagedLayout
+from quickstep.model.interface import Model
+from quickstep.ops.host_tensor import to_numpy
+from quickstep.ops.table import KVCache
+from quickstep.runtime.capture import open_steps
 from quickstep.runtime.kv import allocate_kv
+from quickstep.runtime.slots import Slot
+from quickstep.sampling_params import SamplingParams
+from quickstep.types import Admission, Phase, StepRow
 
-__all__ = ["KV_BOUND", "hidden_alone", "kv_change", "kv_for_alone"]
+__all__ = ["BLOCK_SIZE", "KV_BOUND", "kv_change", "kv_for_alone"]
 
 # Nats; a perplexity grows by about exp of it. On the bundled model's text int8 keys and values
 # change 0.0002 in the mean, four-bit weights 0.03 (`quickstep bench accuracy`).
 KV_BOUND = 0.1
 
-_BLOCK_SIZE = 16
+BLOCK_SIZE = 16
 _PROBE_TOKENS = 32
 _STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
 
@@ -32,32 +34,43 @@ def kv_change(model: Model, kv_dtype: str) -> float:
 
     The largest over the positions of a probe, in nats; 0 where both are the same.
     """
-    token_ids = [place * _STRIDE % model.vocab_size for place in range(_PROBE_TOKENS)]
-    own, other = (_log_probs(model, token_ids, dtype) for dtype in ("auto", kv_dtype))
-    return float((own.exp() * (own - other)).sum(-1).max().clamp(min=0.0))
-
-
-def _log_probs(model: Model, token_ids: Sequence[int], kv_dtype: str) -> Tensor:
-    kv = kv_for_alone(model, len(token_ids), kv_dtype)
-    with torch.inference_mode():
-        logits = model.logits(hidden_alone(model, token_ids, kv))
-    return torch.log_softmax(logits.double(), dim=-1).cpu()
+    token_ids = tuple(place * _STRIDE % model.vocab_size for place in range(_PROBE_TOKENS))
+    own, other = (_logits(model, token_ids, dtype) for dtype in ("auto", kv_dtype))
+    return max(0.0, *map(_divergence, own, other))
 
 
 def kv_for_alone(model: Model, num_tokens: int, kv_dtype: str) -> KVCache:
     """A cache for one sequence, in `CacheConfig.kv_dtype`."""
     shape = model.kv_shape.stored_as(kv_dtype)
-    return allocate_kv(shape, -(-num_tokens // _BLOCK_SIZE), _BLOCK_SIZE, model.device)
+    return allocate_kv(shape, -(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, model.device)
 
 
-def hidden_alone(model: Model, token_ids: Sequence[int], kv: KVCache) -> Tensor:
-    """Final hidden states [T, hidden] of one prompt from position 0, its blocks in order.
+def _logits(model: Model, token_ids: tuple[int, ...], kv_dtype: str) -> npt.NDArray[np.float32]:
+    """[T, V] of every position: a step of one row per token, as tokens are decoded.
 
     Attention reads every key and value, a token's own included, out of the cache.
     """
     count = len(token_ids)
-    positions = torch.arange(count, device=model.device)
-    blocks = torch.arange(-(-count // _BLOCK_SIZE), dtype=torch.int32, device=model.device)
-    layout = PagedLayout(positions, positions, (0, count), (count,), blocks[None], _BLOCK_SIZE)
-    tokens = torch.tensor(token_ids, device=model.device)
-    return model.forward(ForwardBatch(tokens, layout), kv)
+    kv = kv_for_alone(model, count, kv_dtype)
+    slot = Slot(Admission(0, "probe", token_ids, count, SamplingParams(), 0), model.vocab_size)
+    slot.append_blocks(range(kv.keys[0].shape[0]))
+    rows = [
+        StepRow(0, place, 1, (token_id,), (), Phase.DECODE, True, 0)
+        for place, token_id in enumerate(token_ids)
+    ]
+    steps = open_steps(model, kv, BLOCK_SIZE, enforce_eager=False)
+    steps.prepare(rows, [slot] * count)
+    _, logits = steps.run(range(count))
+    return to_numpy(logits)
+
+
+def _divergence(own: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
+    p, q = _log_probs(own), _log_probs(other)
+    return float((np.exp(p) * (p - q)).sum())
+
+
+def _log_probs(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    wide = logits.astype(np.float64)
+    wide -= wide.max()
+    wide -= np.log(np.exp(wide).sum())
+    return wide

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from quickstep.dataclass import dataclass
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
+from quickstep.ops.host_tensor import AnyTensor
 from quickstep.ops.native_draw import RowDraws
 from quickstep.ops.native_step_abi import DrawCall
 from quickstep.runtime.exact_math import MASS_UNIT
@@ -39,7 +39,7 @@ __all__ = ["NativeSampler", "Sampler", "open_sampler"]
 _NO_MAXIMUM = -1  # `qs_no_token`
 
 # (logits [E, V] fp32, a state for each row) -> a token for each row
-Sampler = Callable[[Tensor, Sequence[SamplingState]], list[Sample | SampleFailure]]
+Sampler = Callable[[AnyTensor, Sequence[SamplingState]], list[Sample | SampleFailure]]
 
 
 def open_sampler(model: Model) -> Sampler:
@@ -58,7 +58,7 @@ class NativeSampler:
         self._argmax_of: tuple[int, int, int] | None = None
 
     def sample(
-        self, logits: Tensor, states: Sequence[SamplingState]
+        self, logits: AnyTensor, states: Sequence[SamplingState]
     ) -> list[Sample | SampleFailure]:
         """`runtime.sampler.sample`, for contiguous rows on a CPU."""
         if all([state.is_plain_argmax for state in states]):
@@ -77,7 +77,7 @@ class NativeSampler:
             for one, state in zip(found, states, strict=True)
         ]
 
-    def _argmax(self, logits: Tensor) -> list[Sample | SampleFailure]:
+    def _argmax(self, logits: AnyTensor) -> list[Sample | SampleFailure]:
         num_rows = logits.shape[0]
         calls = self._draws.calls(num_rows)
         rows = logits.data_ptr(), logits.stride(0) * logits.element_size(), num_rows

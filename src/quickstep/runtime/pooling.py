@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor, float64
 
+from quickstep.ops.host_tensor import AnyTensor, as_float64
 from quickstep.types import Pooling
 
 __all__ = ["Pool"]
@@ -33,14 +33,14 @@ class Pool:
         """Whether every token of the prompt has to come through here."""
         return self._pooling is Pooling.MEAN
 
-    def add(self, hidden: Tensor) -> None:
+    def add(self, hidden: AnyTensor) -> None:
         """Take the next tokens of the prompt, [T, H]."""
         self.num_tokens += hidden.shape[0]
         if self._pooling is Pooling.LAST:
-            self._sum = hidden[-1].to(float64).cpu().numpy()
+            self._sum = as_float64(hidden[-1])
             return
         for start in range(0, hidden.shape[0], _TOKENS_PER_SLICE):
-            values = hidden[start : start + _TOKENS_PER_SLICE].to(float64).cpu().numpy()
+            values = as_float64(hidden[start : start + _TOKENS_PER_SLICE])
             if self._sum is not None:
                 values = np.concatenate((self._sum[None], values))
             # accumulate, unlike sum, has one order of additions

@@ -7,11 +7,11 @@ in memory at once: a slice of positions is scored before the next is computed.
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
 
-from quickstep.model.interface import Model
+from quickstep.ops.host_tensor import AnyTensor, to_numpy
 from quickstep.runtime.logprobs import token_logprobs
 from quickstep.runtime.slots import Slot
+from quickstep.runtime.step_model import StepModel
 from quickstep.types import StepRow, TokenLogprobs
 
 __all__ = ["score_prompt"]
@@ -20,7 +20,7 @@ _POSITIONS_PER_SLICE = 64
 
 
 def score_prompt(
-    model: Model, hidden: Tensor, row: StepRow, slot: Slot
+    steps: StepModel, hidden: AnyTensor, row: StepRow, slot: Slot
 ) -> tuple[TokenLogprobs, ...]:
     """The scores of the tokens behind the row's scored positions; `hidden` is the row's, [T, H].
 
@@ -31,7 +31,7 @@ def score_prompt(
     end = row.score_start + row.num_scored
     for start in range(row.score_start, end, _POSITIONS_PER_SLICE):
         stop = min(start + _POSITIONS_PER_SLICE, end)
-        logits = model.logits(hidden[start - row.start : stop - row.start]).cpu().numpy()
+        logits = to_numpy(steps.logits(hidden[start - row.start : stop - row.start]))
         if not np.isfinite(logits.max(axis=1)).all():
             slot.failure = "the logits of the prompt hold NaN or infinity"
             return ()

@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
+from quickstep.ops.host_tensor import AnyTensor
 from quickstep.ops.table import KVCache
 from quickstep.runtime.capture import open_steps
 from quickstep.runtime.grammar_constraint import NewMatcher
@@ -44,7 +42,6 @@ class ModelRunner:
         new_matcher: NewMatcher | None = None,
         enforce_eager: bool = False,
     ) -> None:
-        self._model = model
         self._steps = open_steps(model, kv, block_size, enforce_eager)
         self._sample = open_sampler(model)
         self._num_blocks = kv.keys[0].shape[0]
@@ -120,7 +117,7 @@ class ModelRunner:
         return tuple(outputs), failures
 
     def _of_prompts(
-        self, rows: Sequence[StepRow], slots: Sequence[Slot], hidden: Tensor
+        self, rows: Sequence[StepRow], slots: Sequence[Slot], hidden: AnyTensor
     ) -> list[RowOutput]:
         """What each row gives beside a token; `hidden` [T, H] is of all rows."""
         outputs = [_NOTHING] * len(rows)
@@ -134,10 +131,9 @@ class ModelRunner:
             start = end
         return outputs
 
-    @torch.inference_mode()
-    def _of_prompt(self, row: StepRow, slot: Slot, hidden: Tensor) -> RowOutput:
+    def _of_prompt(self, row: StepRow, slot: Slot, hidden: AnyTensor) -> RowOutput:
         """What the row says of its prompt: scores of its tokens, its embedding. `hidden` [T, H]."""
-        scores = score_prompt(self._model, hidden, row, slot) if row.num_scored else ()
+        scores = score_prompt(self._steps, hidden, row, slot) if row.num_scored else ()
         if slot.pool is None:
             return RowOutput(prompt_logprobs=scores)
         if slot.pool.needs_all and slot.pool.num_tokens != row.start:

@@ -13,19 +13,22 @@ plain argmax.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from quickstep.dataclass import dataclass
 from quickstep.frozen import frozen
+from quickstep.ops.host_tensor import AnyTensor, HostTensor, to_numpy
 from quickstep.runtime.filters import kept_token_ids
 from quickstep.runtime.logprobs import token_logprobs
 from quickstep.runtime.noise import chance, largest_noisy, noise_bits
 from quickstep.runtime.sampling_state import SamplingState
 from quickstep.types import TokenLogprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "NOTHING_ALLOWED",
@@ -55,14 +58,14 @@ class SampleFailure:
     is_refused: bool = False
 
 
-def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Sample | SampleFailure]:
+def sample(logits: AnyTensor, states: Sequence[SamplingState]) -> list[Sample | SampleFailure]:
     """One token per row of `logits` [E, V] fp32, for the sequence state of the same index.
 
     States are read only; the caller records the tokens.
     """
-    if all(state.is_plain_argmax for state in states):
+    if not isinstance(logits, HostTensor) and all(state.is_plain_argmax for state in states):
         return _argmax(logits)
-    rows = logits.cpu().numpy()
+    rows = to_numpy(logits)
     return [sample_row(row, state) for row, state in zip(rows, states, strict=True)]
 
 
@@ -105,6 +108,8 @@ NOTHING_ALLOWED = SampleFailure(
 
 def _argmax(logits: Tensor) -> list[Sample | SampleFailure]:
     """Ties go to the lowest id. NaN counts as the largest value, so it surfaces here."""
+    import torch
+
     token_ids = torch.argmax(logits, dim=1, keepdim=True)
     is_finite = torch.isfinite(logits.gather(1, token_ids))
     return [

@@ -1,7 +1,7 @@
-"""How the rows of a step are computed: the face of both ways, and the way op by op.
+"""How the rows of a step are computed: the face of both ways.
 
 `runtime.runner` prepares the rows, which may find that one cannot go on, and then runs them.
-`runtime.capture` is the other way: one native call.
+`runtime.capture` is the way in one native call, `runtime.eager_steps` the way op by op.
 """
 
 from __future__ import annotations
@@ -9,16 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from quickstep.model.interface import ForwardBatch, Model
-from quickstep.ops.table import KVCache
-from quickstep.runtime.batch import build_batch
+from quickstep.ops.host_tensor import AnyTensor
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
-__all__ = ["EagerSteps", "StepModel"]
+__all__ = ["StepModel"]
 
 
 class StepModel(Protocol):
@@ -27,33 +22,11 @@ class StepModel(Protocol):
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """Take a step's rows. Raises EngineError when they contradict their blocks or tokens."""
 
-    def run(self, emitting: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def run(self, emitting: Sequence[int]) -> tuple[AnyTensor, AnyTensor]:
         """Compute the prepared rows: hidden states [T, C], and fp32 logits [E, V] of the last
-        tokens of the rows named. Both stand until the next `prepare`.
+        tokens of the rows named. Both stand until the next `prepare`; they are torch's where the
+        step ran op by op.
         """
 
-
-class EagerSteps:
-    """Runs the model's Python, op by op: any model, any device."""
-
-    def __init__(self, model: Model, kv: KVCache, block_size: int) -> None:
-        self._model = model
-        self._kv = kv
-        self._block_size = block_size
-        self._batch: ForwardBatch | None = None
-
-    def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
-        """`StepModel.prepare`."""
-        model = self._model
-        self._batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
-
-    @torch.inference_mode()
-    def run(self, emitting: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """`StepModel.run`."""
-        assert self._batch is not None, "a step is prepared before it runs"
-        model, batch, self._batch = self._model, self._batch, None
-        hidden = model.forward(batch, self._kv)
-        if not emitting:
-            return hidden, torch.empty((0, model.vocab_size), device=model.device)
-        ends = [batch.layout.row_offsets[index + 1] - 1 for index in emitting]
-        return hidden, model.logits(hidden[torch.tensor(ends, device=model.device)])
+    def logits(self, hidden: AnyTensor) -> AnyTensor:
+        """Logits [E, V] fp32 of some of the hidden states [E, C] that `run` gave."""

@@ -19,8 +19,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from quickstep.deferred import deferring
-from quickstep.ops.torch_import import import_torch, preload_torch
+from quickstep.deferred import defer
+from quickstep.ops.torch_import import defer_parts_of_torch
 
 if TYPE_CHECKING:
     from quickstep.config import EngineConfig
@@ -45,16 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     _die_with(int(arguments[1]))
     sys.setswitchinterval(_SWITCH_S)
-    preload_torch()
-    with deferring(_NOT_NEEDED):
-        return run(arguments, _open)
+    defer_parts_of_torch()  # of an import that most models never come to
+    defer(_NOT_NEEDED)
+    return run(arguments, _open)
 
 
 def _open(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
     """The real engine, in a thread: its imports wait for no message, nor the messages for them."""
     from quickstep.engine.assembly import open_engine
 
-    import_torch()
     return open_engine(config, progress, with_template=False)
 
 

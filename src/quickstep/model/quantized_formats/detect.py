@@ -1,21 +1,22 @@
-"""Which format a checkpoint is stored in, by its config's `quantization_config` or its file."""
+"""Which format a checkpoint is stored in, by its config's `quantization_config` or its file.
+
+The formats decode with torch, so each is imported where a checkpoint has it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.gguf_spec import GGUF_ARCHITECTURE
-from quickstep.model.quantized_formats.awq import AwqStorage
-from quickstep.model.quantized_formats.bitsandbytes import BitsAndBytesStorage
-from quickstep.model.quantized_formats.coded_reader import CodedReader
-from quickstep.model.quantized_formats.compressed_tensors import CompressedTensorsStorage
-from quickstep.model.quantized_formats.gguf import GgufStorage, gguf_row_order
-from quickstep.model.quantized_formats.gptq import GptqStorage
-from quickstep.model.quantized_formats.storage import MatrixStorage, Shapes
 from quickstep.model.safetensors_files import TensorFiles
 from quickstep.model.tensor_reader import TensorReader
+
+if TYPE_CHECKING:
+    from quickstep.model.quantized_formats.coded_reader import CodedReader
+    from quickstep.model.quantized_formats.storage import MatrixStorage, Shapes
 
 __all__ = ["find_storage", "open_coded_reader"]
 
@@ -29,18 +30,28 @@ def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStor
         ConfigError: A format, or a variant of one, that is not supported.
     """
     if GGUF_ARCHITECTURE in config:
+        from quickstep.model.quantized_formats.gguf import GgufStorage
+
         return GgufStorage(files)
     found = _quantization_config(config)
     if not found:
         return None
     method = str(found.get("quant_method", "")).lower()
     if method == "compressed-tensors" or (not method and "config_groups" in found):
+        from quickstep.model.quantized_formats.compressed_tensors import CompressedTensorsStorage
+
         return CompressedTensorsStorage(found, files)
     if method == "awq":
+        from quickstep.model.quantized_formats.awq import AwqStorage
+
         return AwqStorage(found, files)
     if method == "gptq":
+        from quickstep.model.quantized_formats.gptq import GptqStorage
+
         return GptqStorage(found, files)
     if method == "bitsandbytes" or "load_in_4bit" in found or "load_in_8bit" in found:
+        from quickstep.model.quantized_formats.bitsandbytes import BitsAndBytesStorage
+
         return BitsAndBytesStorage(found, files)
     raise ConfigError(
         f"the checkpoint is quantised by {method or 'an unnamed method'}, which is not supported; "
@@ -56,6 +67,9 @@ def open_coded_reader(
     spec: ModelSpec,
 ) -> CodedReader:
     """The checkpoint's tensors as the architecture has them."""
+    from quickstep.model.quantized_formats.coded_reader import CodedReader
+    from quickstep.model.quantized_formats.gguf import GgufStorage, gguf_row_order
+
     order = gguf_row_order(config, spec) if isinstance(storage, GgufStorage) else None
     return CodedReader(reader, storage, shapes, order)
 
