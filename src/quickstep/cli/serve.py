@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
         streams=stream_config(args),
     )
     from quickstep.engine.process.launch import launch
+    from quickstep.engine.process.opening import opening_frame
 
     # Importing makes nothing but objects that stay: see `engine.process.worker.main`.
     gc.disable()
@@ -81,19 +82,12 @@ def run(args: argparse.Namespace) -> int:
     launched = launch(hidden=(KEY_VARIABLE,))
     try:
         log = log_setup(args)
-        _tell(launched, config, log)
+        launched.tell(opening_frame(config, log))
         defer(_FRONT_DOORS)
         _serve(args, config, log, launched)
     finally:
         launched.end()
     return 0
-
-
-def _tell(launched: Launched, config: EngineConfig, log: LogSetup) -> None:
-    """Have the worker load while this process imports what it serves with."""
-    from quickstep.engine.process.messages import encode, framed, opening_of
-
-    launched.tell(framed([encode(opening_of(config, log))]))
 
 
 def _serve(

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from quickstep.dataclass import dataclass
 from quickstep.engine.json_file import read_json
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, usable_cores
-from quickstep.engine.read_ahead import read_ahead
+from quickstep.engine.read_ahead import ReadAhead
 from quickstep.errors import ConfigError
 from quickstep.types import Pooling
 
@@ -46,6 +47,7 @@ __all__ = [
     "LoadProgress",
     "LoadedWeights",
     "describe",
+    "import_loading",
     "load_weights",
     "open_engine",
     "plan_for",
@@ -71,6 +73,19 @@ _SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
 )
 
 
+_LOADING = (
+    "quickstep.model.checkpoint_weights",
+    "quickstep.model.loader",
+    "quickstep.model.placement",
+    "quickstep.model.sizing",
+    "quickstep.model.source",
+    "quickstep.model.spec",
+    "quickstep.ops.native",
+    "quickstep.ops.resolve",
+    "quickstep.runtime.kv",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
     """Weights in memory, and what else was decided on the way."""
@@ -80,6 +95,12 @@ class LoadedWeights:
     model: Model
     plan: MemoryPlan
     kv_shape: KVShape
+
+
+def import_loading() -> None:
+    """Import what `load_weights` needs: for who can do so before it knows what is to be loaded."""
+    for name in _LOADING:
+        import_module(name)
 
 
 def open_engine(
@@ -101,12 +122,18 @@ def open_engine(
 
     started_s = time.monotonic()
     checkpoint = find_checkpoint(config.load)
-    tokenizer = read_ahead(checkpoint.path)
-    loaded = load_weights(config, progress, checkpoint)
+    ahead = ReadAhead(checkpoint.path)
+
+    def told(num_bytes: int, total_bytes: int) -> None:
+        ahead.begin()
+        if progress is not None:
+            progress(num_bytes, total_bytes)
+
+    loaded = load_weights(config, told, checkpoint)
     model, plan = loaded.model, loaded.plan
     kv = allocate_kv(loaded.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
     load_s = time.monotonic() - started_s
-    description = describe(loaded, load_s, config.inputs, tokenizer(), with_template)
+    description = describe(loaded, load_s, config.inputs, ahead.tokenizer(), with_template)
     return wire_engine(config, model, kv, plan, description, step_log_path)
 
 

@@ -6,8 +6,7 @@ them is imports and a tokenizer: side by side, the longer of the two is what a s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quickstep.engine.tokenizer import Tokenizer
 
-__all__ = ["read_ahead"]
+__all__ = ["ReadAhead"]
 
 # What `assembly` imports when the weights are there.
 _IMPORTED_LATER = (
@@ -27,12 +26,23 @@ _IMPORTED_LATER = (
 )
 
 
-def read_ahead(path: Path) -> Callable[[], Tokenizer]:
-    """Begin; calling the result waits for the tokenizer at `path`, or raises what it raised."""
-    thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-    reading = thread.submit(_read, path)
-    thread.shutdown(wait=False)
-    return reading.result
+class ReadAhead:
+    """Of one checkpoint. `begin` it when a tensor has been read: what reads them comes first."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reading: Future[Tokenizer] | None = None
+
+    def begin(self) -> None:
+        """Start the thread. Idempotent."""
+        if self._reading is None:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+            self._reading = thread.submit(_read, self._path)
+            thread.shutdown(wait=False)
+
+    def tokenizer(self) -> Tokenizer:
+        """Wait for it. Raises ConfigError."""
+        return _read(self._path) if self._reading is None else self._reading.result()
 
 
 def _read(path: Path) -> Tokenizer:

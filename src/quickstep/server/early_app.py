@@ -44,7 +44,7 @@ class EarlyApp:
         self._served = Served.of(engine, options)
         self._metrics = Metrics(engine, self._served.names[0])
         routes = first_routes(self._served, self._metrics, options)
-        self._first = routed(routes, options, self._lifespan)
+        self._first = routed(routes, options, self.lifespan)
         self._first_paths = frozenset(
             (route.method, path.encode()) for route in routes for path in route.paths
         )
@@ -80,7 +80,8 @@ class EarlyApp:
         return (scope["method"], written_path(scope, self._root)) in self._first_paths
 
     @asynccontextmanager
-    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """The engine's life; the app that Starlette passes is ours."""
         if self._options.files.directory is not None:  # a bad one is told at the start
             await self.complete()
         async with serving(self._engine, self._metrics):

@@ -11,17 +11,14 @@ newer request that took the same id. Never pickle, and no torch to read any of i
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from quickstep.config import EngineConfig
 from quickstep.dataclass import dataclass
 from quickstep.engine.logs import LogSetup
+from quickstep.engine.process.opening import Open, WireMessage
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
@@ -30,7 +27,6 @@ from quickstep.types import Pooling, SamplingParams, StepRecord
 
 __all__ = [
     "FROM_ENGINE",
-    "LENGTH",
     "TO_ENGINE",
     "Abort",
     "Accepted",
@@ -54,8 +50,6 @@ __all__ = [
     "Submit",
     "ToEngine",
     "encode",
-    "framed",
-    "opening_of",
 ]
 
 
@@ -74,18 +68,7 @@ class ModelFacts:
     memory_plan: MemoryPlan | None
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The encoding that all messages have: an array that begins with the class's name."""
-
-
-class Open(_Message, frozen=True):
-    """Load this model; the first message, sent once."""
-
-    config: EngineConfig
-    log: LogSetup
-
-
-class Submit(_Message, frozen=True):
+class Submit(WireMessage, frozen=True):
     """A request with its seed drawn. `deadline_s` counts from its arrival at the engine."""
 
     number: int
@@ -99,56 +82,56 @@ class Submit(_Message, frozen=True):
     pooling: Pooling | None
 
 
-class Abort(_Message, frozen=True):
+class Abort(WireMessage, frozen=True):
     """End a request; its last deltas come as for any end. Unknown and ended numbers are fine."""
 
     number: int
 
 
-class Pause(_Message, frozen=True):
+class Pause(WireMessage, frozen=True):
     """The reader of a request is behind: generate no more until Resume. Any number is fine."""
 
     number: int
 
 
-class Resume(_Message, frozen=True):
+class Resume(WireMessage, frozen=True):
     """Its reader has caught up."""
 
     number: int
 
 
-class Stop(_Message, frozen=True):
+class Stop(WireMessage, frozen=True):
     """End all requests with SHUTDOWN, free everything, close the connection, exit."""
 
 
-class Loading(_Message, frozen=True):
+class Loading(WireMessage, frozen=True):
     """How far the weights are."""
 
     num_bytes: int
     total_bytes: int
 
 
-class Opened(_Message, frozen=True):
+class Opened(WireMessage, frozen=True):
     """The engine steps from now on."""
 
     facts: ModelFacts
     stats: EngineStats
 
 
-class OpenRefused(_Message, frozen=True):
+class OpenRefused(WireMessage, frozen=True):
     """There is no engine; `is_config` if the configuration or the checkpoint is to blame."""
 
     message: str
     is_config: bool
 
 
-class Accepted(_Message, frozen=True):
+class Accepted(WireMessage, frozen=True):
     """The engine has queued the request; deltas follow."""
 
     number: int
 
 
-class Refused(_Message, frozen=True):
+class Refused(WireMessage, frozen=True):
     """The engine did not take the request. A status below 500 makes it the client's fault."""
 
     number: int
@@ -157,32 +140,32 @@ class Refused(_Message, frozen=True):
     status: int
 
 
-class DeltaNote(_Message, frozen=True):
+class DeltaNote(WireMessage, frozen=True):
     """News of one of a request's sequences."""
 
     number: int
     delta: Delta
 
 
-class StepNote(_Message, frozen=True):
+class StepNote(WireMessage, frozen=True):
     """A step was committed."""
 
     record: StepRecord
 
 
-class GapNote(_Message, frozen=True):
+class GapNote(WireMessage, frozen=True):
     """The time between two tokens of a sequence."""
 
     seconds: float
 
 
-class SequenceNote(_Message, frozen=True):
+class SequenceNote(WireMessage, frozen=True):
     """A sequence ended."""
 
     record: SequenceRecord
 
 
-class StatsNote(_Message, frozen=True):
+class StatsNote(WireMessage, frozen=True):
     """How the engine is doing; sent when a request came or ended, and now and then while busy."""
 
     stats: EngineStats
@@ -211,12 +194,6 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no msgpack form")
 
 
-def opening_of(config: EngineConfig, log: LogSetup | None = None) -> Open:
-    """The first message. Who reads the streams is at this end, and so is the bound on them."""
-    return Open(replace(config, streams=None), log or LogSetup())
-
-
-LENGTH = struct.Struct(">I")
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 TO_ENGINE = msgspec.msgpack.Decoder(list[ToEngine])
 FROM_ENGINE = msgspec.msgpack.Decoder(list[FromEngine])
@@ -229,9 +206,3 @@ def encode(message: Message) -> msgspec.Raw:
         UnicodeEncodeError: A string holds half a surrogate pair.
     """
     return msgspec.Raw(_ENCODER.encode(message))
-
-
-def framed(messages: Sequence[msgspec.Raw]) -> bytes:
-    """Encoded messages as one frame of the connection (see `wire`)."""
-    content = msgspec.msgpack.encode(messages)
-    return LENGTH.pack(len(content)) + content

@@ -41,8 +41,8 @@ from quickstep.engine.process.messages import (
     StatsNote,
     StepNote,
     Submit,
-    opening_of,
 )
+from quickstep.engine.process.opening import opening_of
 from quickstep.engine.process.remote_stats import Ledger
 from quickstep.engine.process.remote_streams import RemoteStream, RemoteStreams
 from quickstep.engine.process.restarts import RestartLimits

@@ -16,7 +16,8 @@ from typing import TypeVar
 
 import msgspec
 
-from quickstep.engine.process.messages import LENGTH, Message, encode, framed
+from quickstep.engine.process.messages import Message, encode
+from quickstep.engine.process.opening import LENGTH, framed
 from quickstep.errors import EngineError
 
 __all__ = ["BUFFER_BYTES", "Sender", "read_messages"]
