@@ -7,8 +7,9 @@ command line and `LLM(...)`.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 
 __all__ = [

@@ -6,8 +6,9 @@ the dozen values of a decode step took 20 us of the 90 that the whole step took 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeVar, dataclass_transform
+
+from quickstep.dataclass import dataclass
 
 __all__ = ["frozen"]
 

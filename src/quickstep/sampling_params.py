@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 
 __all__ = [

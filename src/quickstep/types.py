@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
+from quickstep.dataclass import dataclass
 from quickstep.frozen import frozen
 from quickstep.sampling_params import Grammar, SamplingParams
 

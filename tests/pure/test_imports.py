@@ -42,3 +42,55 @@ def test_importing_quickstep_takes_less_than_a_fifth_of_a_second() -> None:
 
 def test_the_command_line_parses_without_torch() -> None:
     assert import_alone("quickstep.cli.main")["heavy"] == []
+
+
+# What `quickstep serve` imports up to its event loop, and its worker up to its weights, each in
+# the order and with the deferrals of the command.
+SERVER = """
+from quickstep.cli import serve
+from quickstep.deferred import defer
+from quickstep.engine.process import launch, opening
+defer(serve._FRONT_DOORS)
+import quickstep.engine.process.remote_engine, quickstep.server.run
+"""
+WORKER = """
+from quickstep.deferred import defer
+from quickstep.engine.process import worker
+worker.defer_parts_of_torch()
+defer(worker._NOT_NEEDED)
+from quickstep.engine.assembly import import_loading
+import_loading()
+"""
+MET_LATER = """
+import json, sys
+print(json.dumps([name for name in {names!r} if name in sys.modules]))
+"""
+
+
+def imported_by(code: str, *names: str) -> list[str]:
+    """Which of `names` are imported when `code` has run in a fresh interpreter."""
+    code += MET_LATER.format(names=names)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_the_server_listens_without_the_surfaces_that_nobody_has_asked_for() -> None:
+    surfaces = ("anthropic", "batches", "embeddings", "files", "llama_cpp", "openapi", "responses")
+    names = [f"quickstep.server.{name}" for name in (*surfaces, "app", "route_list", "tokenize")]
+    assert imported_by(SERVER, *names, "quickstep.engine.gguf_tokenizer") == []
+
+
+def test_the_server_listens_without_what_the_front_doors_of_packages_import() -> None:
+    names = ["torch", "numpy", "rich", "click", "uvicorn.main", "uvicorn.supervisors"]
+    names += ["prometheus_client.exposition", "tokenizers.implementations", "importlib.resources"]
+    assert imported_by(SERVER, *names) == []
+
+
+def test_the_worker_reads_weights_without_what_the_engine_around_them_imports() -> None:
+    names = ["torch", "jinja2", "tokenizers", "asyncio", "uvloop", "ssl", "rich", "starlette"]
+    assert imported_by(WORKER, *names, "quickstep.engine.engine") == []
+
+
+def test_the_engine_around_the_weights_needs_no_chat_template() -> None:
+    code = "import quickstep.engine.process.service, quickstep.engine.engine"
+    assert imported_by(code, "torch", "jinja2", "quickstep.engine.chat_template") == []

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quickstep.config import EngineConfig
 from quickstep.engine.process import messages
 from quickstep.engine.process.messages import (
     FROM_ENGINE,
@@ -70,9 +71,9 @@ st.register_type_strategy(
     ),
 )
 CONFIGS = st.builds(
-    messages.EngineConfig,
+    EngineConfig,
     scheduler=st.builds(
-        messages.EngineConfig().scheduler.__class__,
+        EngineConfig().scheduler.__class__,
         max_num_seqs=st.integers(1, 99),
         max_num_batched_tokens=st.integers(1, 99),
         max_model_len=st.integers(1, 99),
@@ -81,12 +82,12 @@ CONFIGS = st.builds(
         inter_token_target_s=st.floats(0.1, 9),
     ),
     cache=st.builds(
-        messages.EngineConfig().cache.__class__,
+        EngineConfig().cache.__class__,
         block_size=st.sampled_from([1, 16, 256]),
         num_blocks=st.none() | st.integers(1, 99),
     ),
 )
-st.register_type_strategy(messages.EngineConfig, CONFIGS)
+st.register_type_strategy(EngineConfig, CONFIGS)
 KINDS = [
     (kind, decoder)
     for union, decoder in ((ToEngine, TO_ENGINE), (FromEngine, FROM_ENGINE))

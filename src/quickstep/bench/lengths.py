@@ -8,7 +8,8 @@ that computes a whole prompt in one step. All are functions of the generator tha
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+
+from quickstep.dataclass import dataclass
 
 __all__ = ["LONG_PROMPT", "Arrival", "RequestLengths", "draw_arrivals", "draw_request"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from quickstep.bench.subject import Subject
+from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError
 from quickstep.frozen import frozen
 from quickstep.sampling_params import SamplingParams

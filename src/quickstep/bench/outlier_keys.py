@@ -9,12 +9,11 @@ dense attention in float64. Drawn from a seed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from quickstep.dataclass import dataclass
 from quickstep.ops.kv_format import head_width
 from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
 

@@ -15,13 +15,13 @@ Two errors of a format, both the norm of its output less the exact output:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quickstep.bench.block_scheme import block_product, rounded_q4_0, rounded_q8_0
+from quickstep.dataclass import dataclass
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.table import OpTable
 

@@ -13,10 +13,11 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from typing import Any
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError, EngineError
 
 __all__ = [

@@ -17,13 +17,14 @@ import itertools
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from quickstep.bench.limits import Limits
 from quickstep.bench.lives import Life, follow
 from quickstep.bench.subject import Subject, random_prompt
 from quickstep.bench.work import decode_kv_bytes, prefill_flops
 from quickstep.config import CacheConfig, EngineConfig
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError, EngineError
 from quickstep.model.sizing import kv_head_bytes
 

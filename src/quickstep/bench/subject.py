@@ -10,7 +10,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import tokenizers
 import torch
@@ -18,6 +17,7 @@ import torch
 from quickstep.bench.kernel_clock import with_kernel_clock
 from quickstep.bench.work import read_share
 from quickstep.config import EngineConfig
+from quickstep.dataclass import dataclass
 from quickstep.engine.assembly import (
     LoadProgress,
     describe,

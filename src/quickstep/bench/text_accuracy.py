@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.interface import ForwardBatch, Model
 from quickstep.ops.table import KVCache, PagedLayout

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from quickstep.bench.lengths import RequestLengths, draw_request
 from quickstep.bench.lives import follow
 from quickstep.bench.subject import Subject, random_prompt
 from quickstep.config import EngineConfig
+from quickstep.dataclass import dataclass
 
 __all__ = [
     "LatencyOptions",

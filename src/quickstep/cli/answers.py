@@ -6,10 +6,11 @@ The figures come from the engine's own timings of each sequence, the ones in its
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from quickstep.core.sequence import sequence_seed
+from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError
 from quickstep.types import FinishReason, SequenceTimings
 

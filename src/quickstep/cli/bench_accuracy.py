@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from quickstep.cli.engine_flags import add_model, model_of
 from quickstep.cli.formats import KV_FORMATS, WEIGHT_FORMATS, FormatPair
 from quickstep.cli.parsing import Parser, command, positive_int, token_count
 from quickstep.config import LoadConfig
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console_on", "loading_bar", "print_table", "size_text"]
+__all__ = ["console_on", "loading_bar", "plain_table", "print_table", "size_text"]
 
 _PLAIN_WIDTH = 100
 
@@ -62,6 +62,24 @@ def print_table(
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
+
+
+def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str | None:
+    """What `print_table` prints off a terminal, for tables that a start waits for: `rich` takes as
+    long to import as all of Starlette. None for a table that does not fit, which `rich` breaks.
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    width = sum(widths) + 3 * len(widths) - 1
+    if width > _PLAIN_WIDTH:
+        return None
+    lines = []
+    for row in (header, *rows):
+        label, *figures = (
+            cell.rjust(column) if place else cell.ljust(column)
+            for place, (cell, column) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append(f" {'   '.join((label, *figures))} ")
+    return "\n".join((title, lines[0], "─" * width, *lines[1:], ""))
 
 
 @contextmanager

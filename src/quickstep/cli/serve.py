@@ -7,6 +7,7 @@ engine's process does not.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from quickstep.cli.serve_flags import (
     stream_config,
 )
 from quickstep.config import EngineConfig
+from quickstep.deferred import defer
 
 if TYPE_CHECKING:
     from quickstep.engine.logs import LogSetup
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _LOG = logging.getLogger("quickstep.cli")
+# Packages whose own code imports what no server of ours calls: their command lines, their process
+# supervisors, their web servers, their ready-made tokenizers.
+_FRONT_DOORS = ("prometheus_client", "tokenizers", "uvicorn")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -69,23 +74,29 @@ def run(args: argparse.Namespace) -> int:
         streams=stream_config(args),
     )
     from quickstep.engine.process.launch import launch
+    from quickstep.engine.process.opening import opening_frame
 
-    launched = launch(
-        hidden=(KEY_VARIABLE,)
-    )  # first of all: its imports take longer than everything here
+    # Importing makes nothing but objects that stay: see `engine.process.worker.main`.
+    gc.disable()
+    # first of all: its imports and its loading take longer than everything here
+    launched = launch(hidden=(KEY_VARIABLE,))
     try:
-        _serve(args, config, launched)
+        log = log_setup(args)
+        launched.tell(opening_frame(config, log))
+        defer(_FRONT_DOORS)
+        _serve(args, config, log, launched)
     finally:
         launched.end()
     return 0
 
 
-def _serve(args: argparse.Namespace, config: EngineConfig, launched: Launched) -> None:
+def _serve(
+    args: argparse.Namespace, config: EngineConfig, log: LogSetup, launched: Launched
+) -> None:
     from quickstep.engine.logs import install
     from quickstep.server.run import bind, check_tls, serve
     from quickstep.server.surface import check_names
 
-    log = log_setup(args)
     install(log)
     # the server says these things itself, and strangers' garbage is no news
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
@@ -105,6 +116,8 @@ async def _opened(config: EngineConfig, log: LogSetup, launched: Launched) -> Re
     engine = RemoteEngine(config, log=log, launched=launched)
     with loading_bar(f"loading {config.load.model}") as progress:
         await engine.open(progress)
+    gc.freeze()  # what is there now stays
+    gc.enable()
     if engine.memory_plan is not None and not log.as_json:
         print_memory(engine.memory_plan)
     _LOG.info("loaded %s (%s)", engine.model_name, engine.fingerprint)

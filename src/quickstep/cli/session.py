@@ -14,7 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from quickstep.cli.screen import console_on, loading_bar, print_table, size_text
+from quickstep.cli.screen import console_on, loading_bar, plain_table, print_table, size_text
 from quickstep.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -51,13 +51,17 @@ def opened(config: EngineConfig, show_memory: bool | None = None) -> Engine:
 
 def print_memory(plan: MemoryPlan) -> None:
     """The plan's table, and what it had to shrink, on stderr."""
-    console = console_on()
+    title, header = "memory", ("part", "size", "of")
     rows = [(row.label, size_text(row.num_bytes), row.detail) for row in plan.rows]
-    print_table(console, "memory", ("part", "size", "of"), rows)
+    text = None if sys.stderr.isatty() else plain_table(title, header, rows)
+    if text is None:
+        print_table(console_on(), title, header, rows)
+    else:
+        sys.stderr.write(text)
     if logging.getLogger("quickstep").isEnabledFor(logging.INFO):
         return  # the engine has logged its notes
     for note in plan.notes:
-        console.print(note, markup=False)
+        print(note, file=sys.stderr)
 
 
 def with_engine(

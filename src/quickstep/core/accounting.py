@@ -6,12 +6,11 @@ Every measured second is booked once: fsum of `device_s` over all sequences + `u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from quickstep.core.block_pool import PoolStats
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.sequence import SequenceState
 from quickstep.core.step import FlightRow, InFlightStep
+from quickstep.dataclass import dataclass
 from quickstep.types import StepRecord
 
 __all__ = ["SchedulerStats", "Totals", "charge", "step_record"]

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from quickstep.core.prefix import BlockKey, ChainRoot, Digest, chain_digest, root_digest
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError, OutOfBlocks
 
 __all__ = ["KVBlockPool", "PoolStats"]

@@ -6,9 +6,9 @@ its rows, and drives the simulator. Deterministic: the same observations give th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
+from quickstep.dataclass import dataclass
 from quickstep.frozen import frozen
 from quickstep.types import StepPlan, StepRow
 

@@ -6,9 +6,8 @@ sequence that is alone fits the pool at its longest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from quickstep.config import SchedulerConfig
+from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 from quickstep.types import Request
 

@@ -8,13 +8,13 @@ feeds them to a fresh scheduler with the same sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from quickstep.config import SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel
 from quickstep.core.policies import Policy
 from quickstep.core.scheduler import Scheduler
+from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 from quickstep.types import (
     FinishReason,

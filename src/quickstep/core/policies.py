@@ -11,11 +11,11 @@ is long or old enough and says in `wakeup` when to ask again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.dataclass import dataclass
 from quickstep.frozen import frozen
 from quickstep.types import Phase
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
+
+from quickstep.dataclass import dataclass
 
 __all__ = ["BlockKey", "ChainRoot", "Digest", "chain_digest", "root_digest"]
 

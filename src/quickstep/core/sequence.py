@@ -8,9 +8,10 @@ to end or preemption; a preempted sequence keeps its tokens and starts a new res
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from quickstep.core.prefix import BlockKey, ChainRoot
+from quickstep.dataclass import dataclass
 from quickstep.types import (
     Admission,
     FinishReason,

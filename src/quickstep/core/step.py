@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from quickstep.core.cost_model import StepLoad
 from quickstep.core.sequence import Residency, Sequence
+from quickstep.dataclass import dataclass
 from quickstep.frozen import frozen
 from quickstep.types import Admission, Phase, RowFailure, StepPlan, StepResult, StepRow
 

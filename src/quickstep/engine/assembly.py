@@ -13,27 +13,19 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from quickstep.config import EngineConfig, InputConfig, LoadConfig, SchedulerConfig
-from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.cost_model import LinearCostModel
-from quickstep.core.policies import make_policy
-from quickstep.core.scheduler import Scheduler
-from quickstep.engine.chat_template import ChatTemplate
-from quickstep.engine.engine import Engine
-from quickstep.engine.grammar_source import GrammarLimits
-from quickstep.engine.grammar_trial import TrialLimits
-from quickstep.engine.grammars import GrammarCompiler
+from quickstep.dataclass import dataclass
+from quickstep.engine.json_file import read_json
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, usable_cores
-from quickstep.engine.seeds import open_seeds
-from quickstep.engine.step_log import StepLog
-from quickstep.engine.tokenizer import Tokenizer, read_json
+from quickstep.engine.read_ahead import ReadAhead
 from quickstep.engine.topology import places_for
 from quickstep.errors import ConfigError
 from quickstep.types import Pooling
@@ -41,6 +33,9 @@ from quickstep.types import Pooling
 if TYPE_CHECKING:
     import torch
 
+    from quickstep.engine.chat_template import ChatTemplate
+    from quickstep.engine.engine import Engine
+    from quickstep.engine.tokenizer import Tokenizer
     from quickstep.model.interface import KVShape, Model
     from quickstep.model.sizing import MemoryPlan
     from quickstep.model.source import Checkpoint
@@ -53,6 +48,7 @@ __all__ = [
     "LoadProgress",
     "LoadedWeights",
     "describe",
+    "import_loading",
     "load_weights",
     "open_engine",
     "plan_for",
@@ -78,6 +74,19 @@ _SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
 )
 
 
+_LOADING = (
+    "quickstep.model.checkpoint_weights",
+    "quickstep.model.loader",
+    "quickstep.model.placement",
+    "quickstep.model.sizing",
+    "quickstep.model.source",
+    "quickstep.model.spec",
+    "quickstep.ops.native",
+    "quickstep.ops.resolve",
+    "quickstep.runtime.kv",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
     """Weights in memory, and what else was decided on the way."""
@@ -89,25 +98,43 @@ class LoadedWeights:
     kv_shape: KVShape
 
 
+def import_loading() -> None:
+    """Import what `load_weights` needs: for who can do so before it knows what is to be loaded."""
+    for name in _LOADING:
+        import_module(name)
+
+
 def open_engine(
     config: EngineConfig,
     progress: LoadProgress | None = None,
     step_log_path: Path | None = None,
+    with_template: bool = True,
 ) -> Engine:
     """Load the model that `config` names and build its engine; `await engine.start()` runs it.
 
-    `step_log_path` keeps the step log as JSON lines.
+    `step_log_path` keeps the step log as JSON lines. An engine that gets its prompts as tokens has
+    no use for the chat template.
 
     Raises:
         ConfigError: The checkpoint is missing or broken, or does not fit.
     """
+    from quickstep.model.source import find_checkpoint
     from quickstep.runtime.kv import allocate_kv
 
     started_s = time.monotonic()
-    loaded = load_weights(config, progress)
+    checkpoint = find_checkpoint(config.load)
+    ahead = ReadAhead(checkpoint.path)
+
+    def told(num_bytes: int, total_bytes: int) -> None:
+        ahead.begin()
+        if progress is not None:
+            progress(num_bytes, total_bytes)
+
+    loaded = load_weights(config, told, checkpoint)
     model, plan = loaded.model, loaded.plan
     kv = allocate_kv(loaded.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
-    description = describe(loaded, time.monotonic() - started_s, config.inputs)
+    load_s = time.monotonic() - started_s
+    description = describe(loaded, load_s, config.inputs, ahead.tokenizer(), with_template)
     return wire_engine(config, model, kv, plan, description, step_log_path)
 
 
@@ -120,6 +147,13 @@ def wire_engine(
     step_log_path: Path | None = None,
 ) -> Engine:
     """The engine around a model that is in memory; `kv` has the plan's blocks."""
+    from quickstep.core.block_pool import KVBlockPool
+    from quickstep.core.cost_model import LinearCostModel
+    from quickstep.core.policies import make_policy
+    from quickstep.core.scheduler import Scheduler
+    from quickstep.engine.engine import Engine
+    from quickstep.engine.seeds import open_seeds
+    from quickstep.engine.step_log import StepLog
     from quickstep.runtime.executor import LocalExecutor
     from quickstep.runtime.runner import ModelRunner
 
@@ -143,7 +177,9 @@ def wire_engine(
     )
 
 
-def load_weights(config: EngineConfig, progress: LoadProgress | None) -> LoadedWeights:
+def load_weights(
+    config: EngineConfig, progress: LoadProgress | None, checkpoint: Checkpoint | None = None
+) -> LoadedWeights:
     """Find, plan and load what `config` names. Raises ConfigError."""
     from quickstep.model.checkpoint_weights import open_checkpoint_files, open_weights
     from quickstep.model.loader import check_requantization, load_model, loads_on_host
@@ -153,7 +189,7 @@ def load_weights(config: EngineConfig, progress: LoadProgress | None) -> LoadedW
     from quickstep.ops.native import native_status
     from quickstep.ops.resolve import resolve_ops
 
-    checkpoint = find_checkpoint(config.load)
+    checkpoint = checkpoint or find_checkpoint(config.load)
     spec = read_spec(checkpoint.path)
     device = choose_device(config.load.device)
     dtype = choose_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
@@ -269,23 +305,29 @@ def _fitted(scheduler: SchedulerConfig, plan: MemoryPlan) -> SchedulerConfig:
 
 
 def describe(
-    loaded: LoadedWeights, load_s: float, inputs: InputConfig | None = None
+    loaded: LoadedWeights,
+    load_s: float,
+    inputs: InputConfig | None = None,
+    tokenizer: Tokenizer | None = None,
+    with_template: bool = True,
 ) -> LoadedModel:
     """What the engine serves: the checkpoint's tokenizer, template and sampling values read."""
+    from quickstep.engine.grammar_source import GrammarLimits
+    from quickstep.engine.grammar_trial import TrialLimits
+    from quickstep.engine.grammars import GrammarCompiler
+    from quickstep.engine.tokenizer import Tokenizer
     from quickstep.model.fingerprint import fingerprint_with_kv
 
     inputs = inputs or InputConfig()
     path = loaded.checkpoint.path
-    tokenizer = Tokenizer.open(path)
+    tokenizer = tokenizer or Tokenizer.open(path)
     return LoadedModel(
         name=loaded.checkpoint.name,
         fingerprint=fingerprint_with_kv(loaded.model, loaded.kv_shape),
         max_model_len=loaded.plan.max_model_len,
         vocab_size=loaded.model.vocab_size,
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.open(
-            path, tokenizer.special_tokens, datetime.now, inputs.template_s
-        ),
+        chat_template=_template(path, tokenizer, inputs.template_s) if with_template else None,
         default_sampling=_default_sampling(path),
         load_s=load_s,
         memory_plan=loaded.plan,
@@ -298,6 +340,12 @@ def describe(
         ),
         default_pooling=_default_pooling(path),
     )
+
+
+def _template(path: Path, tokenizer: Tokenizer, limit_s: float) -> ChatTemplate | None:
+    from quickstep.engine.chat_template import ChatTemplate
+
+    return ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, limit_s)
 
 
 def _default_sampling(path: Path) -> Mapping[str, float]:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from quickstep.dataclass import dataclass
 from quickstep.engine.stream import Delta
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import FinishReason, SamplingParams, TokenLogprobs

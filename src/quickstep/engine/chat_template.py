@@ -23,9 +23,8 @@ import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from quickstep.engine.gguf_tokenizer import gguf_templates
+from quickstep.engine.json_file import read_json
 from quickstep.engine.template_limits import BoundedEnvironment
-from quickstep.engine.tokenizer import read_json
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.gguf_file import is_gguf
@@ -208,6 +207,8 @@ def find_templates(path: Path) -> dict[str, str]:
     `tokenizer_config.json`, whose entry is one template or a list of named ones.
     """
     if is_gguf(path):
+        from quickstep.engine.gguf_tokenizer import gguf_templates
+
         return gguf_templates(path)
     config = read_json(path / "tokenizer_config.json")
     legacy = read_json(path / "chat_template.json")

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 
 from quickstep.config import StreamConfig
 from quickstep.core.scheduler import Scheduler
-from quickstep.engine.chat_template import ChatTemplate, Message
 from quickstep.engine.grammars import check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
@@ -60,6 +59,7 @@ from quickstep.types import (
 )
 
 if TYPE_CHECKING:
+    from quickstep.engine.chat_template import ChatTemplate, Message
     from quickstep.model.sizing import MemoryPlan
 
 __all__ = ["Engine"]

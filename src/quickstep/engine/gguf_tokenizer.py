@@ -9,7 +9,6 @@ to is refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +24,7 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Library
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.gguf_file import open_gguf
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from quickstep.config import InputConfig
+from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 from quickstep.types import Grammar
 

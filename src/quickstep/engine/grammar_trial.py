@@ -20,10 +20,10 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
+from quickstep.dataclass import dataclass
 from quickstep.engine.grammar_build import Refusal
 from quickstep.engine.grammar_source import GrammarLimits, GrammarSource
 from quickstep.engine.grammar_vocabulary import GrammarVocabulary

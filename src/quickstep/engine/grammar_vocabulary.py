@@ -7,9 +7,9 @@ such as `<tool_call>` is text where the checkpoint says so. llguidance loads wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 
 if TYPE_CHECKING:

@@ -6,17 +6,18 @@ Made by `open_engine`, read by everyone; the tensors themselves belong to the ex
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from quickstep.engine.chat_template import ChatTemplate
-from quickstep.engine.grammars import GrammarCompiler
-from quickstep.engine.tokenizer import Tokenizer
+from quickstep.dataclass import dataclass
 from quickstep.types import Pooling
 
 if TYPE_CHECKING:
+    from quickstep.engine.chat_template import ChatTemplate
+    from quickstep.engine.grammars import GrammarCompiler
+    from quickstep.engine.tokenizer import Tokenizer
     from quickstep.model.sizing import MemoryPlan
 
 __all__ = ["LoadedModel"]

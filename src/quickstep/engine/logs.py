@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from dataclasses import dataclass
 from datetime import UTC, datetime
+
+from quickstep.dataclass import dataclass
 
 __all__ = ["JsonLines", "LogSetup", "install"]
 

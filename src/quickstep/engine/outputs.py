@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from quickstep.dataclass import dataclass
 from quickstep.engine.beam_search import Hypothesis
 from quickstep.engine.stream import Delta, Stream
 from quickstep.engine.tokenizer import Tokenizer

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
 from quickstep.core.accounting import SchedulerStats
+from quickstep.dataclass import dataclass
 
 __all__ = ["EngineState", "EngineStats"]
 

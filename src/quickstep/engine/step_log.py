@@ -11,11 +11,12 @@ import enum
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, Protocol
 
+from quickstep.dataclass import dataclass
 from quickstep.types import FinishReason, SequenceTimings, StepRecord
 
 __all__ = ["Follower", "Observer", "Quantity", "SequenceRecord", "StepLog", "StepTotals"]

@@ -9,7 +9,8 @@ it is known. One per sequence, owned by the engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from quickstep.dataclass import dataclass
 
 __all__ = ["StopMatch", "StopStrings"]
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import tokenizers
+from tokenizers.tokenizers import Tokenizer as Library
 
-from quickstep.engine.gguf_tokenizer import read_gguf_tokenizer
+from quickstep.engine.json_file import read_json
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.gguf_file import is_gguf
 
-__all__ = ["DecoderKind", "Tokenizer", "read_json"]
+__all__ = ["DecoderKind", "Tokenizer"]
 
 _HEX_DIGITS = frozenset(string.hexdigits)
 
@@ -51,7 +51,9 @@ class Tokenizer:
         self._special_tokens = MappingProxyType(dict(special_tokens))
         added = library.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        steps = _decoder_steps(json.loads(library.to_str())["decoder"])
+        # a decoder's pickled state is its JSON; that of the whole tokenizer is all its vocabulary
+        decoder = None if library.decoder is None else json.loads(library.decoder.__getstate__())
+        steps = _decoder_steps(decoder)
         self._kind = _decoder_kind(steps)
         self._byte_fallback = "ByteFallback" in steps
         self._byte_of_char = _byte_level_alphabet()
@@ -65,6 +67,8 @@ class Tokenizer:
             ConfigError: A file is missing or cannot be read.
         """
         if is_gguf(path):
+            from quickstep.engine.gguf_tokenizer import read_gguf_tokenizer
+
             found = read_gguf_tokenizer(path)
             return cls(found.library, found.eos_token_ids, found.special_tokens)
         file = path / "tokenizer.json"
@@ -74,7 +78,7 @@ class Tokenizer:
                 "(transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
             )
         try:
-            library = tokenizers.Tokenizer.from_file(str(file))
+            library = Library.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{file} cannot be read: {error}") from error
         special_tokens = _special_tokens(read_json(path / "tokenizer_config.json"))
@@ -188,23 +192,6 @@ class Tokenizer:
             return " ".join(pieces)
         text: str = self._decoder.decode(pieces)
         return text
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file, {} if there is no such file.
-
-    Raises:
-        ConfigError: The file is not a JSON object.
-    """
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} holds a JSON {type(content).__name__}, it must be an object")
-    return content
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import sequence_seed
+from quickstep.dataclass import dataclass
 from quickstep.engine.verification_report import VerifyOptions, VerifyReport
 from quickstep.engine.verification_requests import (
     LONG_OUTPUTS,

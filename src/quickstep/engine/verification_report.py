@@ -7,9 +7,10 @@ logprobs, and why it ended.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import TypeVar
 
+from quickstep.dataclass import dataclass
 from quickstep.engine.verification_run import RunCounts, Trace
 from quickstep.errors import ConfigError
 from quickstep.types import FinishReason

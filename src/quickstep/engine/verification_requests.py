@@ -8,9 +8,10 @@ what token ids hide. A function of the seed alone. Called by `engine.verificatio
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
+from quickstep.dataclass import dataclass
 from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import Grammar, Pooling, Request, SamplingParams
 

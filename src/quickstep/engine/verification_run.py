@@ -11,13 +11,14 @@ import enum
 import struct
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from quickstep.config import SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
+from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache

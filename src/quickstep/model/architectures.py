@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 
+from quickstep.dataclass import dataclass
 from quickstep.model import layer_patterns as patterns
 from quickstep.model.config_fields import ConfigFields
 from quickstep.model.decoder_spec import (

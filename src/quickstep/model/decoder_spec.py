@@ -9,8 +9,8 @@ to be harmless is an error: nothing in a config is silently ignored.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 
+from quickstep.dataclass import dataclass
 from quickstep.model.rope_spec import RopeSpec
 
 __all__ = [

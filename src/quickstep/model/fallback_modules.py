@@ -7,12 +7,12 @@ layout and cache reach it as the keyword `paged_step`, which transformers hands 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.ops.kv_format import head_size_of
 from quickstep.ops.table import AttentionParams, KVCache, LinearWeight, OpTable, PagedLayout

@@ -11,10 +11,11 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.config_fields import ConfigFields
 from quickstep.model.gguf_file import GgufFile, open_gguf

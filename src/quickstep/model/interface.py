@@ -5,9 +5,10 @@ Called by `runtime.runner`; implemented by `model.decoder` and by the `transform
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from quickstep.dataclass import dataclass
 from quickstep.ops.dtypes import DType, find_dtype, of_kind
 from quickstep.ops.host_tensor import Device
 from quickstep.ops.kv_format import head_width

@@ -7,8 +7,8 @@ architecture uses. Standard library only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.config_fields import ConfigFields
 from quickstep.model.decoder_spec import LayerSpec, MoESpec

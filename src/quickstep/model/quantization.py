@@ -10,8 +10,9 @@ experts keep the model's dtype. docs/design/0005 has the measurements behind it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+
+from quickstep.dataclass import dataclass
 
 __all__ = ["SCHEMES", "MatrixFormat", "QuantizationScheme", "find_scheme"]
 

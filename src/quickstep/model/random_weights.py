@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quickstep.dataclass import dataclass
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.loader import DecoderNames, build_decoder, quantizing

@@ -18,12 +18,12 @@ were trained so.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from quickstep.dataclass import dataclass
 from quickstep.model.rope_spec import RopeKind, RopeSpec
 from quickstep.ops.dtypes import FLOAT32
 from quickstep.ops.host_tensor import Device, HostTensor

@@ -14,10 +14,10 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import FileIO, RawIOBase
 from pathlib import Path
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 
 __all__ = ["StoredTensor", "TensorFiles", "open_tensor_files"]

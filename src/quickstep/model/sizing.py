@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from quickstep.config import CacheConfig, SchedulerConfig
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.quantization import find_scheme

@@ -7,14 +7,14 @@ and never code. With `offline` nothing touches the network.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from quickstep.config import LoadConfig
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.gguf_file import is_gguf
 
-__all__ = ["Checkpoint", "find_checkpoint"]
+__all__ = ["Checkpoint", "find_checkpoint", "local_checkpoint"]
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
 # a second copy of the weights, and everything in folders (other formats, training state)
@@ -42,6 +42,20 @@ def find_checkpoint(load: LoadConfig) -> Checkpoint:
         raise ConfigError(
             "no model is named; pass a directory, a hub id (`organisation/model`) or demo"
         )
+    found = local_checkpoint(name)
+    if found is not None:
+        return found
+    if not _HUB_ID.fullmatch(name) or name.startswith((".", "/", "~")):
+        raise ConfigError(f"{name} is neither a directory nor a hub id (`organisation/model`)")
+    return Checkpoint(_download(load), name)
+
+
+def local_checkpoint(name: str) -> Checkpoint | None:
+    """The checkpoint of this name on this machine, outside the hub's cache; None if it has none.
+
+    Raises:
+        ConfigError: There is something of that name which is no checkpoint.
+    """
     if name == "demo":
         return _bundled(name)
     path = Path(name).expanduser()
@@ -51,9 +65,7 @@ def find_checkpoint(load: LoadConfig) -> Checkpoint:
         if is_gguf(path):
             return Checkpoint(path.resolve(), path.stem)
         raise ConfigError(f"{name} is a file; pass the checkpoint's directory, or a .gguf file")
-    if not _HUB_ID.fullmatch(name) or name.startswith((".", "/", "~")):
-        raise ConfigError(f"{name} is neither a directory nor a hub id (`organisation/model`)")
-    return Checkpoint(_download(load), name)
+    return None
 
 
 def _within(path: Path) -> Path:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from quickstep.dataclass import dataclass
 from quickstep.model.decoder_spec import ModelSpec, NormPlacement, QKNorm
 
 __all__ = ["LayerNorms", "layer_norms", "layer_tensors", "num_parameters", "outer_tensors"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quickstep.dataclass import dataclass
 from quickstep.ops.table import LinearWeight
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ nearly exact, and fp32 accumulation in any order is what an implementation is as
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quickstep.dataclass import dataclass
 from quickstep.ops.cases import AttentionCase, Case, bind
 from quickstep.ops.kv_format import read_heads
 from quickstep.ops.reference import reference_ops

@@ -9,13 +9,13 @@ others (`fixed`), so that a check can pick tokens, and `bind` turns an op into a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, product
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from quickstep.dataclass import dataclass
 from quickstep.ops.case_draws import CaseDraws, label
 from quickstep.ops.kv_format import quantize_heads
 from quickstep.ops.quantized_cases import quantized_linear_inputs, quantized_rows_inputs

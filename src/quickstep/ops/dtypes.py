@@ -6,8 +6,9 @@ fingerprints are made of. Functions that meet either ask `host_dtype` which it i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from quickstep.dataclass import dataclass
 
 if TYPE_CHECKING:
     import torch

@@ -9,12 +9,12 @@ of floating point.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from quickstep.dataclass import dataclass
 from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 
 if TYPE_CHECKING:

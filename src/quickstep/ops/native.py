@@ -10,8 +10,9 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.ops.native_library import library_path, open_library, raise_for_status
 from quickstep.ops.native_ops import NativeOps

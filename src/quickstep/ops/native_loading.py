@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from ctypes import c_double, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, of_kind
 from quickstep.ops.native_library import raise_for_status

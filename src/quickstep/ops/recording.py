@@ -7,7 +7,8 @@ per token, or per emitting row, of a step; how many rows a step has is decided w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from quickstep.dataclass import dataclass
 
 __all__ = ["Buffer", "Numbers", "OpRecord", "Operand", "Recording", "place_buffers"]
 

@@ -12,9 +12,10 @@ S block size, V vocabulary, N output features, C input features.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from quickstep.dataclass import dataclass
 
 if TYPE_CHECKING:
     import torch

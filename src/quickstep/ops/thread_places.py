@@ -7,7 +7,8 @@ before any two share one, on as few NUMA nodes as have the cores.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from quickstep.dataclass import dataclass
 
 __all__ = ["Cpu", "ThreadPlaces", "choose_places"]
 

@@ -7,10 +7,11 @@ allowed, then two lists of bans. Made by `SamplingState.changes`, read by `runti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from quickstep.dataclass import dataclass
 
 __all__ = ["NO_BANS", "Bans", "LogitChanges", "bits_of_bytes", "bits_of_ids", "edits_of"]
 

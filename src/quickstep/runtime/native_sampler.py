@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from quickstep.dataclass import dataclass
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.ops.host_tensor import AnyTensor

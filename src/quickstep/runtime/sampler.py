@@ -13,12 +13,12 @@ plain argmax.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from quickstep.dataclass import dataclass
 from quickstep.frozen import frozen
 from quickstep.ops.host_tensor import AnyTensor, HostTensor, to_numpy
 from quickstep.runtime.filters import kept_token_ids

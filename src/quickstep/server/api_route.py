@@ -7,7 +7,7 @@ the reference page are written from it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from quickstep.dataclass import dataclass
 from quickstep.server.api_errors import ErrorShape, openai_shape
 from quickstep.server.unknown_fields import Parts
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import QuickstepError, RequestError
 from quickstep.server.api_errors import RouteNotFound
 from quickstep.server.batch_lines import (

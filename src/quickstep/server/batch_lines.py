@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import msgspec
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_errors import GenerationFailed, error_of
 from quickstep.server.schemas import decode

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from quickstep.dataclass import dataclass
 from quickstep.server.batch_lines import LineAnswer
 from quickstep.server.response_files import (
     BatchError,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.batch_lines import (
     AskedBy,

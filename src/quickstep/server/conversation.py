@@ -7,11 +7,12 @@ template is given, which grammar the message has to follow, what to read out of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import msgspec
 
+from quickstep.dataclass import dataclass
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
 from quickstep.server.generation import ChatPrompt, GenerationRequest, OutputReading

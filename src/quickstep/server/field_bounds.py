@@ -8,11 +8,12 @@ tests try every bound from both sides. `openapi` writes them into the schemas.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import msgspec
 
+from quickstep.dataclass import dataclass
 from quickstep.sampling_params import PRESETS, RANGES
 from quickstep.server import anthropic_schema, responses_schema, schemas
 from quickstep.server.embedding_schema import EmbeddingRequest

@@ -6,8 +6,8 @@ The tables of `field_reference` are made of these; the tests try each kind in it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from quickstep.dataclass import dataclass
 from quickstep.server.refused import Refusal
 
 __all__ = ["Effects", "Honoured", "Note", "Row"]

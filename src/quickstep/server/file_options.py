@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+
+from quickstep.dataclass import dataclass
 
 __all__ = ["BatchOptions", "FileOptions"]
 

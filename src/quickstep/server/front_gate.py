@@ -24,7 +24,7 @@ from quickstep.server.api_errors import ErrorShape, error_response
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.options import RequestLimits, ServerOptions
 
-__all__ = ["FrontGate", "check_head", "key_name"]
+__all__ = ["FrontGate", "check_head", "key_name", "written_path"]
 
 _ACCESS_LOG = logging.getLogger("quickstep.access")
 _CHALLENGE = {"www-authenticate": "Bearer"}
@@ -64,7 +64,7 @@ class FrontGate:
                 watched.log()
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["raw_path"].partition(b"?")[0].removeprefix(self._root)
+        path = written_path(scope, self._root)
         state = scope.setdefault("state", {})
         state["api_key_name"] = ""
         state["connections"] = self._connections
@@ -94,6 +94,12 @@ class FrontGate:
             "an API key is missing; send `Authorization: Bearer KEY` or `x-api-key: KEY`",
             status=401,
         )
+
+
+def written_path(scope: Scope, root: bytes) -> bytes:
+    """The path as the client wrote it, below the root path that the operator set."""
+    path: bytes = scope["raw_path"].partition(b"?")[0]
+    return path.removeprefix(root)
 
 
 def key_name(request: Request) -> str:

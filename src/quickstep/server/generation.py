@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
 
 from quickstep.core.sequence import sequence_seed
+from quickstep.dataclass import dataclass
 from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.engine.best_of import best_indices
 from quickstep.engine.stream import Delta

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
+from quickstep.dataclass import dataclass
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.body import read_body
 from quickstep.server.json_depth import check_json_depth

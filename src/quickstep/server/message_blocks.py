@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from quickstep.dataclass import dataclass
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.message_delta import CallDelta
 from quickstep.server.chat_message import MessageReader

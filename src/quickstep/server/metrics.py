@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.metrics import Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
 
 from quickstep.engine.stream import Delta
 from quickstep.server.engine_face import ServedEngine
@@ -77,6 +77,9 @@ class Metrics:
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
+        # with it comes a web server of its own, which nobody needs before the first scrape
+        from prometheus_client.exposition import generate_latest
+
         return generate_latest(self.registry)
 
     def observe(self, name: str, value: float) -> None:

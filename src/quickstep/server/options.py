@@ -6,8 +6,9 @@ the engine: its own limits (context, queue) are the scheduler's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.file_options import BatchOptions, FileOptions

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 from quickstep.server.engine_face import ServedEngine
 

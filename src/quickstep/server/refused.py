@@ -7,12 +7,12 @@ A refused field passes only with a value that asks for nothing (`store: false`);
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 
 __all__ = [

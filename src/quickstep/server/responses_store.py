@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from quickstep.dataclass import dataclass
 from quickstep.server.response_responses import ResponseObject
 
 __all__ = ["ResponseStore", "StoredResponse"]

@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from quickstep.dataclass import dataclass
 from quickstep.server.api_errors import error_of
 from quickstep.server.chat_message import logprob_entry, message_reader
 from quickstep.server.frames import event_frame

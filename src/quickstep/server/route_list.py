@@ -8,27 +8,16 @@ from quickstep.server.anthropic_schema import CountTokensRequest, CustomToolSpec
 from quickstep.server.api_pages import ApiPages
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.batches import LocalBatches
-from quickstep.server.chat import Chat
-from quickstep.server.choices import ChoicesSurface
-from quickstep.server.completions import Completions
 from quickstep.server.embedding_schema import EmbeddingList, EmbeddingRequest
 from quickstep.server.embeddings import Embeddings
 from quickstep.server.error_shapes import anthropic_shape
+from quickstep.server.first_routes import generating_routes, probe_routes
 from quickstep.server.llama_cpp_routes import llama_cpp_routes
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
-from quickstep.server.probes import Probes
 from quickstep.server.response_events import MESSAGES_EVENTS, RESPONSES_EVENTS
 from quickstep.server.response_messages import MessageResponse, TokenCount
-from quickstep.server.response_openai import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    Completion,
-    CompletionChunk,
-    Model,
-    ModelList,
-)
-from quickstep.server.response_probes import ApiDocument, Health, Pong, Readiness, Version
+from quickstep.server.response_probes import ApiDocument
 from quickstep.server.response_responses import DeletedResponse, InputItems, ResponseObject
 from quickstep.server.responses import Responses, StoredResponses
 from quickstep.server.responses_input import item_schema
@@ -39,7 +28,6 @@ from quickstep.server.responses_schema import (
 )
 from quickstep.server.responses_store import ResponseStore
 from quickstep.server.routes import GeneratingRoute
-from quickstep.server.schemas import ChatRequest, CompletionRequest
 from quickstep.server.surface import Served
 from quickstep.server.tokenize import Tokenizing
 from quickstep.server.unknown_fields import Parts
@@ -54,58 +42,31 @@ def api_routes(
 ) -> list[ApiRoute]:
     """Every route, in the order of the reference. The app starts and stops `batches`."""
     batches = batches or LocalBatches(served, metrics, options)
-    probes = Probes(served, metrics, options.stall_s)
     routes = [
-        *_generating(served, metrics),
+        *generating_routes(served, metrics),
+        _embeddings(served, metrics),
         *_responses(served, metrics, options),
         *_anthropic(served, metrics),
         *batches.routes(),
         *Tokenizing(served).routes(),
         *llama_cpp_routes(served, metrics),
-        *_models(probes),
-        *_probes(probes),
+        *probe_routes(served, metrics, options),
     ]
     pages = ApiPages(routes, served)  # they tell of themselves, too
     routes += _pages(pages)
     return routes
 
 
-def _generating(served: Served, metrics: Metrics) -> list[ApiRoute]:
-    chat = GeneratingRoute(ChoicesSurface(Chat()), served, metrics)
-    completions = GeneratingRoute(ChoicesSurface(Completions()), served, metrics)
-    return [
-        ApiRoute(
-            "POST",
-            "/v1/chat/completions",
-            chat.answer,
-            "The assistant's next message.",
-            request=ChatRequest,
-            response=ChatCompletion,
-            streams=True,
-            events=(ChatCompletionChunk,),
-            aliases=("/chat/completions",),
-        ),
-        ApiRoute(
-            "POST",
-            "/v1/completions",
-            completions.answer,
-            "Text that continues a prompt.",
-            request=CompletionRequest,
-            response=Completion,
-            streams=True,
-            events=(CompletionChunk,),
-            aliases=("/completions",),
-        ),
-        ApiRoute(
-            "POST",
-            "/v1/embeddings",
-            Embeddings(served, metrics).answer,
-            "A vector for each input.",
-            request=EmbeddingRequest,
-            response=EmbeddingList,
-            aliases=("/embeddings",),
-        ),
-    ]
+def _embeddings(served: Served, metrics: Metrics) -> ApiRoute:
+    return ApiRoute(
+        "POST",
+        "/v1/embeddings",
+        Embeddings(served, metrics).answer,
+        "A vector for each input.",
+        request=EmbeddingRequest,
+        response=EmbeddingList,
+        aliases=("/embeddings",),
+    )
 
 
 def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
@@ -161,42 +122,6 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
             parts=_ANTHROPIC_PARTS,
             error_shape=anthropic_shape,
         ),
-    ]
-
-
-def _models(probes: Probes) -> list[ApiRoute]:
-    return [
-        ApiRoute(
-            "GET",
-            "/v1/models",
-            probes.models,
-            "All names that are served.",
-            None,
-            ModelList,
-            aliases=("/models",),
-        ),
-        ApiRoute("GET", "/v1/models/{model:path}", probes.model, "One served name.", None, Model),
-    ]
-
-
-def _probes(probes: Probes) -> list[ApiRoute]:
-    return [
-        ApiRoute(
-            "GET", "/health", probes.health, "Whether steps finish.", None, Health, is_probe=True
-        ),
-        ApiRoute(
-            "GET",
-            "/ready",
-            probes.ready,
-            "Whether requests are welcome.",
-            None,
-            Readiness,
-            is_probe=True,
-        ),
-        ApiRoute("GET", "/metrics", probes.metrics, "Prometheus text."),
-        ApiRoute("GET", "/version", probes.version, "The version of Quickstep.", None, Version),
-        ApiRoute("GET", "/ping", probes.ping, "The process answers.", None, Pong, is_probe=True),
-        ApiRoute("POST", "/ping", probes.ping, "The process answers.", None, Pong, is_probe=True),
     ]
 
 

@@ -12,11 +12,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 from quickstep.server.api_errors import json_response
 from quickstep.server.body import ClientDisconnect, read_body, unless_disconnected

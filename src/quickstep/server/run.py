@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from ipaddress import ip_address
 from types import FrameType
 
-import uvicorn
 import uvloop
+from uvicorn.config import Config
+from uvicorn.server import Server
 
 from quickstep.errors import ConfigError
 from quickstep.server.api_keys import ApiKeys
-from quickstep.server.app import create_app
+from quickstep.server.early_app import EarlyApp
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.http_protocol import bounded_protocol
 from quickstep.server.options import ServerOptions, TlsOptions
@@ -90,14 +91,12 @@ def _no_password() -> str:
     raise ValueError("the key is encrypted; decrypt it first")
 
 
-class DrainingServer(uvicorn.Server):
+class DrainingServer(Server):
     """uvicorn, except that it drains the engine, that a second signal of any kind ends the wait,
     and that the process goes on to its own end.
     """
 
-    def __init__(
-        self, config: uvicorn.Config, engine: ServedEngine, options: ServerOptions
-    ) -> None:
+    def __init__(self, config: Config, engine: ServedEngine, options: ServerOptions) -> None:
         super().__init__(config)
         self._engine = engine
         self._drain_s = options.drain_s
@@ -175,8 +174,8 @@ def warn_of_strangers(host: str, keys: ApiKeys) -> None:
 def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
     """The configured server of an engine, not running."""
     tls = options.tls
-    config = uvicorn.Config(
-        create_app(engine, options),
+    config = Config(
+        EarlyApp(engine, options),
         loop="none",  # the caller's
         http=bounded_protocol(options.limits, options.connections),
         ws="none",

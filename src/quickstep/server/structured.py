@@ -6,8 +6,7 @@ that what the engine's compiler refuses is told in the client's words.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 from quickstep.server.schemas import (
     JsonObjectFormat,

@@ -10,9 +10,10 @@ a list of choices (`completions`, `chat`); `responses` and `anthropic` write the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, Protocol
 
+from quickstep.dataclass import dataclass
 from quickstep.engine.tool_calls.formats import OutputFormats, reasoning_format, tool_call_format
 from quickstep.errors import RequestError
 from quickstep.server.api_errors import RouteNotFound

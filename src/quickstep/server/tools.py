@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from quickstep.dataclass import dataclass
 from quickstep.engine.tool_calls.answer_grammar import answer_grammar
 from quickstep.engine.tool_calls.call_grammar import call_grammar
 from quickstep.engine.tool_calls.formats import ToolCallFormat

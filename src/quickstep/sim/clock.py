@@ -6,9 +6,8 @@ Called by `sim.simulate`, in place of the runtime's executors. Tokens are all th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from quickstep.core.cost_model import CostModel, StepLoad
+from quickstep.dataclass import dataclass
 from quickstep.types import RowOutput, StepPlan, StepResult, StepRow, TokenLogprobs
 
 __all__ = ["ClockExecutor", "ClockTicket", "VirtualClock"]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from quickstep.core.cost_model import CostModel
 from quickstep.core.scheduler import Scheduler
+from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 from quickstep.sim.clock import ClockExecutor, ClockTicket, VirtualClock
 from quickstep.types import (

@@ -43,8 +43,10 @@ class EngineProcess:
         process: subprocess.Popen[bytes],
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        is_told: bool = False,
     ) -> None:
         self._process = process
+        self._is_told = is_told
         self._writer = writer
         self._sender = Sender(writer)
         self._sending = asyncio.create_task(self._sender.run(), name="to-engine")
@@ -67,7 +69,7 @@ class EngineProcess:
             launched.process.kill()
             launched.process.wait()
             raise
-        return cls(launched.process, reader, writer)
+        return cls(launched.process, reader, writer, launched.is_told)
 
     @property
     def process_id(self) -> int:
@@ -80,13 +82,14 @@ class EngineProcess:
         return self._messages
 
     async def open(self, opening: Open, progress: LoadProgress | None) -> Opened:
-        """Have the model loaded.
+        """Have the model loaded. Who launched the process may have told it to already.
 
         Raises:
             ConfigError: The checkpoint is missing or broken, or does not fit.
             EngineError: The process failed.
         """
-        self.send(opening)
+        if not self._is_told:
+            self.send(opening)
         async for message in self._messages:
             match message:
                 case Loading(num_bytes=num_bytes, total_bytes=total_bytes):

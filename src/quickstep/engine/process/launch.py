@@ -1,8 +1,8 @@
 """Starting the engine's process: one call, which needs no event loop and hardly an import.
 
-A command that is going to serve launches it first of all, so that the worker's imports and its own
-run side by side. Whoever has a `Launched` owns it: `child.EngineProcess` takes it over; closing
-`connection` ends a worker that nobody took.
+A command that is going to serve launches it first of all and tells it what to open, so that the
+worker's imports, then its loading, and our own imports run side by side. Whoever has a `Launched`
+owns it: `child.EngineProcess` takes it over; closing `connection` ends a worker that nobody took.
 
 Launch in a thread that lives as long as the engine: Linux sends a child its parent's death signal
 when the thread that made it ends.
@@ -15,8 +15,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError
 
 __all__ = ["WORKER_COMMAND", "Launched", "launch"]
@@ -28,12 +29,23 @@ WORKER_COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.process.worker")
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launched:
-    """A process that starts up, and our end of its connection."""
+    """A process that starts up, and our end of its connection. Owned by whoever launched it.
+
+    Attributes:
+        is_told: It has its first message, so that it need not wait for our event loop.
+    """
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
+    is_told: bool = False
+
+    def tell(self, frame: bytes) -> None:
+        """Send the frame of the first message; it is short enough for the socket to hold."""
+        self.is_told = True
+        with suppress(ConnectionError):  # a worker that is gone is found to be when it is read
+            self.connection.sendall(frame)
 
     def end(self) -> None:
         """End the process, if it has not ended. Idempotent."""

@@ -11,14 +11,14 @@ newer request that took the same id. Never pickle, and no torch to read any of i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from quickstep.config import EngineConfig
+from quickstep.dataclass import dataclass
 from quickstep.engine.logs import LogSetup
+from quickstep.engine.process.opening import Open, WireMessage
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
@@ -68,18 +68,7 @@ class ModelFacts:
     memory_plan: MemoryPlan | None
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The encoding that all messages have: an array that begins with the class's name."""
-
-
-class Open(_Message, frozen=True):
-    """Load this model; the first message, sent once."""
-
-    config: EngineConfig
-    log: LogSetup
-
-
-class Submit(_Message, frozen=True):
+class Submit(WireMessage, frozen=True):
     """A request with its seed drawn. `deadline_s` counts from its arrival at the engine."""
 
     number: int
@@ -93,56 +82,56 @@ class Submit(_Message, frozen=True):
     pooling: Pooling | None
 
 
-class Abort(_Message, frozen=True):
+class Abort(WireMessage, frozen=True):
     """End a request; its last deltas come as for any end. Unknown and ended numbers are fine."""
 
     number: int
 
 
-class Pause(_Message, frozen=True):
+class Pause(WireMessage, frozen=True):
     """The reader of a request is behind: generate no more until Resume. Any number is fine."""
 
     number: int
 
 
-class Resume(_Message, frozen=True):
+class Resume(WireMessage, frozen=True):
     """Its reader has caught up."""
 
     number: int
 
 
-class Stop(_Message, frozen=True):
+class Stop(WireMessage, frozen=True):
     """End all requests with SHUTDOWN, free everything, close the connection, exit."""
 
 
-class Loading(_Message, frozen=True):
+class Loading(WireMessage, frozen=True):
     """How far the weights are."""
 
     num_bytes: int
     total_bytes: int
 
 
-class Opened(_Message, frozen=True):
+class Opened(WireMessage, frozen=True):
     """The engine steps from now on."""
 
     facts: ModelFacts
     stats: EngineStats
 
 
-class OpenRefused(_Message, frozen=True):
+class OpenRefused(WireMessage, frozen=True):
     """There is no engine; `is_config` if the configuration or the checkpoint is to blame."""
 
     message: str
     is_config: bool
 
 
-class Accepted(_Message, frozen=True):
+class Accepted(WireMessage, frozen=True):
     """The engine has queued the request; deltas follow."""
 
     number: int
 
 
-class Refused(_Message, frozen=True):
+class Refused(WireMessage, frozen=True):
     """The engine did not take the request. A status below 500 makes it the client's fault."""
 
     number: int
@@ -151,32 +140,32 @@ class Refused(_Message, frozen=True):
     status: int
 
 
-class DeltaNote(_Message, frozen=True):
+class DeltaNote(WireMessage, frozen=True):
     """News of one of a request's sequences."""
 
     number: int
     delta: Delta
 
 
-class StepNote(_Message, frozen=True):
+class StepNote(WireMessage, frozen=True):
     """A step was committed."""
 
     record: StepRecord
 
 
-class GapNote(_Message, frozen=True):
+class GapNote(WireMessage, frozen=True):
     """The time between two tokens of a sequence."""
 
     seconds: float
 
 
-class SequenceNote(_Message, frozen=True):
+class SequenceNote(WireMessage, frozen=True):
     """A sequence ended."""
 
     record: SequenceRecord
 
 
-class StatsNote(_Message, frozen=True):
+class StatsNote(WireMessage, frozen=True):
     """How the engine is doing; sent when a request came or ended, and now and then while busy."""
 
     stats: EngineStats

@@ -16,11 +16,12 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from quickstep.config import EngineConfig
+from quickstep.dataclass import dataclass
 from quickstep.engine.chat_template import ChatTemplate
 from quickstep.engine.process.child import EngineProcess, LoadProgress
 from quickstep.engine.process.launch import WORKER_COMMAND, Launched
@@ -32,7 +33,6 @@ from quickstep.engine.process.messages import (
     GapNote,
     LogSetup,
     ModelFacts,
-    Open,
     Opened,
     Pause,
     Refused,
@@ -42,6 +42,7 @@ from quickstep.engine.process.messages import (
     StepNote,
     Submit,
 )
+from quickstep.engine.process.opening import opening_of
 from quickstep.engine.process.remote_stats import Ledger
 from quickstep.engine.process.remote_streams import RemoteStream, RemoteStreams
 from quickstep.engine.process.restarts import RestartLimits
@@ -57,8 +58,9 @@ from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Stream
 from quickstep.engine.tokenizer import Tokenizer
-from quickstep.errors import EngineError, RequestError
+from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.model.sizing import MemoryPlan
+from quickstep.model.source import local_checkpoint
 from quickstep.types import FinishReason, Pooling, SamplingParams
 
 __all__ = ["RemoteEngine"]
@@ -67,26 +69,47 @@ _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
-    """The loaded model, as far as this process knows it."""
+class _Texts:
+    """What this process itself reads of a checkpoint."""
 
-    facts: ModelFacts
+    path: Path
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
 
     @classmethod
-    def open(cls, facts: ModelFacts, template_s: float) -> _Served:
-        path = Path(facts.path)
+    def open(cls, path: Path, template_s: float) -> _Texts:
+        """Raises ConfigError."""
         tokenizer = Tokenizer.open(path)
         template = ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, template_s)
-        return cls(facts, tokenizer, template)
+        return cls(path, tokenizer, template)
+
+    @classmethod
+    def ahead(cls, model: str, template_s: float) -> _Texts | None:
+        """Of a checkpoint that need not be downloaded; None if they have to be opened later.
+
+        What is wrong with it, the worker says first; else opening them again does.
+        """
+        try:
+            found = local_checkpoint(model)
+            return None if found is None else cls.open(found.path, template_s)
+        except (ConfigError, OSError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """The loaded model, as far as this process knows it."""
+
+    facts: ModelFacts
+    texts: _Texts
 
 
 class RemoteEngine:
     """One model in a process that this object owns. `open` it, `start` it, `stop` it.
 
     `command` is what the worker is started with; tests have their own. `launched` is the first
-    worker, where it has been started already; it is owned by this object from now on.
+    worker, where it has been started already, and perhaps told to open the same `config`; it is
+    owned by this object from now on.
     """
 
     def __init__(
@@ -101,8 +124,7 @@ class RemoteEngine:
     ) -> None:
         self._supervisor = Supervisor(
             client=self,
-            # who reads is here, and so is the bound on what stays unread
-            opening=Open(replace(config, streams=None), log or LogSetup()),
+            opening=opening_of(config, log),
             command=command,
             limits=restart_limits or RestartLimits(),
             clock=clock,
@@ -110,12 +132,14 @@ class RemoteEngine:
         )
         self._clock = clock
         self._seeds = open_seeds(config.seed)
+        self._model = config.load.model
         self._template_s = config.inputs.template_s
         self._stream_bounds = config.streams
         self._ledger = Ledger()
         self._step_log = StepLog()
         self._streams = RemoteStreams(clock)
         self._ids = itertools.count()
+        self._ahead: asyncio.Task[_Texts | None] | None = None
         self._served: _Served | None = None
 
     async def open(self, progress: LoadProgress | None = None) -> None:
@@ -125,6 +149,9 @@ class RemoteEngine:
             ConfigError: The checkpoint is missing or broken, or does not fit.
             EngineError: The process failed.
         """
+        self._ahead = asyncio.create_task(
+            asyncio.to_thread(_Texts.ahead, self._model, self._template_s)
+        )
         await self._supervisor.open(progress)
 
     async def start(self) -> None:
@@ -154,42 +181,42 @@ class RemoteEngine:
     @property
     def model_name(self) -> str:
         """The name that responses carry."""
-        return self._model.facts.name
+        return self._loaded.facts.name
 
     @property
     def fingerprint(self) -> str:
         """Weights, dtype and kernel set: equal fingerprints give equal bits."""
-        return self._model.facts.fingerprint
+        return self._loaded.facts.fingerprint
 
     @property
     def max_model_len(self) -> int:
         """Longest sequence in tokens, prompt and output."""
-        return self._model.facts.max_model_len
+        return self._loaded.facts.max_model_len
 
     @property
     def default_sampling(self) -> Mapping[str, float]:
         """The checkpoint's own sampling values (`generation_config.json`), by our names."""
-        return self._model.facts.default_sampling
+        return self._loaded.facts.default_sampling
 
     @property
     def default_pooling(self) -> Pooling:
         """How the model's card says that prompts are embedded."""
-        return self._model.facts.default_pooling
+        return self._loaded.facts.default_pooling
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
         """What the engine's memory is used for."""
-        return self._model.facts.memory_plan
+        return self._loaded.facts.memory_plan
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._model.tokenizer
+        return self._loaded.texts.tokenizer
 
     @property
     def chat_template(self) -> ChatTemplate | None:
         """None if the model has none."""
-        return self._model.chat_template
+        return self._loaded.texts.chat_template
 
     @property
     def step_log(self) -> StepLog:
@@ -233,7 +260,7 @@ class RemoteEngine:
         """
         process = self._running_process()
         check_deadline(deadline_s)
-        facts = self._model.facts
+        facts = self._loaded.facts
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         check_pooling(pooling, sampling)
         prompt_only = pooling is not None or sampling.max_tokens == 0
@@ -295,7 +322,12 @@ class RemoteEngine:
 
     async def opened(self, opened: Opened) -> None:
         """A process has the model loaded (the supervisor only)."""
-        self._served = await asyncio.to_thread(_Served.open, opened.facts, self._template_s)
+        path = Path(opened.facts.path)
+        ahead, self._ahead = self._ahead, None
+        texts = None if ahead is None else await ahead
+        if texts is None or texts.path != path:
+            texts = await asyncio.to_thread(_Texts.open, path, self._template_s)
+        self._served = _Served(opened.facts, texts)
         self._ledger.update(opened.stats)
 
     def receive(self, message: FromEngine) -> None:
@@ -331,7 +363,7 @@ class RemoteEngine:
         return self._ledger.close_life()
 
     @property
-    def _model(self) -> _Served:
+    def _loaded(self) -> _Served:
         if self._served is None:
             raise EngineError("the engine is not open")
         return self._served

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Self
 
+from quickstep.dataclass import dataclass
 from quickstep.engine.stream import Delta, Stream
 from quickstep.errors import EngineError, QuickstepError
 from quickstep.types import FinishReason

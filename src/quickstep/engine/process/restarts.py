@@ -5,7 +5,7 @@ Pure counting; `Supervisor` does the waiting.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from quickstep.dataclass import dataclass
 
 __all__ = ["RestartLimits", "Restarts"]
 

@@ -11,12 +11,12 @@ import asyncio
 import gc
 import logging
 import socket
+import sys
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quickstep.config import EngineConfig
-from quickstep.engine.engine import Engine
 from quickstep.engine.logs import install
 from quickstep.engine.process.messages import (
     TO_ENGINE,
@@ -45,13 +45,18 @@ from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.types import StepRecord
 
+if TYPE_CHECKING:
+    from quickstep.engine.engine import Engine
+
 __all__ = ["EngineOpener", "EngineService"]
 
 _LOGGER = logging.getLogger(__name__)
 _STATS_EVERY_S = 0.1
+_TOLD_SHARE = 0.02  # of the weights: how much more is read when it is told again
+_PYTHONS_SWITCH_S = 0.005
 
 # `engine.assembly.open_engine`, or a test's; called in a thread
-EngineOpener = Callable[[EngineConfig, Callable[[int, int], None]], Engine]
+EngineOpener = Callable[[EngineConfig, Callable[[int, int], None]], "Engine"]
 
 
 class StepLogNotes:
@@ -142,7 +147,13 @@ class EngineService:
         install(opening.log)
         loop = asyncio.get_running_loop()
 
+        told_bytes = 0
+
         def progress(num_bytes: int, total_bytes: int) -> None:
+            nonlocal told_bytes
+            if num_bytes < total_bytes and num_bytes - told_bytes < total_bytes * _TOLD_SHARE:
+                return  # a message wakes two loops, and a model has hundreds of tensors
+            told_bytes = num_bytes
             loop.call_soon_threadsafe(self._sender.put, Loading(num_bytes, total_bytes))
 
         try:
@@ -158,8 +169,10 @@ class EngineService:
             reason = f"the engine could not be opened: {type(error).__name__}: {error}"
             self._sender.put(OpenRefused(reason, is_config=False))
             return
-        gc.freeze()  # what is there now stays; see `worker.main`
+        # the end of what `worker.main` began; what is there now stays
+        gc.freeze()
         gc.enable()
+        sys.setswitchinterval(_PYTHONS_SWITCH_S)
         self._engine = engine
         self._sender.put(opened)
         self._start(self._tell_stats(engine), self._tasks)

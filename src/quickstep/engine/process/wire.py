@@ -10,7 +10,6 @@ by what the live requests may still generate; the engine's loop does not notice.
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections import deque
 from collections.abc import AsyncGenerator
 from typing import TypeVar
@@ -18,6 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from quickstep.engine.process.messages import Message, encode
+from quickstep.engine.process.opening import LENGTH, framed
 from quickstep.errors import EngineError
 
 __all__ = ["BUFFER_BYTES", "Sender", "read_messages"]
@@ -26,7 +26,6 @@ __all__ = ["BUFFER_BYTES", "Sender", "read_messages"]
 BUFFER_BYTES = 256 * 1024
 # Decoding a frame must not hold the reader's loop for long.
 _MESSAGES_PER_FRAME = 256
-_LENGTH = struct.Struct(">I")
 
 _Received = TypeVar("_Received")
 
@@ -58,8 +57,7 @@ class Sender:
         """Send all that was put. Raises ConnectionError."""
         while self._pending:
             count = min(len(self._pending), _MESSAGES_PER_FRAME)
-            frame = msgspec.msgpack.encode([self._pending.popleft() for _ in range(count)])
-            self._writer.write(_LENGTH.pack(len(frame)) + frame)
+            self._writer.write(framed([self._pending.popleft() for _ in range(count)]))
             await self._writer.drain()
 
 
@@ -69,7 +67,7 @@ async def read_messages(
     """All messages until the other end is gone. Raises EngineError for what is none."""
     while True:
         try:
-            (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             messages = decoder.decode(await reader.readexactly(length))
         except msgspec.DecodeError as error:
             raise EngineError(f"what came from the other process is no message: {error}") from error

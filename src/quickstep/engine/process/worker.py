@@ -5,28 +5,42 @@ exits when the other end is gone: whatever becomes of the parent, no engine is l
 Linux the kernel also kills it with its parent, even in the middle of a native call. SIGINT and
 SIGTERM are the parent's to answer: a terminal and a service manager send them to the whole group,
 and the parent then drains.
+
+What a start waits for is the weights, so this imports what reads them, looks at the first message
+to see which, and imports what serves while a thread reads them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+from quickstep.deferred import defer
+from quickstep.errors import EngineError
 from quickstep.ops.torch_import import defer_parts_of_torch
 
 if TYPE_CHECKING:
+    from quickstep.config import EngineConfig
+    from quickstep.engine.engine import Engine
+    from quickstep.engine.process.opening import Open
     from quickstep.engine.process.service import EngineOpener
 
 __all__ = ["main", "run"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_FIRST_BYTES = 64 * 1024  # more than the first message has
+# A thread that loads weights comes back for the interpreter's lock after each matrix; at Python's
+# own 5 ms it would wait longer for a thread that imports than it works.
+_SWITCH_S = 0.0002
+# The front door of `tokenizers` imports its ready-made tokenizers; the other is docstrings.
+_NOT_NEEDED = ("tokenizers", "numpy._core._add_newdocs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,18 +49,66 @@ def main(argv: Sequence[str] | None = None) -> int:
     # the time. `EngineService` turns it on again.
     gc.disable()
     arguments = sys.argv[1:] if argv is None else argv
+    _leave_signals()
     _die_with(int(arguments[1]))
+    sys.setswitchinterval(_SWITCH_S)
     defer_parts_of_torch()  # of an import that most models never come to
-    from quickstep.engine.assembly import open_engine
+    defer(_NOT_NEEDED)
+    return run(arguments, _opener(int(arguments[0])))
 
-    return run(arguments, open_engine)
+
+def _opener(socket_fd: int) -> EngineOpener:
+    """The real engine's, which begins before the message that asks for it has been received."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from quickstep.engine.assembly import import_loading, open_engine
+    from quickstep.engine.logs import install
+
+    import_loading()
+    told = _Told()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="open")
+    first = _first_message(socket_fd)
+    if first is None:
+        return partial(open_engine, with_template=False)
+    install(first.log)
+    begun = thread.submit(open_engine, first.config, told, with_template=False)
+
+    def opened(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
+        assert config == first.config  # it was looked at, and has now been received
+        told.listener = progress
+        return begun.result()
+
+    return opened
+
+
+def _first_message(socket_fd: int) -> Open | None:
+    """The opening, left where it is; None if the connection has something else, or its end."""
+    from quickstep.engine.process.opening import opening_in
+
+    connection = socket.socket(fileno=socket_fd)
+    try:
+        return opening_in(connection.recv(_FIRST_BYTES, socket.MSG_PEEK))
+    except (EngineError, OSError):
+        return None
+    finally:
+        connection.detach()
+
+
+class _Told:
+    """How far the weights are, for who listens by now."""
+
+    def __init__(self) -> None:
+        self.listener: Callable[[int, int], None] | None = None
+
+    def __call__(self, num_bytes: int, total_bytes: int) -> None:
+        if self.listener is not None:
+            self.listener(num_bytes, total_bytes)
 
 
 def run(argv: Sequence[str], opener: EngineOpener) -> int:
     """Serve the engine that `opener` loads, until told to stop or the parent is gone."""
     socket_fd, parent_pid = (int(argument) for argument in argv)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    _leave_signals()
     _die_with(parent_pid)
     import asyncio
 
@@ -54,6 +116,11 @@ def run(argv: Sequence[str], opener: EngineOpener) -> int:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(socket_fd, opener))
+
+
+def _leave_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _die_with(parent_pid: int) -> None:
@@ -64,6 +131,8 @@ def _die_with(parent_pid: int) -> None:
 
 
 async def _serve(socket_fd: int, opener: EngineOpener) -> int:
+    import logging
+
     from quickstep.engine.process.service import EngineService
 
     try:

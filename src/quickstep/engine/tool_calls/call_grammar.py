@@ -11,9 +11,9 @@ from __future__ import annotations
 import enum
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from quickstep.dataclass import dataclass
 from quickstep.engine.json_form import ONE_LINE
 from quickstep.engine.tool_calls.pythonic_grammar import pythonic_arguments
 from quickstep.types import Grammar

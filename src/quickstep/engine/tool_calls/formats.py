@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
+from quickstep.dataclass import dataclass
 from quickstep.engine.tool_calls.call_grammar import CallSpelling
 from quickstep.engine.tool_calls.deepseek import (
     DEEPSEEK_FENCED,

@@ -11,8 +11,8 @@ The prompt ends in `<|start|>assistant`, so the output starts inside a header; `
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from quickstep.dataclass import dataclass
 from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
 from quickstep.engine.tool_calls.json_text import json_object, known_name
 from quickstep.engine.tool_calls.message_delta import FunctionCall

@@ -6,7 +6,7 @@ and its calls, or around reasoning, is layout and goes; everything else stays as
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from quickstep.dataclass import dataclass
 
 __all__ = ["CallDelta", "FunctionCall", "MessageDelta", "Section"]
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.config_fields import ConfigFields
 from quickstep.model.quantization import MatrixFormat

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.config_fields import ConfigFields
 

@@ -9,11 +9,12 @@ group whose scale is 0 holds `low` everywhere, which is code 0 at scale `low` an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
+
+from quickstep.dataclass import dataclass
 
 __all__ = ["BLOCK_KINDS", "BlockKind"]
 

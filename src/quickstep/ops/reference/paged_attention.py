@@ -14,12 +14,12 @@ Keys that are not visible (stale blocks, later tokens) may hold anything, NaN in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from quickstep.dataclass import dataclass
 from quickstep.ops.kv_format import read_heads
 from quickstep.ops.reference.elementary import exp_nonpositive, tanh
 from quickstep.ops.reference.fixed_point import (

@@ -1,0 +1,82 @@
+"""What an app is made of, whichever routes it has: the gate, the intake, the errors, the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import replace
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+
+from quickstep.errors import EngineError, RequestError
+from quickstep.server.api_errors import error_response
+from quickstep.server.api_route import ApiRoute
+from quickstep.server.engine_face import ServedEngine
+from quickstep.server.front_gate import FrontGate
+from quickstep.server.intake import Intake, taken_in
+from quickstep.server.metrics import Metrics
+from quickstep.server.options import CorsOptions, ServerOptions
+from quickstep.server.traffic_log import watch
+
+__all__ = ["Lifespan", "routed", "serving"]
+
+Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
+
+
+def routed(
+    routes: Sequence[ApiRoute], options: ServerOptions, lifespan: Lifespan | None = None
+) -> Starlette:
+    """The app of these routes."""
+    intake = Intake.of(options)
+    app = Starlette(
+        routes=[
+            route
+            for known in routes
+            for route in replace(known, endpoint=taken_in(known, intake)).starlette()
+        ],
+        middleware=[*_cors(options.cors), Middleware(FrontGate, routes=routes, options=options)],
+        exception_handlers={
+            HTTPException: error_response,
+            RequestError: error_response,
+            EngineError: error_response,
+            Exception: error_response,
+        },
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False  # another path is another path: 404
+    return app
+
+
+@asynccontextmanager
+async def serving(engine: ServedEngine, metrics: Metrics) -> AsyncIterator[None]:
+    """The engine runs, and its traffic is logged, until the end."""
+    await engine.start()
+    watching = asyncio.create_task(watch(engine, metrics))
+    try:
+        yield
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+        await engine.stop()
+
+
+def _cors(options: CorsOptions) -> list[Middleware]:
+    """Outside the gate: a browser asks for permission without a key."""
+    if not options.origins:
+        return []
+    from quickstep.server.cross_origin import CrossOriginGate
+
+    return [
+        Middleware(
+            CrossOriginGate,
+            allow_origins=options.origins,
+            allow_methods=options.methods,
+            allow_headers=options.headers,
+            allow_credentials=options.credentials,
+            expose_headers=("x-request-id", "x-quickstep-ignored-fields", "retry-after"),
+        )
+    ]

@@ -1,0 +1,106 @@
+"""The routes of which a client asks one first: chat, completions, models, probes.
+
+The server answers these before it has imported the others (see `early_app`), so that nothing here
+imports what only those need. `route_list` has them all.
+"""
+
+from __future__ import annotations
+
+from quickstep.server.api_route import ApiRoute
+from quickstep.server.chat import Chat
+from quickstep.server.choices import ChoicesSurface
+from quickstep.server.completions import Completions
+from quickstep.server.metrics import Metrics
+from quickstep.server.options import ServerOptions
+from quickstep.server.probes import Probes
+from quickstep.server.response_openai import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    Model,
+    ModelList,
+)
+from quickstep.server.response_probes import Health, Pong, Readiness, Version
+from quickstep.server.routes import GeneratingRoute
+from quickstep.server.schemas import ChatRequest, CompletionRequest
+from quickstep.server.surface import Served
+
+__all__ = ["first_routes", "generating_routes", "probe_routes"]
+
+
+def first_routes(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
+    """All of them."""
+    return [*generating_routes(served, metrics), *probe_routes(served, metrics, options)]
+
+
+def probe_routes(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
+    """What does not generate."""
+    probes = Probes(served, metrics, options.stall_s)
+    return [*_models(probes), *_probes(probes)]
+
+
+def generating_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
+    """What most clients come for."""
+    chat = GeneratingRoute(ChoicesSurface(Chat()), served, metrics)
+    completions = GeneratingRoute(ChoicesSurface(Completions()), served, metrics)
+    return [
+        ApiRoute(
+            "POST",
+            "/v1/chat/completions",
+            chat.answer,
+            "The assistant's next message.",
+            request=ChatRequest,
+            response=ChatCompletion,
+            streams=True,
+            events=(ChatCompletionChunk,),
+            aliases=("/chat/completions",),
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/completions",
+            completions.answer,
+            "Text that continues a prompt.",
+            request=CompletionRequest,
+            response=Completion,
+            streams=True,
+            events=(CompletionChunk,),
+            aliases=("/completions",),
+        ),
+    ]
+
+
+def _models(probes: Probes) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "GET",
+            "/v1/models",
+            probes.models,
+            "All names that are served.",
+            None,
+            ModelList,
+            aliases=("/models",),
+        ),
+        ApiRoute("GET", "/v1/models/{model:path}", probes.model, "One served name.", None, Model),
+    ]
+
+
+def _probes(probes: Probes) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "GET", "/health", probes.health, "Whether steps finish.", None, Health, is_probe=True
+        ),
+        ApiRoute(
+            "GET",
+            "/ready",
+            probes.ready,
+            "Whether requests are welcome.",
+            None,
+            Readiness,
+            is_probe=True,
+        ),
+        ApiRoute("GET", "/metrics", probes.metrics, "Prometheus text."),
+        ApiRoute("GET", "/version", probes.version, "The version of Quickstep.", None, Version),
+        ApiRoute("GET", "/ping", probes.ping, "The process answers.", None, Pong, is_probe=True),
+        ApiRoute("POST", "/ping", probes.ping, "The process answers.", None, Pong, is_probe=True),
+    ]
