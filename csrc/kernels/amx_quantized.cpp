@@ -160,7 +160,8 @@ void run_single(const QuantizedRows& x, const Block& block, Range rows, int32_t*
   }
 }
 
-// c = fma((dot - zero * sum) * x_scale, w_scale, c) for one group.
+// One group, as `quantized_tile.h` says. Of 8 bits: c = fma((dot - zero * sum) * x_scale, scale, c);
+// of 4 bits the same without x_scale, which `add_part` multiplies with.
 template <int Bits, typename Scale>
 void add_group(const QuantizedRows& x, const Scale* scales, bool has_zeros, int64_t group,
                Range rows, const int32_t* dots, float* c) {
@@ -175,7 +176,18 @@ void add_group(const QuantizedRows& x, const Scale* scales, bool has_zeros, int6
       if (has_zeros) {
         dot = fma(load(scales + kQuantizedPanel + i), negative_sum<Bits>(correction), dot);
       }
-      store(c, fma(dot * set1(x_scale), load(scales + i), load(c)));
+      if constexpr (Bits == 8) dot = dot * set1(x_scale);
+      store(c, fma(dot, load(scales + i), load(c)));
+    }
+  }
+}
+
+// c = fma(part, x_scale, c), for the groups that share the scale of `group`.
+void add_part(const QuantizedRows& x, int64_t group, Range rows, const float* part, float* c) {
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    const vf x_scale = set1(bit_cast<float>(x.factors[2 * (row * x.num_groups + group)]));
+    for (int64_t i = 0; i < kQuantizedPanel; i += W, part += W, c += W) {
+      store(c, fma(load(part), x_scale, load(c)));
     }
   }
 }
@@ -186,10 +198,14 @@ void run_groups(const QuantizedLinearArgs& args, const Block& block, Range rows,
   const QuantizedRows& x = args.rows;
   const int64_t size = block.num_inputs;  // a multiple of 16
   const int64_t inputs = size % 64 == 0 ? 64 : size % 32 == 0 ? 32 : 16;
+  const int64_t shared = packed.shared_groups();
   alignas(64) int32_t dots[kTileRows * kQuantizedPanel];
+  alignas(64) float part[Bits == 4 ? kTileRows * kQuantizedPanel : 1];
+  float* const to = Bits == 4 ? part : c;
   set_shapes(rows.size(), inputs);
   for (int64_t i = 0; i < block.num_groups; ++i) {
     const int64_t group = block.first_group + i;
+    if (Bits == 4 && i % shared == 0) memset(part, 0, sizeof(part));
     zero_sums();
     add_products(x.codes + rows.begin * x.stride + group * size, x.stride,
                  block.codes + i * block.group_stride, inputs, size / inputs);
@@ -197,11 +213,12 @@ void run_groups(const QuantizedLinearArgs& args, const Block& block, Range rows,
     const uint8_t* scales = block.scales + i * packed.group_bytes;
     if (packed.half_scales) {
       add_group<Bits>(x, reinterpret_cast<const f16*>(scales), packed.has_zeros, group, rows, dots,
-                      c);
+                      to);
     } else {
       add_group<Bits>(x, reinterpret_cast<const float*>(scales), packed.has_zeros, group, rows,
-                      dots, c);
+                      dots, to);
     }
+    if (Bits == 4 && (i + 1) % shared == 0) add_part(x, group, rows, part, c);
   }
 }
 
@@ -264,7 +281,9 @@ void quantized_linear_tiles(Pool* pool, const QuantizedLinearArgs& args) {
   Problem problem;
   problem.args = &args;
   problem.num_chunks = div_up(args.num_tokens, kChunkRows);
-  problem.block_groups = packed.num_groups == 1 ? 1 : kTileBlockInputs / packed.group_size;
+  const int64_t shared = packed.shared_groups();
+  problem.block_groups =
+      packed.num_groups == 1 ? 1 : kTileBlockInputs / (packed.group_size * shared) * shared;
   problem.block_inputs =
       packed.num_groups == 1 ? kTileBlockInputs : problem.block_groups * packed.group_size;
   problem.num_blocks = packed.num_groups == 1 ? div_up(packed.group_size, kTileBlockInputs)
