@@ -160,7 +160,7 @@ void run_single(const QuantizedRows& x, const Block& block, Range rows, int32_t*
   }
 }
 
-// One group, as `quantized_tile.h` says. Of 8 bits: c = fma((dot - zero * sum) * x_scale, scale, c);
+// One group, as `quantized_tile.h` says. Of 8 bits c = fma((dot - zero * sum) * x_scale, scale, c);
 // of 4 bits the same without x_scale, which `add_part` multiplies with.
 template <int Bits, typename Scale>
 void add_group(const QuantizedRows& x, const Scale* scales, bool has_zeros, int64_t group,
