@@ -77,6 +77,21 @@ ROWS = [
 ]
 
 
+def assert_rows_keep_their_bits(
+    ops: OpTable,
+    q: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    params: AttentionParams,
+) -> None:
+    """Each of ROWS together with the others, and alone."""
+    layout = layout_of(ROWS)
+    together = ops.paged_attention(q, *caches, layout, params)
+    for index, row in enumerate(ROWS):
+        first, last = layout.row_offsets[index : index + 2]
+        alone = ops.paged_attention(q[first:last], *caches, layout_of([row]), params)
+        assert torch.equal(together[first:last], alone), (index, row[1:])
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("heads", [2, 6, 14])
@@ -89,11 +104,7 @@ def test_a_shared_prefix_gives_the_bits_of_a_row_alone(
     layout = layout_of(ROWS)
     draws = torch.Generator().manual_seed(heads)
     q = torch.randn(layout.row_offsets[-1], heads, HEAD_SIZE, generator=draws).to(activations)
-    together = ops.paged_attention(q, keys, values, layout, PARAMS)
-    for index, row in enumerate(ROWS):
-        first, last = layout.row_offsets[index : index + 2]
-        alone = ops.paged_attention(q[first:last], keys, values, layout_of([row]), PARAMS)
-        assert torch.equal(together[first:last], alone), (index, row[1:])
+    assert_rows_keep_their_bits(ops, q, (keys, values), PARAMS)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -103,11 +114,7 @@ def test_a_window_leaves_shared_rows_to_themselves(level: str) -> None:
     params = AttentionParams(scale=HEAD_SIZE**-0.5, window=700)
     layout = layout_of(ROWS)
     q = torch.randn(layout.row_offsets[-1], 4, HEAD_SIZE).bfloat16()
-    together = ops.paged_attention(q, keys, values, layout, params)
-    for index, row in enumerate(ROWS):
-        first, last = layout.row_offsets[index : index + 2]
-        alone = ops.paged_attention(q[first:last], keys, values, layout_of([row]), params)
-        assert torch.equal(together[first:last], alone), (index, row[1:])
+    assert_rows_keep_their_bits(ops, q, (keys, values), params)
 
 
 @pytest.mark.parametrize("level", LEVELS)
