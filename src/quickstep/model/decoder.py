@@ -190,7 +190,7 @@ class Decoder:
         """One layer's attention of q [T, H, D] over the KV written, and its output projection."""
         ops, spec = self._ops, self._spec
         keys, values = kv.keys[index], kv.values[index]
-        mixed = ops.paged_attention(q, keys, values, layout, self._attention[index])
+        mixed = ops.paged_attention(q, keys, values, layout, self._attention[index], None)
         output = self._weights.layers[index].attention.output
         return ops.linear(mixed.reshape(-1, spec.num_heads * spec.head_size), output)
 

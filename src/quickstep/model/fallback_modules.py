@@ -75,7 +75,8 @@ def paged_attention_forward(
     params = AttentionParams(
         float(q.shape[-1] ** -0.5 if scale is None else scale), window, options.get("softcap")
     )
-    return step.ops.paged_attention(q, keys, values, step.layout, params).unsqueeze(0), None
+    out = step.ops.paged_attention(q, keys, values, step.layout, params, None)
+    return out.unsqueeze(0), None
 
 
 class PackedLinear(nn.Module):
