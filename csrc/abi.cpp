@@ -203,7 +203,8 @@ int qs_rotary(qs_context* context, int dtype, const void* x, int64_t num_tokens,
 
 int qs_gated_activation(qs_context* context, int dtype, int activation, const void* gate_up,
                         int64_t num_tokens, int64_t n, void* out) {
-  if (!valid_dtype(dtype) || activation < QS_SILU || activation > QS_GELU_TANH) return QS_INVALID;
+  const bool known = activation >= QS_SILU && activation <= QS_CLAMPED_SWIGLU;
+  if (!valid_dtype(dtype) || !known) return QS_INVALID;
   if (num_tokens <= 0 || n < 1) return num_tokens == 0 ? QS_OK : QS_INVALID;
   context->kernels->gated_activation(context->pool,
                                      {dtype, activation, gate_up, num_tokens, n, out});

@@ -216,6 +216,7 @@ int attend(qs_program* program, const qs_op& op, int64_t tokens) {
   call.row_offsets = rows.offsets;
   call.context_lens = rows.context_lens;
   call.block_tables = rows.table(0, 0);
+  call.sinks = static_cast<const float*>(op.in[3]);
   call.out = op.out[0];
   const int64_t scratch_bytes = qs_attention_scratch_bytes(program->context, &call);
   if (!program->scratch.reserve(scratch_bytes)) return QS_OUT_OF_MEMORY;

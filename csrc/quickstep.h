@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 3
+#define QS_ABI_VERSION 4
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -28,7 +28,7 @@ enum qs_dtype { QS_F32 = 0, QS_BF16 = 1, QS_F16 = 2 };
 // What a KV cache holds beside those: a head is D codes of 8 bits and the float32 that they are
 // multiplied by, D + 4 bytes together. Codes are rounded half to even, scale = max|x| / 127.
 enum qs_kv_dtype { QS_I8 = 3 };
-enum qs_activation { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2 };
+enum qs_activation { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2, QS_CLAMPED_SWIGLU = 3 };
 
 typedef struct qs_context qs_context;  // a kernel table and a thread pool
 typedef struct qs_linear qs_linear;    // packed weights of one linear layer
@@ -208,6 +208,7 @@ typedef struct qs_attention {
   const int64_t* row_offsets;   // [R + 1]
   const int64_t* context_lens;  // [R]
   const int32_t* block_tables;  // [R, max_blocks]
+  const float* sinks;           // [H], a logit of each head's softmax without a value; null: none
   void* out;                    // [T, H, D]
   void* scratch;                // qs_attention_scratch_bytes(...) bytes, or null when that is 0
 } qs_attention;
@@ -242,8 +243,8 @@ QS_API int qs_finish_logits(qs_context* context, int dtype, const void* x, int64
 //   WRITE_KV   in k, v                    out k, v cache       size: kv heads, head size, slots;
 //                                                              stride: of k and v;
 //                                                              option: dtype of the caches
-//   ATTENTION  in q, k cache, v cache     out y                size: heads, kv heads, head size,
-//                                                              blocks, window; stride[0] of q;
+//   ATTENTION  in q, k cache, v cache,    out y                size: heads, kv heads, head size,
+//              sinks or null                                   blocks, window; stride[0] of q;
 //                                                              scalar: scale, softcap;
 //                                                              option: dtype of the caches;
 //                                                              over emitting rows, q is of their
@@ -283,7 +284,7 @@ typedef struct qs_op {
   int64_t size[5];
   int64_t stride[2];
   double scalar[2];
-  const void* in[3];
+  const void* in[4];
   void* out[2];
 } qs_op;
 

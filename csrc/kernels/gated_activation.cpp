@@ -1,4 +1,5 @@
-// act(gate) * up in fp32, rounded once; gate and up are the halves of a row.
+// act(gate) * up in fp32, rounded once; gate and up are the halves of a row. One activation (of
+// gpt-oss) changes up as well.
 
 #include "kernels/entries.h"
 #include "kernels/vecmath.h"
@@ -24,12 +25,29 @@ struct GeluTanh {  // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
   }
 };
 
+// gate sigmoid(1.702 gate) (up + 1), gate at most 7 and up within 7 of 0; NaN passes the clamps.
+struct ClampedSwiglu {
+  static QS_INLINE vf apply(vf x) {
+    const vf exponent = vmin(set1(126.0f), vmax(set1(-126.0f), x * (-1.702f * 1.44269504f)));
+    return x * vreciprocal(1.0f + vexp2(exponent));
+  }
+};
+
+template <typename Activation>
+QS_INLINE vf gated(vf gate, vf up) {
+  return Activation::apply(gate) * up;
+}
+template <>
+QS_INLINE vf gated<ClampedSwiglu>(vf gate, vf up) {
+  const vf bounded = vmin(set1(7.0f), vmax(set1(-7.0f), up));
+  return ClampedSwiglu::apply(vmin(set1(7.0f), gate)) * (bounded + 1.0f);
+}
+
 template <typename T, typename Activation>
 void activate(const T* gate, const T* up, int64_t size, T* out) {
   for (int64_t i = 0; i < size; i += W) {
     const int64_t n = size - i;
-    const vf activated = Activation::apply(load_up_to(gate + i, n));
-    store_near_up_to(out + i, activated * load_up_to(up + i, n), n);
+    store_near_up_to(out + i, gated<Activation>(load_up_to(gate + i, n), load_up_to(up + i, n)), n);
   }
 }
 
@@ -43,8 +61,10 @@ void activate_part(const GatedArgs& args, int64_t row, int64_t first, int64_t la
     activate<T, Silu>(gate + first, up, size, out);
   } else if (args.activation == QS_GELU) {
     activate<T, Gelu>(gate + first, up, size, out);
-  } else {
+  } else if (args.activation == QS_GELU_TANH) {
     activate<T, GeluTanh>(gate + first, up, size, out);
+  } else {
+    activate<T, ClampedSwiglu>(gate + first, up, size, out);
   }
 }
 

@@ -4,7 +4,7 @@
 // absolute positions. Every 512 absolute positions (a split) start a fresh softmax state, and the
 // states of the splits are merged in order. So one query's arithmetic depends on its position
 // alone: not on the chunk it came in, its neighbours in the pass, or whether the splits of a long
-// context ran on one thread or on several.
+// context ran on one thread or on several. Sinks enter as results are written, after all of that.
 //
 // So a pass may as well hold queries of several rows. Neighbouring rows whose block tables begin
 // alike (a shared prompt, a sequence's branches) make a group, which brings a tile of the splits
@@ -125,13 +125,27 @@ void merge(const Pass& pass, int64_t split, const SoftmaxState& state, int64_t w
   }
 }
 
+// A query's sum of weights with its sink, which enters once and last: after all positions, however
+// these were parted. Where the sink is above their maximum it takes that one's place.
+float add_sink(float sink, int query, int64_t width, float sum, SoftmaxState& total) {
+  constexpr float kLog2e = 1.44269504f;
+  const float above = fma(set1(sink), set1(kLog2e), set1(-total.max[query]))[0];
+  if (!(above > 0.0f)) return sum + vexp2_nonpositive(set1(above))[0];
+  const float factor = vexp2_nonpositive(set1(-above))[0];
+  scale_row(total.out + query * width, width, factor);
+  return sum * factor + 1.0f;
+}
+
 template <typename T>
-void write_out(const Pass& pass, const SoftmaxState& total, int64_t width) {
+void write_out(const Pass& pass, SoftmaxState& total, int64_t width) {
   const qs_attention& call = *pass.call;
   for (int i = 0; i < pass.num_queries; ++i) {
     T* out = static_cast<T*>(call.out) +
              (pass.queries[i].token * call.num_heads + pass.queries[i].head) * call.head_size;
-    const float sum = reduce_add(load(total.sums + i * W));
+    float sum = reduce_add(load(total.sums + i * W));
+    if (call.sinks != nullptr) {
+      sum = add_sink(call.sinks[pass.queries[i].head], i, width, sum, total);
+    }
     for (int64_t d = 0; d < call.head_size; d += W) {
       const vf value = load(total.out + i * width + d) / sum;
       store_near_up_to(out + d, value, call.head_size - d);

@@ -38,7 +38,7 @@ class OutlierKeys:
         keys, values, layout = kv.keys[0], kv.values[0], batch.layout
         self.ops.write_kv(x + self.offset, x, keys, values, layout.slot_mapping)
         params = AttentionParams(scale=0.3)
-        return self.ops.paged_attention(x, keys, values, layout, params).squeeze(1)
+        return self.ops.paged_attention(x, keys, values, layout, params, None).squeeze(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return 4.0 * hidden @ self.embedding.t()

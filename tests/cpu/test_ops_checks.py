@@ -80,8 +80,8 @@ def test_invariance_finds_a_result_that_depends_on_the_number_of_tokens():
 def test_invariance_finds_attention_that_reads_beyond_the_context():
     table, case = reference_ops(), named("paged_attention", "float32-mixed")
 
-    def reads_all(q, k_cache, v_cache, layout, params):
-        out = table.paged_attention(q, k_cache, v_cache, layout, params)
+    def reads_all(q, k_cache, v_cache, layout, params, sinks):
+        out = table.paged_attention(q, k_cache, v_cache, layout, params, sinks)
         return out + v_cache[layout.block_tables[0].long()].sum() * 0.0
 
     found = mismatches(replace(table, paged_attention=reads_all), case)

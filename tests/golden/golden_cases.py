@@ -57,7 +57,9 @@ def randomise(model: transformers.PreTrainedModel, seed: int) -> transformers.Pr
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
+            if name.endswith("sinks"):
+                parameter.copy_(noise * 2.0)
+            elif parameter.dim() > 1:
                 parameter.copy_(noise * (0.7 if "embed" in name else 0.15))
             else:
                 parameter.add_(noise * 0.3)
@@ -125,6 +127,19 @@ CASES = (
         "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "norm_topk_prob": False, "mlp_only_layers": [1], "head_dim": 24,
     }),
+    Case("granite-swa", "GraniteSWA", {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+        "logits_scaling": 0.5, "sliding_window": 7, "attention_bias": True, "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "layer_rope_theta": [1e6, 1e4, 0, 1e4],
+    }),
+    Case("granite-swa-plain", "GraniteSWA", {
+        "logits_scaling": 0.5, "attention_multiplier": 0.25, "sliding_window": 5,
+    }),
+    Case("gpt-oss", "GptOss", {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9, "head_dim": 24,
+    } | rope("yarn", factor=4.0, original_max_position_embeddings=64, truncate=False)),
+    Case("gpt-oss-defaults", "GptOss", {"num_local_experts": 3, "num_experts_per_tok": 3}, 256),
     Case("qwen3-moe-normalised", "Qwen3Moe", {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
         "norm_topk_prob": True, "decoder_sparse_step": 2, "head_dim": 16,

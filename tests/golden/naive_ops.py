@@ -59,7 +59,12 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: PagedLayout, params: AttentionParams
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    layout: PagedLayout,
+    params: AttentionParams,
+    sinks: Tensor | None,
 ) -> Tensor:
     outputs = []
     groups = q.shape[1] // k_cache.shape[2]
@@ -78,13 +83,20 @@ def paged_attention(
         visible = behind >= 0
         if params.window is not None:
             visible &= behind < params.window
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            column = sinks.view(-1, 1, 1).expand(-1, stop - start, 1)
+            scores = torch.cat((scores, column), -1)
+        weights = scores.softmax(-1)[..., :context_len]
         outputs.append(torch.einsum("hts,shd->thd", weights, values).to(q.dtype))
     return torch.cat(outputs)
 
 
 def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
+    if kind == "clamped_swiglu":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return (up + 1) * gate * torch.sigmoid(gate * 1.702)
     if kind == "silu":
         return torch.nn.functional.silu(gate) * up
     approximate = "tanh" if kind == "gelu_tanh" else "none"

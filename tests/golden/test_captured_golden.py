@@ -124,7 +124,7 @@ def test_captured_steps_have_the_bits_of_eager_ones(case: Case, dtype: str, tmp_
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float32", "float16"])
-@pytest.mark.parametrize("name", ["llama-biases-mqa", "qwen3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama-biases-mqa", "qwen3", "gemma2", "granite-swa"])
 def test_captured_steps_over_another_kv_dtype_have_the_bits_of_eager_ones(
     name: str, kv_dtype: str, tmp_path: Path
 ) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_cases import VOCAB, Case, rope
+import transformers
+from golden_cases import CASES, VOCAB, Case, rope
 from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
 from naive_ops import NAIVE_OPS
 from paged_driver import PagedDriver
@@ -16,6 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
+from quickstep.model import spec as spec_module
+from quickstep.model.architectures import ARCHITECTURES
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
 from quickstep.model.source import Checkpoint
@@ -136,4 +139,29 @@ def test_a_fallback_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path) ->
     del tensors["gpt_neox.layers.1.attention.dense.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"layers\.1\.attention\.dense\.weight' is missing"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["granite-swa", "gpt-oss"])
+def test_fallbacks_honour_sinks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in CASES if case.name == name)
+    reference = case.save(tmp_path)
+    others = dict(ARCHITECTURES)
+    del others[f"{case.family}ForCausalLM"]
+    monkeypatch.setattr(spec_module, "ARCHITECTURES", others)
+    model = load(tmp_path)
+    assert not model.spec.native
+    assert_same_as_transformers(model, reference, random_prompts(PROMPT_LENS, VOCAB))
+
+
+def test_an_option_of_attention_that_nobody_honours_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Case("glm", "Glm", {"head_dim": 16} | rope("default")).save(tmp_path)
+    layer = transformers.models.glm.modeling_glm.GlmAttention
+    forward = layer.forward
+    monkeypatch.setattr(
+        layer, "forward", lambda *args, **options: forward(*args, **options, score_bonus=1.0)
+    )
+    with pytest.raises(ConfigError, match="needs score_bonus, which cannot be paged"):
         load(tmp_path)

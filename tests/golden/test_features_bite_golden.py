@@ -41,6 +41,11 @@ def other_normalisation(spec: ModelSpec) -> ModelSpec:
     return replace(spec, moe=replace(spec.moe, normalise=not spec.moe.normalise))
 
 
+def truncated_rope(spec: ModelSpec) -> ModelSpec:
+    ropes = tuple(replace(rope, truncate=not rope.truncate) for rope in spec.ropes)
+    return replace(spec, ropes=ropes)
+
+
 def changed(**values: object) -> Callable[[ModelSpec], ModelSpec]:
     return lambda spec: replace(spec, **values)  # type: ignore[arg-type]
 
@@ -71,6 +76,13 @@ CHANGES = [
     ("granite", changed(logit_divisor=1.0)),
     ("qwen3-moe", other_normalisation),
     ("mixtral", other_normalisation),
+    ("granite-swa", without_windows),
+    ("granite-swa", one_rope),
+    ("gpt-oss", without_windows),
+    ("gpt-oss", plain_rope),
+    ("gpt-oss", truncated_rope),
+    ("gpt-oss", changed(activation="silu")),
+    ("gpt-oss", other_normalisation),
 ]
 
 

@@ -32,8 +32,7 @@ def table(level: str, num_threads: int) -> OpTable:
 
 def run(ops: OpTable, case: Case | AttentionCase) -> tuple[torch.Tensor, ...]:
     if isinstance(case, AttentionCase):
-        args = (case.q, case.k_cache, case.v_cache, case.layout, case.params)
-        return (ops.paged_attention(*args),)
+        return (ops.paged_attention(*case.arguments),)
     return bind(ops, case)(*case.tokens)
 
 

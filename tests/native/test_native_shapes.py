@@ -112,7 +112,7 @@ def test_a_slot_or_block_outside_the_cache_is_refused() -> None:
         block_size=4,
     )
     with pytest.raises(EngineError):
-        ops.paged_attention(kv, cache, cache, layout, AttentionParams(1.0))
+        ops.paged_attention(kv, cache, cache, layout, AttentionParams(1.0), None)
 
 
 def test_an_unknown_level_names_those_that_exist() -> None:

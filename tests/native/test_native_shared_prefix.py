@@ -82,13 +82,14 @@ def assert_rows_keep_their_bits(
     q: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor],
     params: AttentionParams,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Each of ROWS together with the others, and alone."""
     layout = layout_of(ROWS)
-    together = ops.paged_attention(q, *caches, layout, params)
+    together = ops.paged_attention(q, *caches, layout, params, sinks)
     for index, row in enumerate(ROWS):
         first, last = layout.row_offsets[index : index + 2]
-        alone = ops.paged_attention(q[first:last], *caches, layout_of([row]), params)
+        alone = ops.paged_attention(q[first:last], *caches, layout_of([row]), params, sinks)
         assert torch.equal(together[first:last], alone), (index, row[1:])
 
 
@@ -105,6 +106,8 @@ def test_a_shared_prefix_gives_the_bits_of_a_row_alone(
     draws = torch.Generator().manual_seed(heads)
     q = torch.randn(layout.row_offsets[-1], heads, HEAD_SIZE, generator=draws).to(activations)
     assert_rows_keep_their_bits(ops, q, (keys, values), PARAMS)
+    sinks = torch.linspace(-4.0, 9.0, heads)
+    assert_rows_keep_their_bits(ops, q, (keys, values), PARAMS, sinks)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -124,8 +127,8 @@ def test_more_rows_than_are_grouped_at_once_keep_their_bits(level: str) -> None:
     rows = [(sequence(16, 40 + i % 200, 513 + i % 30), 513 + i % 30, 1) for i in range(300)]
     layout = layout_of(rows)
     q = torch.randn(300, 2, HEAD_SIZE).bfloat16()
-    together = ops.paged_attention(q, keys, values, layout, PARAMS)
+    together = ops.paged_attention(q, keys, values, layout, PARAMS, None)
     for index in range(0, 300, 17):
         one = layout_of([rows[index]])
-        alone = ops.paged_attention(q[index : index + 1], keys, values, one, PARAMS)
+        alone = ops.paged_attention(q[index : index + 1], keys, values, one, PARAMS, None)
         assert torch.equal(together[index : index + 1], alone), index

@@ -162,6 +162,27 @@ PUBLISHED = {
         | {"max_position_embeddings": 32_768, "rope_theta": 1e6, "sliding_window": None}
         | {"tie_word_embeddings": False},
     ),
+    "gpt-oss-20b": (
+        20_914_757_184,
+        sizes(201_088, 2880, 2880, 24, 64, 8)
+        | {"architectures": ["GptOssForCausalLM"], "attention_bias": True, "head_dim": 64}
+        | {"experts_per_token": 4, "initial_context_length": 4096, "num_experts_per_tok": 4}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 12, "num_local_experts": 32}
+        | {"max_position_embeddings": 131_072, "output_router_logits": False, "rms_norm_eps": 1e-5}
+        | {"quantization_config": {"modules_to_not_convert": [], "quant_method": "mxfp4"}}
+        | {"router_aux_loss_coef": 0.9, "rope_theta": 150_000, "sliding_window": 128}
+        | {"swiglu_limit": 7.0, "tie_word_embeddings": False}
+        | {
+            "rope_scaling": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "rope_type": "yarn",
+                "truncate": False,
+            }
+        },
+    ),
     "Qwen3-30B-A3B": (
         30_532_122_624,
         sizes(151_936, 2048, 6144, 48, 32, 4)

@@ -107,6 +107,26 @@ def test_qwen3_moe_mixes_dense_and_sparse_layers() -> None:
     assert spec.moe is not None and spec.moe.num_experts == 4 and not spec.moe.normalise
 
 
+def test_gpt_oss_alternates_windows_and_defaults_to_its_rope() -> None:
+    spec = parse_as("GptOss", num_key_value_heads=2)
+    assert windows(spec) == [128, None, 128, None]
+    assert spec.sinks and spec.activation == "clamped_swiglu"
+    assert spec.qkv_bias and spec.output_bias
+    assert spec.moe is not None and spec.moe.biases and spec.moe.normalise
+    rope = spec.ropes[0]
+    assert (rope.kind, rope.factor, rope.trained_len) == (RopeKind.YARN, 32.0, 4096)
+    assert not rope.truncate and rope.theta == 150_000.0
+
+
+def test_granite_with_windows_has_a_rope_per_layer() -> None:
+    spec = parse_as("GraniteSWA", layer_rope_theta=[1e6, 0, 1e4, 1e4], num_key_value_heads=2)
+    assert windows(spec) == [None, 128, 128, 128]
+    assert [layer.rope for layer in spec.layers] == [1, None, 0, 0]
+    assert [rope.theta for rope in spec.ropes] == [1e4, 1e6]
+    with pytest.raises(ConfigError, match="3 numbers in layer_rope_theta for 4 layers"):
+        parse_as("GraniteSWA", layer_rope_theta=[1e4] * 3, num_key_value_heads=2)
+
+
 def test_gemma3_reads_the_text_part_of_a_multimodal_config() -> None:
     inner = {k: v for k, v in LLAMA.items() if k != "architectures"}
     config = {

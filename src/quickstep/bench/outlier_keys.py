@@ -70,5 +70,5 @@ def kv_error(layer: KeyLayer, ops: OpTable, dtype: torch.dtype) -> float:
     layout = PagedLayout(positions, positions, (0, _TOKENS), (_TOKENS,), blocks[None], _BLOCK_SIZE)
     ops.write_kv(layer.k, layer.v, k_cache, v_cache, layout.slot_mapping)
     params = AttentionParams(scale=_HEAD_SIZE**-0.5)
-    out = ops.paged_attention(layer.q, k_cache, v_cache, layout, params)
+    out = ops.paged_attention(layer.q, k_cache, v_cache, layout, params, None)
     return float((out.double() - layer.exact).norm() / layer.exact.norm())

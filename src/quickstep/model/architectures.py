@@ -66,6 +66,8 @@ class Architecture:
         scaled_embedding: Embeddings are multiplied by sqrt(hidden_size).
         multipliers: Reads Granite's four multipliers.
         softcaps: Reads the soft-caps of attention and logits.
+        sinks: Attention has a learned sink per query head.
+        clamped_swiglu: The activation is gpt-oss's, whatever `activation_key` says.
     """
 
     defaults: Mapping[str, object]
@@ -81,6 +83,8 @@ class Architecture:
     scaled_embedding: bool = False
     multipliers: bool = False
     softcaps: bool = False
+    sinks: bool = False
+    clamped_swiglu: bool = False
     scale: Callable[[ConfigFields, int], float] = _head_scale
     windows: Callable[[ConfigFields, int], patterns.Windows] = patterns.full_attention
     ropes: Callable[[ConfigFields, int, int], patterns.Ropes] = patterns.one_rope
@@ -258,18 +262,75 @@ _OLMO2 = Architecture(
     qk_norm=QKNorm.FULL,
 )
 
+_GRANITE_MULTIPLIERS: Mapping[str, object] = MappingProxyType(
+    {
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+    }
+)
+
 _GRANITE = Architecture(
-    defaults=_defaults(
-        max_position_embeddings=2048,
-        embedding_multiplier=1.0,
-        logits_scaling=1.0,
-        residual_multiplier=1.0,
-        attention_multiplier=1.0,
-    ),
+    defaults=_defaults(max_position_embeddings=2048, **_GRANITE_MULTIPLIERS),
     bias_key="attention_bias",
     mlp_bias_key="mlp_bias",
     multipliers=True,
     scale=_granite_scale,
+)
+
+_GRANITE_SWA = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+        sliding_window=128,
+        tie_word_embeddings=True,
+        **_GRANITE_MULTIPLIERS,
+    ),
+    bias_key="attention_bias",
+    mlp_bias_key="mlp_bias",
+    multipliers=True,
+    sinks=True,
+    scale=_granite_scale,
+    windows=patterns.granite_windows,
+    ropes=patterns.granite_ropes,
+)
+
+_GPT_OSS = Architecture(
+    defaults=_defaults(
+        rms_norm_eps=1e-5,
+        head_dim=64,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        rope_theta=150_000.0,
+        rope_parameters=MappingProxyType(
+            {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            }
+        ),
+        sliding_window=128,
+        attention_bias=True,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+    ),
+    bias_key="attention_bias",
+    sinks=True,
+    clamped_swiglu=True,
+    windows=patterns.gemma2_windows,  # the same pattern
+    ropes=patterns.gpt_oss_ropes,
+    experts=patterns.gpt_oss_experts,
+    sparse=patterns.all_sparse,
+    naming=TensorNaming(
+        fused_experts=True,
+        router="mlp.router",
+        expert_parts=("gate_up_proj", "gate_up_proj", "down_proj"),
+    ),
 )
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -287,6 +348,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "GraniteForCausalLM": _GRANITE,
         "MixtralForCausalLM": _MIXTRAL,
         "Qwen3MoeForCausalLM": _QWEN3_MOE,
+        "GraniteSWAForCausalLM": _GRANITE_SWA,
+        "GptOssForCausalLM": _GPT_OSS,
     }
 )
 
@@ -306,5 +369,7 @@ MODEL_TYPES: Mapping[str, str] = MappingProxyType(
         "granite": "GraniteForCausalLM",
         "mixtral": "MixtralForCausalLM",
         "qwen3_moe": "Qwen3MoeForCausalLM",
+        "granite_swa": "GraniteSWAForCausalLM",
+        "gpt_oss": "GptOssForCausalLM",
     }
 )

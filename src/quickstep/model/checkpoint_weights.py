@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.fused_experts import FusedExperts, find_fused_experts
 from quickstep.model.gguf_file import is_gguf
 from quickstep.model.gguf_spec import gguf_tensor_files
 from quickstep.model.quantization import MatrixFormat
-from quickstep.model.quantized_formats.detect import find_storage
+from quickstep.model.quantized_formats.detect import find_storage, quantization_config
 from quickstep.model.safetensors_files import TensorFiles, open_tensor_files
 from quickstep.model.spec import read_config
 from quickstep.model.tensor_schema import Shapes, layer_tensors, outer_tensors
@@ -52,6 +53,7 @@ class CheckpointWeights:
     Attributes:
         storage: The format of quantised matrices; None where everything is stored whole.
         shapes: All tensors that the architecture needs, as it sees them.
+        experts: How the files hold experts that stand in one tensor; None where each has its own.
     """
 
     spec: ModelSpec
@@ -60,14 +62,20 @@ class CheckpointWeights:
     storage: MatrixStorage | None
     names: DecoderNames
     shapes: Shapes
+    experts: FusedExperts | None = None
 
     def stored(self) -> Shapes:
         """The tensors that the files must hold for `shapes`. Raises ConfigError."""
         found: Shapes = {}
         for name, shape in self.shapes.items():
-            parts = None if self.storage is None else self.storage.parts(name, shape)
-            found.update({name: shape} if parts is None else parts)
+            found.update(self._parts(name, shape) or {name: shape})
         return found
+
+    def _parts(self, name: str, shape: tuple[int, ...]) -> Shapes | None:
+        """The tensors that hold what the architecture sees as one; None where it is stored so."""
+        if self.experts is not None:
+            return self.experts.parts(name, shape)
+        return None if self.storage is None else self.storage.parts(name, shape)
 
     @property
     def coded(self) -> bool:
@@ -148,7 +156,9 @@ def open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
         shapes[names.head] = (spec.vocab_size, spec.hidden_size)
     for index in range(spec.num_layers):
         shapes.update(layer_tensors(spec, names.prefix, index))
-    return CheckpointWeights(spec, config, files, find_storage(config, files), names, shapes)
+    experts = find_fused_experts(spec, quantization_config(config))
+    storage = None if experts is not None else find_storage(config, files)
+    return CheckpointWeights(spec, config, files, storage, names, shapes, experts)
 
 
 def _names(spec: ModelSpec, files: TensorFiles) -> DecoderNames:

@@ -190,9 +190,10 @@ class Decoder:
         """One layer's attention of q [T, H, D] over the KV written, and its output projection."""
         ops, spec = self._ops, self._spec
         keys, values = kv.keys[index], kv.values[index]
-        mixed = ops.paged_attention(q, keys, values, layout, self._attention[index])
-        output = self._weights.layers[index].attention.output
-        return ops.linear(mixed.reshape(-1, spec.num_heads * spec.head_size), output)
+        weights = self._weights.layers[index].attention
+        params = self._attention[index]
+        mixed = ops.paged_attention(q, keys, values, layout, params, weights.sinks)
+        return ops.linear(mixed.reshape(-1, spec.num_heads * spec.head_size), weights.output)
 
     def _project(self, weights: AttentionWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D], k and v [T, K, D], normed where the architecture does."""

@@ -48,13 +48,16 @@ class MoESpec:
         num_experts: Experts a layer holds.
         experts_per_token: Experts that each token is sent to.
         intermediate_size: Width of one expert.
-        normalise: Scale the chosen experts' weights so that they add up to 1.
+        normalise: Scale the chosen experts' weights so that they add up to 1: a softmax over the
+            chosen alone gives the same (gpt-oss).
+        biases: The router and both projections of an expert have a bias.
     """
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     normalise: bool
+    biases: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class TensorNaming:
         router: The router's name within a layer.
         experts: The experts' name within a layer.
         expert_parts: gate, up and down within one expert.
+        fused_experts: One tensor holds a projection of all experts (`model.fused_experts`).
         ignored: Prefixes of tensors that the text decoder does not use (a vision tower).
     """
 
@@ -94,6 +98,7 @@ class TensorNaming:
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    fused_experts: bool = False
     ignored: tuple[str, ...] = ()
 
 
@@ -111,10 +116,11 @@ class ModelSpec:
             The usual sizes; `num_heads` H, `num_kv_heads` K, `head_size` D, `vocab_size` V.
         max_model_len: Longest sequence that the positions allow, RoPE scaling included.
         dtype: The checkpoint's dtype by name, "" where the config does not say.
-        activation: `silu`, `gelu` or `gelu_tanh`, between gate and up.
+        activation: `silu`, `gelu`, `gelu_tanh` or `clamped_swiglu`, between gate and up.
         norm_offset: Added to every norm's weight (Gemma: 1).
         qkv_bias, output_bias, mlp_bias: Which projections have a bias.
         attention_scale: Multiplies q·k.
+        sinks: Each query head has a learned logit in its softmax that no value belongs to.
         attention_softcap, logit_softcap: cap * tanh(x / cap); None for none.
         embedding_multiplier, residual_multiplier: Scale the embeddings and each sub-block's output.
         logit_divisor: Divides the logits.
@@ -145,6 +151,7 @@ class ModelSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    sinks: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_multiplier: float = 1.0

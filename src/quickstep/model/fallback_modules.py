@@ -6,7 +6,7 @@ layout and cache reach it as the keyword `paged_step`, which transformers hands 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,20 @@ ATTENTION_NAME = "quickstep_paged"
 _TILE_ROWS = 16
 _LANES = 64  # twice the widest vector: torch's loops take two at a time
 _SPLIT_ELEMENTS = 32_768  # at::internal::GRAIN_SIZE: smaller tensors stay on one thread
-_UNSUPPORTED = ("position_bias", "s_aux", "head_mask", "cu_seq_lens_q")
+# What attention is handed besides q, k and v: what it honours, and what changes nothing here.
+_HONOURED = frozenset(("paged_step", "scaling", "sliding_window", "softcap", "s_aux"))
+_HARMLESS = frozenset(
+    (
+        "cache_position",
+        "deterministic",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +68,9 @@ def paged_attention_forward(
     step: PagedStep | None = options.get("paged_step")
     if step is None:
         raise ConfigError(f"{type(module).__name__} does not hand options to its attention")
-    refused = [name for name in _UNSUPPORTED if options.get(name) is not None]
-    if attention_mask is not None or refused or options.get("is_causal") is False:
-        what = refused[0] if refused else "a mask of its own"
-        raise ConfigError(f"{type(module).__name__} needs {what}, which cannot be paged")
+    refused = _refused(attention_mask, options)
+    if refused is not None:
+        raise ConfigError(f"{type(module).__name__} needs {refused}, which cannot be paged")
     q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
     index = module.layer_idx
     assert isinstance(index, int)
@@ -75,7 +87,35 @@ def paged_attention_forward(
     params = AttentionParams(
         float(q.shape[-1] ** -0.5 if scale is None else scale), window, options.get("softcap")
     )
-    return step.ops.paged_attention(q, keys, values, step.layout, params).unsqueeze(0), None
+    sinks = _sinks(module, options.get("s_aux"), q.shape[1])
+    out = step.ops.paged_attention(q, keys, values, step.layout, params, sinks)
+    return out.unsqueeze(0), None
+
+
+def _refused(attention_mask: Tensor | None, options: Mapping[str, Any]) -> str | None:
+    """What attention is asked for that it would leave out; None if there is nothing."""
+    if attention_mask is not None or options.get("is_causal") is False:
+        return "a mask of its own"
+    for name, value in options.items():
+        if name in _HONOURED or name in _HARMLESS or value is None or name == "is_causal":
+            continue
+        # switched off: dropout 0.0 above all
+        if isinstance(value, (bool, int, float)) and not value:
+            continue
+        return name
+    return None
+
+
+def _sinks(module: nn.Module, given: object, num_heads: int) -> Tensor | None:
+    """[H] float32: a logit of each head's softmax without a value."""
+    if given is None:
+        return None
+    if not isinstance(given, Tensor) or given.numel() != num_heads:
+        raise ConfigError(
+            f"{type(module).__name__} passes s_aux that is no number per query head, which cannot "
+            "be paged"
+        )
+    return given.detach().reshape(-1).float().contiguous()
 
 
 class PackedLinear(nn.Module):

@@ -28,6 +28,10 @@ __all__ = [
     "gemma2_windows",
     "gemma3_ropes",
     "gemma3_windows",
+    "gpt_oss_experts",
+    "gpt_oss_ropes",
+    "granite_ropes",
+    "granite_windows",
     "make_layers",
     "mixtral_experts",
     "one_rope",
@@ -124,6 +128,13 @@ def _every_nth_full(fields: ConfigFields, num_layers: int, period: int) -> Windo
     return listed or tuple(window if (i + 1) % period else None for i in range(num_layers))
 
 
+def granite_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    """All layers slide but each fourth, the first one included (Granite with sliding windows)."""
+    window = fields.optional_integer("sliding_window")
+    listed = _from_layer_types(fields, num_layers, window)
+    return listed or tuple(window if i % 4 else None for i in range(num_layers))
+
+
 def smollm_windows(fields: ConfigFields, num_layers: int) -> Windows:
     """NoPE layers slide, behind `use_sliding_window`."""
     window = fields.optional_integer("sliding_window")
@@ -173,6 +184,34 @@ def smollm_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes
     return Ropes(ropes.specs, tuple(0 if on else None for on in rotated), ropes.max_model_len)
 
 
+def granite_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """A base of wavelengths per layer, where `layer_rope_theta` lists them; 0 is NoPE."""
+    listed = fields.sequence("layer_rope_theta")
+    if listed is None:
+        return one_rope(fields, num_layers, head_size)
+    thetas = [value for value in listed if isinstance(value, (int, float))]
+    if len(thetas) != num_layers or len(thetas) != len(listed):
+        raise ConfigError(
+            f"{fields.source} has {len(thetas)} numbers in layer_rope_theta for {num_layers} layers"
+        )
+    max_positions = fields.integer("max_position_embeddings")
+    parameters = rope_parameters(fields)
+    used = sorted({float(theta) for theta in thetas if theta})
+    specs = tuple(
+        read_rope(parameters | {"rope_theta": theta}, head_size, max_positions, None)
+        for theta in used
+    )
+    of_layer = tuple(used.index(float(theta)) if theta else None for theta in thetas)
+    longest = min((extended_len(rope, max_positions) for rope in specs), default=max_positions)
+    return Ropes(specs, of_layer, longest)
+
+
+def gpt_oss_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
+    """As `one_rope`; the released files name the trained length a second time."""
+    fields.optional_integer("initial_context_length")
+    return one_rope(fields, num_layers, head_size)
+
+
 def gemma3_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
     """Full layers use (scaled) global frequencies, sliding layers local ones.
 
@@ -213,6 +252,24 @@ def qwen_experts(fields: ConfigFields) -> MoESpec:
         experts_per_token=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("moe_intermediate_size"),
         normalise=fields.flag("norm_topk_prob"),
+    )
+
+
+def gpt_oss_experts(fields: ConfigFields) -> MoESpec:
+    """Biases everywhere, and a softmax over the chosen experts alone."""
+    chosen = fields.integer("num_experts_per_tok")
+    again = fields.optional_integer("experts_per_token")  # as the released files have it, too
+    if again not in (None, chosen):
+        raise ConfigError(
+            f"{fields.source} sets num_experts_per_tok to {chosen} and experts_per_token to "
+            f"{again}; they mean the same"
+        )
+    return MoESpec(
+        num_experts=fields.integer("num_local_experts"),
+        experts_per_token=chosen,
+        intermediate_size=fields.integer("intermediate_size"),
+        normalise=True,
+        biases=True,
     )
 
 

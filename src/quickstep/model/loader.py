@@ -151,6 +151,11 @@ def _open_source(
     """The tensors of the files, which the weights were checked against."""
     total_bytes = sum(weights.files.tensors[name].nbytes for name in weights.stored())
     reader = TensorReader(weights.files, dtype, device, total_bytes, progress)
+    if weights.experts is not None:
+        # Imported here: it takes tensors apart with torch.
+        from quickstep.model.fused_experts_source import FusedExpertsSource
+
+        return FusedExpertsSource(reader, weights.experts)
     if weights.storage is None:
         return reader
     return open_coded_reader(reader, weights.storage, weights.shapes, weights.config, weights.spec)
@@ -248,6 +253,7 @@ class _Packing:
             output=self._linear(start, ("o_proj",), spec.output_bias),
             q_norm=self._reader.tensor(f"{start}q_norm.weight") if normed else None,
             k_norm=self._reader.tensor(f"{start}k_norm.weight") if normed else None,
+            sinks=self._reader.tensor(f"{start}sinks").float() if spec.sinks else None,
         )
 
     def _dense(self, start: str) -> DenseWeights:
@@ -262,13 +268,15 @@ class _Packing:
         naming, moe = self._spec.naming, self._spec.moe
         assert moe is not None
         gate, up, down = naming.expert_parts
+        gates = (gate,) if naming.fused_experts else (gate, up)
+        bias = self._reader.tensor(f"{start}{naming.router}.bias") if moe.biases else None
         # never quantised: which expert a token goes to turns on small differences
-        router = self._ops.pack_linear(self._reader.tensor(f"{start}{naming.router}.weight"), None)
+        router = self._ops.pack_linear(self._reader.tensor(f"{start}{naming.router}.weight"), bias)
         experts = []
         for index in range(moe.num_experts):
             expert = f"{start}{naming.experts}.{index}."
-            gate_up = self._linear(expert, (gate, up), bias=False)
-            experts.append(DenseWeights(gate_up, self._linear(expert, (down,), bias=False)))
+            gate_up = self._linear(expert, gates, moe.biases)
+            experts.append(DenseWeights(gate_up, self._linear(expert, (down,), moe.biases)))
         return SparseWeights(router, tuple(experts))
 
     def _linear(self, start: str, parts: tuple[str, ...], bias: bool) -> LinearWeight:

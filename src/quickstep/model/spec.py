@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+_CLAMPED_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -109,6 +110,12 @@ def _notes(config: Mapping[str, object], name: str) -> tuple[str, ...]:
     notes = []
     if config.get("auto_map"):
         notes.append(f"the checkpoint's Python code (auto_map) is not used: {name} is native")
+    stored_as = config.get("quantization_config")
+    if isinstance(stored_as, Mapping) and stored_as.get("quant_method") == "mxfp4":
+        notes.append(
+            "the checkpoint's experts are stored in MXFP4 (4.25 bits a weight) and held in the "
+            "model's dtype, or in --quantization's codes"
+        )
     if config.get("vision_config"):
         notes.append("the checkpoint's vision part is left out: only text is served")
     return tuple(notes)
@@ -152,13 +159,14 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
         norm_eps=fields.number("rms_norm_eps"),
         attention_scale=entry.scale(fields, head_size),
         dtype=fields.text("dtype") or fields.text("torch_dtype"),
-        activation=_activation(fields, entry.activation_key),
+        activation=_activation(fields, entry),
         norm_placement=entry.norm_placement,
         norm_offset=entry.norm_offset,
         qk_norm=entry.qk_norm,
         qkv_bias=entry.qkv_bias or bias,
         output_bias=entry.output_bias and bias,
         mlp_bias=fields.flag(entry.mlp_bias_key) if entry.mlp_bias_key else False,
+        sinks=entry.sinks,
         attention_softcap=_softcap(fields, entry, "attn_logit_softcapping"),
         logit_softcap=_softcap(fields, entry, "final_logit_softcapping"),
         embedding_multiplier=hidden_size**0.5 if entry.scaled_embedding else embedding,
@@ -170,13 +178,25 @@ def _read_decoder(fields: ConfigFields, entry: Architecture, name: str) -> Model
     )
 
 
-def _activation(fields: ConfigFields, key: str) -> str:
+def _activation(fields: ConfigFields, entry: Architecture) -> str:
     fields.text("hidden_act")  # Gemma files carry both; `hidden_activation` is the one in force
-    name = fields.text(key)
+    if entry.clamped_swiglu:
+        return _clamped_swiglu(fields)
+    name = fields.text(entry.activation_key)
     if name not in _ACTIVATIONS:
         known = ", ".join(sorted(_ACTIVATIONS))
         raise ConfigError(f"config.json asks for activation {name!r}; supported are {known}")
     return _ACTIVATIONS[name]
+
+
+def _clamped_swiglu(fields: ConfigFields) -> str:
+    """The kernels know the released models' numbers alone."""
+    for name, known in _CLAMPED_SWIGLU.items():
+        if fields.number(name) != known:
+            raise ConfigError(
+                f"{fields.source} sets {name!r} to {fields.number(name)}; supported is {known}"
+            )
+    return "clamped_swiglu"
 
 
 def _softcap(fields: ConfigFields, entry: Architecture, key: str) -> float | None:

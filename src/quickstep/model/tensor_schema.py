@@ -102,6 +102,8 @@ def _attention(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "self_attn.o_proj.weight", (hidden, queries)
     if spec.output_bias:
         yield "self_attn.o_proj.bias", (hidden,)
+    if spec.sinks:
+        yield "self_attn.sinks", (spec.num_heads,)
     if spec.qk_norm is not QKNorm.NONE:
         whole = spec.qk_norm is QKNorm.FULL
         yield "self_attn.q_norm.weight", (queries if whole else spec.head_size,)
@@ -113,12 +115,14 @@ def _feed_forward(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, tuple[in
     if sparse and spec.moe is not None:
         gate, up, down = naming.expert_parts
         width = spec.moe.intermediate_size
-        yield f"{naming.router}.weight", (spec.moe.num_experts, hidden)
+        projections = [(gate, width, hidden), (up, width, hidden), (down, hidden, width)]
+        if naming.fused_experts:
+            projections = [(gate, 2 * width, hidden), (down, hidden, width)]
+        yield from _projection(naming.router, spec.moe.num_experts, hidden, spec.moe.biases)
         for expert in range(spec.moe.num_experts):
-            start = f"{naming.experts}.{expert}."
-            yield f"{start}{gate}.weight", (width, hidden)
-            yield f"{start}{up}.weight", (width, hidden)
-            yield f"{start}{down}.weight", (hidden, width)
+            for name, outputs, inputs in projections:
+                module = f"{naming.experts}.{expert}.{name}"
+                yield from _projection(module, outputs, inputs, spec.moe.biases)
         return
     width = spec.intermediate_size
     if naming.fused_gate_up:
@@ -130,6 +134,12 @@ def _feed_forward(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, tuple[in
             ("down_proj", hidden, width),
         ]
     for name, outputs, inputs in projections:
-        yield f"mlp.{name}.weight", (outputs, inputs)
-        if spec.mlp_bias:
-            yield f"mlp.{name}.bias", (outputs,)
+        yield from _projection(f"mlp.{name}", outputs, inputs, spec.mlp_bias)
+
+
+def _projection(
+    module: str, outputs: int, inputs: int, bias: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{module}.weight", (outputs, inputs)
+    if bias:
+        yield f"{module}.bias", (outputs,)

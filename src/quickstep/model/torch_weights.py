@@ -48,16 +48,21 @@ def _layer(layer: LayerWeights) -> LayerWeights:
     return replace(
         layer,
         attention=_attention(layer.attention),
-        before_attention=_norm(layer.before_attention),
-        after_attention=_norm(layer.after_attention),
-        before_feed_forward=_norm(layer.before_feed_forward),
-        after_feed_forward=_norm(layer.after_feed_forward),
+        before_attention=_small(layer.before_attention),
+        after_attention=_small(layer.after_attention),
+        before_feed_forward=_small(layer.before_feed_forward),
+        after_feed_forward=_small(layer.after_feed_forward),
     )
 
 
 def _attention(weights: AttentionWeights) -> AttentionWeights:
-    return replace(weights, q_norm=_norm(weights.q_norm), k_norm=_norm(weights.k_norm))
+    return replace(
+        weights,
+        q_norm=_small(weights.q_norm),
+        k_norm=_small(weights.k_norm),
+        sinks=_small(weights.sinks),
+    )
 
 
-def _norm(weight: Tensor | None) -> Tensor | None:
+def _small(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else to_torch(weight)

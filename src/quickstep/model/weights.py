@@ -21,12 +21,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """qkv: hidden -> (H + 2 K) * D in that order; norms are None without QK norm."""
+    """qkv: hidden -> (H + 2 K) * D in that order; norms are None without QK norm; sinks [H]
+    float32, None where the architecture has none.
+    """
 
     qkv: LinearWeight
     output: LinearWeight
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,8 +80,7 @@ def _rms(x: Tensor) -> Tensor:
 
 def _run(ops: OpTable, case: Case | AttentionCase) -> tuple[Tensor, ...]:
     if isinstance(case, AttentionCase):
-        args = (case.q, case.k_cache, case.v_cache, case.layout, case.params)
-        return (ops.paged_attention(*args),)
+        return (ops.paged_attention(*case.arguments),)
     return bind(ops, case)(*case.tokens)
 
 
@@ -129,7 +128,10 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> list[tupl
 def _gated_activation(gate_up: Tensor, kind: str) -> list[tuple[Tensor, Tensor]]:
     gate, up = gate_up.chunk(2, dim=-1)
     functional = torch.nn.functional
-    if kind == "silu":
+    if kind == "clamped_swiglu":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1.0
+        value = gate * torch.sigmoid(1.702 * gate) * up
+    elif kind == "silu":
         value = functional.silu(gate) * up
     else:
         value = functional.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * up
@@ -173,10 +175,16 @@ def _attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
             scores = (scores / case.params.softcap).tanh() * case.params.softcap
         distance = torch.arange(start, start + count)[:, None] - torch.arange(start + count)
         hidden = (distance < 0) | (distance >= (case.params.window or start + count))
-        p = scores.masked_fill(hidden.to(scores.device), -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden.to(scores.device), -torch.inf)
+        size = size.amax(-1)
+        if case.sinks is not None:
+            sink = case.sinks.double().view(-1, 1, 1)
+            scores = torch.cat((scores, sink.expand(-1, count, -1)), -1)
+            size = torch.maximum(size, sink.squeeze(-1).abs().nan_to_num(posinf=0.0))
+        p = scores.softmax(-1)[..., : start + count]
         outputs.append(torch.einsum("hqk,khd->qhd", p, v))
         # an error e of a score scales its p by 1 + e
-        spread = (16 + 8 * size.amax(-1)).t().unsqueeze(-1)  # [Q, H, 1]
+        spread = (16 + 8 * size).t().unsqueeze(-1)  # [Q, H, 1]
         slacks.append(_FP32_ROUNDOFF * spread * torch.einsum("hqk,khd->qhd", p, v.abs()))
     return torch.cat(outputs), torch.cat(slacks)
 

@@ -9,30 +9,21 @@ others (`fixed`), so that a check can pick tokens, and `bind` turns an op into a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, product
+from itertools import product
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from quickstep.dataclass import dataclass
+from quickstep.ops.attention_cases import DTYPES, AttentionCase, attention_cases, stored_heads
 from quickstep.ops.case_draws import CaseDraws, label
-from quickstep.ops.kv_format import quantize_heads
 from quickstep.ops.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
-from quickstep.ops.table import (
-    AttentionParams,
-    LinearWeight,
-    OpTable,
-    PagedLayout,
-    QuantizedWeight,
-)
+from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
 
-__all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases", "make_layout"]
+__all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases"]
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KV_DTYPES = (*DTYPES, torch.int8)
-
-Rows = tuple[tuple[int, int], ...]  # per row: (position of the first token, number of tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,45 +39,6 @@ class Case:
     name: str
     tokens: tuple[Tensor, ...]
     fixed: tuple[object, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCase:
-    """Inputs of paged_attention: the KV of every row up to its end stands in the caches.
-
-    `rows` say which positions are queried; block tables hold all blocks of the row's sequence.
-    """
-
-    name: str
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    rows: Rows
-    block_tables: Tensor
-    params: AttentionParams
-    op: str = "paged_attention"
-
-    @property
-    def layout(self) -> PagedLayout:
-        """The rows as the op receives them."""
-        return make_layout(self.rows, self.block_tables, self.k_cache.shape[1])
-
-
-def make_layout(rows: Rows, block_tables: Tensor, block_size: int) -> PagedLayout:
-    """The layout of a step that computes `rows`; `block_tables` [R, max blocks] int32."""
-    positions = torch.cat([torch.arange(start, start + count) for start, count in rows])
-    owner = torch.repeat_interleave(torch.tensor([count for _, count in rows]))
-    device = block_tables.device
-    positions, owner = positions.to(device), owner.to(device)
-    blocks = block_tables[owner, positions // block_size].long()
-    return PagedLayout(
-        positions=positions,
-        slot_mapping=blocks * block_size + positions % block_size,
-        row_offsets=tuple(accumulate((count for _, count in rows), initial=0)),
-        context_lens=tuple(start + count for start, count in rows),
-        block_tables=block_tables,
-        block_size=block_size,
-    )
 
 
 def bind(ops: OpTable, case: Case) -> Callable[..., tuple[Tensor, ...]]:
@@ -274,17 +226,12 @@ def _write_kv_cases(dtype: torch.dtype) -> Iterator[Case]:
         shape = (num_blocks, block_size, heads, size)
         kv = [source.normal(num_tokens, heads, size) for _ in range(2)]
         kv[0][0, 0] = 0.0
-        caches = tuple(_stored(source.normal(*shape), kv_dtype) for _ in range(2))
+        caches = tuple(stored_heads(source.normal(*shape), kv_dtype) for _ in range(2))
         yield Case("write_kv", name, (*kv, slots), caches)
 
 
-def _stored(heads: Tensor, kv_dtype: torch.dtype) -> Tensor:
-    """[..., D] as a cache of that dtype holds it."""
-    return quantize_heads(heads) if kv_dtype == torch.int8 else heads.to(kv_dtype)
-
-
 def _gated_activation_cases(dtype: torch.dtype) -> Iterator[Case]:
-    for kind in ("silu", "gelu", "gelu_tanh"):
+    for kind in ("silu", "gelu", "gelu_tanh", "clamped_swiglu"):
         for num_tokens, width in ((1, 7), (19, 77), (6, 4864), (0, 32)):
             name = label("gated_activation", dtype, kind, num_tokens, width)
             gate_up = CaseDraws(name, dtype).normal(num_tokens, 2 * width, scale=3.0)
@@ -321,65 +268,6 @@ def _logits_cases(dtype: torch.dtype) -> Iterator[Case]:
         yield Case("logits", name, (source.normal(num_rows, width),), (weight, divisor, softcap))
 
 
-# name, rows, (H, K, D), block size, window, soft-cap
-_MIXED: Rows = ((0, 1), (36, 1), (0, 37), (300, 1), (250, 13), (255, 1), (256, 1), (200, 2))
-_ATTENTION: tuple[tuple[str, Rows, tuple[int, int, int], int, int | None, float | None], ...] = (
-    ("one-key", ((0, 1),), (1, 1, 32), 16, None, None),
-    ("mixed", _MIXED, (4, 2, 64), 16, None, None),
-    ("large-scores", _MIXED, (4, 4, 32), 16, None, None),
-    ("window", _MIXED, (4, 2, 64), 16, 21, None),
-    ("window-below-tile", ((600, 1), (520, 9), (0, 40)), (2, 1, 32), 8, 70, None),
-    ("softcap", _MIXED, (6, 2, 80), 32, None, 5.0),
-    ("long", ((1023, 1), (1024, 2), (0, 70)), (3, 3, 128), 64, None, None),
-    ("head-256", ((40, 1), (20, 5)), (2, 1, 256), 4, 16, 30.0),
-    ("decode", tuple((17 * row, 1) for row in range(40)), (7, 1, 64), 16, None, None),
-)
-
-
-# What a cache of another dtype is looked at with.
-_OTHER_KV = frozenset(("mixed", "head-256"))
-_CODES = frozenset(("mixed", "window", "softcap", "long", "head-256", "decode"))
-
-
-def _attention_cases(dtype: torch.dtype) -> Iterator[AttentionCase]:
-    yield from _attention_over(dtype, dtype, None)
-    yield from _attention_over(dtype, torch.int8, _CODES)
-    for kv_dtype in DTYPES:
-        if kv_dtype != dtype:
-            yield from _attention_over(dtype, kv_dtype, _OTHER_KV)
-
-
-def _attention_over(
-    dtype: torch.dtype, kv_dtype: torch.dtype, titles: frozenset[str] | None
-) -> Iterator[AttentionCase]:
-    """Cases of those titles (None: all) with keys and values held in `kv_dtype`."""
-    for title, rows, heads, block_size, window, softcap in _ATTENTION:
-        if titles is not None and title not in titles:
-            continue
-        # large scores: one key takes all the weight, exp underflows for the others
-        scale = 40.0 if title == "large-scores" else 1.0
-        held = () if kv_dtype == dtype else (kv_dtype,)
-        name = label("paged_attention", dtype, title, *held)
-        source = CaseDraws(name, dtype)
-        lengths = [-(-(start + count) // block_size) for start, count in rows]
-        num_blocks = sum(lengths) + 2
-        order = (source.permutation(num_blocks - 1) + 1).to(torch.int32)
-        tables = torch.zeros(len(rows), max(lengths), dtype=torch.int32)
-        for row, blocks in enumerate(torch.split(order[: sum(lengths)], lengths)):
-            tables[row, : len(blocks)] = blocks
-        num_heads, num_kv_heads, size = heads
-        shape = (num_blocks, block_size, num_kv_heads, size)
-        yield AttentionCase(
-            name=name,
-            q=source.normal(sum(count for _, count in rows), num_heads, size, scale=scale),
-            k_cache=_stored(source.normal(*shape), kv_dtype),
-            v_cache=_stored(source.normal(*shape), kv_dtype),
-            rows=rows,
-            block_tables=tables,
-            params=AttentionParams(size**-0.5, window, softcap),
-        )
-
-
 OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = MappingProxyType(
     {
         "linear": _linear_cases,
@@ -395,6 +283,6 @@ OPS: Mapping[str, Callable[[torch.dtype], Iterator[Case | AttentionCase]]] = Map
         "add": _add_cases,
         "scale": _scale_cases,
         "logits": _logits_cases,
-        "paged_attention": _attention_cases,
+        "paged_attention": attention_cases,
     }
 )

@@ -115,7 +115,7 @@ def _token_arrangements(num_tokens: int, repeats: bool) -> Iterator[tuple[str, T
 
 
 def _attend(ops: OpTable, case: AttentionCase) -> Tensor:
-    return ops.paged_attention(case.q, case.k_cache, case.v_cache, case.layout, case.params)
+    return ops.paged_attention(*case.arguments)
 
 
 def _attention_checks(ops: OpTable, case: AttentionCase) -> Iterator[Check]:

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quickstep.ops.dtypes import INT32, UINT8, host_dtype
+from quickstep.ops.dtypes import FLOAT32, INT32, UINT8, host_dtype
 from quickstep.ops.host_tensor import HostTensor
 from quickstep.ops.kv_format import head_size_of
 from quickstep.ops.native_library import AttentionCall, KVWriteCall, raise_for_status
@@ -20,7 +20,7 @@ from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MAX_HEAD_SIZE", "NativeAttention", "heads_in_place"]
+__all__ = ["MAX_HEAD_SIZE", "NativeAttention", "are_sinks", "heads_in_place"]
 
 MAX_HEAD_SIZE = 256
 
@@ -92,14 +92,16 @@ class NativeAttention:
         v_cache: Tensor,
         layout: PagedLayout,
         params: AttentionParams,
+        sinks: Tensor | None,
     ) -> Tensor:
         """`OpTable.paged_attention`."""
         dtype, kv_dtype = kernel_dtype(q.dtype), kv_kernel_dtype(k_cache.dtype)
         if dtype is None or kv_dtype is None or q.shape[2] > MAX_HEAD_SIZE:
-            return self._reference().paged_attention(q, k_cache, v_cache, layout, params)
+            return self._reference().paged_attention(q, k_cache, v_cache, layout, params, sinks)
         assert k_cache.is_contiguous() and v_cache.is_contiguous()
         assert v_cache.dtype == k_cache.dtype and k_cache.shape == v_cache.shape
         assert q.shape[2] == head_size_of(k_cache)
+        assert sinks is None or are_sinks(sinks, q.shape[1])
         q = heads_in_place(q)
         prepared = self._layout
         if prepared is None or prepared.layout is not layout:
@@ -125,6 +127,7 @@ class NativeAttention:
             row_offsets=ctypes.addressof(prepared.row_offsets),
             context_lens=ctypes.addressof(prepared.context_lens),
             block_tables=prepared.block_tables.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(),
             out=out.data_ptr(),
         )
         scratch = self._scratch(prepared, call)
@@ -142,6 +145,11 @@ class NativeAttention:
             nbytes = self._library.qs_attention_scratch_bytes(self._context, ctypes.byref(call))
             scratch = prepared.scratch[key] = HostTensor.empty((nbytes,), UINT8)
         return scratch
+
+
+def are_sinks(x: Tensor, num_heads: int) -> bool:
+    """Whether the kernels can read it as the sinks of so many heads: [H] float32."""
+    return tuple(x.shape) == (num_heads,) and host_dtype(x.dtype) == FLOAT32 and x.is_contiguous()
 
 
 def heads_in_place(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ __all__ = [
     "raise_for_status",
 ]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 _OK, _INVALID, _OUT_OF_MEMORY, _UNSUPPORTED_ISA, _OUT_OF_RANGE = range(5)
 
@@ -53,6 +53,7 @@ class AttentionCall(ctypes.Structure):
         ("row_offsets", c_void_p),
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
+        ("sinks", c_void_p),
         ("out", c_void_p),
         ("scratch", c_void_p),
     )

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["NativeOps"]
 
 # qs_activation of csrc/quickstep.h
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 # Results of ops that are alive together at a layer's widest point, per element of it.
 _SCRATCH_BYTES = 8

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeRecorder", "NotCapturable"]
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 
 class NativeRecorder:
@@ -239,13 +239,18 @@ class NativeRecorder:
         v_cache: Tensor,
         layout: PagedLayout,
         params: AttentionParams,
+        sinks: Tensor | None,
     ) -> StepTensor:
         is_emitting = self._tape.rows_of(q) == RowsOf.EMITTING
         expected = self._emitting_layout if is_emitting else self._layout
         if layout is not expected or q.shape[2] > MAX_HEAD_SIZE:
             raise NotCapturable("attention over another layout, or over too wide heads")
+        if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
+            raise NotCapturable("attention has another number of sinks than of heads")
         caches, kv_dtype = self._caches(k_cache, v_cache)
-        inputs = (self._tape.heads(q), *caches)
+        # 0 is the null of the native call
+        sinks_at = 0 if sinks is None else self._tape.fixed(sinks, FLOAT32)
+        inputs = (self._tape.heads(q), *caches, sinks_at)
         out = self._tape.like(q)
         num_blocks, _, num_kv_heads, _ = k_cache.shape
         self._tape.record(

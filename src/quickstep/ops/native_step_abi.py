@@ -45,7 +45,7 @@ class OpCall(ctypes.Structure):
         ("size", c_int64 * 5),
         ("stride", c_int64 * 2),
         ("scalar", c_double * 2),
-        ("inputs", c_void_p * 3),
+        ("inputs", c_void_p * 4),
         ("outputs", c_void_p * 2),
     )
 

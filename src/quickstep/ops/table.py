@@ -190,11 +190,14 @@ class OpTable:
             rotates the first D_rot of D, halves convention unless interleaved; fp32 inside.
         write_kv: (k [T, K, D], v [T, K, D], k_cache, v_cache, slot_mapping [T]) -> None, in place;
             rounded to the caches' dtype, int8 per token and head.
-        paged_attention: (q [T, H, D], k_cache [B, S, K, W], v_cache, PagedLayout, AttentionParams)
-            -> [T, H, D]; causal, GQA without copies, KV walked in tiles at absolute positions.
+        paged_attention: (q [T, H, D], k_cache [B, S, K, W], v_cache, PagedLayout, AttentionParams,
+            sinks [H] float32 or None) -> [T, H, D]; causal, GQA without copies, KV walked in tiles
+            at absolute positions. A sink is one more logit in the denominator of each of its
+            head's queries, with no value behind it (arXiv:2309.17453, gpt-oss); it is neither
+            scaled nor capped, and -inf is none.
         scratch_bytes: Temporary bytes per element at a layer's widest point: the planner's bound.
-        gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half;
-            kind is `silu`, `gelu` or `gelu_tanh`.
+        gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half; kind
+            is `silu`, `gelu`, `gelu_tanh` or `clamped_swiglu`, which changes that half as well.
         logits: (hidden [E, C], LinearWeight, divisor, softcap or None) -> [E, V] fp32: the product,
             widened, divided, then softcap * tanh(logits / softcap) in fp64.
         kernel_s: Seconds that the kernels have run so far, without what stands between them; None
@@ -214,7 +217,9 @@ class OpTable:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
     rotary: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    paged_attention: Callable[[Tensor, Tensor, Tensor, PagedLayout, AttentionParams], Tensor]
+    paged_attention: Callable[
+        [Tensor, Tensor, Tensor, PagedLayout, AttentionParams, Tensor | None], Tensor
+    ]
     gated_activation: Callable[[Tensor, str], Tensor]
     logits: Callable[[Tensor, LinearWeight, float, float | None], Tensor]
     scratch_bytes: int

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from quickstep.model.quantized_formats.coded_reader import CodedReader
     from quickstep.model.quantized_formats.storage import MatrixStorage, Shapes
 
-__all__ = ["find_storage", "open_coded_reader"]
+__all__ = ["find_storage", "open_coded_reader", "quantization_config"]
 
-_METHODS = "compressed-tensors (int4, int8), awq, gptq, bitsandbytes and GGUF files"
+_METHODS = (
+    "compressed-tensors (int4, int8), awq, gptq, bitsandbytes, GGUF files, and mxfp4 for gpt-oss"
+)
 
 
 def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStorage | None:
@@ -33,7 +35,7 @@ def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStor
         from quickstep.model.quantized_formats.gguf import GgufStorage
 
         return GgufStorage(files)
-    found = _quantization_config(config)
+    found = quantization_config(config)
     if not found:
         return None
     method = str(found.get("quant_method", "")).lower()
@@ -74,7 +76,8 @@ def open_coded_reader(
     return CodedReader(reader, storage, shapes, order)
 
 
-def _quantization_config(config: Mapping[str, object]) -> dict[str, object]:
+def quantization_config(config: Mapping[str, object]) -> dict[str, object]:
+    """What the config says of how weights are stored; empty where it says nothing. ConfigError."""
     inner = config.get("text_config")
     for section in (config, inner if isinstance(inner, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):

@@ -4,6 +4,7 @@
     m      = max        over the visible keys; exact
     p      = exp(s - m) rounded to multiples of 2**-40, 0 for keys that are not visible
     out    = sum over tiles of (sum of p v in the tile) / sum over tiles of (sum of p in it)
+             (a head's sink adds exp(sink - m) to the latter sum, once, after all tiles)
 
 Tiles of keys stand at absolute positions 0, 256, 512, ...; a sum inside a tile is exact, tiles are
 added in ascending order. So the bits of a query depend on its own visible keys alone: a tile it
@@ -51,12 +52,17 @@ class _Group:
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, layout: PagedLayout, params: AttentionParams
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    layout: PagedLayout,
+    params: AttentionParams,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Q [T, H, D], caches [B, S, K, W] -> [T, H, D]."""
+    """Q [T, H, D], caches [B, S, K, W], sinks [H] -> [T, H, D]."""
     out = torch.empty_like(q)
     for group in _groups(q, k_cache, layout, params.window):
-        attended = _attend(q[group.tokens], group, (k_cache, v_cache), layout, params)
+        attended = _attend(q[group.tokens], group, (k_cache, v_cache), layout, params, sinks)
         out[group.tokens] = attended.float().to(q.dtype)
     return out
 
@@ -123,6 +129,7 @@ def _attend(
     caches: tuple[Tensor, Tensor],
     layout: PagedLayout,
     params: AttentionParams,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Q [G, Q, H, D] -> [G, Q, H, D] in fp64. Heads stand as [K, H / K], the latter beside Q."""
     num_rows, num_queries, num_heads, head_size = q.shape
@@ -150,9 +157,26 @@ def _attend(
         p.masked_fill_(mask, 0.0)
         total += p.sum(-1, keepdim=True)
         out += _weighted_values(p, mask, _gather(caches[1], tile))
-    out /= total
+    if sinks is None:
+        out /= total
+    else:
+        per_query = sinks.double().view(num_kv_heads, per_kv_head, 1)
+        per_query = per_query.expand(-1, -1, num_queries).reshape(1, num_kv_heads, -1, 1)
+        out = _with_sinks(out, total, per_query - peak)
     out = out.view(num_rows, num_kv_heads, per_kv_head, num_queries, head_size)
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _with_sinks(out: Tensor, total: Tensor, above: Tensor) -> Tensor:
+    """Out / (total + exp(above)), `above` the sink's distance from the keys' maximum."""
+    share = exp_nonpositive(-above.abs())
+    # beyond the keys' maximum the sink's own takes its place: no exponential is above 1
+    beyond = above > 0
+    return (
+        out
+        * torch.where(beyond, share, 1.0)
+        / torch.where(beyond, total * share + 1.0, total + share)
+    )
 
 
 def _tile_slots(group: _Group, start: int, block_size: int) -> Tensor:

@@ -1,0 +1,228 @@
+"""gpt-oss as it was released, in MXFP4; models with sinks are exact, and need no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from golden_cases import CASES, VOCAB, Case
+from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
+from naive_ops import NAIVE_OPS
+from paged_driver import PagedDriver
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from quickstep.cli.main import main
+from quickstep.config import LoadConfig
+from quickstep.engine.verification import VerifyOptions, verify
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint_weights import open_weights
+from quickstep.model.decoder import Decoder
+from quickstep.model.fused_experts_source import mxfp4_values
+from quickstep.model.interface import Model
+from quickstep.model.loader import load_model, loads_on_host
+from quickstep.model.sizing import weight_bytes
+from quickstep.model.source import Checkpoint
+from quickstep.model.spec import read_spec
+from quickstep.ops.native import load_native
+from quickstep.ops.resolve import resolve_ops
+
+CPU = torch.device("cpu")
+GPT_OSS = next(case for case in CASES if case.name == "gpt-oss")
+GRANITE = next(case for case in CASES if case.name == "granite-swa")
+EXPERTS = ("gate_up_proj", "down_proj")
+UNCONVERTED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+
+
+def save_mxfp4(path: Path, case: Case = GPT_OSS) -> transformers.PreTrainedModel:
+    """A checkpoint as OpenAI released it; gives what transformers makes of it, in float32."""
+    model = case.save(path).bfloat16()
+    model.save_pretrained(path)
+    draws = torch.Generator().manual_seed(7)
+    tensors = load_file(path / "model.safetensors")
+    whole = dict(tensors)
+    for layer, part in ((i, part) for i in range(3) for part in EXPERTS):
+        name = f"model.layers.{layer}.mlp.experts.{part}"
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=draws, dtype=torch.uint8)
+        scales = torch.randint(121, 125, shape, generator=draws, dtype=torch.uint8)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+        whole[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(path, quantization_config=mxfp4_config())
+    reference = transformers.GptOssForCausalLM(case.config())
+    reference.load_state_dict({name: tensor.float() for name, tensor in whole.items()})
+    return reference.float().eval()
+
+
+def mxfp4_config(**more: object) -> dict[str, object]:
+    return {"quant_method": "mxfp4", "modules_to_not_convert": UNCONVERTED} | more
+
+
+def edit_config(path: Path, **values: object) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values), encoding="utf-8")
+
+
+def edit_tensors(path: Path, **values: Tensor) -> None:
+    file = path / "model.safetensors"
+    save_file(load_file(file) | values, file, metadata={"format": "pt"})
+
+
+def logits(model: Model) -> Tensor:
+    driver = PagedDriver(model)
+    return driver.step([(driver.open(random_prompts((40,), VOCAB)[0]), 40)])[0]
+
+
+def test_an_mxfp4_checkpoint_equals_what_transformers_unpacks(tmp_path: Path) -> None:
+    reference = save_mxfp4(tmp_path)
+    model = load(tmp_path, dtype="float32")
+    assert_same_as_transformers(model, reference, random_prompts(PROMPT_LENS, VOCAB))
+    assert any("MXFP4" in note for note in read_spec(tmp_path).notes)
+    assert load(tmp_path).kv_shape.dtype is torch.bfloat16
+
+
+def test_every_code_and_scale_of_mxfp4_has_the_value_that_transformers_gives_it() -> None:
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
+    for scale in (0, 1, 100, 127, 130, 250):
+        scales = torch.full((1, 16), scale, dtype=torch.uint8)
+        expected = convert_moe_packed_tensors(blocks[None], scales[None])[0].t()
+        assert torch.equal(mxfp4_values(blocks, scales), expected)
+
+
+def test_mxfp4_is_planned_as_it_is_held(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path)
+    spec = read_spec(tmp_path)
+    weights = open_weights(tmp_path, spec)
+    weights.check()
+    assert weights.held_bytes(2) == weight_bytes(spec, 2)
+    stored = sum(tensor.nbytes for tensor in weights.files.tensors.values())
+    assert stored < weights.held_bytes(2) / 2
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_experts_out_of_mxfp4_are_rounded_as_unpacked_ones_are(
+    quantization: str, tmp_path: Path
+) -> None:
+    reference = save_mxfp4(tmp_path / "packed")
+    reference.bfloat16().save_pretrained(tmp_path / "unpacked")
+    found = []
+    for path in (tmp_path / "packed", tmp_path / "unpacked"):
+        options = LoadConfig(model=str(path), quantization=quantization)
+        checkpoint, spec = Checkpoint(path, "golden"), read_spec(path)
+        found.append(logits(load_model(checkpoint, spec, resolve_ops(CPU), options)))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], logits(load(tmp_path / "packed")))
+
+
+REFUSED = [
+    ({"quantization_config": mxfp4_config(swizzled=True)}, "'swizzled'"),
+    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "by awq; of GptOssForCausalLM"),
+    ({"swiglu_limit": 5.0}, "'swiglu_limit' to 5.0; supported is 7.0"),
+    ({"swiglu_alpha": 0.0}, "'swiglu_alpha' to 0.0; supported is 1.702"),
+    ({"experts_per_token": 4}, "num_experts_per_tok to 2 and experts_per_token to 4"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED)
+def test_what_gpt_oss_is_not_known_to_be_is_refused_by_name(
+    values: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    GPT_OSS.save(tmp_path)
+    edit_config(tmp_path, **values)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path)
+
+
+def test_mxfp4_of_other_architectures_is_refused(tmp_path: Path) -> None:
+    CASES[0].save(tmp_path)
+    edit_config(tmp_path, quantization_config=mxfp4_config())
+    with pytest.raises(ConfigError, match=r"by mxfp4, which is not supported.*mxfp4 for gpt-oss"):
+        load(tmp_path)
+
+
+def test_mxfp4_in_another_layout_is_refused(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    scales = load_file(tmp_path / "model.safetensors")[name]
+    edit_tensors(tmp_path, **{name: scales.float()})
+    with pytest.raises(ConfigError, match=r"down_proj_scales' holds torch\.float32, MXFP4"):
+        load(tmp_path)
+    edit_tensors(tmp_path, **{name: torch.full_like(scales, 255)})
+    with pytest.raises(ConfigError, match="down_proj_scales' holds a scale of 255"):
+        load(tmp_path)
+    edit_tensors(tmp_path, **{name: scales.transpose(1, 2).contiguous()})
+    with pytest.raises(ConfigError, match="down_proj_scales' has shape"):
+        load(tmp_path)
+
+
+def test_unpacked_experts_beside_a_config_that_says_mxfp4_are_refused(tmp_path: Path) -> None:
+    GPT_OSS.save(tmp_path)
+    edit_config(tmp_path, quantization_config=mxfp4_config())
+    with pytest.raises(ConfigError, match=r"gate_up_proj_blocks', \.\.\.\) are missing"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("case", [GPT_OSS, GRANITE], ids=lambda case: case.name)
+def test_leaving_sinks_out_shows(case: Case, tmp_path: Path) -> None:
+    case.save(tmp_path)
+    model = load(tmp_path, ops=NAIVE_OPS)
+    assert isinstance(model, Decoder)
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, sinks=None))
+        for layer in model.weights.layers
+    )
+    without = model.with_tensors(replace(model.weights, layers=layers), model.ropes)
+    assert (logits(without) - logits(model)).abs().max() > 5e-4
+
+
+@pytest.mark.parametrize("form", ["whole", "mxfp4", "granite-swa"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_verify_finds_the_same_bits_in_any_batch(form: str, dtype: str, tmp_path: Path) -> None:
+    if form == "mxfp4":
+        save_mxfp4(tmp_path)
+    else:
+        (GPT_OSS if form == "whole" else GRANITE).save(tmp_path)
+
+    def on(threads: int) -> Model:
+        ops = load_native(threads)
+        assert ops is not None
+        return load(tmp_path, dtype=dtype, ops=ops)
+
+    report = verify(on, VerifyOptions(num_requests=16, seed=2, threads=(1, 2)))
+    assert report.first_mismatch is None and report.mismatches == 0
+    assert report.comparisons > 32
+
+
+def test_the_command_verifies_gpt_oss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    save_mxfp4(tmp_path, replace(GPT_OSS, values=GPT_OSS.values | {"vocab_size": len(alphabet)}))
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    flags = ["--requests", "30", "--seed", "2", "--threads", "1,2", "--json"]
+    assert main(["verify", str(tmp_path), *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["mismatches"] == 0
+    assert report["comparisons"] > 60
+
+
+def test_a_model_with_sinks_needs_no_torch(tmp_path: Path) -> None:
+    GRANITE.save(tmp_path)
+    options, spec, ops = LoadConfig(model=str(tmp_path)), read_spec(tmp_path), load_native(1)
+    assert ops is not None and loads_on_host(open_weights(tmp_path, spec), ops, options)
+    model = load_model(Checkpoint(tmp_path, "golden"), spec, ops, options, on_host=True)
+    assert isinstance(model, Decoder)
+    expected = load(tmp_path, ops=ops)
+    assert isinstance(expected, Decoder)
+    for layer, of_torch in zip(model.weights.layers, expected.weights.layers, strict=True):
+        assert layer.attention.sinks is not None and of_torch.attention.sinks is not None
+        assert layer.attention.sinks.numpy().tolist() == of_torch.attention.sinks.tolist()
