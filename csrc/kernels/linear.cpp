@@ -13,6 +13,7 @@
 
 #include "kernels/entries.h"
 #include "kernels/linear_tile.h"
+#include "kernels/transpose.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -173,6 +174,28 @@ void linear_typed(Pool* pool, const LinearArgs& args) {
                [&](int64_t item) { run_item(problem, item); });
 }
 
+// Transposes squares of W lanes and W words, a word being the inputs of a lane that lie side by
+// side where they are 4 bytes: whole lines are loaded and stored. Gives the words that it packed.
+template <typename T>
+int64_t pack_squares(const T* rows, int64_t row_stride, int64_t num_words, T* out) {
+  constexpr int64_t kPair = Product<T>::kPair;
+  if constexpr (sizeof(T) * kPair != sizeof(float)) return 0;
+  const int64_t whole = num_words / W * W;
+  for (int64_t begin = 0; begin < whole; begin += W) {
+    for (int64_t lane = 0; lane < kPanel; lane += W) {
+      vf square[W];
+      for (int64_t i = 0; i < W; ++i) {
+        memcpy(&square[i], rows + (lane + i) * row_stride + begin * kPair, sizeof(vf));
+      }
+      transpose(square);
+      for (int64_t i = 0; i < W; ++i) {
+        memcpy(out + ((begin + i) * kPanel + lane) * kPair, &square[i], sizeof(vf));
+      }
+    }
+  }
+  return whole;
+}
+
 // Some inputs of all lanes at a time: what is written stays in L1 until its lines are full.
 template <typename T>
 void pack_panel(const PackArgs& args, int64_t panel) {
@@ -183,7 +206,8 @@ void pack_panel(const PackArgs& args, int64_t panel) {
   const int64_t lanes = min_of(kPanel, packed.n - panel * kPanel);  // the memory is zeroed
   const T* rows = static_cast<const T*>(args.weight) + panel * kPanel * args.row_stride;
   const int64_t whole = packed.k / kPair;
-  for (int64_t begin = 0; begin < whole; begin += kAtOnce) {
+  int64_t begin = lanes == kPanel ? pack_squares(rows, args.row_stride, whole, out) : 0;
+  for (; begin < whole; begin += kAtOnce) {
     const int64_t end = min_of(whole, begin + kAtOnce);
     for (int64_t lane = 0; lane < lanes; ++lane) {
       const T* weight = rows + lane * args.row_stride;

@@ -76,7 +76,8 @@ class SchedulerConfig:
         max_waiting: Queued requests beyond which `add` refuses; None for no limit.
         pipeline_depth: Steps in flight: 1 waits for each, 2 plans the next while one runs.
         policy: How a step's tokens are split between phases.
-        inter_token_target_s: The step time in seconds that `mixed` keeps prefill chunks under.
+        inter_token_target_s: The step time in seconds that `mixed` keeps prefill chunks under;
+            twice that of the step's decode rows alone, where that is longer.
     """
 
     max_num_seqs: int = 64

@@ -1,4 +1,4 @@
-"""A process that was launched ahead ends with its owner's connection, taken or not."""
+"""A process launched ahead ends with its owner's connection, taken or not; what launches one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
-from quickstep.engine.process.launch import launch
+from quickstep.cli.launch_ahead import launch_ahead
+from quickstep.cli.main import main
+from quickstep.engine.process.launch import Launched, launch
 from quickstep.errors import EngineError
 
 # a worker: it has its end of the connection, and waits until the other one closes
@@ -35,3 +37,26 @@ def test_ending_it_twice_is_ending_it():
 def test_a_command_that_does_not_exist_is_an_engine_error():
     with pytest.raises(EngineError, match="cannot be started"):
         launch(("/no/such/command",))
+
+
+def test_only_a_command_line_that_will_serve_is_launched_for():
+    assert launch_ahead(["serve", "--help"]) is None
+    assert launch_ahead(["serve", "model", "-h"]) is None
+    assert launch_ahead(["generate", "serve"]) is None
+    assert launch_ahead([]) is None
+
+
+def test_a_command_line_that_cannot_be_used_leaves_no_worker(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    workers = []
+
+    def launched(words: list[str]) -> Launched:
+        workers.append(launch(_WORKER))
+        return workers[-1]
+
+    monkeypatch.setattr("quickstep.cli.main.launch_ahead", launched)
+    assert main(["serve", "--ports", "1"]) == 2
+    assert "did you mean --port?" in capsys.readouterr().err
+    [worker] = workers
+    assert worker.process.returncode is not None

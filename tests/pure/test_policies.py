@@ -44,9 +44,19 @@ def test_mixed_takes_all_the_room_when_nobody_decodes() -> None:
 
 
 def test_mixed_never_starves_prefill() -> None:
-    policy = MixedPolicy(inter_token_target_s=0.001, min_prefill_tokens=16)
+    policy = MixedPolicy(inter_token_target_s=0.001, min_prefill_tokens=16, least_stretch=1.0)
     assert policy.tokens(Phase.PREFILL, view(num_decodes=20), COSTS) == 16
     assert policy.tokens(Phase.PREFILL, view(num_decodes=20, room=3), COSTS) == 3
+
+
+@pytest.mark.parametrize("num_decodes", [1, 20, 70, 200])
+def test_mixed_lets_a_step_take_twice_what_its_decode_rows_take(num_decodes: int) -> None:
+    policy = MixedPolicy(inter_token_target_s=0.100)
+    seen = view(num_decodes=num_decodes)
+    chunk = policy.tokens(Phase.PREFILL, seen, COSTS)
+    bound_s = max(0.100, 2 * COSTS.seconds(seen.decode))
+    assert COSTS.seconds(seen.decode + StepLoad.of_span(0, chunk)) <= bound_s
+    assert COSTS.seconds(seen.decode + StepLoad.of_span(0, chunk + 1)) > bound_s
 
 
 def test_mixed_gives_decode_all_the_room() -> None:

@@ -13,10 +13,15 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from quickstep import __version__
+from quickstep.cli.launch_ahead import launch_ahead
 from quickstep.cli.parsing import Parser
 from quickstep.errors import ConfigError, QuickstepError, RequestError
+
+if TYPE_CHECKING:
+    from quickstep.engine.process.launch import Launched
 
 __all__ = ["main"]
 
@@ -26,14 +31,17 @@ _COMMANDS = ("serve", "generate", "chat", "batch", "demo", "verify", "doctor", "
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`. Returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    launched: Launched | None = None
     try:
-        args = _parse(argv)
-    except SystemExit as done:  # argparse's way out of --help, --version and its errors
-        return done.code if isinstance(done.code, int) else 2
-    try:
+        launched = launch_ahead(words)
+        args = _parse(words)
+        args.launched = launched
         code: int = args.run(args)
         sys.stdout.flush()
         return code
+    except SystemExit as done:  # argparse's way out of --help, --version and its errors
+        return done.code if isinstance(done.code, int) else 2
     except (ConfigError, RequestError) as error:
         return _failed(error, 2)
     except (QuickstepError, OSError) as error:
@@ -42,9 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(error, 1)
     except KeyboardInterrupt:
         return _INTERRUPTED
+    finally:
+        if launched is not None:
+            launched.end()
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="quickstep",
         description="LLM inference and serving.",
@@ -52,7 +63,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"quickstep {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    words = list(sys.argv[1:] if argv is None else argv)
     # the modules of the others need not be imported to run one
     for command in words[:1] if words[:1] and words[0] in _COMMANDS else _COMMANDS:
         import_module(f"quickstep.cli.{command}").add_parser(subparsers)

@@ -18,7 +18,6 @@ from quickstep.cli.format_flags import add_format_flags
 from quickstep.cli.parsing import Parser, command
 from quickstep.cli.screen import loading_bar
 from quickstep.cli.serve_flags import (
-    KEY_VARIABLE,
     add_serve_flags,
     input_config,
     log_setup,
@@ -73,20 +72,15 @@ def run(args: argparse.Namespace) -> int:
         inputs=input_config(args),
         streams=stream_config(args),
     )
-    from quickstep.engine.process.launch import launch
     from quickstep.engine.process.opening import opening_frame
 
     # Importing makes nothing but objects that stay: see `engine.process.worker.main`.
     gc.disable()
-    # first of all: its imports and its loading take longer than everything here
-    launched = launch(hidden=(KEY_VARIABLE,))
-    try:
-        log = log_setup(args)
-        launched.tell(opening_frame(config, log))
-        defer(_FRONT_DOORS)
-        _serve(args, config, log, launched)
-    finally:
-        launched.end()
+    launched: Launched = args.launched  # by `main`, which ends it
+    log = log_setup(args)
+    launched.tell(opening_frame(config, log))
+    defer(_FRONT_DOORS)
+    _serve(args, config, log, launched)
     return 0
 
 

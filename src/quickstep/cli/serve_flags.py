@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quickstep.cli.file_flags import batch_options, file_options
+from quickstep.cli.launch_ahead import KEY_VARIABLE
 from quickstep.cli.parsing import bytes_size, positive_int
 from quickstep.config import InputConfig, StreamConfig
 from quickstep.errors import ConfigError
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from quickstep.server.options import RequestLimits, ServerOptions
 
 __all__ = [
-    "KEY_VARIABLE",
     "add_serve_flags",
     "input_config",
     "log_setup",
@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("quickstep.cli")
-KEY_VARIABLE = "QUICKSTEP_API_KEY"
 _LEVELS = ("debug", "info", "warning", "error")
 
 # flag -> (field of RequestLimits, type, default as shown, help)

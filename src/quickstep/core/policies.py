@@ -65,23 +65,29 @@ class MixedPolicy:
     """Decode rows first, then as much prefill as the predicted step time allows.
 
     While something decodes, a step is meant to stay under `inter_token_target_s`, but prefill gets
-    at least `min_prefill_tokens`, so that no prompt starves behind a long batch. A step without
-    decode rows makes nobody wait between tokens: it takes all the room.
+    at least `min_prefill_tokens`, so that no prompt starves behind a long batch, and the step may
+    take `least_stretch` times what its decode rows take alone: where that is near the target or
+    beyond it, the time of a step is what every step costs (a model's weights), and chunks that just
+    fit would compute a prompt many times slower for gaps hardly shorter. A step without decode rows
+    makes nobody wait between tokens: it takes all the room.
     """
 
     inter_token_target_s: float
     min_prefill_tokens: int = 16
+    least_stretch: float = 2.0
     phases: tuple[Phase, Phase] = (Phase.DECODE, Phase.PREFILL)
 
     def tokens(self, phase: Phase, view: StepView, cost_model: CostModel) -> int:
         """All the room for decode; the largest predicted chunk for prefill."""
         if phase is Phase.DECODE or not view.decode.num_rows:
             return view.room
+        plain_s = cost_model.seconds(view.decode)
+        target_s = max(self.inter_token_target_s, self.least_stretch * plain_s)
         low, high = min(self.min_prefill_tokens, view.room), view.room
         while low < high:
             middle = (low + high + 1) // 2
             chunk = StepLoad.of_span(view.prefill_start, middle)
-            if cost_model.seconds(view.decode + chunk) <= self.inter_token_target_s:
+            if cost_model.seconds(view.decode + chunk) <= target_s:
                 low = middle
             else:
                 high = middle - 1

@@ -5,7 +5,7 @@ Called once by the engine's assembly. Never opens a pickle, never runs code of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,7 @@ from quickstep.model.checkpoint_weights import (
 )
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec, QKNorm
-from quickstep.model.fingerprint import weights_fingerprint
+from quickstep.model.fingerprint import Fingerprinting
 from quickstep.model.interface import Model
 from quickstep.model.placement import choose_device, choose_dtype, resolve_device, resolve_dtype
 from quickstep.model.quantization import find_scheme
@@ -88,7 +88,7 @@ def load_model(
         rope.kind is RopeKind.LONGROPE and max_model_len > rope.trained_len for rope in spec.ropes
     )
     settings = (str(dtype), ops.name, "long factors" if longer else "", load.quantization or "")
-    fingerprint = weights_fingerprint(read_config(checkpoint.path), files, settings)
+    fingerprint = Fingerprinting(read_config(checkpoint.path), files, settings)
     if not spec.native:
         # Imported here: transformers is optional, and takes seconds to import.
         complete_torch()
@@ -100,16 +100,22 @@ def load_model(
                 "transformers, where weights stay as they are; leave the option out"
             )
         placement = (torch_device(device), torch_dtype(dtype))
-        return load_fallback(checkpoint, spec, ops, placement, max_model_len, fingerprint)
+        return load_fallback(checkpoint, spec, ops, placement, max_model_len, fingerprint.result())
     weights = open_weights(checkpoint.path, spec)
     weights.check()
     check_requantization(weights, load.quantization)
+
+    def told(num_bytes: int, total_bytes: int) -> None:
+        fingerprint.begin()
+        if progress is not None:
+            progress(num_bytes, total_bytes)
+
     if on_host:
-        stored = _open_source(weights, dtype, device, progress)
+        stored = _open_source(weights, dtype, device, told)
     else:
-        stored = _open_source(weights, torch_dtype(dtype), torch_device(device), progress)
+        stored = _open_source(weights, torch_dtype(dtype), torch_device(device), told)
     source = quantizing(stored, load.quantization, weights.names, ops)
-    return build_decoder(spec, ops, source, weights.names, max_model_len, fingerprint)
+    return build_decoder(spec, ops, source, weights.names, max_model_len, fingerprint.result)
 
 
 def loads_on_host(weights: CheckpointWeights, ops: OpTable, load: LoadConfig) -> bool:
@@ -177,13 +183,16 @@ def build_decoder(
     source: TensorSource,
     names: DecoderNames,
     max_model_len: int,
-    fingerprint: str,
+    fingerprint: Callable[[], str],
 ) -> Decoder:
-    """Pack the tensors of `source`, layer by layer, for a spec that they fit."""
+    """Pack the tensors of `source`, layer by layer, for a spec that they fit.
+
+    `fingerprint` is asked for when they are packed.
+    """
     weights = _Packing(spec, ops, source).decoder(names)
     device = weights.final_norm.device
     ropes = tuple(make_rope_table(rope, max_model_len, device) for rope in spec.ropes)
-    return Decoder(spec, weights, ropes, ops, max_model_len, fingerprint)
+    return Decoder(spec, weights, ropes, ops, max_model_len, fingerprint())
 
 
 class _Packing:

@@ -50,7 +50,7 @@ def random_model(
     fingerprint = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
     names = DecoderNames(prefix, head, not spec.tied)
     source = quantizing(RandomTensors(shapes, draw, progress), draw.quantization, names, ops)
-    return build_decoder(spec, ops, source, names, max_model_len, fingerprint)
+    return build_decoder(spec, ops, source, names, max_model_len, lambda: fingerprint)
 
 
 class RandomTensors:

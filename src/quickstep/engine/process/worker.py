@@ -72,6 +72,8 @@ def _opener(socket_fd: int) -> EngineOpener:
         return partial(open_engine, with_template=False)
     install(first.log)
     begun = thread.submit(open_engine, first.config, told, with_template=False)
+    begun.add_done_callback(lambda _: told.reading.set())
+    told.reading.wait()  # what comes next is imports, and would take the interpreter from it
 
     def opened(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
         assert config == first.config  # it was looked at, and has now been received
@@ -95,12 +97,16 @@ def _first_message(socket_fd: int) -> Open | None:
 
 
 class _Told:
-    """How far the weights are, for who listens by now."""
+    """How far the weights are, for who listens by now. `reading` is set when they are begun."""
 
     def __init__(self) -> None:
+        from threading import Event
+
+        self.reading = Event()
         self.listener: Callable[[int, int], None] | None = None
 
     def __call__(self, num_bytes: int, total_bytes: int) -> None:
+        self.reading.set()
         if self.listener is not None:
             self.listener(num_bytes, total_bytes)
 
