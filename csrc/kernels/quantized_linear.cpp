@@ -4,10 +4,13 @@
 // magnitude / 127, codes rounded half to even. Then tiles as in linear.cpp: sums within a group are
 // integers, exact in any order; groups are added in ascending order. So a row's bits are its own.
 //
-//   item = (chunk of <= 96 rows) x (one panel of 64; with one tile of rows, as many as it takes)
-//     for each block of inputs         codes of a panel: <= 64 KiB, stay in L2 over the tiles
-//       for each row tile              the first two bring the next block into L2 meanwhile
-//         sums in registers, between blocks in `c` (24 KiB)
+//   item = (chunk of rows) x (one panel of 64; with one tile of rows, as many as it takes)
+//     for each block of inputs         codes of a panel: <= 128 KiB, stay in L2 over the tiles
+//       for each row tile              each brings a share of the next block into L2 meanwhile
+//         sums in registers, between blocks in `c` (<= 48 KiB)
+//
+// Items of one panel follow one another while the codes of all tokens fit L2: the panel is read
+// from memory once then. Otherwise items of one chunk do.
 
 #include "kernels/amx_quantized.h"
 #include "kernels/entries.h"
@@ -16,12 +19,18 @@
 namespace qs::QS_LEVEL {
 namespace {
 
-constexpr int64_t kChunkRows = 96;
-// Inputs of a block: with one tile of rows, and of 4 bits, the distance that is fetched ahead.
+// Of a chunk. Blocks of 4 bits are short and their sums often read: those of 96 rows stay in L1.
+constexpr int64_t kChunkRows8 = 192;
+constexpr int64_t kChunkRows4 = 96;
+constexpr int64_t kKeptBytes = 512 << 10;  // codes of tokens beside panels in L2
+// Inputs of a block: with one tile of rows, and of 4 bits, the distance that is fetched ahead. With
+// many tiles a longer one, for the sake of the sums between blocks.
 constexpr int64_t kBlockInputs = 1024;
 constexpr int64_t kAheadInputs = 512;
+constexpr int64_t kLongBlockInputs = 2048;
+constexpr int64_t kLongBlockTiles = 16;
 constexpr int64_t kPart = kTileVectors * W;  // outputs of a tile in one panel
-constexpr int64_t kSums = kChunkRows * kQuantizedPanel;
+constexpr int64_t kSums = kChunkRows8 * kQuantizedPanel;
 static_assert(kQuantizedRows * max_quantized_panels(1) * kQuantizedPanel <= kSums);
 constexpr int64_t kQuantizeItemElements = 8192;
 constexpr float kTiny = 1e-30f;  // 127 over anything smaller overflows, or nearly
@@ -146,6 +155,7 @@ struct Problem {
   int64_t num_tiles;    // of rows
   int64_t num_chunks;   // of tiles
   int64_t num_ranges;
+  bool chunks_first;    // items go through the chunks of a range, then through ranges
   int64_t block_groups;  // groups, or parts of the one group, per block
   int64_t block_inputs;
   int64_t num_blocks;
@@ -253,21 +263,17 @@ QuantizedTileArgs sweep_args(const Problem& problem, const Sweep& sweep) {
   return args;
 }
 
-// Says what tile number `tile` fetches: its share of the next block.
+// Says what tile number `tile` fetches: its share of the next block. Even shares keep the memory
+// busy all the time; in the first tiles alone the fetches would be waited for.
 QS_INLINE void set_fetch(const Problem& problem, const Sweep& sweep, int64_t tile,
                          QuantizedTileArgs& args) {
   const PackedQuantized& packed = *problem.args->packed;
-  const int64_t shares = sweep.tiles.size() == 1 ? 1 : 2;
-  if (tile >= shares) {
-    args.fetch = reinterpret_cast<const char*>(args.w);
-    args.fetch_scales = 0;
-    args.fetch_stride = 0;
-    return;
-  }
+  const int64_t shares = sweep.tiles.size();
   const int64_t bytes =
       packed.num_groups == 1 ? problem.block_inputs * kQuantizedPanel * packed.bits / 8
                              : args.num_groups * packed.group_bytes;
   args.fetch = sweep.next + tile * (bytes / shares);
+  args.fetch_lines = static_cast<int>(div_up(kStepBytes / kCacheLine, shares));
   args.fetch_scales = (packed.group_bytes - packed.code_bytes()) / shares;
   args.fetch_stride = kStepBytes / shares;
 }
@@ -320,15 +326,32 @@ void run_sweep(const Problem& problem, const Sweep& sweep, int32_t* c) {
   }
 }
 
+QS_INLINE int64_t chunk_of(const Problem& problem, int64_t item) {
+  return problem.chunks_first ? item % problem.num_chunks : item / problem.num_ranges;
+}
+
+QS_INLINE int64_t range_of(const Problem& problem, int64_t item) {
+  return problem.chunks_first ? item / problem.num_chunks : item % problem.num_ranges;
+}
+
+// The range that the thread of `item` will probably take next.
+QS_INLINE int64_t following_range(const Problem& problem, int64_t item) {
+  if (!problem.chunks_first) return (item + problem.threads) % problem.num_ranges;
+  const bool stays = chunk_of(problem, item) + problem.threads < problem.num_chunks;
+  const int64_t next = range_of(problem, stays ? item : item + problem.threads);
+  return min_of(next, problem.num_ranges - 1);
+}
+
 void run_item(const Problem& problem, int64_t item) {
   const QuantizedLinearArgs& args = *problem.args;
   const int64_t num_panels = args.packed->num_panels;
-  const Range range = part(num_panels, item % problem.num_ranges, problem.num_ranges);
-  const int64_t following = (item + problem.threads) % problem.num_ranges;
+  const int64_t chunk = chunk_of(problem, item);
+  const Range range = part(num_panels, range_of(problem, item), problem.num_ranges);
+  const int64_t following = following_range(problem, item);
   const int64_t after = part(num_panels, following, problem.num_ranges).begin;
   alignas(64) int32_t c[kSums];  // or float
   Sweep sweep;
-  sweep.tiles = part(problem.num_tiles, item / problem.num_ranges, problem.num_chunks);
+  sweep.tiles = part(problem.num_tiles, chunk, problem.num_chunks);
   for (int64_t panel = range.begin; panel < range.end; panel = sweep.panels.end) {
     sweep.panels = {panel, min_of(range.end, panel + problem.tile_panels)};
     const int64_t next_panel = sweep.panels.end < range.end ? sweep.panels.end : after;
@@ -340,6 +363,11 @@ void run_item(const Problem& problem, int64_t item) {
       run_sweep(problem, sweep, c);
     }
   }
+}
+
+QS_INLINE int64_t block_inputs(const PackedQuantized& packed, int64_t num_tiles) {
+  if (num_tiles == 1 || packed.bits == 4) return kAheadInputs;
+  return num_tiles < kLongBlockTiles ? kBlockInputs : kLongBlockInputs;
 }
 
 // Groups, or parts of the one group, that make a block of about `inputs` inputs.
@@ -366,15 +394,17 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& args) {
     return;
   }
   const int64_t max_rows = max_quantized_rows(packed, args.num_tokens);
+  const int64_t chunk_rows = packed.bits == 4 ? kChunkRows4 : kChunkRows8;
   Problem problem;
   problem.args = &args;
   problem.num_tiles = div_up(args.num_tokens, max_rows);
-  problem.num_chunks = div_up(problem.num_tiles, kChunkRows / max_rows);
+  problem.num_chunks = div_up(problem.num_tiles, chunk_rows / max_rows);
   problem.threads = pool_size(pool);
   quantize_rows(pool, args, problem.num_tiles);
   const bool one_tile = problem.num_tiles == 1;
   problem.tile_panels = one_tile ? max_quantized_panels(static_cast<int>(args.num_tokens)) : 1;
-  set_blocks(packed, one_tile || packed.bits == 4 ? kAheadInputs : kBlockInputs, problem);
+  problem.chunks_first = args.num_tokens * args.rows.stride <= kKeptBytes;
+  set_blocks(packed, block_inputs(packed, problem.num_tiles), problem);
   // A multiple of the thread count, so that equal threads end together.
   const int64_t ranges = div_up(packed.num_panels, problem.tile_panels);
   problem.num_ranges =
