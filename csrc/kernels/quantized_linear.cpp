@@ -14,7 +14,7 @@
 
 #include "kernels/amx_quantized.h"
 #include "kernels/entries.h"
-#include "kernels/quantized_tile.h"
+#include "kernels/quantized_activations.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -32,123 +32,6 @@ constexpr int64_t kLongBlockTiles = 16;
 constexpr int64_t kPart = kTileVectors * W;  // outputs of a tile in one panel
 constexpr int64_t kSums = kChunkRows8 * kQuantizedPanel;
 static_assert(kQuantizedRows * max_quantized_panels(1) * kQuantizedPanel <= kSums);
-constexpr int64_t kQuantizeItemElements = 8192;
-constexpr float kTiny = 1e-30f;  // 127 over anything smaller overflows, or nearly
-
-struct Range {
-  int64_t begin, end;
-  int64_t size() const { return end - begin; }
-};
-
-// Part i of n nearly equal parts of [0, total).
-QS_INLINE Range part(int64_t total, int64_t i, int64_t n) {
-  return {total * i / n, total * (i + 1) / n};
-}
-
-// ---- activations
-
-// The largest magnitude; NaN or inf if there is one.
-template <typename T>
-QS_INLINE float largest(const T* x, int64_t n) {
-  vi most = {};
-  for (int64_t i = 0; i < n; i += W) {
-    const vi magnitude = bit_cast<vi>(load_up_to(x + i, n - i)) & 0x7fffffff;
-    most = magnitude > most ? magnitude : most;
-  }
-  return bit_cast<float>(reduce_max(most));
-}
-
-// Steps of 4 codes, `rows` steps apart.
-QS_INLINE void store_codes(int8_t* p, vi v, int64_t rows) {
-  typedef int32_t steps __attribute__((vector_size(W)));
-  steps narrow;
-#if defined(__AVX512F__)
-  narrow = bit_cast<steps>(_mm512_cvtepi32_epi8(bit_cast<__m512i>(v)));
-#else
-  typedef int8_t bytes __attribute__((vector_size(W)));
-  narrow = bit_cast<steps>(__builtin_convertvector(v, bytes));
-#endif
-  for (int i = 0; i < W / kStepInputs; ++i) {
-    const int32_t step = narrow[i];
-    memcpy(p + i * rows * kStepInputs, &step, sizeof(step));
-  }
-}
-
-// The factors of n inputs: what codes are multiplied with, and their scale.
-struct Scaling {
-  float inverse, scale;
-};
-
-template <typename T>
-QS_INLINE Scaling scaling_of(const T* x, int64_t n) {
-  const float most = largest(x, n);
-  if (!(most < __builtin_inff())) return {0.0f, __builtin_nanf("")};
-  if (!(most > kTiny)) return {0.0f, 0.0f};
-  return {127.0f / most, most / 127.0f};
-}
-
-// Gives the sum of the codes, which have room for n rounded up to W.
-template <typename T>
-QS_INLINE int32_t quantize_group(const T* x, int64_t n, int64_t rows, float inverse,
-                                 int8_t* codes) {
-  constexpr float kMagic = 0x1.8p23f;  // adding it leaves no bits below 1, rounding half to even
-  vi total = {};
-  if (inverse == 0.0f) {
-    for (int64_t i = 0; i < n; i += W) store_codes(codes + i * rows, total, rows);
-    return 0;
-  }
-  for (int64_t i = 0; i < n; i += W) {
-    const vf scaled = load_up_to(x + i, n - i) * set1(inverse) + set1(kMagic);
-    const vi rounded = bit_cast<vi>(scaled) - bit_cast<int32_t>(kMagic);
-    total += rounded;
-    store_codes(codes + i * rows, rounded, rows);
-  }
-  return reduce_add(total);
-}
-
-// Rows of a tile lie side by side, as the tile reads them: [steps][rows][4], [groups][2][rows].
-template <typename T>
-void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
-  const PackedQuantized& packed = *args.packed;
-  const QuantizedRows& rows = args.rows;
-  int8_t* codes = rows.codes + tile.begin * rows.stride;
-  int32_t* factors = rows.factors + tile.begin * packed.num_groups * 2;
-  // What follows the inputs is multiplied by codes that are zero, but has to be finite: bytes are.
-  const int64_t written = div_up(packed.k, W) * W;
-  const int64_t shared = packed.shared_groups();
-  memset(codes + written * tile.size(), 0, (rows.stride - written) * tile.size());
-  for (int64_t row = 0; row < tile.size(); ++row) {
-    const T* x = static_cast<const T*>(args.x) + (tile.begin + row) * args.x_stride;
-    Scaling scaling = {};
-    for (int64_t group = 0; group < packed.num_groups; ++group) {
-      const int64_t first = group * packed.group_size;
-      const int64_t size = min_of(packed.group_size, packed.k - first);
-      if (group % shared == 0) scaling = scaling_of(x + first, size * shared);
-      int32_t* factor = factors + 2 * group * tile.size() + row;
-      const int32_t sum =
-          quantize_group(x + first, size, tile.size(), scaling.inverse,
-                         codes + first * tile.size() + row * kStepInputs);
-      factor[0] = bit_cast<int32_t>(scaling.scale);
-      factor[tile.size()] = -(sum << (packed.bits - 1));
-    }
-  }
-}
-
-void quantize_rows(Pool* pool, const QuantizedLinearArgs& args, int64_t num_tiles) {
-  const int64_t num_items =
-      max_of(1, min_of(num_tiles, args.num_tokens * args.packed->k / kQuantizeItemElements));
-  with_dtype(args.dtype, [&](auto type) {
-    using T = decltype(type);
-    parallel_for(pool, num_items, [&](int64_t item) {
-      const Range tiles = part(num_tiles, item, num_items);
-      for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
-        quantize_tile<T>(args, part(args.num_tokens, tile, num_tiles));
-      }
-    });
-  });
-}
-
-// ---- products
 
 struct Problem {
   const QuantizedLinearArgs* args;
