@@ -21,8 +21,6 @@ namespace {
 constexpr int64_t kChunkRows = 96;
 constexpr int64_t kItemPanels = 4;        // with more rows than one tile takes
 constexpr int64_t kItemPanelsDecode = 8;  // one tile of rows
-// With more row tiles to a block of weights the arithmetic takes longer than the memory anyway.
-constexpr int64_t kMaxFetchingTiles = 8;
 constexpr int64_t kSums = kChunkRows * kItemPanels * kPanel;
 static_assert(kMaxRows * kItemPanelsDecode * kPanel <= kSums);
 
@@ -134,7 +132,7 @@ void run_item(const Problem<T>& problem, int64_t item) {
   const int64_t num_tiles = div_up(chunk.size(), kMaxRows);
   const Range after = part(packed.num_panels, following(problem, item), problem.num_ranges);
   const T* weights = static_cast<const T*>(packed.weights);
-  const bool fetches = num_tiles > 1 && num_tiles <= kMaxFetchingTiles;
+  const bool fetches = num_tiles > 1;
   alignas(64) float c[kSums];
   for (int64_t k_begin = 0; k_begin < packed.k; k_begin += kBlockK) {
     const int64_t next = k_begin + kBlockK;

@@ -4,148 +4,41 @@
 // magnitude / 127, codes rounded half to even. Then tiles as in linear.cpp: sums within a group are
 // integers, exact in any order; groups are added in ascending order. So a row's bits are its own.
 //
-//   item = (chunk of <= 96 rows) x (one panel of 64; with one tile of rows, as many as it takes)
-//     for each block of inputs         codes of a panel: <= 64 KiB, stay in L2 over the tiles
-//       for each row tile              the first two bring the next block into L2 meanwhile
-//         sums in registers, between blocks in `c` (24 KiB)
+//   item = (chunk of rows) x (one panel of 64; with one tile of rows, as many as it takes)
+//     for each block of inputs         codes of a panel: <= 128 KiB, stay in L2 over the tiles
+//       for each row tile              each brings a share of the next block into L2 meanwhile
+//         sums in registers, between blocks in `c` (<= 48 KiB)
+//
+// Items of one panel follow one another while the codes of all tokens fit L2: the panel is read
+// from memory once then. Otherwise items of one chunk do.
 
 #include "kernels/amx_quantized.h"
 #include "kernels/entries.h"
-#include "kernels/quantized_tile.h"
+#include "kernels/quantized_activations.h"
 
 namespace qs::QS_LEVEL {
 namespace {
 
-constexpr int64_t kChunkRows = 96;
-// Inputs of a block: with one tile of rows, and of 4 bits, the distance that is fetched ahead.
+// Of a chunk. Blocks of 4 bits are short and their sums often read: those of 96 rows stay in L1.
+constexpr int64_t kChunkRows8 = 192;
+constexpr int64_t kChunkRows4 = 96;
+constexpr int64_t kKeptBytes = 512 << 10;  // codes of tokens beside panels in L2
+// Inputs of a block: with one tile of rows, and of 4 bits, the distance that is fetched ahead. With
+// many tiles a longer one, for the sake of the sums between blocks.
 constexpr int64_t kBlockInputs = 1024;
 constexpr int64_t kAheadInputs = 512;
+constexpr int64_t kLongBlockInputs = 2048;
+constexpr int64_t kLongBlockTiles = 16;
 constexpr int64_t kPart = kTileVectors * W;  // outputs of a tile in one panel
-constexpr int64_t kSums = kChunkRows * kQuantizedPanel;
+constexpr int64_t kSums = kChunkRows8 * kQuantizedPanel;
 static_assert(kQuantizedRows * max_quantized_panels(1) * kQuantizedPanel <= kSums);
-constexpr int64_t kQuantizeItemElements = 8192;
-constexpr float kTiny = 1e-30f;  // 127 over anything smaller overflows, or nearly
-
-struct Range {
-  int64_t begin, end;
-  int64_t size() const { return end - begin; }
-};
-
-// Part i of n nearly equal parts of [0, total).
-QS_INLINE Range part(int64_t total, int64_t i, int64_t n) {
-  return {total * i / n, total * (i + 1) / n};
-}
-
-// ---- activations
-
-// The largest magnitude; NaN or inf if there is one.
-template <typename T>
-QS_INLINE float largest(const T* x, int64_t n) {
-  vi most = {};
-  for (int64_t i = 0; i < n; i += W) {
-    const vi magnitude = bit_cast<vi>(load_up_to(x + i, n - i)) & 0x7fffffff;
-    most = magnitude > most ? magnitude : most;
-  }
-  return bit_cast<float>(reduce_max(most));
-}
-
-// Steps of 4 codes, `rows` steps apart.
-QS_INLINE void store_codes(int8_t* p, vi v, int64_t rows) {
-  typedef int32_t steps __attribute__((vector_size(W)));
-  steps narrow;
-#if defined(__AVX512F__)
-  narrow = bit_cast<steps>(_mm512_cvtepi32_epi8(bit_cast<__m512i>(v)));
-#else
-  typedef int8_t bytes __attribute__((vector_size(W)));
-  narrow = bit_cast<steps>(__builtin_convertvector(v, bytes));
-#endif
-  for (int i = 0; i < W / kStepInputs; ++i) {
-    const int32_t step = narrow[i];
-    memcpy(p + i * rows * kStepInputs, &step, sizeof(step));
-  }
-}
-
-// The factors of n inputs: what codes are multiplied with, and their scale.
-struct Scaling {
-  float inverse, scale;
-};
-
-template <typename T>
-QS_INLINE Scaling scaling_of(const T* x, int64_t n) {
-  const float most = largest(x, n);
-  if (!(most < __builtin_inff())) return {0.0f, __builtin_nanf("")};
-  if (!(most > kTiny)) return {0.0f, 0.0f};
-  return {127.0f / most, most / 127.0f};
-}
-
-// Gives the sum of the codes, which have room for n rounded up to W.
-template <typename T>
-QS_INLINE int32_t quantize_group(const T* x, int64_t n, int64_t rows, float inverse,
-                                 int8_t* codes) {
-  constexpr float kMagic = 0x1.8p23f;  // adding it leaves no bits below 1, rounding half to even
-  vi total = {};
-  if (inverse == 0.0f) {
-    for (int64_t i = 0; i < n; i += W) store_codes(codes + i * rows, total, rows);
-    return 0;
-  }
-  for (int64_t i = 0; i < n; i += W) {
-    const vf scaled = load_up_to(x + i, n - i) * set1(inverse) + set1(kMagic);
-    const vi rounded = bit_cast<vi>(scaled) - bit_cast<int32_t>(kMagic);
-    total += rounded;
-    store_codes(codes + i * rows, rounded, rows);
-  }
-  return reduce_add(total);
-}
-
-// Rows of a tile lie side by side, as the tile reads them: [steps][rows][4], [groups][2][rows].
-template <typename T>
-void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
-  const PackedQuantized& packed = *args.packed;
-  const QuantizedRows& rows = args.rows;
-  int8_t* codes = rows.codes + tile.begin * rows.stride;
-  int32_t* factors = rows.factors + tile.begin * packed.num_groups * 2;
-  // What follows the inputs is multiplied by codes that are zero, but has to be finite: bytes are.
-  const int64_t written = div_up(packed.k, W) * W;
-  const int64_t shared = packed.shared_groups();
-  memset(codes + written * tile.size(), 0, (rows.stride - written) * tile.size());
-  for (int64_t row = 0; row < tile.size(); ++row) {
-    const T* x = static_cast<const T*>(args.x) + (tile.begin + row) * args.x_stride;
-    Scaling scaling = {};
-    for (int64_t group = 0; group < packed.num_groups; ++group) {
-      const int64_t first = group * packed.group_size;
-      const int64_t size = min_of(packed.group_size, packed.k - first);
-      if (group % shared == 0) scaling = scaling_of(x + first, size * shared);
-      int32_t* factor = factors + 2 * group * tile.size() + row;
-      const int32_t sum =
-          quantize_group(x + first, size, tile.size(), scaling.inverse,
-                         codes + first * tile.size() + row * kStepInputs);
-      factor[0] = bit_cast<int32_t>(scaling.scale);
-      factor[tile.size()] = -(sum << (packed.bits - 1));
-    }
-  }
-}
-
-void quantize_rows(Pool* pool, const QuantizedLinearArgs& args, int64_t num_tiles) {
-  const int64_t num_items =
-      max_of(1, min_of(num_tiles, args.num_tokens * args.packed->k / kQuantizeItemElements));
-  with_dtype(args.dtype, [&](auto type) {
-    using T = decltype(type);
-    parallel_for(pool, num_items, [&](int64_t item) {
-      const Range tiles = part(num_tiles, item, num_items);
-      for (int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
-        quantize_tile<T>(args, part(args.num_tokens, tile, num_tiles));
-      }
-    });
-  });
-}
-
-// ---- products
 
 struct Problem {
   const QuantizedLinearArgs* args;
   int64_t num_tiles;    // of rows
   int64_t num_chunks;   // of tiles
   int64_t num_ranges;
+  bool chunks_first;    // items go through the chunks of a range, then through ranges
   int64_t block_groups;  // groups, or parts of the one group, per block
   int64_t block_inputs;
   int64_t num_blocks;
@@ -253,21 +146,17 @@ QuantizedTileArgs sweep_args(const Problem& problem, const Sweep& sweep) {
   return args;
 }
 
-// Says what tile number `tile` fetches: its share of the next block.
+// Says what tile number `tile` fetches: its share of the next block. Even shares keep the memory
+// busy all the time; in the first tiles alone the fetches would be waited for.
 QS_INLINE void set_fetch(const Problem& problem, const Sweep& sweep, int64_t tile,
                          QuantizedTileArgs& args) {
   const PackedQuantized& packed = *problem.args->packed;
-  const int64_t shares = sweep.tiles.size() == 1 ? 1 : 2;
-  if (tile >= shares) {
-    args.fetch = reinterpret_cast<const char*>(args.w);
-    args.fetch_scales = 0;
-    args.fetch_stride = 0;
-    return;
-  }
+  const int64_t shares = sweep.tiles.size();
   const int64_t bytes =
       packed.num_groups == 1 ? problem.block_inputs * kQuantizedPanel * packed.bits / 8
                              : args.num_groups * packed.group_bytes;
   args.fetch = sweep.next + tile * (bytes / shares);
+  args.fetch_lines = static_cast<int>(div_up(kStepBytes / kCacheLine, shares));
   args.fetch_scales = (packed.group_bytes - packed.code_bytes()) / shares;
   args.fetch_stride = kStepBytes / shares;
 }
@@ -320,15 +209,32 @@ void run_sweep(const Problem& problem, const Sweep& sweep, int32_t* c) {
   }
 }
 
+QS_INLINE int64_t chunk_of(const Problem& problem, int64_t item) {
+  return problem.chunks_first ? item % problem.num_chunks : item / problem.num_ranges;
+}
+
+QS_INLINE int64_t range_of(const Problem& problem, int64_t item) {
+  return problem.chunks_first ? item / problem.num_chunks : item % problem.num_ranges;
+}
+
+// The range that the thread of `item` will probably take next.
+QS_INLINE int64_t following_range(const Problem& problem, int64_t item) {
+  if (!problem.chunks_first) return (item + problem.threads) % problem.num_ranges;
+  const bool stays = chunk_of(problem, item) + problem.threads < problem.num_chunks;
+  const int64_t next = range_of(problem, stays ? item : item + problem.threads);
+  return min_of(next, problem.num_ranges - 1);
+}
+
 void run_item(const Problem& problem, int64_t item) {
   const QuantizedLinearArgs& args = *problem.args;
   const int64_t num_panels = args.packed->num_panels;
-  const Range range = part(num_panels, item % problem.num_ranges, problem.num_ranges);
-  const int64_t following = (item + problem.threads) % problem.num_ranges;
+  const int64_t chunk = chunk_of(problem, item);
+  const Range range = part(num_panels, range_of(problem, item), problem.num_ranges);
+  const int64_t following = following_range(problem, item);
   const int64_t after = part(num_panels, following, problem.num_ranges).begin;
   alignas(64) int32_t c[kSums];  // or float
   Sweep sweep;
-  sweep.tiles = part(problem.num_tiles, item / problem.num_ranges, problem.num_chunks);
+  sweep.tiles = part(problem.num_tiles, chunk, problem.num_chunks);
   for (int64_t panel = range.begin; panel < range.end; panel = sweep.panels.end) {
     sweep.panels = {panel, min_of(range.end, panel + problem.tile_panels)};
     const int64_t next_panel = sweep.panels.end < range.end ? sweep.panels.end : after;
@@ -340,6 +246,11 @@ void run_item(const Problem& problem, int64_t item) {
       run_sweep(problem, sweep, c);
     }
   }
+}
+
+QS_INLINE int64_t block_inputs(const PackedQuantized& packed, int64_t num_tiles) {
+  if (num_tiles == 1 || packed.bits == 4) return kAheadInputs;
+  return num_tiles < kLongBlockTiles ? kBlockInputs : kLongBlockInputs;
 }
 
 // Groups, or parts of the one group, that make a block of about `inputs` inputs.
@@ -366,15 +277,17 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& args) {
     return;
   }
   const int64_t max_rows = max_quantized_rows(packed, args.num_tokens);
+  const int64_t chunk_rows = packed.bits == 4 ? kChunkRows4 : kChunkRows8;
   Problem problem;
   problem.args = &args;
   problem.num_tiles = div_up(args.num_tokens, max_rows);
-  problem.num_chunks = div_up(problem.num_tiles, kChunkRows / max_rows);
+  problem.num_chunks = div_up(problem.num_tiles, chunk_rows / max_rows);
   problem.threads = pool_size(pool);
   quantize_rows(pool, args, problem.num_tiles);
   const bool one_tile = problem.num_tiles == 1;
   problem.tile_panels = one_tile ? max_quantized_panels(static_cast<int>(args.num_tokens)) : 1;
-  set_blocks(packed, one_tile || packed.bits == 4 ? kAheadInputs : kBlockInputs, problem);
+  problem.chunks_first = args.num_tokens * args.rows.stride <= kKeptBytes;
+  set_blocks(packed, block_inputs(packed, problem.num_tiles), problem);
   // A multiple of the thread count, so that equal threads end together.
   const int64_t ranges = div_up(packed.num_panels, problem.tile_panels);
   problem.num_ranges =

@@ -60,14 +60,16 @@ struct QuantizedTileArgs {
   bool first;              // the first block: c is written, afterwards added to
   void* c;                 // [R][S][64] int32 sums with one group, fp32 sums with groups
   const char* fetch;       // what to bring into L2 meanwhile
+  int fetch_lines;         // cache lines a step
   int64_t fetch_stride;    // from a step to the next; 0 fetches nothing more
   int64_t fetch_scales;    // from behind a group's steps to the next group
 };
 
 using QuantizedTileFn = void (*)(const QuantizedTileArgs& args);
 
-// Cache lines that a tile fetches per step and panel: as many as it reads. None for 2 or 3 rows of
-// several panels, which are faster with the hardware's prefetching alone.
+// Cache lines that a tile fetches per step and panel, at most: as many as it reads. It is all of
+// them where there is but one tile. None for 2 or 3 rows of several panels, which are faster with
+// the hardware's prefetching alone.
 constexpr int64_t kCacheLine = 64;
 constexpr int fetched_lines(int rows, int panels) {
   if (rows > 1 && panels > 1) return 0;
@@ -132,12 +134,27 @@ struct QuantizedTile {
     }
   }
 
+  // The step's fetches: all lines in a tile of several panels, else as many as are asked for.
+  static QS_INLINE void bring_step(const char* fetch, const QuantizedTileArgs& args) {
+    if constexpr (S > 1 || kLines <= 1) {
+      if constexpr (kLines > 0) bring<kLines>(fetch, args.panel_bytes);
+    } else {
+      bring<1>(fetch, args.panel_bytes);
+      if (args.fetch_lines > 1) {
+        bring<1>(fetch + kCacheLine, args.panel_bytes);
+        if constexpr (kLines > 2) {
+          if (args.fetch_lines > 2) bring<kLines - 2>(fetch + 2 * kCacheLine, args.panel_bytes);
+        }
+      }
+    }
+  }
+
   // Moves all three pointers behind the group's steps.
   QS_INLINE void run(const uint8_t*& w, const int8_t*& x, const char*& fetch,
                      const QuantizedTileArgs& args) {
     constexpr int64_t kInputs = Bits == 4 ? 2 * kStepInputs : kStepInputs;
     for (int64_t k = 0; k < args.num_inputs; k += kInputs) {
-      if constexpr (kLines > 0) bring<kLines>(fetch, args.panel_bytes);
+      bring_step(fetch, args);
       fetch += args.fetch_stride;
       step<0>(w, args.panel_bytes, x);
       if constexpr (Bits == 4) step<1>(w, args.panel_bytes, x + kStepCodes);
