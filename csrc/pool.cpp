@@ -1,6 +1,9 @@
 // State of a loop: one 64-bit word holds (loop number << 33 | open << 32 | active workers), so a
 // worker joins with one compare-and-swap that fails if the loop has closed meanwhile, and the
 // caller closes it with one atomic operation and then waits for the workers that joined.
+//
+// Equal parts end together within some microseconds, and between two loops one thread works alone:
+// meanwhile the memory would idle. So who waits fetches what was announced as next.
 
 #include "pool.h"
 
@@ -22,6 +25,8 @@ constexpr size_t kStackBytes = size_t{2} << 20;  // attention keeps 300 KiB ther
 // measured in docs/design/0009.
 constexpr int kSpinsBeforePark = 2000;
 constexpr int kSpinsBeforeYield = 200;
+constexpr int64_t kFetchBytes = 2048;  // at a time: 0.1 us, after which a loop may have begun
+constexpr int64_t kCacheLine = 64;
 
 std::atomic<uint32_t> fork_generation{0};
 
@@ -84,6 +89,11 @@ class Pool {
     return true;
   }
 
+  void announce(const void* data, int64_t num_bytes) {
+    announced_end_.store(static_cast<const char*>(data) + num_bytes, std::memory_order_relaxed);
+    num_announced_.store(num_bytes, std::memory_order_relaxed);
+  }
+
   int64_t loop_ns() const { return loop_ns_.load(std::memory_order_relaxed); }
 
   // Timed always: two clock readings are little beside the start and end of a loop.
@@ -115,6 +125,7 @@ class Pool {
     take_items();
     state_.fetch_and(~kOpen, std::memory_order_acq_rel);
     for (int spins = 0; (state_.load(std::memory_order_acquire) & kActiveMask) != 0; ++spins) {
+      if (fetch_announced()) continue;
       if (spins < kSpinsBeforePark) {
         pause_cpu();
       } else {
@@ -122,6 +133,18 @@ class Pool {
       }
     }
     unlock();
+  }
+
+  // Takes a piece of what was announced; false when nothing of it is left. Whoever reads an end and
+  // a count that do not belong together fetches what nobody needs, which does no harm.
+  bool fetch_announced() {
+    if (num_announced_.load(std::memory_order_relaxed) <= 0) return false;
+    const int64_t left = num_announced_.fetch_sub(kFetchBytes, std::memory_order_relaxed);
+    const char* piece = announced_end_.load(std::memory_order_relaxed) - left;
+    for (int64_t i = 0; i < kFetchBytes && i < left; i += kCacheLine) {
+      __builtin_prefetch(piece + i, 0, 2);
+    }
+    return left > 0;
   }
 
   void lock() {
@@ -171,6 +194,7 @@ class Pool {
     for (int spins = 0; spins < kSpinsBeforePark; ++spins) {
       const uint32_t now = signal_.load(std::memory_order_acquire);
       if (now != last) return now;
+      if (fetch_announced()) continue;
       if (spins % kSpinsBeforeYield == kSpinsBeforeYield - 1) {
         sched_yield();
       } else {
@@ -213,6 +237,8 @@ class Pool {
   alignas(64) std::atomic<bool> busy_{false};
   std::atomic<bool> stopping_{false};
   std::atomic<int64_t> loop_ns_{0};
+  alignas(64) std::atomic<int64_t> num_announced_{0};  // bytes, up to the end
+  std::atomic<const char*> announced_end_{nullptr};
 };
 
 Pool* pool_create(int num_threads) {
@@ -236,6 +262,10 @@ int pool_size(const Pool* pool) { return pool->size(); }
 bool pool_pin(Pool* pool, const int32_t* cpus) { return pool->pin(cpus); }
 
 int64_t pool_loop_ns(const Pool* pool) { return pool->loop_ns(); }
+
+void pool_announce(Pool* pool, const void* data, int64_t num_bytes) {
+  pool->announce(data, num_bytes);
+}
 
 void pool_run(Pool* pool, int64_t num_items, ItemFn fn, const void* job) {
   pool->run(num_items, fn, job);

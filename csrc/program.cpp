@@ -47,6 +47,14 @@ struct AttentionRows {
   }
 };
 
+// What a product reads first.
+struct Beginning {
+  const void* data;
+  int64_t num_bytes;
+};
+
+constexpr int64_t kBeginningBytes = 1 << 20;  // as much as a thread's second cache holds
+
 }  // namespace
 
 struct qs_program {
@@ -54,6 +62,7 @@ struct qs_program {
   qs_program_inputs inputs;
   qs_op* ops;
   int64_t num_ops;
+  Beginning* following;  // [num_ops] of products: of the product behind, after the last the first
   // of the step that runs
   int64_t num_tokens;
   int64_t num_emitting;
@@ -291,15 +300,45 @@ int run_op(qs_program* program, const qs_op& op) {
   return QS_INVALID;
 }
 
+bool is_product(const qs_op& op) { return op.kind == QS_OP_LINEAR || op.kind == QS_OP_QUANTIZED; }
+
+Beginning beginning_of(const qs_op& op) {
+  const void* data;
+  int64_t num_bytes;
+  if (op.kind == QS_OP_LINEAR) {
+    const qs_linear* weight = static_cast<const qs_linear*>(op.in[1]);
+    data = weight->packed.weights;
+    num_bytes = static_cast<int64_t>(weight->weight_bytes);
+  } else {
+    const qs_quantized* weight = static_cast<const qs_quantized*>(op.in[1]);
+    data = weight->packed.weights;
+    num_bytes = static_cast<int64_t>(weight->weight_bytes);
+  }
+  return {data, num_bytes < kBeginningBytes ? num_bytes : kBeginningBytes};
+}
+
+// From the last op to the first, twice around, so that the last product finds the first.
+void link_products(qs_program* program) {
+  Beginning next = {nullptr, 0};
+  for (int64_t i = 2 * program->num_ops - 1; i >= 0; --i) {
+    const int64_t index = i % program->num_ops;
+    if (!is_product(program->ops[index])) continue;
+    program->following[index] = next;
+    next = beginning_of(program->ops[index]);
+  }
+}
+
 bool allocate(qs_program* program, const qs_op* ops) {
   const int64_t capacity = program->inputs.capacity_tokens;
   program->ops = static_cast<qs_op*>(malloc(program->num_ops * sizeof(qs_op)));
+  program->following = static_cast<Beginning*>(malloc(program->num_ops * sizeof(Beginning)));
   program->slots = static_cast<int64_t*>(malloc(capacity * sizeof(int64_t)));
-  if (program->ops == nullptr || program->slots == nullptr || !program->rows.allocate(capacity) ||
-      !program->emitting.allocate(program->inputs.capacity_emitting)) {
+  if (program->ops == nullptr || program->following == nullptr || program->slots == nullptr ||
+      !program->rows.allocate(capacity) || !program->emitting.allocate(program->inputs.capacity_emitting)) {
     return false;
   }
   memcpy(program->ops, ops, program->num_ops * sizeof(qs_op));
+  link_products(program);
   return true;
 }
 
@@ -329,6 +368,7 @@ int qs_program_create(qs_context* context, const qs_op* ops, int64_t num_ops,
 void qs_program_destroy(qs_program* program) {
   if (program == nullptr) return;
   free(program->ops);
+  free(program->following);
   free(program->slots);
   delete program;
 }
@@ -336,6 +376,10 @@ void qs_program_destroy(qs_program* program) {
 int qs_program_run(qs_program* program, const qs_step* step) {
   int status = place(program, *step);
   for (int64_t i = 0; i < program->num_ops && status == QS_OK; ++i) {
+    if (is_product(program->ops[i])) {
+      const Beginning& next = program->following[i];
+      qs::pool_announce(program->context->pool, next.data, next.num_bytes);
+    }
     if (starts_rotary_write(*program, i)) {
       status = rotary_write(program, program->ops + i);
       i += 2;
