@@ -284,4 +284,25 @@ int qs_probe_multiply_codes(qs_context* context, int64_t rounds, int64_t* num_fl
   return QS_OK;
 }
 
+int qs_add(qs_context* context, int dtype, const void* a, const void* b, int64_t count,
+           void* out) {
+  if (dtype < QS_F32 || dtype > QS_F16 || count < 0) return QS_INVALID;
+  context->kernels->elementwise(context->pool, {dtype, a, b, 1.0f, count, out});
+  return QS_OK;
+}
+
+int qs_scale(qs_context* context, int dtype, const void* x, int64_t count, float factor,
+             void* out) {
+  if (dtype < QS_F32 || dtype > QS_F16 || count < 0) return QS_INVALID;
+  context->kernels->elementwise(context->pool, {dtype, x, nullptr, factor, count, out});
+  return QS_OK;
+}
+
+int qs_finish_logits(qs_context* context, int dtype, const void* x, int64_t count, double divisor,
+                     double cap, float* out) {
+  if (dtype < QS_F32 || dtype > QS_F16 || count < 0 || cap < 0.0) return QS_INVALID;
+  context->kernels->finish_logits(context->pool, {dtype, x, count, divisor, cap, out});
+  return QS_OK;
+}
+
 }  // extern "C"

@@ -24,7 +24,7 @@ bool pool_pin(Pool* pool, const int32_t* cpus);
 // Nanoseconds that pool_run has taken so far, over all calls.
 int64_t pool_loop_ns(const Pool* pool);
 
-// What loops will read next: threads that have nothing to do, within a loop or between two, bring it
+// What loops will read next: threads with nothing to do, within a loop or between two, bring it
 // into their caches. It takes the place of what was announced before and changes no result.
 void pool_announce(Pool* pool, const void* data, int64_t num_bytes);
 

@@ -334,7 +334,8 @@ bool allocate(qs_program* program, const qs_op* ops) {
   program->following = static_cast<Beginning*>(malloc(program->num_ops * sizeof(Beginning)));
   program->slots = static_cast<int64_t*>(malloc(capacity * sizeof(int64_t)));
   if (program->ops == nullptr || program->following == nullptr || program->slots == nullptr ||
-      !program->rows.allocate(capacity) || !program->emitting.allocate(program->inputs.capacity_emitting)) {
+      !program->rows.allocate(capacity) ||
+      !program->emitting.allocate(program->inputs.capacity_emitting)) {
     return false;
   }
   memcpy(program->ops, ops, program->num_ops * sizeof(qs_op));
@@ -388,27 +389,6 @@ int qs_program_run(qs_program* program, const qs_step* step) {
     }
   }
   return status;
-}
-
-int qs_add(qs_context* context, int dtype, const void* a, const void* b, int64_t count,
-           void* out) {
-  if (dtype < QS_F32 || dtype > QS_F16 || count < 0) return QS_INVALID;
-  context->kernels->elementwise(context->pool, {dtype, a, b, 1.0f, count, out});
-  return QS_OK;
-}
-
-int qs_scale(qs_context* context, int dtype, const void* x, int64_t count, float factor,
-             void* out) {
-  if (dtype < QS_F32 || dtype > QS_F16 || count < 0) return QS_INVALID;
-  context->kernels->elementwise(context->pool, {dtype, x, nullptr, factor, count, out});
-  return QS_OK;
-}
-
-int qs_finish_logits(qs_context* context, int dtype, const void* x, int64_t count, double divisor,
-                     double cap, float* out) {
-  if (dtype < QS_F32 || dtype > QS_F16 || count < 0 || cap < 0.0) return QS_INVALID;
-  context->kernels->finish_logits(context->pool, {dtype, x, count, divisor, cap, out});
-  return QS_OK;
 }
 
 }  // extern "C"
