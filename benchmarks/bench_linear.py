@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.machine import describe_machine
+from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.native import default_num_threads, load_native, load_probe, native_status
 from quickstep.ops.native_probe import NativeProbe
 from quickstep.ops.table import OpTable
@@ -30,8 +31,14 @@ ROTATED_BYTES = 128 << 20  # above any cache
 PROBE_BYTES = 512 << 20
 PROBE_ROUNDS = 500_000
 PROBE_PASSES = 4
-# bits and group of what is rounded here; other names are torch dtypes
-QUANTIZED = {"int8": (8, 128), "int8-g64": (8, 64), "int8-row": (8, None), "int4": (4, 32)}
+# what is rounded here; other names are torch dtypes
+QUANTIZED = {
+    "int8": MatrixFormat(8, 128),
+    "int8-g64": MatrixFormat(8, 64),
+    "int8-row": MatrixFormat(8),
+    "int4": MatrixFormat(4, 128, has_multipliers=True),
+    "int4-g32": MatrixFormat(4, 32),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +52,9 @@ class Layer:
     multiplied: torch.dtype  # what the probe multiplies
 
 
-def quantized_layer(ops: OpTable, weight: torch.Tensor, bits: int, group: int | None) -> Layer:
-    codes = ops.quantize(weight, bits, group, False)
-    nbytes = weight.numel() * bits // 8 + (codes.scales.numel() * 2 if group else 0)
+def quantized_layer(ops: OpTable, weight: torch.Tensor, form: MatrixFormat) -> Layer:
+    codes = ops.quantize(weight, form.bits, form.group_size, False, form.has_multipliers)
+    nbytes = form.num_bytes(tuple(weight.shape))
     copies = max(2, min(64, ROTATED_BYTES // nbytes))
     packed = [ops.pack_quantized(codes, None) for _ in range(copies)]
     return Layer(lambda x, i: ops.linear(x, packed[i]), copies, nbytes, torch.bfloat16, torch.int8)
@@ -73,7 +80,7 @@ def make_layers(
     layers = {}
     for name in options.formats:
         if name in QUANTIZED:
-            layers[name] = quantized_layer(ops, weight, *QUANTIZED[name])
+            layers[name] = quantized_layer(ops, weight, QUANTIZED[name])
             continue
         dtype = getattr(torch, name)
         layers[name] = plain_layer(ops, weight.to(dtype), native=True)

@@ -105,12 +105,13 @@ void add(std::atomic<double>& sum, double value) {
   }
 }
 
-// What lies in a slot: scales, zeros, the stored rows, codes.
+// What lies in a slot: scales, zeros, the stored rows, codes, multipliers (null without).
 struct CodePiece {
   float* scales;
   float* zeros;
   uint8_t* stored;
   uint8_t* codes;
+  int8_t* multipliers;
 };
 
 float stored_value(int kind, const uint8_t* row, int64_t index) {
@@ -135,7 +136,9 @@ void measure_row(CodeLoad& load, const CodePiece& piece, int64_t row) {
     const float zero = load.form.has_zeros != 0 ? piece.zeros[group] : middle;
     const float value = stored_value(load.matrix.kind, stored, i);
     const float code = static_cast<float>(piece.codes[row * k + i]);
-    const double distance = (code - zero) * piece.scales[group] - value;
+    const int64_t at = (row * k + i) / qs::kMultiplierInputs;
+    const float multiplier = piece.multipliers != nullptr ? piece.multipliers[at] : 1.0f;
+    const double distance = (code - zero) * multiplier * piece.scales[group] - value;
     exact += static_cast<double>(value) * value;
     wrong += distance * distance;
   }
@@ -148,7 +151,7 @@ void round_piece(CodeLoad& load, qs::Pool* solo, const CodePiece& piece, qs::Row
   load.context->kernels->quantize_weights(
       solo, {load.matrix.kind, load.form.bits, load.form.group_size != 0, rows.count, k, k,
              load.form.group_size, piece.stored, piece.codes, piece.scales,
-             load.form.has_zeros != 0 ? piece.zeros : nullptr});
+             load.form.has_zeros != 0 ? piece.zeros : nullptr, piece.multipliers});
   const int64_t step = load.form.sample_step;
   for (int64_t row = 0; row < rows.count; ++row) {
     if ((rows.first + row) % step == 0) measure_row(load, piece, row);
@@ -173,7 +176,7 @@ bool scales_fit(const CodeLoad& load, const CodePiece& piece, int64_t num_rows) 
   if (load.num_groups == 1 || !load.packed.half_scales) return true;
   const float middle = static_cast<float>(1 << (load.form.bits - 1));
   for (int64_t i = 0; i < num_rows * load.num_groups; ++i) {
-    if (!qs::fits_half(piece.scales[i])) return false;
+    if (!qs::fits_half(piece.scales[i] / load.packed.scale_unit())) return false;
     if (load.form.has_zeros != 0 && !qs::fits_half(piece.zeros[i] - middle)) return false;
   }
   return true;
@@ -198,6 +201,9 @@ bool load_piece(CodeLoad& load, qs::Pool* solo, qs::RowRange rows, uint8_t* memo
   piece.zeros = piece.scales + rows.count * load.num_groups;
   piece.stored = reinterpret_cast<uint8_t*>(piece.zeros + rows.count * load.num_groups);
   piece.codes = piece.stored + rows.count * qs::stored_row_bytes(load.matrix.kind, k);
+  piece.multipliers = load.form.has_multipliers != 0
+                          ? reinterpret_cast<int8_t*>(piece.codes + rows.count * k)
+                          : nullptr;
   if (!qs::read_rows(load.matrix, rows.first, rows.count, piece.stored)) return false;
   if (load.is_coded()) {
     decode_piece(load, piece, rows);
@@ -210,7 +216,8 @@ bool load_piece(CodeLoad& load, qs::Pool* solo, qs::RowRange rows, uint8_t* memo
   }
   const qs::PackedQuantized view = panels_of(load.packed, rows);
   const float* zeros = load.form.has_zeros != 0 ? piece.zeros : nullptr;
-  load.context->kernels->pack_quantized(solo, {piece.codes, piece.scales, zeros, &view});
+  load.context->kernels->pack_quantized(
+      solo, {piece.codes, piece.scales, zeros, piece.multipliers, &view});
   return true;
 }
 
@@ -218,6 +225,11 @@ bool valid_form(const qs_stored_matrix& matrix, const qs_code_form& form) {
   const int64_t group_size = form.group_size == 0 ? matrix.k : form.group_size;
   if (!qs::valid_code_form(form.bits, matrix.n, matrix.k, group_size)) return false;
   const qs::RowKind& kind = *qs::row_kind(matrix.kind);
+  if (form.has_multipliers != 0 &&
+      (kind.bits != 0 || group_size > qs::kSharedInputs ||
+       !qs::takes_multipliers(form.bits, matrix.k, group_size, form.has_zeros != 0))) {
+    return false;
+  }
   if (kind.bits == 0) return form.sample_step >= 1 && (form.group_size != 0 || !form.has_zeros);
   const bool has_zeros = form.has_zeros != 0;
   const bool scales = (form.scales != nullptr) == (matrix.kind == QS_ROWS_I8);
@@ -230,12 +242,14 @@ int load_codes(qs_context* context, const qs_stored_matrix& matrix, qs_code_form
                bool half_scales, qs_quantized* linear) {
   const int64_t group_size = form.group_size == 0 ? matrix.k : form.group_size;
   linear->packed = qs::code_layout(
-      {form.bits, matrix.n, matrix.k, group_size, form.has_zeros != 0, half_scales});
+      {form.bits, matrix.n, matrix.k, group_size, form.has_zeros != 0, half_scales,
+       form.has_multipliers != 0});
   if (!qs::allocate_codes(linear, form.bias != nullptr)) return QS_OUT_OF_MEMORY;
   qs::weight_spread(linear->packed.weights, linear->weight_bytes, context->nodes);
   if (form.bias != nullptr) memcpy(linear->packed.bias, form.bias, matrix.n * sizeof(float));
   CodeLoad load = {context, matrix, form, linear->packed, matrix.k / group_size};
-  const int64_t per_row = matrix.k + load.num_groups * 2 * static_cast<int64_t>(sizeof(float));
+  const int64_t per_row = matrix.k + load.num_groups * 2 * static_cast<int64_t>(sizeof(float)) +
+                          (form.has_multipliers != 0 ? matrix.k / qs::kMultiplierInputs : 0);
   Pieces pieces(context, matrix, qs::kQuantizedPanel, per_row);
   if (!pieces.ready()) return QS_OUT_OF_MEMORY;
   const bool whole = pieces.for_each([&](int64_t first, int64_t count, uint8_t* memory) {

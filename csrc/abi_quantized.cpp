@@ -17,15 +17,17 @@ int64_t round_up(int64_t value, int64_t multiple) {
 
 bool valid_dtype(int dtype) { return dtype >= QS_F32 && dtype <= QS_F16; }
 
-bool all_fit_half(const float* values, int64_t count, float less) {
+bool all_fit_half(const float* values, int64_t count, float less, float times) {
   for (int64_t i = 0; values != nullptr && i < count; ++i) {
-    if (!qs::fits_half(values[i] - less)) return false;
+    if (!qs::fits_half((values[i] - less) * times)) return false;
   }
   return true;
 }
 
 bool valid(const qs_quantized_weight& weight) {
-  return qs::valid_code_form(weight.bits, weight.n, weight.k, weight.group_size);
+  if (!qs::valid_code_form(weight.bits, weight.n, weight.k, weight.group_size)) return false;
+  return weight.multipliers == nullptr ||
+         qs::takes_multipliers(weight.bits, weight.k, weight.group_size, weight.zeros != nullptr);
 }
 
 qs::PackedQuantized layout_of(const qs_quantized_weight& weight) {
@@ -33,11 +35,13 @@ qs::PackedQuantized layout_of(const qs_quantized_weight& weight) {
   if (weight.group_size != weight.k) {
     const int64_t count = weight.n * (weight.k / weight.group_size);
     const float middle = static_cast<float>(1 << (weight.bits - 1));
-    half_scales = all_fit_half(weight.scales, count, 0.0f) &&
-                  all_fit_half(weight.zeros, count, middle);
+    const float held = weight.multipliers != nullptr ? qs::kMultiplierUnit : 1.0f;
+    half_scales = all_fit_half(weight.scales, count, 0.0f, held) &&
+                  all_fit_half(weight.zeros, count, middle, 1.0f);
   }
   return qs::code_layout({weight.bits, weight.n, weight.k, weight.group_size,
-                          weight.zeros != nullptr, half_scales});
+                          weight.zeros != nullptr, half_scales,
+                          weight.multipliers != nullptr});
 }
 
 bool in_range(const int64_t* ids, int64_t num_tokens, int64_t num_rows) {
@@ -61,10 +65,17 @@ int qs_quantize(qs_context* context, const qs_quantize_call* call) {
   if (call->n < 1 || call->k < 1 || call->row_stride < call->k) return QS_INVALID;
   if (grouped && (call->group_size % 16 != 0 || call->k % call->group_size != 0)) return QS_INVALID;
   if (!grouped && call->zeros != nullptr) return QS_INVALID;
+  const int64_t group_size = grouped ? call->group_size : call->k;
+  if (call->multipliers != nullptr &&
+      (call->group_size > qs::kSharedInputs ||
+       !qs::takes_multipliers(call->bits, call->k, group_size, call->zeros != nullptr))) {
+    return QS_INVALID;
+  }
   context->kernels->quantize_weights(
       context->pool,
       {call->dtype, call->bits, grouped, call->n, call->k, call->row_stride, call->group_size,
-       call->weight, static_cast<uint8_t*>(call->codes), call->scales, call->zeros});
+       call->weight, static_cast<uint8_t*>(call->codes), call->scales, call->zeros,
+       call->multipliers});
   return QS_OK;
 }
 
@@ -84,7 +95,7 @@ int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
   }
   context->kernels->pack_quantized(
       context->pool, {static_cast<const uint8_t*>(weight->codes), weight->scales, weight->zeros,
-                      &linear->packed});
+                      weight->multipliers, &linear->packed});
   *out = linear;
   return QS_OK;
 }
@@ -110,7 +121,10 @@ int64_t qs_quantized_bytes(const qs_quantized* linear) {
 int64_t qs_quantized_scratch_bytes(const qs_quantized* linear, int64_t num_tokens) {
   const qs::PackedQuantized& packed = linear->packed;
   const int64_t per_group = sizeof(float) + sizeof(int32_t);
-  return kAlignment + num_tokens * (row_stride(packed) + packed.num_groups * per_group);
+  const int64_t rows = num_tokens < qs::kOpenedRows ? num_tokens : qs::kOpenedRows - 1;
+  const int64_t parts = packed.has_multipliers ? row_stride(packed) / qs::kMultiplierInputs : 0;
+  return kAlignment + num_tokens * (row_stride(packed) + packed.num_groups * per_group) +
+         rows * parts * static_cast<int64_t>(sizeof(int32_t));
 }
 
 int qs_quantized_run(qs_context* context, const qs_quantized* linear, int dtype, const void* x,
@@ -124,6 +138,8 @@ int qs_quantized_run(qs_context* context, const qs_quantized* linear, int dtype,
   rows.codes = reinterpret_cast<int8_t*>(start);
   rows.num_groups = packed.num_groups;
   rows.factors = reinterpret_cast<int32_t*>(rows.codes + num_tokens * rows.stride);
+  const bool parts = packed.has_multipliers && num_tokens < qs::kOpenedRows;
+  rows.parts = parts ? rows.factors + num_tokens * packed.num_groups * 2 : nullptr;
   context->kernels->quantized_linear(context->pool,
                                      {&packed, dtype, x, x_stride, num_tokens, out, rows});
   return QS_OK;

@@ -22,6 +22,10 @@ bool valid_code_form(int bits, int64_t n, int64_t k, int64_t group_size) {
   return group_size == k || (group_size % 16 == 0 && k % group_size == 0);
 }
 
+bool takes_multipliers(int bits, int64_t k, int64_t group_size, bool has_zeros) {
+  return bits == 4 && !has_zeros && group_size < k && group_size % kPieceInputs == 0;
+}
+
 bool fits_half(float value) {
   const float magnitude = std::fabs(value);
   if (!(magnitude <= 65504.0f)) return false;
@@ -40,6 +44,7 @@ PackedQuantized code_layout(const CodeForm& form) {
   packed.num_panels = (form.n + kQuantizedPanel - 1) / kQuantizedPanel;
   packed.num_groups = form.k / form.group_size;
   packed.has_zeros = form.has_zeros;
+  packed.has_multipliers = packed.scaled_up = form.has_multipliers;
   packed.group_size = form.group_size;
   if (packed.num_groups == 1) {
     packed.group_size = round_up(form.k, kStepInputs * (form.bits == 4 ? 2 : 1));

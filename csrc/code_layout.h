@@ -11,10 +11,13 @@ struct CodeForm {
   int64_t group_size;  // inputs; k for one scale per output
   bool has_zeros;
   bool half_scales;  // of groups; one scale per output is always f32
+  bool has_multipliers;
 };
 
 // 4 or 8 bits; groups of a multiple of 16 inputs that divides k, or of all.
 bool valid_code_form(int bits, int64_t n, int64_t k, int64_t group_size);
+// Whether a valid form can have multipliers.
+bool takes_multipliers(int bits, int64_t k, int64_t group_size, bool has_zeros);
 // Whether f16 holds the value.
 bool fits_half(float value);
 // Without memory.

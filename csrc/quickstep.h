@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 4
+#define QS_ABI_VERSION 5
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -70,10 +70,13 @@ typedef struct qs_quantized_weight {
   const float* scales;
   const float* zeros;   // null: 2^(bits - 1)
   const float* bias;    // [n], or null
+  const int8_t* multipliers;  // [n, k / 16], odd, -15 to 15; null: all 1. Of 4 bits without zeros,
+                              // in groups of a multiple of 32 and not of all inputs
 } qs_quantized_weight;
 
 // Rounds weight [n, k] of `dtype` to codes [n, k] of a byte each with scales (and zeros, unless
-// null) [n, k / group_size] float32; group_size 0 for one scale per row.
+// null) [n, k / group_size] float32; group_size 0 for one scale per row. With multipliers codes
+// have those too.
 typedef struct qs_quantize_call {
   int32_t dtype;
   int32_t bits;
@@ -83,6 +86,7 @@ typedef struct qs_quantize_call {
   void* codes;
   float* scales;
   float* zeros;
+  int8_t* multipliers;  // [n, k / 16], or null
 } qs_quantize_call;
 
 QS_API int qs_quantize(qs_context* context, const qs_quantize_call* call);
@@ -130,7 +134,8 @@ typedef struct qs_stored_matrix {
 // The codes to be made of a stored matrix, as for qs_quantize; kinds of codes have these already.
 typedef struct qs_code_form {
   int32_t bits;
-  int32_t has_zeros;
+  int16_t has_zeros;
+  int16_t has_multipliers;  // as for qs_quantize; of no kind of codes
   int64_t group_size;       // 0 for one scale per row
   const float* scales;      // of QS_ROWS_I8, [n, k / group_size]; else null
   const float* bias;        // [n], or null

@@ -12,7 +12,7 @@
 
 #include "kernels/amx_tiles.h"
 #include "kernels/entries.h"
-#include "kernels/quantized_dot.h"
+#include "kernels/quantized_open.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -21,6 +21,9 @@ constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileInputs = 64;
 constexpr int64_t kTileOutputs = 16;
 constexpr int64_t kChunkRows = 128;
+// Codes of a block and the scales of its groups, the smallest of which have a piece.
+constexpr int64_t kOpenedBytes =
+    kQuantizedPanel * kTileBlockInputs + kTileBlockInputs / kPieceInputs * kQuantizedPanel * 4;
 constexpr int64_t kDotBytes = kQuantizedPanel * 4;
 static_assert(W == kTileOutputs);
 
@@ -82,6 +85,7 @@ void store_sums(int32_t* to) {
 
 struct Problem {
   const QuantizedLinearArgs* args;
+  const PackedQuantized* stored;
   int64_t num_chunks;
   int64_t block_groups;  // groups, or parts of the one group, per block
   int64_t block_inputs;
@@ -111,7 +115,7 @@ void open_codes(const uint8_t* from, int64_t num_inputs, uint8_t* opened) {
 }
 
 Block open_block(const Problem& problem, int64_t panel, int64_t index, uint8_t* opened) {
-  const PackedQuantized& packed = *problem.args->packed;
+  const PackedQuantized& packed = *problem.stored;
   const uint8_t* weights =
       static_cast<const uint8_t*>(packed.weights) + panel * packed.panel_bytes;
   Block block = {};
@@ -128,7 +132,16 @@ Block open_block(const Problem& problem, int64_t panel, int64_t index, uint8_t* 
     block.scales = block.codes + packed.code_bytes();
   }
   block.group_stride = packed.group_bytes;
-  if (packed.bits == 4) {
+  if (packed.has_multipliers) {
+    const PackedQuantized& form = *problem.args->packed;
+    for (int64_t group = 0; group < block.num_groups; ++group) {
+      open_group(packed, block.codes + group * block.group_stride,
+                 opened + group * form.group_bytes);
+    }
+    block.codes = opened;
+    block.group_stride = form.group_bytes;
+    block.scales = opened + form.code_bytes();
+  } else if (packed.bits == 4) {
     const int64_t bytes = block.num_inputs * kQuantizedPanel;
     for (int64_t group = 0; group < block.num_groups; ++group) {
       open_codes(block.codes + group * block.group_stride, block.num_inputs,
@@ -255,7 +268,7 @@ void run_item(const Problem& problem, int64_t item) {
   const Range chunk = part(args.num_tokens, item % problem.num_chunks, problem.num_chunks);
   const int64_t num_tiles = div_up(chunk.size(), kTileRows);
   alignas(64) int32_t c[kChunkRows * kQuantizedPanel];  // or float, whose zero has the same bits
-  alignas(64) uint8_t opened[Bits == 4 ? kTileBlockInputs * kQuantizedPanel : 1];
+  alignas(64) uint8_t opened[kOpenedBytes];
   memset(c, 0, chunk.size() * kQuantizedPanel * sizeof(*c));
   for (int64_t index = 0; index < problem.num_blocks; ++index) {
     const Block block = open_block(problem, panel, index, opened);
@@ -276,9 +289,11 @@ void run_item(const Problem& problem, int64_t item) {
 
 }  // namespace
 
-void quantized_linear_tiles(Pool* pool, const QuantizedLinearArgs& args) {
+void quantized_linear_tiles(Pool* pool, const QuantizedLinearArgs& args,
+                            const PackedQuantized& stored) {
   const PackedQuantized& packed = *args.packed;
   Problem problem;
+  problem.stored = &stored;
   problem.args = &args;
   problem.num_chunks = div_up(args.num_tokens, kChunkRows);
   const int64_t shared = packed.shared_groups();

@@ -21,13 +21,14 @@ inline bool runs_on_tiles(const QuantizedLinearArgs& args) {
   return fits && args.num_tokens >= kLeastTileRows;
 }
 
-// The products of rows that are quantised already.
-void quantized_linear_tiles(Pool* pool, const QuantizedLinearArgs& args);
+// The products of rows that are quantised already; `stored` is the weight as memory has it.
+void quantized_linear_tiles(Pool* pool, const QuantizedLinearArgs& args,
+                            const PackedQuantized& stored);
 
 #else
 
 inline bool runs_on_tiles(const QuantizedLinearArgs&) { return false; }
-inline void quantized_linear_tiles(Pool*, const QuantizedLinearArgs&) {}
+inline void quantized_linear_tiles(Pool*, const QuantizedLinearArgs&, const PackedQuantized&) {}
 
 #endif
 

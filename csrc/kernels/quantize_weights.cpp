@@ -2,43 +2,19 @@
 // about the middle code; or groups whose scale is the best of a few, by squared error.
 
 #include "kernels/entries.h"
-#include "kernels/quantized.h"
-#include "kernels/simd.h"
-#include "kernels/transpose.h"
+#include "kernels/quantize_multiplied.h"
 
 namespace qs::QS_LEVEL {
 namespace {
 
 constexpr float kTiny = 1e-30f;
 constexpr float kShrinks[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f};
-constexpr int64_t kMaxGroup = 256;  // longer groups are taken one by one
 
 struct Attempt {
   float error, scale, zero;
 };
 
-QS_INLINE vf round_to_even(vf x) {
-  const vf magic = set1(0x1.8p23f);
-  return (x + magic) - magic;
-}
-
 QS_INLINE vf clamp(vf x, float least, float most) { return vmin(vmax(x, set1(least)), set1(most)); }
-
-// What float16 holds, where that is finite.
-QS_INLINE float half_of(float value) {
-  f16 half[W];
-  store(half, set1(value));
-  const float rounded = load(half)[0];
-  return rounded - rounded == 0.0f ? rounded : value;
-}
-
-QS_INLINE float inverse_of(float scale) { return scale != 0.0f ? 1.0f / scale : 0.0f; }
-
-QS_INLINE void store_codes(uint8_t* p, vf codes, int64_t n) {
-  typedef uint8_t bytes __attribute__((vector_size(W)));
-  const bytes narrow = __builtin_convertvector(__builtin_convertvector(codes, vi), bytes);
-  memcpy(p, &narrow, n < W ? n : W);
-}
 
 template <typename T>
 struct Extent {
@@ -126,46 +102,6 @@ void search_group(const QuantizeArgs& args, const T* x, int64_t at, uint8_t* cod
   args.scales[at] = best.scale;
   if (args.zeros != nullptr) args.zeros[at] = best.zero;
 }
-
-QS_INLINE vf half_of(vf values) {
-  f16 halves[W];
-  store(halves, values);
-  const vf rounded = load(halves);
-  return rounded - rounded == 0.0f ? rounded : values;
-}
-
-QS_INLINE vf inverse_of(vf scale) { return scale != 0.0f ? 1.0f / scale : set1(0.0f); }
-
-QS_INLINE vf bounded(vf x, vf least, vf most) {
-#if defined(__AVX512F__)
-  return _mm512_min_ps(_mm512_max_ps(x, least), most);
-#elif defined(__AVX2__)
-  return _mm256_min_ps(_mm256_max_ps(x, least), most);
-#else
-  return vmin(vmax(x, least), most);
-#endif
-}
-
-// W groups of at most kMaxGroup weights side by side, one in each lane: nothing is summed over
-// lanes. Sums go over the same weights in the same order as in `search_group`, so codes, scales
-// and zeros are the same.
-struct GroupLanes {
-  vf values[kMaxGroup];
-  int64_t size;
-
-  template <typename T>
-  QS_INLINE void load_groups(const T* x, int64_t count, int64_t group_size) {
-    size = group_size;
-    for (int64_t i = 0; i < size; i += W) {
-      vf rows[W];
-      for (int lane = 0; lane < W; ++lane) {
-        rows[lane] = load(x + (lane < count ? lane : 0) * size + i);
-      }
-      transpose(rows);
-      for (int j = 0; j < W; ++j) values[i + j] = rows[j];
-    }
-  }
-};
 
 struct LaneAttempt {
   vf error, scale, zero;
@@ -264,8 +200,10 @@ void quantize_rows(const QuantizeArgs& args, int64_t first, int64_t end) {
   for (int64_t row = first; row < end; row += rows) {
     for (int64_t group = 0; group < rows * num_groups; group += W) {
       const int64_t count = min_of(W, rows * num_groups - group);
-      search_groups(args, weight + row * args.row_stride + group * args.group_size,
-                    row * num_groups + group, count);
+      const T* x = weight + row * args.row_stride + group * args.group_size;
+      const int64_t at = row * num_groups + group;
+      args.multipliers != nullptr ? multiply_groups(args, x, at, count)
+                                  : search_groups(args, x, at, count);
     }
   }
 }

@@ -145,6 +145,21 @@ QS_INLINE void fetch_group(const T* x, int64_t x_stride, int64_t n, int64_t rows
   }
 }
 
+// -8 times the sums of 16 inputs' codes.
+inline void sum_parts(const int8_t* codes, int64_t num_parts, int64_t rows, int32_t* parts) {
+  constexpr int64_t kSteps = kMultiplierInputs / kStepInputs;
+  for (int64_t part = 0; part < num_parts; ++part) {
+    for (int64_t row = 0; row < rows; ++row) {
+      const int8_t* first = codes + (part * kSteps * rows + row) * kStepInputs;
+      int32_t sum = 0;
+      for (int64_t i = 0; i < kMultiplierInputs; ++i) {
+        sum += first[i / kStepInputs * rows * kStepInputs + i % kStepInputs];
+      }
+      *parts++ = -8 * sum;
+    }
+  }
+}
+
 // Rows of a tile lie side by side, as the tile reads them: [steps][rows][4], [groups][2][rows].
 template <typename T>
 void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
@@ -170,10 +185,13 @@ void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
                            codes + first * tile.size(), sums);
     int32_t* factor = factors + 2 * group * tile.size();
     for (int64_t row = 0; row < tile.size(); ++row) {
-      factor[row] = bit_cast<int32_t>(scalings[row].scale);
+      factor[row] = bit_cast<int32_t>(scalings[row].scale * packed.scale_unit());
       factor[row + tile.size()] = -(sums[row] << (packed.bits - 1));
     }
   }
+  if (rows.parts == nullptr) return;
+  const int64_t num_parts = rows.stride / kMultiplierInputs;
+  sum_parts(codes, num_parts, tile.size(), rows.parts + tile.begin * num_parts);
 }
 
 inline void quantize_rows(Pool* pool, const QuantizedLinearArgs& args, int64_t num_tiles) {

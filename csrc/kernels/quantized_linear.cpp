@@ -3,6 +3,8 @@
 // First the activations: per token, and per group where the weight has groups, scale = largest
 // magnitude / 127, codes rounded half to even. Then tiles as in linear.cpp: sums within a group are
 // integers, exact in any order; groups are added in ascending order. So a row's bits are its own.
+// A weight with multipliers is one of 8 bits to all of this: a block of a panel is opened for the
+// tiles of a chunk. Few rows have tiles of their own (quantized_direct.h).
 //
 //   item = (chunk of rows) x (one panel of 64; with one tile of rows, as many as it takes)
 //     for each block of inputs         codes of a panel: <= 128 KiB, stay in L2 over the tiles
@@ -15,6 +17,7 @@
 #include "kernels/amx_quantized.h"
 #include "kernels/entries.h"
 #include "kernels/quantized_activations.h"
+#include "kernels/quantized_direct.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -32,9 +35,14 @@ constexpr int64_t kLongBlockTiles = 16;
 constexpr int64_t kPart = kTileVectors * W;  // outputs of a tile in one panel
 constexpr int64_t kSums = kChunkRows8 * kQuantizedPanel;
 static_assert(kQuantizedRows * max_quantized_panels(1) * kQuantizedPanel <= kSums);
+// Codes of a block and the scales of its groups, the smallest of which have a piece.
+constexpr int64_t kOpenedBytes =
+    kQuantizedPanel * kLongBlockInputs + kLongBlockInputs / kPieceInputs * kQuantizedPanel * 4;
 
 struct Problem {
-  const QuantizedLinearArgs* args;
+  const QuantizedLinearArgs* args;  // with the form that products see
+  const PackedQuantized* stored;    // and the one that memory has
+  bool direct;                      // codes with multipliers are read as they stand
   int64_t num_tiles;    // of rows
   int64_t num_chunks;   // of tiles
   int64_t num_ranges;
@@ -51,6 +59,7 @@ struct Sweep {
   Range panels;
   Range tiles;
   int64_t block;
+  uint8_t* opened;   // room for codes with multipliers
   const char* next;  // the block to fetch: what this thread will probably read then
 };
 
@@ -115,21 +124,21 @@ void emit(const Problem& problem, Range rows, Range panels, const int32_t* c) {
 }
 
 QS_INLINE int64_t block_offset(const Problem& problem, int64_t block) {
-  const PackedQuantized& packed = *problem.args->packed;
+  const PackedQuantized& packed = *problem.stored;
   return packed.num_groups == 1
              ? block * problem.block_inputs * kQuantizedPanel * packed.bits / 8
              : block * problem.block_groups * packed.group_bytes;
 }
 
 QS_INLINE const uint8_t* block_at(const Problem& problem, int64_t panel, int64_t block) {
-  const PackedQuantized& packed = *problem.args->packed;
+  const PackedQuantized& packed = *problem.stored;
   return static_cast<const uint8_t*>(packed.weights) + panel * packed.panel_bytes +
          block_offset(problem, block);
 }
 
 // What all tiles of a sweep share.
 QuantizedTileArgs sweep_args(const Problem& problem, const Sweep& sweep) {
-  const PackedQuantized& packed = *problem.args->packed;
+  const PackedQuantized& packed = problem.direct ? *problem.stored : *problem.args->packed;
   const bool single = packed.num_groups == 1;
   const int64_t first_input = sweep.block * problem.block_inputs;
   const int64_t first_group = single ? 0 : sweep.block * problem.block_groups;
@@ -150,7 +159,7 @@ QuantizedTileArgs sweep_args(const Problem& problem, const Sweep& sweep) {
 // busy all the time; in the first tiles alone the fetches would be waited for.
 QS_INLINE void set_fetch(const Problem& problem, const Sweep& sweep, int64_t tile,
                          QuantizedTileArgs& args) {
-  const PackedQuantized& packed = *problem.args->packed;
+  const PackedQuantized& packed = *problem.stored;
   const int64_t shares = sweep.tiles.size();
   const int64_t bytes =
       packed.num_groups == 1 ? problem.block_inputs * kQuantizedPanel * packed.bits / 8
@@ -159,6 +168,14 @@ QS_INLINE void set_fetch(const Problem& problem, const Sweep& sweep, int64_t til
   args.fetch_lines = static_cast<int>(div_up(kStepBytes / kCacheLine, shares));
   args.fetch_scales = (packed.group_bytes - packed.code_bytes()) / shares;
   args.fetch_stride = kStepBytes / shares;
+  if (!packed.has_multipliers) return;
+  if (problem.direct) {
+    args.fetch_stride = kPieceBytes;
+  } else {
+    args.fetch_stride /= 2;  // a step of opened codes goes over 8 bits
+    args.fetch_scales = packed.group_bytes / shares -
+                        packed.group_size / kStepInputs * args.fetch_stride;
+  }
 }
 
 // Brings in the lines that the tile's outputs go to; they are written once it has ended.
@@ -174,10 +191,25 @@ QS_INLINE void fetch_outputs(const Problem& problem, Range rows, Range panels) {
   }
 }
 
+void open_block(const Problem& problem, const Sweep& sweep, int64_t num_groups) {
+  const PackedQuantized& stored = *problem.stored;
+  const uint8_t* from = block_at(problem, sweep.panels.begin, sweep.block);
+  uint8_t* to = sweep.opened;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    open_group(stored, from, to);
+    from += stored.group_bytes;
+    to += problem.args->packed->group_bytes;
+  }
+}
+
 void run_sweep(const Problem& problem, const Sweep& sweep, int32_t* c) {
   const PackedQuantized& packed = *problem.args->packed;
   const QuantizedRows& x = problem.args->rows;
   QuantizedTileArgs args = sweep_args(problem, sweep);
+  if (problem.stored->has_multipliers && !problem.direct) {
+    open_block(problem, sweep, args.num_groups);
+    args.w = sweep.opened;
+  }
   const uint8_t* w = args.w;
   const int64_t first_input = sweep.block * problem.block_inputs;
   const int64_t first_group = packed.num_groups == 1 ? 0 : sweep.block * problem.block_groups;
@@ -187,8 +219,14 @@ void run_sweep(const Problem& problem, const Sweep& sweep, int32_t* c) {
       part(problem.args->num_tokens, sweep.tiles.begin, problem.num_tiles).begin;
   for (int64_t tile = sweep.tiles.begin; tile < sweep.tiles.end; ++tile) {
     const Range rows = part(problem.args->num_tokens, tile, problem.num_tiles);
-    const QuantizedTileFn run = quantized_tile(packed, static_cast<int>(rows.size()), panels);
+    const int num_rows = static_cast<int>(rows.size());
+    const QuantizedTileFn run = problem.direct ? direct_tile(packed, num_rows, panels)
+                                               : quantized_tile(packed, num_rows, panels);
     args.x = x.codes + rows.begin * x.stride + first_input * rows.size();
+    if (problem.direct) {
+      const int64_t before = rows.begin * x.stride + first_input * rows.size();
+      args.parts = x.parts + before / kMultiplierInputs;
+    }
     args.factors =
         x.factors + 2 * (rows.begin * packed.num_groups + first_group * rows.size());
     // With one block the sums of a tile are read at once, and all tiles can share their place.
@@ -233,7 +271,9 @@ void run_item(const Problem& problem, int64_t item) {
   const int64_t following = following_range(problem, item);
   const int64_t after = part(num_panels, following, problem.num_ranges).begin;
   alignas(64) int32_t c[kSums];  // or float
+  alignas(64) uint8_t opened[kOpenedBytes];
   Sweep sweep;
+  sweep.opened = opened;
   sweep.tiles = part(problem.num_tiles, chunk, problem.num_chunks);
   for (int64_t panel = range.begin; panel < range.end; panel = sweep.panels.end) {
     sweep.panels = {panel, min_of(range.end, panel + problem.tile_panels)};
@@ -269,23 +309,31 @@ void set_blocks(const PackedQuantized& packed, int64_t inputs, Problem& problem)
 
 }  // namespace
 
-void quantized_linear(Pool* pool, const QuantizedLinearArgs& args) {
-  const PackedQuantized& packed = *args.packed;
+void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
+  const PackedQuantized& stored = *call.packed;
+  const PackedQuantized packed = stored.has_multipliers ? opened_form(stored) : stored;
+  QuantizedLinearArgs args = call;
+  args.packed = &packed;
   if (runs_on_tiles(args)) {
     quantize_rows(pool, args, args.num_tokens);  // tiles of one row: rows as they are
-    quantized_linear_tiles(pool, args);
+    quantized_linear_tiles(pool, args, stored);
     return;
   }
   const int64_t max_rows = max_quantized_rows(packed, args.num_tokens);
   const int64_t chunk_rows = packed.bits == 4 ? kChunkRows4 : kChunkRows8;
   Problem problem;
   problem.args = &args;
+  problem.stored = &stored;
+  problem.direct = stored.has_multipliers && args.num_tokens < kOpenedRows;
   problem.num_tiles = div_up(args.num_tokens, max_rows);
   problem.num_chunks = div_up(problem.num_tiles, chunk_rows / max_rows);
   problem.threads = pool_size(pool);
   quantize_rows(pool, args, problem.num_tiles);
   const bool one_tile = problem.num_tiles == 1;
-  problem.tile_panels = one_tile ? max_quantized_panels(static_cast<int>(args.num_tokens)) : 1;
+  const int rows = static_cast<int>(args.num_tokens);
+  problem.tile_panels = !one_tile        ? 1
+                        : problem.direct ? max_direct_panels(rows)
+                                         : max_quantized_panels(rows);
   problem.chunks_first = args.num_tokens * args.rows.stride <= kKeptBytes;
   set_blocks(packed, block_inputs(packed, problem.num_tiles), problem);
   // A multiple of the thread count, so that equal threads end together.

@@ -10,9 +10,14 @@ namespace {
 // Where input k of an output stands in its panel: the byte, without the output's own offset.
 QS_INLINE int64_t code_offset(const PackedQuantized& packed, int64_t k) {
   const int64_t group = packed.num_groups == 1 ? 0 : k / packed.group_size;
-  const int64_t within = k - group * packed.group_size;
+  int64_t within = k - group * packed.group_size;
+  int64_t pieces = 0;
+  if (packed.has_multipliers) {
+    pieces = within / kPieceInputs * kPieceBytes + kQuantizedPanel;
+    within %= kPieceInputs;
+  }
   const int64_t step = within >> (packed.bits == 4 ? 3 : 2);  // a division would be felt
-  return group * packed.group_bytes + step * kStepBytes + within % kStepInputs;
+  return group * packed.group_bytes + pieces + step * kStepBytes + within % kStepInputs;
 }
 
 QS_INLINE uint8_t* panel_of(const PackedQuantized& packed, int64_t output) {
@@ -31,7 +36,7 @@ void pack_group_scales(const PackQuantizedArgs& args, int64_t output, int64_t gr
   const float middle = static_cast<float>(1 << (packed.bits - 1));
   const int64_t from = output * packed.num_groups + group;
   Scale* scales = reinterpret_cast<Scale*>(at) + output % kQuantizedPanel;
-  store_n(scales, set1(args.scales[from]), 1);
+  store_n(scales, set1(args.scales[from] / packed.scale_unit()), 1);
   if (packed.has_zeros) {
     store_n(scales + kQuantizedPanel, set1(args.zeros[from] - middle), 1);
   }
@@ -90,6 +95,21 @@ void pack_scales(const PackQuantizedArgs& args, int64_t output) {
   }
 }
 
+void pack_multipliers(const PackQuantizedArgs& args, int64_t output) {
+  const PackedQuantized& packed = *args.packed;
+  uint8_t* column = panel_of(packed, output) + output % kQuantizedPanel;
+  const int8_t* multipliers = args.multipliers + output * (packed.k / kMultiplierInputs);
+  const int64_t pieces = packed.group_size / kPieceInputs;
+  for (int64_t group = 0; group < packed.num_groups; ++group) {
+    for (int64_t piece = 0; piece < pieces; ++piece, multipliers += 2) {
+      const int low = (multipliers[0] + kLargestMultiplier) / 2;
+      const int high = (multipliers[1] + kLargestMultiplier) / 2;
+      column[group * packed.group_bytes + piece * kPieceBytes] =
+          static_cast<uint8_t>(low | high << 4);
+    }
+  }
+}
+
 // A cache line of every output's codes at a time, so that what is written stays in L1.
 void pack_panel(const PackQuantizedArgs& args, int64_t panel) {
   constexpr int64_t kAtOnce = 64;
@@ -99,7 +119,10 @@ void pack_panel(const PackQuantizedArgs& args, int64_t panel) {
     const Inputs inputs = {k, min_of(args.packed->k, k + kAtOnce)};
     for (int64_t output = first; output < last; ++output) pack_codes(args, output, inputs);
   }
-  for (int64_t output = first; output < last; ++output) pack_scales(args, output);
+  for (int64_t output = first; output < last; ++output) {
+    pack_scales(args, output);
+    if (args.packed->has_multipliers) pack_multipliers(args, output);
+  }
 }
 
 struct Scaling {
@@ -124,9 +147,20 @@ QS_INLINE Scaling scaling_of(const PackedQuantized& packed, int64_t output, int6
     const int64_t lane = output % kQuantizedPanel;
     found = packed.half_scales ? group_scaling<f16>(packed, at, lane)
                                : group_scaling<float>(packed, at, lane);
+    found.scale *= packed.scale_unit();
   }
   found.zero += static_cast<float>(1 << (packed.bits - 1));
   return found;
+}
+
+QS_INLINE float multiplier_of(const PackedQuantized& packed, int64_t output, int64_t k) {
+  const int64_t within = k % packed.group_size;
+  const uint8_t* at = static_cast<const uint8_t*>(packed.weights) +
+                      output / kQuantizedPanel * packed.panel_bytes +
+                      k / packed.group_size * packed.group_bytes +
+                      within / kPieceInputs * kPieceBytes + output % kQuantizedPanel;
+  const int held = within % kPieceInputs < kMultiplierInputs ? *at & 15 : *at >> 4;
+  return static_cast<float>(2 * held - kLargestMultiplier);
 }
 
 template <typename T>
@@ -150,7 +184,9 @@ void read_row(const PackedQuantized& packed, int64_t output, T* out) {
       for (int64_t i = 0; i < size; ++i) {
         int code = column[code_offset(packed, first + i)];
         if (packed.bits == 4) code = i / kStepInputs % 2 != 0 ? code >> 4 : code & 15;
-        values[i] = (static_cast<float>(code) - scaling.zero) * scaling.scale;
+        float value = static_cast<float>(code) - scaling.zero;
+        if (packed.has_multipliers) value *= multiplier_of(packed, output, first + i);
+        values[i] = value * scaling.scale;
       }
       store_row(values, size, out + first);
     }

@@ -49,6 +49,7 @@ constexpr int max_quantized_panels(int rows) {
 struct QuantizedTileArgs {
   const int8_t* x;         // [steps][R][4], from the block's first step on
   const int32_t* factors;  // [groups][2][R]: scales, corrections; from the block's first group on
+  const int32_t* parts;    // of codes with multipliers, see QuantizedRows; from the block's first
   const uint8_t* w;        // the block's codes in the first panel, at the tile's part
   int64_t panel_bytes;
   int64_t group_bytes;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,10 +22,12 @@ def table(level: str) -> OpTable:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [None, 16, 48, 64, 128])
-@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("more", ["", "zeros", "multipliers"])
 def test_low_bit_products_have_the_same_bits_on_every_level_and_in_every_batch(
-    bits: int, group: int | None, has_zeros: bool
+    bits: int, group: int | None, more: str
 ) -> None:
+    if more == "multipliers" and (bits == 8 or group not in (64, 128)):
+        pytest.skip("multipliers stand in groups of 4 bits")
     generator = torch.Generator().manual_seed(bits)
     inputs = 1100 if group is None else 1152
     groups = 1 if group is None else inputs // group
@@ -31,10 +35,13 @@ def test_low_bit_products_have_the_same_bits_on_every_level_and_in_every_batch(
     codes = QuantizedWeight(
         torch.randint(0, 2**bits, (150, inputs), generator=generator).to(torch.uint8),
         torch.rand(shape, generator=generator),
-        torch.rand(shape, generator=generator) * 2**bits if has_zeros else None,
+        torch.rand(shape, generator=generator) * 2**bits if more == "zeros" else None,
         bits,
         inputs // groups,
     )
+    if more == "multipliers":
+        held = torch.randint(0, 16, (150, inputs // 16), generator=generator)
+        codes = replace(codes, multipliers=(2 * held - 15).to(torch.int8))
     bias = torch.randn(150, generator=generator)
     x = torch.randn(131, inputs, generator=generator)
     expected = None

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from quickstep.errors import ConfigError
+from quickstep.model.quantize import rounding_error
 from quickstep.ops.native import load_native
 from quickstep.ops.table import Rounding, StoredMatrix, StoredRows
 
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-NUM_INPUTS = 96
+NUM_INPUTS = 192
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +49,18 @@ def test_a_matrix_from_files_is_the_packed_tensor(table, tmp_path, dtype, num_ou
     assert torch.equal(table.linear(x, loaded), table.linear(x, table.pack_linear(weight, bias)))
 
 
-@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), [(8, None, False), (4, 32, True)])
-def test_a_matrix_rounded_from_files_is_the_rounded_tensor(
-    table, tmp_path, bits, group_size, has_zeros
-):
+@pytest.mark.parametrize(
+    "form", [(8, None, False, False), (4, 32, True, False), (4, 64, False, True)]
+)
+def test_a_matrix_rounded_from_files_is_the_rounded_tensor(table, tmp_path, form):
     weight, x = drawn((150, NUM_INPUTS)), drawn((5, NUM_INPUTS), seed=2)
     errors = []
-    rounding = Rounding(bits, group_size, has_zeros, 1, errors.append)
+    rounding = Rounding(*form, 1, errors.append)
     loaded = table.load_linear(stored(tmp_path, weight, 70, rounding), None)
-    codes = table.quantize(weight, bits, group_size, has_zeros)
+    codes = table.quantize(weight, *form)
     assert torch.equal(table.linear(x, loaded), table.linear(x, table.pack_quantized(codes, None)))
     [error] = errors
-    assert 0.0 < error < 0.2
+    assert error == pytest.approx(rounding_error(weight, codes), rel=0.1)
 
 
 def test_a_file_that_ends_within_the_matrix_is_refused_by_name(table, tmp_path):

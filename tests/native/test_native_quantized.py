@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -73,6 +75,45 @@ def test_sums_over_groups_are_exact_where_their_scales_are_powers_of_two(
         assert torch.equal(ops.linear(x.float(), packed).double(), exact)
 
 
+def multiplied(seed: int, outputs: int, inputs: int, group: int) -> QuantizedWeight:
+    """Codes with multipliers, every value of both among them."""
+    scales = 2.0 ** integers(seed + 2, -2, 3, outputs, inputs // group)
+    codes = integers(seed, 0, 16, outputs, inputs).to(torch.uint8)
+    multipliers = 2 * integers(seed + 1, 0, 16, outputs, inputs // 16) - 15
+    return QuantizedWeight(codes, scales, None, 4, group, multipliers.to(torch.int8))
+
+
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([*range(1, 20), 33, 97]),
+    st.sampled_from([(64, 32), (128, 64), (1024, 128), (2304, 128), (576, 96)]),
+    st.sampled_from([1, 64, 65, 200, 321]),
+)
+def test_codes_with_multipliers_are_the_weight_of_8_bits_that_they_open_to(
+    seed: int, num_tokens: int, sizes: tuple[int, int], outputs: int
+) -> None:
+    inputs, group = sizes
+    weight = multiplied(seed, outputs, inputs, group)
+    x = integers(seed, -127, 128, num_tokens, inputs).float()
+    for ops in TABLES:
+        packed, opened = ops.pack_quantized(weight, None), ops.pack_quantized(weight.opened(), None)
+        assert torch.equal(ops.linear(x, packed), ops.linear(x, opened))
+        rows = ops.embedding(torch.arange(outputs), packed, torch.float32)
+        assert torch.equal(rows, weight.dequantized())
+
+
+def test_multipliers_that_no_kernel_has_are_refused() -> None:
+    weight = multiplied(0, 8, 128, 64)
+    for odd in (
+        replace(weight, bits=8),
+        replace(weight, zeros=torch.zeros(8, 2)),
+        replace(weight, scales=torch.ones(8, 1), group_size=128),
+        replace(weight, scales=torch.ones(8, 8), group_size=16),
+    ):
+        with pytest.raises(EngineError, match="packing"):
+            native().pack_quantized(odd, None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_activations_of_any_dtype_and_stride_are_taken(dtype: torch.dtype) -> None:
     weight = QuantizedWeight(
@@ -117,14 +158,18 @@ def test_a_group_that_no_kernel_has_is_refused() -> None:
             native().pack_quantized(weight, None)
 
 
-@pytest.mark.parametrize(("bits", "group"), [(8, 128), (8, 2304), (4, 32), (4, 2304)])
+@pytest.mark.parametrize("has_multipliers", [False, True])
+@pytest.mark.parametrize(("bits", "group"), [(8, 128), (8, 2304), (4, 32), (4, 128), (4, 2304)])
 def test_a_row_has_the_same_bits_in_every_batch_and_with_every_number_of_threads(
-    bits: int, group: int
+    bits: int, group: int, has_multipliers: bool
 ) -> None:
+    if has_multipliers and (bits, group) != (4, 128):
+        pytest.skip("multipliers stand in groups of 4 bits")
     inputs, outputs = 2304, 201
     codes = integers(1, 0, 2**bits, outputs, inputs).to(torch.uint8)
     scales = torch.rand(outputs, inputs // group, generator=torch.Generator().manual_seed(2))
-    weight = QuantizedWeight(codes, scales, None, bits, group)
+    found = multiplied(4, outputs, inputs, group).multipliers if has_multipliers else None
+    weight = QuantizedWeight(codes, scales, None, bits, group, found)
     x = torch.randn(101, inputs, generator=torch.Generator().manual_seed(3)).bfloat16()
     for level in LEVELS:
         packed_one = (one := native(level, 1)).pack_quantized(weight, None)

@@ -80,7 +80,9 @@ def format_error(
     if form is None:
         packed = ops.pack_linear(weight, None)
     else:
-        codes = ops.quantize(weight, form.bits, form.group_size, form.has_zeros)
+        codes = ops.quantize(
+            weight, form.bits, form.group_size, form.has_zeros, form.has_multipliers
+        )
         packed = ops.pack_quantized(codes, None)
     return _error(layer, ops.linear(layer.x.to(dtype), packed))
 

@@ -315,7 +315,8 @@ def _equal(a: Tensor | QuantizedWeight, b: Tensor | QuantizedWeight) -> bool:
 
     if isinstance(a, QuantizedWeight) and isinstance(b, QuantizedWeight):
         same_codes = torch.equal(a.codes, b.codes) and torch.equal(a.scales, b.scales)
-        if a.zeros is None or b.zeros is None:
-            return same_codes and a.zeros is b.zeros
-        return same_codes and torch.equal(a.zeros, b.zeros)
+        pairs = ((a.zeros, b.zeros), (a.multipliers, b.multipliers))
+        return same_codes and all(
+            x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs
+        )
     return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)

@@ -1,7 +1,8 @@
 """What `--quantization` means, weight by weight: bits, groups, bytes. Standard library only.
 
 A matrix has a symmetric scale per output and group of inputs; the kernels quantise activations per
-token and the same groups. Where a scheme's group size does not divide a matrix's inputs, a half or
+token and the same groups. `int4` has groups of 128 whose parts of 16 inputs take the scale an odd
+number of times, up to 15. Where a scheme's group size does not divide a matrix's inputs, a half or
 a quarter of it may; where none does, the matrix has 8 bits and one scale per output. Embeddings
 and the output projection always have 8 bits, in groups of 64. Norms, biases and the routers of
 experts keep the model's dtype. docs/design/0005 has the measurements behind it.
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from quickstep.dataclass import dataclass
+from quickstep.ops.table import MULTIPLIER_INPUTS
 
 __all__ = ["SCHEMES", "MatrixFormat", "QuantizationScheme", "find_scheme"]
 
@@ -29,12 +31,14 @@ class MatrixFormat:
         group_size: Inputs that share a scale, a divisor of the matrix's; None for all of them.
         has_zeros: Whether a group has a zero point beside its scale.
         wide_scales: Whether scales and zeros need more than 16 bits.
+        has_multipliers: Whether parts of 16 inputs have a multiplier of 4 bits each.
     """
 
     bits: int
     group_size: int | None = None
     has_zeros: bool = False
     wide_scales: bool = False
+    has_multipliers: bool = False
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Packed bytes of a matrix [N, C]."""
@@ -44,6 +48,8 @@ class MatrixFormat:
         if self.group_size is None:
             return codes + outputs * 4 * (1 + self.has_zeros)
         scales = outputs * (shape[1] // self.group_size)
+        if self.has_multipliers:
+            codes += outputs * shape[1] // MULTIPLIER_INPUTS // 2
         return codes + scales * (4 if self.wide_scales else 2) * (1 + self.has_zeros)
 
 
@@ -54,6 +60,7 @@ class QuantizationScheme:
     name: str
     bits: int
     group_size: int
+    has_multipliers: bool = False
 
     def format_of(self, num_inputs: int, outer: bool) -> MatrixFormat:
         """The format of a matrix; `outer` marks embeddings and the output projection."""
@@ -62,17 +69,29 @@ class QuantizationScheme:
             size //= 2
         if num_inputs % size:
             return MatrixFormat(8)
-        return MatrixFormat(8 if outer else self.bits, size)
+        if outer or not self.has_multipliers:
+            return MatrixFormat(8 if outer else self.bits, size)
+        return _multiplied(num_inputs, size)
+
+
+def _multiplied(num_inputs: int, size: int) -> MatrixFormat:
+    """4 bits with multipliers, or in groups of 16 where the inputs have no two groups of 32."""
+    if size == num_inputs:
+        size //= 2
+    if size % _PIECE:
+        return MatrixFormat(4, _LEAST_GROUP)
+    return MatrixFormat(4, size, has_multipliers=True)
 
 
 _LEAST_GROUP = 16
+_PIECE = 32  # inputs whose multipliers the kernels hold together
 _OUTER_GROUP = 64
 
 SCHEMES: Mapping[str, QuantizationScheme] = MappingProxyType(
     {
         "int8": QuantizationScheme("int8", 8, 128),
         "int8-g32": QuantizationScheme("int8-g32", 8, 32),
-        "int4": QuantizationScheme("int4", 4, 32),
+        "int4": QuantizationScheme("int4", 4, 128, has_multipliers=True),
         "int4-g64": QuantizationScheme("int4-g64", 4, 64),
         "int4-g128": QuantizationScheme("int4-g128", 4, 128),
     }

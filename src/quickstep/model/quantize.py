@@ -60,7 +60,9 @@ class QuantizingSource:
             return weight
         outer = not self._outer.isdisjoint(names)
         form = self._scheme.format_of(weight.shape[1], outer)
-        codes = self._ops.quantize(weight, form.bits, form.group_size, form.has_zeros)
+        codes = self._ops.quantize(
+            weight, form.bits, form.group_size, form.has_zeros, form.has_multipliers
+        )
         self._judge(names, rounding_error(weight, codes))
         return codes
 
@@ -76,6 +78,7 @@ class QuantizingSource:
             form.bits,
             form.group_size,
             form.has_zeros,
+            form.has_multipliers,
             max(1, rows // _SAMPLED_ROWS),
             lambda error: self._judge(names, error),
         )
@@ -98,10 +101,6 @@ def rounding_error(weight: Tensor, codes: QuantizedWeight) -> float:
 
     rows = slice(None, None, max(1, weight.shape[0] // _SAMPLED_ROWS))
     exact = weight[rows].float()
-    zeros = None if codes.zeros is None else codes.zeros[rows]
-    kept = QuantizedWeight(
-        codes.codes[rows], codes.scales[rows], zeros, codes.bits, codes.group_size
-    )
     total = float(torch.linalg.vector_norm(exact))
-    wrong = float(torch.linalg.vector_norm(kept.dequantized() - exact))
+    wrong = float(torch.linalg.vector_norm(codes.rows(rows).dequantized() - exact))
     return wrong / total if total else 0.0

@@ -232,7 +232,8 @@ def _quantized_rows(
     token_ids: Tensor, weight: QuantizedWeight, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
     value = weight.dequantized()[token_ids].double()
-    largest = 2**weight.bits * weight.scales[token_ids].double()
+    steps = 2**weight.bits * (1 if weight.multipliers is None else 15)
+    largest = steps * weight.scales[token_ids].double()
     slack = 2 * _FP32_ROUNDOFF * largest.repeat_interleave(weight.group_size, 1)
     return [(value, slack)]
 

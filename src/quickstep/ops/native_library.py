@@ -24,7 +24,7 @@ __all__ = [
     "raise_for_status",
 ]
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 _OK, _INVALID, _OUT_OF_MEMORY, _UNSUPPORTED_ISA, _OUT_OF_RANGE = range(5)
 
@@ -92,6 +92,7 @@ class QuantizedWeightCall(ctypes.Structure):
         ("scales", c_void_p),
         ("zeros", c_void_p),
         ("bias", c_void_p),
+        ("multipliers", c_void_p),
     )
 
 
@@ -109,6 +110,7 @@ class QuantizeCall(ctypes.Structure):
         ("codes", c_void_p),
         ("scales", c_void_p),
         ("zeros", c_void_p),
+        ("multipliers", c_void_p),
     )
 
 

@@ -10,7 +10,7 @@ import ctypes
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from ctypes import c_double, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_int16, c_int32, c_int64, c_void_p
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -75,7 +75,8 @@ class _CodeForm(ctypes.Structure):
 
     _fields_ = (
         ("bits", c_int32),
-        ("has_zeros", c_int32),
+        ("has_zeros", c_int16),
+        ("has_multipliers", c_int16),
         ("group_size", c_int64),
         ("scales", c_void_p),
         ("bias", c_void_p),
@@ -136,6 +137,7 @@ class NativeLoading:
         call = _CodeForm(
             bits=form.bits,
             has_zeros=form.has_zeros,
+            has_multipliers=rounding is not None and rounding.has_multipliers,
             group_size=form.group_size,
             scales=None if scales is None else scales.data_ptr(),
             bias=None if wide_bias is None else wide_bias.data_ptr(),

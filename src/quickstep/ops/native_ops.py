@@ -113,10 +113,16 @@ class NativeOps:
         return self._quantized.pack(weight, bias)
 
     def quantize(
-        self, weight: Tensor, bits: int, group_size: int | None, has_zeros: bool
+        self,
+        weight: Tensor,
+        bits: int,
+        group_size: int | None,
+        has_zeros: bool,
+        has_multipliers: bool = False,
     ) -> QuantizedWeight:
         """`OpTable.quantize`."""
-        return self._quantized.quantize(_rows(weight), bits, group_size, has_zeros)
+        form = (bits, group_size, has_zeros, has_multipliers)
+        return self._quantized.quantize(_rows(weight), *form)
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """`OpTable.linear`."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-from quickstep.ops.dtypes import FLOAT32, UINT8, of_kind
+from quickstep.ops.dtypes import FLOAT32, INT8, UINT8, of_kind
 from quickstep.ops.host_tensor import HostTensor
 from quickstep.ops.native_library import QuantizeCall, QuantizedWeightCall, raise_for_status
 from quickstep.ops.native_packed import PackedCodes, kernel_dtype
-from quickstep.ops.table import LinearWeight, QuantizedWeight
+from quickstep.ops.table import MULTIPLIER_INPUTS, LinearWeight, QuantizedWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,12 @@ class NativeQuantized:
         self._scratch_bytes = library.qs_quantized_scratch_bytes
 
     def quantize(
-        self, weight: Tensor, bits: int, group_size: int | None, has_zeros: bool
+        self,
+        weight: Tensor,
+        bits: int,
+        group_size: int | None,
+        has_zeros: bool,
+        has_multipliers: bool,
     ) -> QuantizedWeight:
         """Codes of a weight [N, C] with contiguous rows."""
         outputs, inputs = weight.shape
@@ -39,6 +44,10 @@ class NativeQuantized:
         wide = of_kind(FLOAT32, weight.dtype)
         scales = weight.new_empty((outputs, groups), dtype=wide)
         zeros = weight.new_empty((outputs, groups), dtype=wide) if has_zeros else None
+        multipliers = None
+        if has_multipliers:
+            shape = (outputs, inputs // MULTIPLIER_INPUTS)
+            multipliers = weight.new_empty(shape, dtype=of_kind(INT8, weight.dtype))
         call = QuantizeCall(
             dtype=kernel_dtype(weight.dtype),
             bits=bits,
@@ -50,16 +59,18 @@ class NativeQuantized:
             codes=codes.data_ptr(),
             scales=scales.data_ptr(),
             zeros=None if zeros is None else zeros.data_ptr(),
+            multipliers=None if multipliers is None else multipliers.data_ptr(),
         )
         status = self._library.qs_quantize(self._context, ctypes.byref(call))
         raise_for_status(status, f"rounding a {outputs} x {inputs} weight to {bits} bits")
-        return QuantizedWeight(codes, scales, zeros, bits, group_size or inputs)
+        return QuantizedWeight(codes, scales, zeros, bits, group_size or inputs, multipliers)
 
     def pack(self, weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
         """Copy codes and scales into the kernel's layout, in memory of the library's own."""
         codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
         zeros = None if weight.zeros is None else weight.zeros.float().contiguous()
         wide_bias = None if bias is None else bias.float().contiguous()
+        multipliers = None if weight.multipliers is None else weight.multipliers.contiguous()
         outputs, inputs = codes.shape
         call = QuantizedWeightCall(
             bits=weight.bits,
@@ -70,6 +81,7 @@ class NativeQuantized:
             scales=scales.data_ptr(),
             zeros=None if zeros is None else zeros.data_ptr(),
             bias=None if wide_bias is None else wide_bias.data_ptr(),
+            multipliers=None if multipliers is None else multipliers.data_ptr(),
         )
         handle = ctypes.c_void_p()
         status = self._library.qs_quantized_create(

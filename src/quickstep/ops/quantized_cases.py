@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quickstep.ops.case_draws import CaseDraws, label
-from quickstep.ops.table import QuantizedWeight
+from quickstep.ops.table import MULTIPLIER_INPUTS, QuantizedWeight
 
 __all__ = ["Inputs", "quantized_linear_inputs", "quantized_rows_inputs"]
 
@@ -21,6 +22,17 @@ class Inputs(NamedTuple):
     tokens: tuple[Tensor, ...]
     fixed: tuple[object, ...]
 
+
+# (T, C, N, group size, has bias): codes with multipliers
+_MULTIPLIED_SHAPES = (
+    (1, 256, 330, 128, False),
+    (3, 192, 33, 64, True),
+    (5, 896, 70, 128, False),
+    (12, 96, 65, 32, True),
+    (13, 2304, 130, 128, True),
+    (100, 640, 150, 128, False),
+    (0, 64, 32, 32, False),
+)
 
 # (T, C, N, bits, group size, has zeros, has bias): one row, tile, panel and block edges, odd sizes
 _QUANTIZED_SHAPES = (
@@ -72,7 +84,19 @@ def quantized_linear_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
         x = source.normal(num_tokens, width)
         x[num_tokens // 2 :, 7] *= 60.0  # as language models have them
         yield Inputs(name, (x,), (weight, bias))
+    for num_tokens, width, outputs, group, has_bias in _MULTIPLIED_SHAPES:
+        name = label("quantized_linear", dtype, num_tokens, width, outputs, "multiplied", group)
+        source = CaseDraws(name, dtype)
+        weight = _multiplied_weight(source, (outputs, width), group)
+        bias = source.normal(outputs) if has_bias else None
+        yield Inputs(name, (source.normal(num_tokens, width),), (weight, bias))
     yield from _extreme_codes(dtype)
+
+
+def _multiplied_weight(source: CaseDraws, shape: tuple[int, int], group: int) -> QuantizedWeight:
+    weight = _quantized_weight(source, shape, 4, group, zeros=False)
+    held = source.integers(0, 16, shape[0], shape[1] // MULTIPLIER_INPUTS)
+    return replace(weight, multipliers=(2 * held - 15).to(torch.int8))
 
 
 def _extreme_codes(dtype: torch.dtype) -> Iterator[Inputs]:
@@ -98,3 +122,8 @@ def quantized_rows_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
         weight = _quantized_weight(source, (rows, width), bits, group, zeros=zeros)
         token_ids = source.permutation(rows)[:num_tokens]
         yield Inputs(name, (token_ids,), (weight, dtype))
+    for num_tokens, width, rows, group, _ in _MULTIPLIED_SHAPES[:-1]:
+        name = label("quantized_rows", dtype, num_tokens, width, rows, "multiplied", group)
+        source = CaseDraws(name, dtype)
+        weight = _multiplied_weight(source, (rows, width), group)
+        yield Inputs(name, (source.permutation(rows)[:num_tokens],), (weight, dtype))

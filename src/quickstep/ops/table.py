@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from quickstep.dataclass import dataclass
 
@@ -24,16 +24,20 @@ if TYPE_CHECKING:
     from quickstep.ops.native_steps import NativeSteps
 
 __all__ = [
+    "MULTIPLIER_INPUTS",
     "AttentionParams",
     "KVCache",
     "LinearWeight",
     "OpTable",
     "PagedLayout",
+    "Quantize",
     "QuantizedWeight",
     "Rounding",
     "StoredMatrix",
     "StoredRows",
 ]
+
+MULTIPLIER_INPUTS = 16  # of a `QuantizedWeight`, those that share a multiplier
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +94,18 @@ class QuantizedWeight:
 
         weight[n, c] = (codes[n, c] - zeros[n, c // group_size]) * scales[n, c // group_size]
 
+    and times `multipliers[n, c // 16]` where it has those: a group's scale is then a step that its
+    parts of 16 inputs take an odd number of times. The product of code and multiplier still fits 8
+    bits, so that a kernel may hold 4 bits and multiply 8, in groups of `group_size`.
+
     Attributes:
         codes: [N, C] uint8, below 2**bits (one code per byte here; implementations pack).
         scales: [N, C / group_size] float32.
         zeros: [N, C / group_size] float32, any value; None for 2**(bits - 1) (symmetric).
         bits: 4 or 8.
         group_size: Inputs that share a scale: a multiple of 16, or C for one scale per output.
+        multipliers: [N, C / 16] int8, odd, from -15 to 15; None for 1. Of 4 bits without zeros, in
+            groups of a multiple of 32, more than one.
     """
 
     codes: Tensor
@@ -103,12 +113,33 @@ class QuantizedWeight:
     zeros: Tensor | None
     bits: int
     group_size: int
+    multipliers: Tensor | None = None
 
     def dequantized(self) -> Tensor:
         """The weight [N, C] in float32."""
         zeros = float(2 ** (self.bits - 1)) if self.zeros is None else self.zeros.unsqueeze(2)
         grouped = self.codes.reshape(*self.scales.shape, self.group_size).float()
-        return ((grouped - zeros) * self.scales.unsqueeze(2)).reshape(self.codes.shape)
+        steps = grouped - zeros
+        if self.multipliers is not None:
+            spread = self.multipliers.repeat_interleave(MULTIPLIER_INPUTS, 1)
+            steps = steps * spread.reshape(steps.shape)
+        return (steps * self.scales.unsqueeze(2)).reshape(self.codes.shape)
+
+    def opened(self) -> QuantizedWeight:
+        """The same weight without multipliers: in 8 bits, if it has any."""
+        if self.multipliers is None:
+            return self
+        spread = self.multipliers.repeat_interleave(MULTIPLIER_INPUTS, 1)
+        steps = (self.codes.short() - 8) * spread
+        return QuantizedWeight((steps + 128).byte(), self.scales, None, 8, self.group_size)
+
+    def rows(self, index: slice | Tensor) -> QuantizedWeight:
+        """Some of its outputs."""
+        parts = (self.zeros, self.multipliers)
+        zeros, multipliers = (None if part is None else part[index] for part in parts)
+        return QuantizedWeight(
+            self.codes[index], self.scales[index], zeros, self.bits, self.group_size, multipliers
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +162,7 @@ class Rounding:
     bits: int
     group_size: int | None
     has_zeros: bool
+    has_multipliers: bool
     sample_step: int
     told: Callable[[float], None]
 
@@ -169,6 +201,20 @@ class AttentionParams:
     softcap: float | None = None
 
 
+class Quantize(Protocol):
+    """`OpTable.quantize`."""
+
+    def __call__(
+        self,
+        weight: Tensor,
+        bits: int,
+        group_size: int | None,
+        has_zeros: bool,
+        has_multipliers: bool = False,
+    ) -> QuantizedWeight:
+        """Codes of a weight [N, C]; group size None for whole rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpTable:
     """One implementation per op, fixed for the life of a model.
@@ -178,8 +224,7 @@ class OpTable:
         pack_linear: (weight [N, C], bias [N] | None) -> LinearWeight. Called once at load.
         pack_quantized: (QuantizedWeight, bias [N] | None) -> LinearWeight, for activations of any
             dtype; `linear` then quantises them as well, per token and group of the weight.
-        quantize: (weight [N, C], bits, group size or None for whole rows, has zeros) ->
-            QuantizedWeight: on-the-fly rounding, row by row. Called once at load.
+        quantize: On-the-fly rounding, row by row. Called once at load.
         linear: (x [T, C], LinearWeight) -> [T, N] in x's dtype; fp32 accumulation in one order.
         embedding: (token_ids [T], weight [V, C] or LinearWeight, dtype) -> [T, C]: rows of the
             weight. `dtype` is the weight's own where it has one, else what its rows are rounded to.
@@ -210,7 +255,7 @@ class OpTable:
     name: str
     pack_linear: Callable[[Tensor, Tensor | None], LinearWeight]
     pack_quantized: Callable[[QuantizedWeight, Tensor | None], LinearWeight]
-    quantize: Callable[[Tensor, int, int | None, bool], QuantizedWeight]
+    quantize: Quantize
     linear: Callable[[Tensor, LinearWeight], Tensor]
     embedding: Callable[[Tensor, Tensor | LinearWeight, torch.dtype], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]

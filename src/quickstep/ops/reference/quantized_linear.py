@@ -5,8 +5,9 @@
 
 A group is the weight's; a weight with one scale per output takes a whole row as one group. Groups
 of 4 bits share the activations' scale, up to 128 inputs: little beside what 4 bits lose, and one
-product less per group. Scale and codes of activations are computed in float32, as every
-implementation does; the rest is float64 over integers, so that no product's order can show.
+product less per group. A weight with multipliers is that of 8 bits which has them multiplied in.
+Scale and codes of activations are computed in float32, as every implementation does; the rest is
+float64 over integers, so that no product's order can show.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _TINY = 1e-30  # 127 over anything smaller overflows, or nearly; such a group co
 
 
 def pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
-    """The codes as they are, a byte each."""
+    """The codes as they are, a byte each; multipliers are multiplied in."""
+    weight = weight.opened()
     parts = [weight.codes, weight.scales]
     parts += [part for part in (weight.zeros, bias) if part is not None]
     outputs, inputs = weight.codes.shape
@@ -77,10 +79,7 @@ def quantized_linear(x: Tensor, weight: LinearWeight) -> Tensor:
 
 def quantized_rows(token_ids: Tensor, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """Rows of the weight [T, C], rounded once to `dtype`."""
-    zeros = None if weight.zeros is None else weight.zeros[token_ids]
-    scales = weight.scales[token_ids]
-    rows = QuantizedWeight(weight.codes[token_ids], scales, zeros, weight.bits, weight.group_size)
-    return rows.dequantized().to(dtype)
+    return weight.rows(token_ids).dequantized().to(dtype)
 
 
 def _shared_groups(weight: QuantizedWeight) -> int:

@@ -1,0 +1,195 @@
+// The register tile of few rows for codes with multipliers, as they stand in memory. For one or two
+// rows every 16 inputs have integer sums of their own, which are multiplied and added to those of
+// the group; for more the codes are opened in registers. Many rows run the tile of 8 bits over
+// opened codes (quantized_open.h). All of it is integers, so all give the same bits.
+//
+//   AVX-512   1 row x 4 panels, 2 rows x 2, 3 to 6 rows x 1
+//   others    a row to a tile's most x a part of a panel
+#pragma once
+
+#include "kernels/quantized_open.h"
+#include "kernels/quantized_tile.h"
+
+namespace qs::QS_LEVEL {
+
+constexpr int kPartRows = 2;  // up to here sums of 16 inputs are multiplied, else codes
+
+constexpr int max_direct_panels(int rows) {
+  return kPanelParts > 1 ? 1 : rows == 1 ? 4 : rows == 2 ? 2 : 1;
+}
+
+// What a tile reads of one half of a piece: 16 inputs, two pairs of codes.
+struct DirectHalf {
+  const uint8_t* w;      // the piece, in the first panel
+  const int8_t* x;       // of the half's first input
+  const int32_t* parts;  // -8 times the sums of x
+  const char* fetch;
+};
+
+template <int Half, int R, int S>
+QS_INLINE void add_half(const QuantizedTileArgs& args, const DirectHalf& half,
+                        vi (&sum)[R][S * kTileVectors]) {
+  using D = Dot<4>;
+  constexpr int V = kTileVectors;
+  constexpr int kSteps = kMultiplierInputs / kStepInputs;
+  const uint8_t* codes =
+      half.w + kQuantizedPanel + args.part_outputs * kStepInputs + Half * 2 * kStepBytes;
+  const uint8_t* multipliers = half.w + args.part_outputs;
+#pragma GCC unroll 16
+  for (int v = 0; v < S * V; ++v) {
+    const int64_t panel = v / V * args.panel_bytes;
+    const char* lines = half.fetch + panel + (Half * V + v % V) * 2 * kCacheLine;
+    __builtin_prefetch(lines, 0, 2);
+    __builtin_prefetch(lines + kCacheLine, 0, 2);
+    typename D::Codes held[kSteps];
+#pragma GCC unroll 2
+    for (int pair = 0; pair < kSteps / 2; ++pair) {
+      const vcodes both =
+          load_codes(codes + panel + pair * kStepBytes + v % V * static_cast<int64_t>(sizeof(vi)));
+      held[2 * pair] = D::codes(step_codes<4, 0>(both));
+      held[2 * pair + 1] = D::codes(step_codes<4, 1>(both));
+    }
+    const vi multiplier = part_multipliers<Half>(multipliers + panel + v % V * W);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      vi part = set1i(half.parts[r]);
+#pragma GCC unroll 4
+      for (int step = 0; step < kSteps; ++step) {
+        D::add(part, held[step],
+               QuantizedTile<8, R, S>::activations(half.x + (step * R + r) * kStepInputs));
+      }
+      sum[r][v] += part * multiplier;
+    }
+  }
+}
+
+// The same for more rows, whose own sums would be too many: the codes are opened in registers, so
+// that a load of activations serves all vectors.
+template <int Half, int R, int S>
+QS_INLINE void open_half(const QuantizedTileArgs& args, const DirectHalf& half,
+                         vi (&sum)[R][S * kTileVectors]) {
+  using D = Dot<8>;
+  constexpr int V = S * kTileVectors;
+  constexpr int64_t kVectorBytes = sizeof(vi);
+  const uint8_t* codes =
+      half.w + kQuantizedPanel + args.part_outputs * kStepInputs + Half * 2 * kStepBytes;
+  Opening open[V];
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) {
+    open[v] = opening<Half>(piece_multipliers(half.w + args.part_outputs + v * W));
+  }
+#pragma GCC unroll 2
+  for (int pair = 0; pair < 2; ++pair) {
+#pragma GCC unroll 2
+    for (int step = 0; step < 2; ++step) {
+      const char* lines = half.fetch + (Half * 4 + pair * 2 + step) * 2 * kCacheLine;
+      __builtin_prefetch(lines, 0, 2);
+      __builtin_prefetch(lines + kCacheLine, 0, 2);
+      typename D::Codes held[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        const vcodes both = load_codes(codes + pair * kStepBytes + v * kVectorBytes);
+        held[v] = D::codes(step == 0 ? open[v].template open<0>(both)
+                                     : open[v].template open<1>(both));
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const vi x = QuantizedTile<8, R, S>::activations(
+            half.x + ((pair * 2 + step) * R + r) * kStepInputs);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) D::add(sum[r][v], held[v], x);
+      }
+    }
+  }
+}
+
+template <int Half, int R, int S>
+QS_INLINE void run_half(const QuantizedTileArgs& args, const DirectHalf& half,
+                        vi (&sum)[R][S * kTileVectors]) {
+  if constexpr (R <= kPartRows) {
+    add_half<Half, R, S>(args, half, sum);
+  } else {
+    static_assert(S == 1);
+    open_half<Half, R, S>(args, half, sum);
+  }
+}
+
+// As run_groups of 8 bits: c = fma(dot * x_scale, w_scale, c), groups in ascending order.
+template <int R, int S, typename Scale>
+void run_direct(const QuantizedTileArgs& call) {
+  constexpr int V = kTileVectors;
+  const QuantizedTileArgs args = call;  // so that no store can be taken to change it
+  vf held[R][S * V] = {};
+  if (!args.first) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+      for (int v = 0; v < S * V; ++v) held[r][v] = load(at<float, S>(args, r, v));
+    }
+  }
+  const uint8_t* w = args.w - args.part_outputs * kStepInputs;
+  const int8_t* x = args.x;
+  const int32_t* factors = args.factors;
+  const int32_t* parts = args.parts;
+  const char* fetch = args.fetch;
+  for (int64_t group = 0; group < args.num_groups; ++group) {
+    vi sum[R][S * V];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const vi start = R > kPartRows && Dot<8>::kOffset ? set1i(factors[R + r]) : vi{};
+#pragma GCC unroll 16
+      for (int v = 0; v < S * V; ++v) sum[r][v] = start;
+    }
+    for (int64_t k = 0; k < args.num_inputs; k += kPieceInputs) {
+      run_half<0, R, S>(args, {w, x, parts, fetch}, sum);
+      x += kMultiplierInputs * R;
+      parts += R;
+      run_half<1, R, S>(args, {w, x, parts, fetch}, sum);
+      x += kMultiplierInputs * R;
+      parts += R;
+      w += kPieceBytes;
+      fetch += args.fetch_stride;
+    }
+#pragma GCC unroll 16
+    for (int v = 0; v < S * V; ++v) {
+      const Scale* scales = reinterpret_cast<const Scale*>(w + v / V * args.panel_bytes) +
+                            args.part_outputs + v % V * W;
+      const vf scale = load(scales);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const vf dot = __builtin_convertvector(sum[r][v], vf);
+        held[r][v] = fma(dot * bit_cast<vf>(set1i(factors[r])), scale, held[r][v]);
+      }
+    }
+    w += args.group_bytes - args.code_bytes;
+    factors += 2 * R;
+    fetch += args.fetch_scales;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 16
+    for (int v = 0; v < S * V; ++v) store(at<float, S>(args, r, v), held[r][v]);
+  }
+}
+
+struct DirectTileTable {
+  QuantizedTileFn entries[2][kQuantizedRows][max_direct_panels(1)] = {};
+  template <int R, int S>
+  constexpr void fill() {
+    entries[0][R - 1][S - 1] = run_direct<R, S, float>;
+    entries[1][R - 1][S - 1] = run_direct<R, S, f16>;
+    if constexpr (S < max_direct_panels(R)) {
+      fill<R, S + 1>();
+    } else if constexpr (R < kQuantizedRows) {
+      fill<R + 1, 1>();
+    }
+  }
+  constexpr DirectTileTable() { fill<1, 1>(); }
+};
+
+QS_INLINE QuantizedTileFn direct_tile(const PackedQuantized& packed, int rows, int panels) {
+  static constexpr DirectTileTable table;
+  return table.entries[packed.half_scales ? 1 : 0][rows - 1][panels - 1];
+}
+
+}  // namespace qs::QS_LEVEL
