@@ -113,6 +113,7 @@ def test_calls_from_several_threads_do_not_mix() -> None:
 
 
 def test_weights_and_threads_are_freed_with_their_owners() -> None:
+    gc.collect()  # what other tests left may have threads
     threads_before = count_threads()
     ops = native(4)
     packed = ops.pack_linear(inputs()[1], None)

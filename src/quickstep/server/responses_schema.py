@@ -210,6 +210,7 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     chat_template_kwargs: dict[str, Any] | None = None
     access_programs: Any = None
     background: Any = None
+    background_options: Any = None
     context_management: Any = None
     conversation: Any = None
     image: Any = None
@@ -242,6 +243,7 @@ RESPONSES_REFUSED: Mapping[str, Refusal] = MappingProxyType(
     {
         "access_programs": Refusal((), "there are no access programs"),
         "background": Refusal((False,), "a response ends with its request"),
+        "background_options": Refusal((), "a response ends with its request"),
         "context_management": Refusal(([],), "the input is taken as it is"),
         "conversation": Refusal((), "send previous_response_id"),
         "image": Refusal((), "the model reads text only"),
