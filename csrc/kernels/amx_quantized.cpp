@@ -13,6 +13,7 @@
 #include "kernels/amx_tiles.h"
 #include "kernels/entries.h"
 #include "kernels/quantized_open.h"
+#include "kernels/ranges.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -26,15 +27,6 @@ constexpr int64_t kOpenedBytes =
     kQuantizedPanel * kTileBlockInputs + kTileBlockInputs / kPieceInputs * kQuantizedPanel * 4;
 constexpr int64_t kDotBytes = kQuantizedPanel * 4;
 static_assert(W == kTileOutputs);
-
-struct Range {
-  int64_t begin, end;
-  int64_t size() const { return end - begin; }
-};
-
-QS_INLINE Range part(int64_t total, int64_t i, int64_t n) {
-  return {total * i / n, total * (i + 1) / n};
-}
 
 // Tiles 0 to 3 are sums, 4 is activations, 5 to 7 are codes of `inputs` inputs.
 void set_shapes(int64_t rows, int64_t inputs) {

@@ -13,6 +13,7 @@
 
 #include "kernels/entries.h"
 #include "kernels/linear_tile.h"
+#include "kernels/ranges.h"
 #include "kernels/transpose.h"
 
 namespace qs::QS_LEVEL {
@@ -35,16 +36,6 @@ struct Problem {
   int64_t num_ranges;
   int64_t threads;
 };
-
-struct Range {
-  int64_t begin, end;
-  int64_t size() const { return end - begin; }
-};
-
-// Part i of n nearly equal parts of [0, total).
-QS_INLINE Range part(int64_t total, int64_t i, int64_t n) {
-  return {total * i / n, total * (i + 1) / n};
-}
 
 template <typename T>
 void emit(const Problem<T>& problem, Range rows, Range panels, const float* c) {

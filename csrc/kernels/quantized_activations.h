@@ -3,22 +3,13 @@
 #pragma once
 
 #include "kernels/quantized_tile.h"
+#include "kernels/ranges.h"
 
 namespace qs::QS_LEVEL {
 
 constexpr int64_t kQuantizeItemElements = 8192;
 constexpr int64_t kGroupsAhead = 2;
 constexpr float kTiny = 1e-30f;  // 127 over anything smaller overflows, or nearly
-
-struct Range {
-  int64_t begin, end;
-  int64_t size() const { return end - begin; }
-};
-
-// Part i of n nearly equal parts of [0, total).
-QS_INLINE Range part(int64_t total, int64_t i, int64_t n) {
-  return {total * i / n, total * (i + 1) / n};
-}
 
 // The largest magnitude; NaN or inf if there is one.
 template <typename T>

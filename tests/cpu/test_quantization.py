@@ -145,10 +145,14 @@ def test_native_rounding_is_the_reference_s(form: MatrixFormat, dtype: torch.dty
         native = load_native(2, level)
         assert native is not None
         got = quantize(weight[:, :], form, native)
-        # a squared error summed in another order may prefer the other of two equal scales, and
-        # one that is fitted to codes may be rounded to the next float16
+        # a squared error summed in another order may prefer the other of two equal scales
         same = got.scales == expected.scales
-        assert same.float().mean() > (0.99 if form.has_multipliers else 0.999)
+        if form.has_multipliers:  # one that is fitted to codes may be rounded to the next float16
+            assert same.float().mean() > 0.99
+            torch.testing.assert_close(got.scales, expected.scales, rtol=2**-10, atol=0.0)
+            assert torch.equal(got.multipliers, expected.multipliers)
+        else:
+            assert same.float().mean() > 0.999
         grouped = (got.codes == expected.codes).reshape(*same.shape, -1)
         assert bool(grouped[same].all())
         assert bool((got.dequantized() - expected.dequantized()).abs().max() < 0.2)

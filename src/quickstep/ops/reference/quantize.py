@@ -9,7 +9,7 @@ multipliers for every part of 16 inputs; then the scale is fitted to the codes f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ _LARGEST_MULTIPLIER = 15
 _UNIT = 16.0
 
 # Squared error of each group, and what gave it: codes, scale, zero.
-_Attempt = tuple[Tensor, Tensor, Tensor, Tensor]
+_Attempt = tuple[Tensor, ...]  # the errors of groups, then what leaves them
 
 
 def quantize(
@@ -93,7 +93,7 @@ def _symmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         codes = (groups * _inverse(scale)).round_().add_(middle).clamp_(0, 2 * middle - 1)
         return _measured(groups, codes, scale, torch.full_like(scale, middle))
 
-    _, codes, scale, _ = _best(attempt, bits)
+    _, codes, scale, _ = _best(attempt, _SHRINKS if bits < 8 else _SHRINKS[:1])
     return scale.squeeze(-1), codes
 
 
@@ -109,7 +109,7 @@ def _asymmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
         codes = (groups * _inverse(scale)).round_().add_(zero).clamp_(0, last)
         return _measured(groups, codes, scale, zero)
 
-    _, codes, scale, zero = _best(attempt, bits)
+    _, codes, scale, zero = _best(attempt, _SHRINKS if bits < 8 else _SHRINKS[:1])
     return scale.squeeze(-1), zero.squeeze(-1), codes
 
 
@@ -120,21 +120,12 @@ def _multiplied(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     extreme = torch.where(most >= -least, most, least)
     largest = extreme.abs().amax(-2, keepdim=True)
 
-    def attempt(shrink: float) -> tuple[Tensor, Tensor, Tensor]:
+    def attempt(shrink: float) -> _Attempt:
         scale = _half(largest / (8.0 * _LARGEST_MULTIPLIER) * shrink * _UNIT) / _UNIT
         multipliers, error = _best_multipliers(parts, extreme / -8.0, scale)
         return error.sum(-2, keepdim=True), scale, multipliers
 
-    best = attempt(_UNIT_SHRINKS[0])
-    for shrink in _UNIT_SHRINKS[1:]:
-        other = attempt(shrink)
-        wins = other[0] < best[0]
-        best = (
-            torch.where(wins, other[0], best[0]),
-            torch.where(wins, other[1], best[1]),
-            torch.where(wins, other[2], best[2]),
-        )
-    _, scale, multipliers = best
+    _, scale, multipliers = _best(attempt, _UNIT_SHRINKS)
     steps = _part_codes(parts, scale * multipliers) * multipliers
     product = (parts * _inverse(scale) * steps).sum((-2, -1), keepdim=True)
     square = steps.square().sum((-2, -1), keepdim=True)
@@ -169,18 +160,13 @@ def _measured(groups: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> _At
     return error, codes, scale, zero
 
 
-def _best(attempt: Callable[[float], _Attempt], bits: int) -> _Attempt:
+def _best(attempt: Callable[[float], _Attempt], shrinks: Sequence[float]) -> _Attempt:
     """Group by group the attempt with the smallest error, the first where equal."""
-    best = attempt(_SHRINKS[0])
-    for shrink in _SHRINKS[1:] if bits < 8 else ():
+    best = attempt(shrinks[0])
+    for shrink in shrinks[1:]:
         other = attempt(shrink)
         wins = other[0] < best[0]
-        best = (
-            torch.where(wins, other[0], best[0]),
-            torch.where(wins, other[1], best[1]),
-            torch.where(wins, other[2], best[2]),
-            torch.where(wins, other[3], best[3]),
-        )
+        best = tuple(torch.where(wins, *pair) for pair in zip(other, best, strict=True))
     return best
 
 
