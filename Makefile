@@ -34,7 +34,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/check_layers.py
-	$(BIN)/python tools/check_ceilings.py
+	$(BIN)/python tools/check_names.py
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/python tools/write_api_reference.py --check
 

@@ -281,7 +281,7 @@ class FakeEngine:
     async def prepare(self, sampling: SamplingParams) -> None:
         """Every grammar is fine: the script follows none."""
 
-    def submit(  # noqa: PLR0913
+    def submit(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,

@@ -222,7 +222,7 @@ class Engine:
         """Compile what `submit` will need of it, in a thread. Raises RequestError as `submit`."""
         await prepare_grammar(sampling.grammar, self._model.grammars)
 
-    def submit(  # noqa: PLR0913 -- a request's own fields, all but two optional
+    def submit(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,

@@ -146,7 +146,7 @@ class ServedEngine(Protocol):
     async def prepare(self, sampling: SamplingParams) -> None:
         """Compile what `submit` needs of it, off the event loop. Raises RequestError."""
 
-    def submit(  # noqa: PLR0913 -- a request's own fields, all but two optional
+    def submit(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,

@@ -237,7 +237,7 @@ class RemoteEngine:
     async def prepare(self, sampling: SamplingParams) -> None:
         """Nothing: the engine's process prepares what it takes, and its verdict tells."""
 
-    def submit(  # noqa: PLR0913 -- a request's own fields, all but two optional
+    def submit(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
