@@ -1,30 +1,41 @@
 # Two commands do everything on a fresh machine with Python >= 3.11 (and gcc, for the native kernels):
 #   make demo    stream text from the bundled model
 #   make test    run the tests
-# Each makes the environment in .venv first, once.
+# Each makes the environment in .venv first, once: the demo a small one (no PyTorch, the kernels of
+# this machine's CPU only), the tests and everything else the complete one.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SMALL := $(VENV)/.small
 READY := $(VENV)/.ready
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/kernels/*)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: help demo test check format bench soak peers gpu verify native reference clean
 
 help:
 	@echo "make demo | test | check | format | reference | verify | native | bench | soak | peers | gpu | clean"
 
-$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/kernels/*)
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PYTHON) -m venv $(VENV)
+
+$(SMALL): $(SOURCES) | $(BIN)/python
+	$(PIP) -C cmake.define.QUICKSTEP_THIS_MACHINE=ON -e .
 	@touch $@
 
-demo: $(READY)
+$(READY): $(SOURCES) | $(BIN)/python
+	$(PIP) -C cmake.define.QUICKSTEP_THIS_MACHINE=OFF -e '.[dev]'
+	@touch $@ $(SMALL)
+
+demo: $(SMALL)
 	@$(BIN)/quickstep demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --without-torch tests/pure
+	$(BIN)/python -m pytest --ignore=tests/pure
 
 verify: $(READY)
 	$(BIN)/quickstep verify --requests 2000

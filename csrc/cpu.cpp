@@ -36,7 +36,7 @@ struct Level {
 
 bool has(uint64_t word, int bit) { return (word >> bit) & 1; }
 
-#if defined(QS_HAS_avx2)
+#if defined(__x86_64__)
 
 struct Features {
   uint32_t leaf1_ecx = 0, ext1_ecx = 0;
@@ -66,7 +66,7 @@ Features read_features() {
   return f;
 }
 
-bool supports_avx2(const Features& f) {
+[[maybe_unused]] bool supports_avx2(const Features& f) {
   const bool ymm_state = (f.xcr0 & 0x6) == 0x6;
   const bool leaf1 = has(f.leaf1_ecx, 12) && has(f.leaf1_ecx, 22) && has(f.leaf1_ecx, 23) &&
                      has(f.leaf1_ecx, 28) && has(f.leaf1_ecx, 29);  // FMA MOVBE POPCNT AVX F16C
@@ -74,18 +74,18 @@ bool supports_avx2(const Features& f) {
   return ymm_state && leaf1 && leaf7 && has(f.ext1_ecx, 5);  // LZCNT
 }
 
-bool supports_avx512(const Features& f) {
+[[maybe_unused]] bool supports_avx512(const Features& f) {
   const bool zmm_state = (f.xcr0 & 0xe6) == 0xe6;
   const bool leaf7 = has(f.leaf7_ebx, 16) && has(f.leaf7_ebx, 17) && has(f.leaf7_ebx, 28) &&
                      has(f.leaf7_ebx, 30) && has(f.leaf7_ebx, 31);  // F DQ CD BW VL
   return supports_avx2(f) && zmm_state && leaf7;
 }
 
-bool supports_avx512_vnni(const Features& f) {
+[[maybe_unused]] bool supports_avx512_vnni(const Features& f) {
   return supports_avx512(f) && has(f.leaf7_ecx, 11);
 }
 
-bool supports_avx512_bf16(const Features& f) {
+[[maybe_unused]] bool supports_avx512_bf16(const Features& f) {
   return supports_avx512_vnni(f) && has(f.leaf7_1_eax, 5);
 }
 
@@ -158,17 +158,25 @@ struct Levels {
 
   // The best one first.
   Levels() {
-#if defined(QS_HAS_avx2)
-    const Features f = read_features();
+#if defined(__x86_64__)
+    [[maybe_unused]] const Features f = read_features();
+#endif
 #if defined(QS_HAS_avx512_amx)
     add(&avx512_amx::kernels, supports_avx512_amx(f));
 #endif
+#if defined(QS_HAS_avx512_bf16)
     add(&avx512_bf16::kernels, supports_avx512_bf16(f));
+#endif
+#if defined(QS_HAS_avx512_vnni)
     add(&avx512_vnni::kernels, supports_avx512_vnni(f));
+#endif
+#if defined(QS_HAS_avx512)
     add(&avx512::kernels, supports_avx512(f));
+#endif
 #if defined(QS_HAS_avx_vnni)
     add(&avx_vnni::kernels, supports_avx_vnni(f));
 #endif
+#if defined(QS_HAS_avx2)
     add(&avx2::kernels, supports_avx2(f));
 #endif
 #if defined(QS_HAS_neon)

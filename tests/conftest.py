@@ -7,11 +7,15 @@ Property tests draw the same examples in every run, so that a green commit stays
 
 A run in the background of a shell script has SIGINT ignored, and so would the processes that tests
 start and interrupt: it is taken back.
+
+`pytest --without-torch` runs as if torch were not installed: `make test` runs `tests/pure` so.
 """
 
 import os
 import signal
+import sys
 
+import pytest
 from hypothesis import settings
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -22,3 +26,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("same", derandomize=True, database=None, deadline=None)
 settings.register_profile("search", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile("same")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-torch", action="store_true", help="as if torch were not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--without-torch"):
+        sys.modules["torch"] = None  # type: ignore[assignment]  # `import torch` raises

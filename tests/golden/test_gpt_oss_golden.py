@@ -26,7 +26,7 @@ from quickstep.model.checkpoint_weights import open_weights
 from quickstep.model.decoder import Decoder
 from quickstep.model.fused_experts_source import mxfp4_values
 from quickstep.model.interface import Model
-from quickstep.model.loader import load_model, loads_on_host
+from quickstep.model.loader import load_model, reason_for_torch
 from quickstep.model.sizing import weight_bytes
 from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
@@ -218,7 +218,7 @@ def test_the_command_verifies_gpt_oss(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_model_with_sinks_needs_no_torch(tmp_path: Path) -> None:
     GRANITE.save(tmp_path)
     options, spec, ops = LoadConfig(model=str(tmp_path)), read_spec(tmp_path), load_native(1)
-    assert ops is not None and loads_on_host(open_weights(tmp_path, spec), ops, options)
+    assert ops is not None and not reason_for_torch(open_weights(tmp_path, spec), ops, options)
     model = load_model(Checkpoint(tmp_path, "golden"), spec, ops, options, on_host=True)
     assert isinstance(model, Decoder)
     expected = load(tmp_path, ops=ops)

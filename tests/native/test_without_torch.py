@@ -14,7 +14,7 @@ from engine_answers import FORMATS, answers
 
 from quickstep.config import LoadConfig
 from quickstep.model.checkpoint_weights import open_weights
-from quickstep.model.loader import load_model, loads_on_host
+from quickstep.model.loader import load_model, reason_for_torch
 from quickstep.model.source import find_checkpoint
 from quickstep.model.spec import read_spec
 from quickstep.model.torch_weights import with_torch_kv, with_torch_tensors
@@ -93,7 +93,7 @@ def test_a_model_in_host_tensors_can_be_run_op_by_op_on_the_same_memory() -> Non
     checkpoint, ops = find_checkpoint(load), load_native(2)
     assert ops is not None
     spec = read_spec(checkpoint.path)
-    assert loads_on_host(open_weights(checkpoint.path, spec), ops, load)
+    assert not reason_for_torch(open_weights(checkpoint.path, spec), ops, load)
     model = load_model(checkpoint, spec, ops, load, on_host=True)
     kv = allocate_kv(model.kv_shape, 4, 16, model.device)
     assert model.device == CPU and isinstance(kv.keys[0], HostTensor)
@@ -111,4 +111,39 @@ def test_weights_that_have_to_be_converted_are_left_to_torch(dtype: str) -> None
     assert ops is not None
     weights = open_weights(checkpoint.path, read_spec(checkpoint.path))
     stored = {tensor.dtype for tensor in weights.files.tensors.values()}
-    assert loads_on_host(weights, ops, load) == (stored == {{"float32": "F32"}.get(dtype, "F16")})
+    is_stored = stored == {{"float32": "F32"}.get(dtype, "F16")}
+    assert (reason_for_torch(weights, ops, load) == "") == is_stored
+
+
+def run_without_torch(*command: str) -> subprocess.CompletedProcess[str]:
+    """`quickstep COMMAND` where torch is not installed."""
+    script = "import sys; sys.modules['torch'] = None; from quickstep.cli.main import main; "
+    return subprocess.run(
+        [sys.executable, "-c", f"{script} sys.exit(main(sys.argv[1:]))", *command],
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [("demo",), ("doctor", "--no-bandwidth"), ("verify", "--requests", "2")]
+)
+def test_commands_run_where_torch_is_not_installed(command: tuple[str, ...]) -> None:
+    done = run_without_torch(*command)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "what"),
+    [
+        (("generate", "x", "--enforce-eager"), "--enforce-eager"),
+        (("generate", "x", "--device", "cuda"), "--device cuda"),
+        (("generate", "x", "--dtype", "float32"), "stored as bfloat16 in float32"),
+        (("bench", "step"), "quickstep bench step"),
+    ],
+)
+def test_what_needs_torch_is_named_in_one_sentence(command: tuple[str, ...], what: str) -> None:
+    done = run_without_torch(*command)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert what in done.stderr and "pip install 'quickstep[torch]'" in done.stderr

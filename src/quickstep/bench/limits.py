@@ -1,19 +1,22 @@
 """What the machine can do at most, sampled between the measurements that are compared with it.
 
 On a CPU with native kernels the probes are theirs: streaming reads of huge pages, and the register
-peak of the dot product that prefill uses. Elsewhere torch stands in: a sum over a buffer, and a
+peak of the dot product that prefill uses. Elsewhere torch measures: a sum over a buffer, and a
 square matrix product, which is a weaker bound (its share can exceed 1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-
+from quickstep.ops.dtypes import DType, torch_dtype
+from quickstep.ops.host_tensor import Device
 from quickstep.ops.native import load_probe
 from quickstep.ops.native_probe import NativeProbe
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["DEFAULT_PROBE_BYTES", "Limits", "NativeLimits", "TorchLimits", "open_limits"]
 
@@ -40,7 +43,9 @@ class Limits(Protocol):
 class NativeLimits:
     """The kernels' own probes."""
 
-    def __init__(self, probe: NativeProbe, dtype: torch.dtype, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, probe: NativeProbe, dtype: DType | torch.dtype, clock: Callable[[], float]
+    ) -> None:
         self._probe = probe
         self._dtype = dtype
         self._clock = clock
@@ -83,6 +88,9 @@ class TorchLimits:
         num_bytes: int,
         clock: Callable[[], float],
     ) -> None:
+        import torch
+
+        self._torch = torch
         self._device = device
         self._clock = clock
         self._buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
@@ -112,12 +120,12 @@ class TorchLimits:
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            self._torch.cuda.synchronize(self._device)
 
 
 def open_limits(
-    device: torch.device,
-    dtype: torch.dtype,
+    device: torch.device | Device,
+    dtype: DType | torch.dtype,
     num_threads: int | None,
     isa: str | None,
     num_bytes: int,
@@ -126,7 +134,10 @@ def open_limits(
     """The native probes on a CPU that has them, otherwise torch's."""
     probe = load_probe(num_bytes, num_threads, isa) if device.type == "cpu" else None
     if probe is None:
-        # torch has no product of codes that runs everywhere
-        square = dtype if dtype.is_floating_point else torch.float32
-        return TorchLimits(device, square, num_bytes, clock)
+        import torch
+
+        # torch has no product of integers that runs everywhere
+        square = torch_dtype(dtype)
+        square = square if square.is_floating_point else torch.float32
+        return TorchLimits(torch.device(device.type), square, num_bytes, clock)
     return NativeLimits(probe, dtype, clock)

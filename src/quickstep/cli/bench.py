@@ -20,6 +20,7 @@ from quickstep.cli.formats import KV_FORMATS, WEIGHT_FORMATS
 from quickstep.cli.parsing import Parser, bytes_size, command, positive_int, token_count
 from quickstep.config import EngineConfig
 from quickstep.errors import ConfigError
+from quickstep.ops.torch_import import require_torch
 
 if TYPE_CHECKING:
     from quickstep.bench.subject import Subject
@@ -163,10 +164,9 @@ def _add_subject(parser: Parser, repeats: int) -> None:
 
 
 def _run_step(args: argparse.Namespace) -> int:
+    require_torch("quickstep bench step")
     import os
     import time
-
-    import torch
 
     from quickstep.bench.limits import DEFAULT_PROBE_BYTES, open_limits
     from quickstep.bench.step import StepOptions, figures, measure_steps, sized_for_steps
@@ -177,7 +177,7 @@ def _run_step(args: argparse.Namespace) -> int:
     )
     subject = _opened(args, sized_for_steps(_config(args), options))
     limits = open_limits(
-        torch.device(subject.model.device.type),
+        subject.model.device,
         subject.product_dtype,
         subject.num_threads,
         os.environ.get("QUICKSTEP_CPU_ISA"),
@@ -201,6 +201,7 @@ def _run_step(args: argparse.Namespace) -> int:
 
 
 def _run_latency(args: argparse.Namespace) -> int:
+    require_torch("quickstep bench latency")
     from quickstep.bench.traffic import LatencyOptions, measure_latency, sized_for
     from quickstep.cli.bench_report import print_report
 
@@ -214,6 +215,7 @@ def _run_latency(args: argparse.Namespace) -> int:
 
 
 def _run_throughput(args: argparse.Namespace) -> int:
+    require_torch("quickstep bench throughput")
     from quickstep.bench.traffic import (
         ThroughputOptions,
         draw_lengths,

@@ -20,6 +20,7 @@ from quickstep.cli.parsing import Parser, command, positive_int, token_count
 from quickstep.config import LoadConfig
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
+from quickstep.ops.torch_import import require_torch
 
 if TYPE_CHECKING:
     from quickstep.bench.outlier_layers import LayerError, OutlierLayer
@@ -146,6 +147,7 @@ def _run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace) -> _Bench:
     import os
 
+    require_torch("quickstep bench accuracy")
     import torch
 
     from quickstep.engine.assembly import set_threads

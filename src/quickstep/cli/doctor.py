@@ -25,6 +25,7 @@ from quickstep.cli.machine import (
 )
 from quickstep.cli.parsing import Parser, command
 from quickstep.cli.screen import console_on, print_table, size_text
+from quickstep.ops.torch_import import has_torch
 
 __all__ = ["add_parser", "collect_facts", "run"]
 
@@ -77,6 +78,8 @@ def collect_facts(with_bandwidth: bool = True) -> dict[str, dict[str, Any]]:
 
 
 def _torch_facts() -> dict[str, Any]:
+    if not has_torch():
+        return {"present": False, "install": "pip install 'quickstep[torch]'"}
     import torch
 
     return {
@@ -87,6 +90,8 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def _gpu_facts() -> dict[str, Any]:
+    if not has_torch():
+        return {"present": False}
     import torch
 
     if not torch.cuda.is_available():
@@ -111,17 +116,20 @@ def _native_facts() -> dict[str, Any]:
 
 def _bandwidth(available_bytes: int | None) -> dict[str, Any]:
     """The best of some passes over a buffer far larger than the caches, on all threads."""
-    import torch
-
     from quickstep.bench.limits import DEFAULT_PROBE_BYTES, open_limits
+    from quickstep.engine.machine import usable_cores
+    from quickstep.ops.dtypes import FLOAT32
+    from quickstep.ops.host_tensor import CPU
 
     if available_bytes is not None and available_bytes < 4 * DEFAULT_PROBE_BYTES:
         return {"read_bytes_per_s": None, "measured_how": "not: too little memory is free"}
+    if not _native_facts()["present"] and not has_torch():
+        return {"read_bytes_per_s": None, "measured_how": "not: no native kernels and no PyTorch"}
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
-    device = torch.device("cpu")
-    limits = open_limits(device, torch.float32, None, isa, DEFAULT_PROBE_BYTES, time.perf_counter)
+    num_threads = usable_cores()
+    limits = open_limits(CPU, FLOAT32, num_threads, isa, DEFAULT_PROBE_BYTES, time.perf_counter)
     best = max(limits.read_bytes_per_s() for _ in range(_READ_SAMPLES))
-    how = f"{limits.read_how}, {torch.get_num_threads()} threads"
+    how = f"{limits.read_how}, {num_threads} threads"
     return {"read_bytes_per_s": round(best), "measured_how": how}
 
 

@@ -188,13 +188,14 @@ class _Subject:
         from quickstep.engine.grammars import GrammarCompiler
         from quickstep.model.checkpoint_weights import open_weights
         from quickstep.model.fingerprint import fingerprint_with_kv
-        from quickstep.model.loader import load_model, loads_on_host, resolve_device
+        from quickstep.model.loader import load_model, reason_for_torch
+        from quickstep.model.placement import choose_device
         from quickstep.model.spec import read_spec
         from quickstep.ops.resolve import resolve_ops
 
-        ops = resolve_ops(resolve_device(self._config.device), "auto", threads, self._isa)
+        ops = resolve_ops(choose_device(self._config.device), "auto", threads, self._isa)
         spec = read_spec(self.checkpoint.path)
-        on_host = spec.native and loads_on_host(
+        on_host = spec.native and not reason_for_torch(
             open_weights(self.checkpoint.path, spec), ops, self._config
         )  # as it is served
         model = load_model(self.checkpoint, spec, ops, self._config, on_host=on_host)

@@ -182,12 +182,13 @@ def load_weights(
 ) -> LoadedWeights:
     """Find, plan and load what `config` names. Raises ConfigError."""
     from quickstep.model.checkpoint_weights import open_checkpoint_files, open_weights
-    from quickstep.model.loader import check_requantization, load_model, loads_on_host
+    from quickstep.model.loader import check_requantization, load_model, reason_for_torch
     from quickstep.model.placement import choose_device, choose_dtype
     from quickstep.model.source import find_checkpoint
     from quickstep.model.spec import read_spec
     from quickstep.ops.native import native_status
     from quickstep.ops.resolve import resolve_ops
+    from quickstep.ops.torch_import import require_torch
 
     checkpoint = checkpoint or find_checkpoint(config.load)
     spec = read_spec(checkpoint.path)
@@ -199,17 +200,21 @@ def load_weights(
     if device.type == "cpu" and ops.name == "reference":
         _LOGGER.warning("running on PyTorch's ops, exact and slow: %s", native_status().reason)
     held_bytes = None
-    on_host = False
+    why_torch = f"{spec.architecture}, which runs through transformers,"
     if spec.native:
         weights = open_weights(checkpoint.path, spec)
         check_requantization(weights, config.load.quantization)
         held_bytes = weights.held_bytes(dtype.itemsize) if weights.coded else None
-        on_host = not config.enforce_eager and loads_on_host(weights, ops, config.load)
-    if not on_host:
+        why_torch = "--enforce-eager"
+        if not config.enforce_eager:
+            why_torch = reason_for_torch(weights, ops, config.load)
+    if why_torch:
+        require_torch(why_torch)
         set_threads(config.load.num_threads)
     plan = plan_for(config, spec, dtype, device, ops, held_bytes)
     for note in plan.notes:
         _LOGGER.info("%s", note)
+    on_host = not why_torch
     model = load_model(checkpoint, spec, ops, config.load, progress, plan.max_model_len, on_host)
     if not model.exact:
         _LOGGER.warning(

@@ -15,8 +15,6 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import torch
-
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import sequence_seed
@@ -32,6 +30,7 @@ from quickstep.engine.verification_requests import (
 from quickstep.engine.verification_run import Event, Signal, Trace, run_requests
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
+from quickstep.ops.torch_import import has_torch
 from quickstep.runtime.grammar_constraint import NewMatcher
 from quickstep.runtime.kv import allocate_kv
 from quickstep.types import Request
@@ -107,11 +106,22 @@ def verify(
     Raises:
         EngineError: A request fails even alone, a block leaked, or the scheduler is stuck.
     """
-    threads_before = torch.get_num_threads()
+    threads_before = _set_torch_threads(options.threads[0])
     try:
         return _Verifier(load, options, eos_token_ids, progress or _no_progress, new_matcher).run()
     finally:
-        torch.set_num_threads(threads_before)
+        _set_torch_threads(threads_before)
+
+
+def _set_torch_threads(num_threads: int) -> int:
+    """Set torch's thread count, where torch is installed; gives the one before."""
+    if not has_torch():
+        return num_threads
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    return before
 
 
 def _no_progress(what: str, done: int, total: int) -> None:
@@ -130,7 +140,6 @@ class _Verifier:
         self._load = load
         self._new_matcher = new_matcher
         self._threads = options.threads[0]
-        torch.set_num_threads(self._threads)
         self._model = model = load(self._threads)
         self._options = options
         self._progress = progress
@@ -172,7 +181,7 @@ class _Verifier:
 
     def _use(self, threads: int) -> None:
         """Go on with the model on another thread count."""
-        torch.set_num_threads(threads)
+        _set_torch_threads(threads)
         del self._model
         self._model = self._load(threads)
         self._threads = threads

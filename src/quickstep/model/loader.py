@@ -42,7 +42,7 @@ from quickstep.model.weights import (
 from quickstep.ops.dtypes import DType, torch_dtype
 from quickstep.ops.host_tensor import CPU, HostTensor, torch_device
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
-from quickstep.ops.torch_import import complete_torch
+from quickstep.ops.torch_import import complete_torch, require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -55,8 +55,8 @@ __all__ = [
     "build_decoder",
     "check_requantization",
     "load_model",
-    "loads_on_host",
     "quantizing",
+    "reason_for_torch",
     "resolve_device",
     "resolve_dtype",
 ]
@@ -75,7 +75,7 @@ def load_model(
 
     `progress(done_bytes, total_bytes)` is called as bytes are read. `max_model_len` sizes the
     position tables (and chooses longrope's factors); None takes all that the spec allows.
-    `on_host` asks for tensors without torch, where `loads_on_host` says that it can be had.
+    `on_host` asks for tensors without torch, where `reason_for_torch` has none.
 
     Raises:
         ConfigError: Tensors are missing, unexpected, misshapen or corrupt.
@@ -91,6 +91,7 @@ def load_model(
     fingerprint = Fingerprinting(read_config(checkpoint.path), files, settings)
     if not spec.native:
         # Imported here: transformers is optional, and takes seconds to import.
+        require_torch(f"{spec.architecture}, which runs through transformers,")
         complete_torch()
         from quickstep.model.fallback import load_fallback
 
@@ -118,25 +119,31 @@ def load_model(
     return build_decoder(spec, ops, source, weights.names, max_model_len, fingerprint.result)
 
 
-def loads_on_host(weights: CheckpointWeights, ops: OpTable, load: LoadConfig) -> bool:
-    """Whether a native checkpoint can be loaded, and then run, without importing torch.
+def reason_for_torch(weights: CheckpointWeights, ops: OpTable, load: LoadConfig) -> str:
+    """Why a native checkpoint can be loaded or run with torch only; "" if torch is not needed.
 
-    Every matrix has to go from its file into packed memory by itself, and the model has to be one
-    whose steps are captured.
+    Without torch, each matrix goes from its file into packed memory in one native call, and the
+    steps of the model are captured.
     """
     spec, names = weights.spec, weights.names
-    if ops.load_linear is None or ops.steps is None or spec.moe is not None:
-        return False
-    if weights.storage is not None or choose_device(load.device) != CPU:
-        return False
+    if choose_device(load.device) != CPU:
+        return f"--device {load.device}"
+    if ops.load_linear is None or ops.steps is None:
+        return "running without the native kernels"
+    if spec.moe is not None:
+        return f"{spec.architecture}, a mixture of experts,"
+    if weights.storage is not None:
+        return f"a checkpoint in the format {weights.storage.name}"
     if spec.tied and names.head_stored and load.quantization is not None:
-        return False  # two copies of one matrix are compared as they are rounded
+        # two copies of one matrix are compared as they are rounded
+        return f"--quantization {load.quantization} of a tied model that stores its lm_head"
     dtype = choose_dtype(load.dtype, spec, weights.files)
-    stored = {name: STORED_DTYPES.get(weights.files.tensors[name].dtype) for name in weights.shapes}
-    return all(
-        found == dtype if len(weights.shapes[name]) > 1 else found is not None
-        for name, found in stored.items()
-    )
+    for name, shape in weights.shapes.items():
+        stored = STORED_DTYPES.get(weights.files.tensors[name].dtype)
+        if stored is None or (len(shape) > 1 and stored != dtype):
+            found = "another type" if stored is None else stored.name
+            return f"running weights that are stored as {found} in {dtype.name}"
+    return ""
 
 
 def check_requantization(weights: CheckpointWeights, quantization: str | None) -> None:

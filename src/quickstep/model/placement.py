@@ -16,6 +16,7 @@ from quickstep.model.spec import ModelSpec
 from quickstep.model.tensor_reader import STORED_DTYPES
 from quickstep.ops.dtypes import FLOAT32, DType, torch_dtype
 from quickstep.ops.host_tensor import CPU, Device
+from quickstep.ops.torch_import import has_torch, require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,10 @@ def choose_device(name: str) -> Device:
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device is {name!r}, it must be auto, cpu or cuda")
     if name == "cpu" or (name == "auto" and not _has_gpu_driver()):
+        return CPU
+    if name == "cuda":
+        require_torch("--device cuda")
+    elif not has_torch():
         return CPU
     import torch
 

@@ -13,6 +13,7 @@ from quickstep.errors import ConfigError
 from quickstep.ops.native import load_native
 from quickstep.ops.table import OpTable
 from quickstep.ops.thread_places import ThreadPlaces
+from quickstep.ops.torch_import import require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,7 @@ def resolve_ops(
         )
     if native is not None:
         return native
+    require_torch(f"running the PyTorch ops on {device.type}")
     from quickstep.ops.reference import reference_ops
 
     return reference_ops()

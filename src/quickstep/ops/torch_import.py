@@ -1,4 +1,7 @@
-"""Importing torch in the time that inference needs of it, for processes that are Quickstep's own.
+"""torch is optional: whether it is installed, and importing it quickly.
+
+The served path on native kernels never imports torch. `require_torch` is called where something
+else begins: the reference ops, GPUs, checkpoints that are not captured, the transformers fallback.
 
 Half of `import torch` goes into modules for exporting and tracing programs, which inference never
 touches. After `defer_parts_of_torch` an import leaves those out (see `quickstep.deferred`). What
@@ -10,11 +13,13 @@ all. A program that uses the library imports torch as it likes.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 from quickstep.deferred import complete, defer
+from quickstep.errors import ConfigError
 
-__all__ = ["complete_torch", "defer_parts_of_torch"]
+__all__ = ["complete_torch", "defer_parts_of_torch", "has_torch", "require_torch"]
 
 # Subtrees that nothing but torch's own front door imports at `import torch`.
 _DEFERRED = frozenset(("torch._meta_registrations", "torch.export", "torch.distributions"))
@@ -29,3 +34,14 @@ def defer_parts_of_torch() -> None:
 def complete_torch() -> None:
     """Run what was deferred: for code that makes models on the meta device, or traces them."""
     complete(_DEFERRED)
+
+
+def has_torch() -> bool:
+    """Whether torch is installed."""
+    return importlib.util.find_spec("torch") is not None
+
+
+def require_torch(what: str) -> None:
+    """Raise ConfigError if torch is not installed; `what` needs it, as in `--device cuda`."""
+    if not has_torch():
+        raise ConfigError(f"{what} needs PyTorch: pip install 'quickstep[torch]'")

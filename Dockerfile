@@ -1,0 +1,21 @@
+# docker build -t quickstep .
+# docker run --rm -p 8000:8000 quickstep                                  the bundled model
+# docker run --rm -p 8000:8000 -v ~/.cache/huggingface:/cache quickstep serve --host 0.0.0.0 Qwen/Qwen2.5-0.5B-Instruct
+FROM python:3.12-slim AS build
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY . /source
+RUN pip wheel --no-deps --wheel-dir /wheels /source
+
+FROM python:3.12-slim
+COPY --from=build /wheels /wheels
+# EXTRAS="[torch]" adds PyTorch: GPUs, mixtures of experts, GGUF and other quantized checkpoints.
+ARG EXTRAS=""
+RUN wheel=$(ls /wheels/*.whl) && pip install --no-cache-dir "${wheel}${EXTRAS}" && rm -r /wheels \
+    && useradd --create-home quickstep && mkdir /cache && chown quickstep /cache
+USER quickstep
+ENV HF_HOME=/cache
+VOLUME /cache
+EXPOSE 8000
+HEALTHCHECK --start-period=120s CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=5)"]
+ENTRYPOINT ["quickstep"]
+CMD ["serve", "--host", "0.0.0.0"]
