@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from tiny_checkpoint import write_checkpoint
 
@@ -130,7 +128,7 @@ def test_a_deadline_ends_a_search_with_what_there_is(llm):
         beams.start()
         return await beams.run()
 
-    best = asyncio.run_coroutine_threadsafe(search(), llm._loop).result(60)
+    best = llm._thread.call(search())
     assert {one.reason for one in best} == {FinishReason.DEADLINE}
     assert 1 <= len(best[0].token_ids) < 30
 
@@ -154,7 +152,7 @@ def test_a_failing_engine_fails_the_search(llm):
             await beams.aclose()
 
     with pytest.raises(EngineError, match="without a token"):
-        asyncio.run_coroutine_threadsafe(search(), llm._loop).result(60)
+        llm._thread.call(search())
     assert llm.engine.stats().num_requests == 0
 
 

@@ -6,7 +6,9 @@ import math
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import Future
+from functools import partial
 
 import pytest
 from tiny_checkpoint import write_checkpoint
@@ -16,6 +18,7 @@ from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.types import FinishReason
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+DEADLINE_S = 60
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -156,8 +159,8 @@ def test_a_bad_request_serves_none_and_hurts_nothing(llm, prompts, sampling, say
 def test_threads_may_share_an_llm(llm):
     prompts = [f"thread {n}" for n in range(6)]
     expected = tokens(llm.generate(prompts, GREEDY))
-    with ThreadPoolExecutor(max_workers=3) as pool:
-        answers = list(pool.map(lambda prompt: llm.generate(prompt, GREEDY)[0], prompts))
+    calls = [in_thread(partial(llm.generate, prompt, GREEDY)) for prompt in prompts]
+    answers = [call.result(DEADLINE_S)[0] for call in calls]
     assert tokens(answers) == expected
 
 
@@ -179,16 +182,42 @@ def test_a_closed_llm_says_so(checkpoint):
         llm.generate("a")
 
 
+def in_thread(call):
+    """Run `call` in a thread that cannot keep the tests from ending; gives its future."""
+    future = Future()
+
+    def run():
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
 def test_closing_answers_those_who_wait_with_what_there_is(checkpoint):
     llm = LLM(str(checkpoint), num_threads=1)
     endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        waiting = pool.submit(llm.generate, ["a"] * 20, endless)
-        while not llm.engine.stats().num_requests and not waiting.done():
-            pass
-        llm.close()
-        ends = {output.outputs[0].ended_by for output in waiting.result()}
+    waiting = in_thread(lambda: llm.generate(["a"] * 20, endless))
+    while not llm.engine.stats().num_requests and not waiting.done():
+        pass
+    in_thread(llm.close).result(DEADLINE_S)
+    ends = {output.outputs[0].ended_by for output in waiting.result(DEADLINE_S)}
     assert ends <= {FinishReason.SHUTDOWN, FinishReason.CONTEXT_LIMIT}
+
+
+def test_a_call_that_races_with_close_is_answered_or_refused(checkpoint):
+    for _ in range(5):
+        llm = LLM(str(checkpoint), num_threads=1)
+        calls = [in_thread(partial(llm.generate, "a", GREEDY)) for _ in range(8)]
+        in_thread(llm.close).result(DEADLINE_S)
+        for call in calls:
+            try:
+                (output,) = call.result(DEADLINE_S)
+            except EngineError:
+                continue
+            assert output.outputs[0].ended_by in {FinishReason.SHUTDOWN, FinishReason.MAX_TOKENS}
 
 
 def test_a_script_that_never_closes_ends_quietly(checkpoint):

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar, Unpack, cast
@@ -26,6 +25,7 @@ from quickstep.engine.beam_search import BeamSearch, BeamSearchParams
 from quickstep.engine.chat_template import Message
 from quickstep.engine.engine import Engine
 from quickstep.engine.llm_options import LLMOptions, engine_config
+from quickstep.engine.loop_thread import LoopThread
 from quickstep.engine.outputs import (
     BeamSearchOutput,
     EmbeddingRequestOutput,
@@ -36,7 +36,7 @@ from quickstep.engine.outputs import (
 )
 from quickstep.engine.request_check import check_token_ids
 from quickstep.engine.stream import Stream
-from quickstep.errors import EngineError, RequestError
+from quickstep.errors import RequestError
 from quickstep.types import Pooling, SamplingParams
 
 __all__ = ["LLM", "Prompt"]
@@ -65,14 +65,11 @@ class LLM:
         config = engine_config(model, options)
         with _progress_bar("Loading weights", is_wanted=True) as show:
             self._engine = open_engine(config, show)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="quickstep-llm", daemon=True
-        )
+        self._thread = LoopThread("quickstep-llm", self._engine.stop)
         self._thread.start()
         # also at the interpreter's exit, for those who never close
-        self._end = weakref.finalize(self, _shut_down, self._engine, self._loop, self._thread)
-        self._wait_for(self._engine.start())
+        self._end = weakref.finalize(self, self._thread.close)
+        self._thread.call(self._engine.start())
 
     @property
     def engine(self) -> Engine:
@@ -144,7 +141,7 @@ class LLM:
             return await collect_embedding(stream)
 
         with _progress_bar("Embedding", is_wanted=use_tqdm) as show:
-            return self._wait_for(_all_answers(submits, answer, show))
+            return self._thread.call(_all_answers(submits, answer, show))
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = True
@@ -164,7 +161,7 @@ class LLM:
             return beam_search_output(tokenised[number].token_ids, best, tokenizer)
 
         with _progress_bar("Searching", is_wanted=use_tqdm) as show:
-            return self._wait_for(_all_answers(submits, answer, show))
+            return self._thread.call(_all_answers(submits, answer, show))
 
     def close(self) -> None:
         """End what runs and free everything. Idempotent."""
@@ -193,7 +190,7 @@ class LLM:
             return await collect(stream, prompts[number].text, sampling[number], tokenizer)
 
         with _progress_bar("Generating", is_wanted=use_tqdm) as show:
-            return self._wait_for(_all_answers(submits, answer, show))
+            return self._thread.call(_all_answers(submits, answer, show))
 
     def _start_search(self, token_ids: Sequence[int], params: BeamSearchParams) -> BeamSearch:
         engine = self._engine
@@ -217,16 +214,6 @@ class LLM:
             _Tokenised(one, encode(one)) if isinstance(one, str) else _Tokenised(None, one)
             for one in map(_plain_prompt, _as_prompts(prompts))
         ]
-
-    def _wait_for(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        if not self._end.alive:
-            coroutine.close()
-            raise EngineError("this LLM is closed; make a new one")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()
 
 
 async def _all_answers(
@@ -253,24 +240,6 @@ async def _all_answers(
     finally:
         for one in submitted:
             await one.aclose()
-
-
-def _shut_down(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Stop the engine, then its loop. The garbage collector may call it in any thread."""
-
-    async def leave() -> None:
-        try:
-            await engine.stop()
-            # whoever waits for an answer gets what there is
-            waiting = asyncio.all_tasks() - {asyncio.current_task()}
-            await asyncio.gather(*waiting, return_exceptions=True)
-        finally:
-            loop.stop()
-
-    asyncio.run_coroutine_threadsafe(leave(), loop)
-    if threading.current_thread() is not thread:
-        thread.join()
-        loop.close()
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
