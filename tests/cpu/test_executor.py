@@ -7,7 +7,7 @@ import pytest
 from paged_hash_model import PagedHashModel
 
 from quickstep.errors import EngineError
-from quickstep.runtime.executor import LocalExecutor
+from quickstep.runtime.executor import LocalExecutor, ShortTicket
 from quickstep.runtime.kv import allocate_kv
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import Admission, Phase, SamplingParams, StepPlan, StepRow
@@ -28,9 +28,9 @@ class GatedModel(PagedHashModel):
         return super().forward(batch, kv)
 
 
-def open_executor(model):
+def open_executor(model, short_s=1.0):
     kv = allocate_kv(model.kv_shape, 8, 4, model.device)
-    return LocalExecutor(ModelRunner(model, kv, 4, num_slots=2, clock=lambda: 0.0))
+    return LocalExecutor(ModelRunner(model, kv, 4, num_slots=2, clock=lambda: 0.0), short_s)
 
 
 def first_step(step_id=0, slot=0):
@@ -95,6 +95,27 @@ def test_a_failed_step_fails_the_ones_behind_it_until_reset():
     executor.reset()
     row = replace(first_step().rows[0], slot=1, new_block_ids=(2, 3))
     again = StepPlan(4, (row,), (replace(first_step().admitted[0], slot=1),), released=(0, 1))
+    assert tokens_of(executor.submit(again)) == expected
+    executor.close()
+
+
+class Panic(BaseException):
+    """What pyo3 raises for a panic in Rust is no Exception either."""
+
+
+@pytest.mark.parametrize("short", [False, True], ids=["on the worker thread", "on the caller's"])
+def test_a_panic_is_a_failed_step(short):
+    model = PagedHashModel()
+    executor = open_executor(model, short_s=1.0 if short else -1.0)
+    expected = tokens_of(executor.submit(first_step()))
+    model.error = Panic("rust")
+    failed = executor.submit(decode_step(1))
+    assert isinstance(failed, ShortTicket) == short
+    with pytest.raises(EngineError, match="step 1 failed: rust"):
+        failed.result()
+    model.error = None
+    executor.reset()
+    again = replace(first_step(2), released=(0,))
     assert tokens_of(executor.submit(again)) == expected
     executor.close()
 

@@ -10,7 +10,16 @@ from paged_hash_model import PagedHashModel
 from quickstep.errors import EngineError
 from quickstep.runtime.kv import allocate_kv, kv_bytes
 from quickstep.runtime.runner import ModelRunner
-from quickstep.types import Admission, FinishReason, Phase, SamplingParams, StepPlan, StepRow
+from quickstep.types import (
+    Admission,
+    FinishReason,
+    Grammar,
+    Phase,
+    RowOutput,
+    SamplingParams,
+    StepPlan,
+    StepRow,
+)
 
 BLOCK = 4
 PROMPT = (5, 9, 2, 7, 7, 1, 30, 12, 40)
@@ -18,11 +27,12 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 WARM = SamplingParams(temperature=0.8, logprobs=0, frequency_penalty=0.5, min_tokens=3)
 
 
-def runner_of(model=None, num_blocks=32, num_slots=4):
+def runner_of(model=None, num_blocks=32, num_slots=4, new_matcher=None):
     model = model or PagedHashModel()
     kv = allocate_kv(model.kv_shape, num_blocks, BLOCK, model.device)
     ticks = itertools.count()
-    return ModelRunner(model, kv, BLOCK, num_slots, clock=lambda: next(ticks) * 0.5)
+    clock = lambda: next(ticks) * 0.5  # noqa: E731
+    return ModelRunner(model, kv, BLOCK, num_slots, clock, new_matcher)
 
 
 def admission(slot, prompt=PROMPT, outputs=(), sampling=GREEDY, seed=3):
@@ -144,6 +154,86 @@ def test_a_token_that_the_model_lacks_fails_its_row_only(said):
     assert result.outputs[1] == alone[0]
 
 
+class Panic(BaseException):
+    """What pyo3 raises for a panic in Rust is no Exception either."""
+
+
+RAISED = {
+    "ours": EngineError("planted"),
+    "anything": RuntimeError("planted"),
+    "panic": Panic("planted"),
+}
+
+
+@pytest.mark.parametrize("raised", RAISED.values(), ids=RAISED)
+def test_whatever_is_raised_while_a_slot_is_set_up_fails_its_sequence_only(raised):
+    def broken(grammar):
+        raise raised
+
+    alone = outputs_alone(GREEDY)
+    runner = runner_of(new_matcher=broken)
+    bad = admission(0, sampling=replace(GREEDY, grammar=Grammar.of_json_object()))
+    rows = [prefill(0, PROMPT, blocks=[0, 1, 2]), prefill(1, PROMPT, blocks=[5, 6, 7])]
+    result = runner.run(plan(0, *rows, admitted=[bad, admission(1)]))
+    assert [failure.row for failure in result.failures] == [0]
+    assert "planted" in result.failures[0].reason
+    assert result.failures[0].finish_reason is FinishReason.ERROR
+    assert result.outputs[1] == alone[0]
+    after = plan(
+        1,
+        prefill(0, PROMPT, blocks=[8, 9, 10]),
+        decode(1, len(PROMPT), 1),
+        admitted=[admission(0)],
+        released=[0],
+    )
+    assert runner.run(after).outputs == (alone[0], alone[1])
+
+
+class BrokenMatcher:
+    """A grammar's matcher that allows everything and raises in one of its methods."""
+
+    def __init__(self, broken, error):
+        self.broken, self.error = broken, error
+
+    def is_stopped(self):
+        return False
+
+    def is_error(self):
+        return False
+
+    def _call(self, name, result):
+        if name == self.broken:
+            raise self.error
+        return result
+
+    def compute_bitmask(self):
+        return self._call("compute_bitmask", b"\xff" * 8)
+
+    def consume_token(self, token_id):
+        return self._call("consume_token", True)
+
+
+@pytest.mark.parametrize("broken", ["compute_bitmask", "consume_token"])
+@pytest.mark.parametrize("raised", RAISED.values(), ids=RAISED)
+def test_whatever_is_raised_while_a_row_is_sampled_fails_its_sequence_only(raised, broken):
+    alone = outputs_alone(GREEDY)
+    runner = runner_of(new_matcher=lambda grammar: (BrokenMatcher(broken, raised), None))
+    grammar = Grammar.of_json_object()
+    bad = admission(0, sampling=replace(GREEDY, grammar=grammar, max_tokens=None))
+    rows = [prefill(0, PROMPT, blocks=[0, 1, 2]), prefill(1, PROMPT, blocks=[5, 6, 7])]
+    result = runner.run(plan(0, *rows, admitted=[bad, admission(1)]))
+    assert [failure.row for failure in result.failures] == [0]
+    assert "planted" in result.failures[0].reason
+    assert result.outputs == (RowOutput(), alone[0])
+
+
+def test_releasing_a_slot_that_holds_nothing_is_fine():
+    runner = runner_of()
+    row = prefill(1, PROMPT, blocks=[0, 1, 2])
+    result = runner.run(plan(0, row, admitted=[admission(1)], released=[1, 2]))
+    assert result.outputs[0] == outputs_alone(GREEDY)[0]
+
+
 def test_seconds_come_from_the_clock():
     result = runner_of().run(plan(4, prefill(0, PROMPT, blocks=[0, 1, 2]), admitted=[admission(0)]))
     assert (result.step_id, result.seconds) == (4, 0.5)
@@ -162,7 +252,6 @@ BAD_PLANS = {
     "negative slot": plan(1, prefill(-1, (1,), blocks=[9])),
     "slot without a sequence": plan(1, decode(1, 1, 1)),
     "slot taken": plan(1, admitted=[admission(0)]),
-    "release of an empty slot": plan(1, released=[2]),
     "block out of range": plan(1, prefill(1, (1,), blocks=[32]), admitted=[admission(1)]),
     "token out of range": plan(1, prefill(1, (64,), blocks=[9]), admitted=[admission(1)]),
     "more tokens than it says": plan(1, replace(decode(0, len(PROMPT), 1), token_ids=(1, 2))),

@@ -122,19 +122,22 @@ class LocalExecutor:
 
     def _run(self, plan: StepPlan) -> StepResult:
         """On the worker thread, or on the caller's while the worker is idle."""
-        if self._failure is not None:
-            self._runner.skip(plan)
-            raise EngineError(
-                f"step {plan.step_id} was queued behind a step that failed"
-            ) from self._failure
         try:
-            result = self._runner.run(plan)
-            is_short = result.seconds <= self._short_s
-            self._short_tokens = plan.num_tokens if is_short else 0
-            return result
-        except Exception as error:  # the thread's top: the ticket carries it to the engine
+            if self._failure is None:
+                return self._timed(plan)
+            self._runner.skip(plan)
+        except BaseException as error:  # the thread's top, and a panic in Rust is no Exception
             self._failure = EngineError(f"step {plan.step_id} failed: {error}")
             raise self._failure from error
+        raise EngineError(
+            f"step {plan.step_id} was queued behind a step that failed"
+        ) from self._failure
+
+    def _timed(self, plan: StepPlan) -> StepResult:
+        result = self._runner.run(plan)
+        is_short = result.seconds <= self._short_s
+        self._short_tokens = plan.num_tokens if is_short else 0
+        return result
 
     def _forget_failure(self) -> None:
         """On the worker thread, behind everything that was queued."""

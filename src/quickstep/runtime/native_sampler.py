@@ -28,6 +28,7 @@ from quickstep.runtime.sampler import (
     NOTHING_ALLOWED,
     Sample,
     SampleFailure,
+    failure_of,
     sample,
     strikes_top,
 )
@@ -109,7 +110,10 @@ def _begun(
     call: DrawCall, row: npt.NDArray[np.float32], state: SamplingState
 ) -> Sample | SampleFailure | _Drawing:
     sampling = state.sampling
-    changes = state.changes(row) if state.adjusts_logits else None
+    try:
+        changes = state.changes(row) if state.adjusts_logits else None
+    except BaseException as error:  # one row's end, not the step's
+        return failure_of(error)
     if state.failure:
         is_finite = np.isfinite(row.max())
         return SampleFailure(state.failure, is_refused=True) if is_finite else NO_MAXIMUM
@@ -157,7 +161,10 @@ def _ended(drawing: _Drawing, state: SamplingState) -> Sample | SampleFailure:
     if token_id < 0:
         return NO_MAXIMUM if token_id == _NO_MAXIMUM else NOTHING_ALLOWED
     has_logprobs = call.num_top >= 0
-    steered = token_id if drawing.changes is None else state.steered(token_id)
+    try:
+        steered = token_id if drawing.changes is None else state.steered(token_id)
+    except BaseException as error:  # one row's end, not the step's
+        return failure_of(error)
     if steered != token_id and has_logprobs:
         return Sample(steered, token_logprobs(drawing.row, steered, call.num_top))
     return Sample(steered, _logprobs(drawing) if has_logprobs else None)

@@ -19,7 +19,7 @@ from quickstep.runtime.capture import open_steps
 from quickstep.runtime.grammar_constraint import NewMatcher
 from quickstep.runtime.native_sampler import open_sampler
 from quickstep.runtime.prompt_scores import score_prompt
-from quickstep.runtime.sampler import Sample, SampleFailure
+from quickstep.runtime.sampler import Sample, SampleFailure, failure_of
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
 
@@ -158,7 +158,11 @@ def _recorded(slot: Slot, drawn: Sample | SampleFailure, output: RowOutput) -> R
     if isinstance(drawn, SampleFailure):
         slot.failure, slot.is_refused = drawn.reason, drawn.is_refused
         return _NOTHING
-    slot.record(drawn.token_id)
+    try:
+        slot.record(drawn.token_id)
+    except BaseException as error:  # one row's end, not the step's
+        slot.failure = failure_of(error).reason
+        return _NOTHING
     logprobs = (drawn.logprobs,) if drawn.logprobs else ()
     if output is _NOTHING:
         return RowOutput((drawn.token_id,), logprobs)

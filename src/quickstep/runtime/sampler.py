@@ -12,6 +12,7 @@ plain argmax.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -36,10 +37,12 @@ __all__ = [
     "Sample",
     "SampleFailure",
     "adjusted",
+    "failure_of",
     "sample",
     "sample_row",
     "strikes_top",
 ]
+_LOGGER = logging.getLogger(__name__)
 
 
 @frozen
@@ -69,8 +72,26 @@ def sample(logits: AnyTensor, states: Sequence[SamplingState]) -> list[Sample | 
     return [sample_row(row, state) for row, state in zip(rows, states, strict=True)]
 
 
+def failure_of(error: BaseException) -> SampleFailure:
+    """The failure of a row for which `error` was raised; the rows beside it are drawn.
+
+    A panic in Rust (of a grammar's matcher, say) is no Exception. What ends the program is raised.
+    """
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        raise error
+    _LOGGER.error("a row could not be sampled", exc_info=error)
+    return SampleFailure(f"the next token could not be drawn: {error}")
+
+
 def sample_row(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
     """The token of one row of raw logits [V]."""
+    try:
+        return _drawn(row, state)
+    except BaseException as error:  # one row's end, not the step's
+        return failure_of(error)
+
+
+def _drawn(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
     if state.adjusts_logits:
         logits = adjusted(row, state)
         if isinstance(logits, SampleFailure):

@@ -6,6 +6,7 @@ Owned by `runtime.runner`, changed only by the plans that it runs. A slot is set
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -18,6 +19,8 @@ from quickstep.runtime.sampling_state import SamplingState
 from quickstep.types import Admission, StepRow
 
 __all__ = ["Slot", "SlotTable"]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Slot:
@@ -46,13 +49,24 @@ class Slot:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             self.failure = f"the prompt has token ids outside the model's {vocab_size}"
         else:
-            try:
-                self.state = SamplingState(admission, vocab_size, new_matcher)
-            except RequestError as error:
-                self.failure, self.is_refused = str(error), True
+            self._open_state(admission, vocab_size, new_matcher)
         self._block_ids = np.zeros(8, dtype=np.int32)
         self.block_table_address: int = self._block_ids.ctypes.data
         self.num_blocks = 0
+
+    def _open_state(
+        self, admission: Admission, vocab_size: int, new_matcher: NewMatcher | None
+    ) -> None:
+        """Whatever is raised here is this sequence's end, and no other's."""
+        try:
+            self.state = SamplingState(admission, vocab_size, new_matcher)
+        except RequestError as error:
+            self.failure, self.is_refused = str(error), True
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            _LOGGER.exception("sampling of %s could not be set up", self.sequence_id)
+            self.failure = f"sampling could not be set up: {error}"
 
     @property
     def block_ids(self) -> npt.NDArray[np.int32]:
@@ -99,13 +113,14 @@ class SlotTable:
         return slot
 
     def move(self, released: Sequence[int], admitted: Sequence[Admission]) -> None:
-        """Drop sequences, then set others up. Raises EngineError before anything has changed."""
+        """Drop sequences, then set others up. Raises EngineError before anything has changed.
+
+        A released slot may be empty. Each admission leaves a slot, a failed one if need be: from
+        here on the scheduler counts on it.
+        """
         if not released and not admitted:
             return
-        free = set(released)
-        for index in released:
-            if self._slots[self._checked(index)] is None:
-                raise EngineError(f"slot {index} holds no sequence, the plan releases it")
+        free = {self._checked(index) for index in released}
         for admission in admitted:
             resident = self._slots[self._checked(admission.slot)]
             if resident is not None and admission.slot not in free:
