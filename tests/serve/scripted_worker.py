@@ -2,8 +2,9 @@
 
 `RemoteEngine(command=command("hold"))` runs this file. The model's directory holds the tokenizer
 that `write_model` put there. Modes: `serve`; `hold` (no step ever ends); `break` (the engine's
-loop fails at the first step); `garbage` (the first step says what is no message); `die` and
-`refuse` (while opening).
+loop fails at the first step); `panic` (the same, with what pyo3 raises for a panic in Rust);
+`fail` (every step fails); `unsendable` (the answers to "x" are no text); `garbage` (the first step
+says what is no message); `die` and `refuse` (while opening).
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "pure"))
 
@@ -20,6 +23,7 @@ from scripted_engine import END, ScriptedEngine, byte_tokenizer
 
 from quickstep.config import EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.engine import Engine
+from quickstep.engine.stream import Stream
 from quickstep.errors import ConfigError
 
 NUM_BLOCKS = 64
@@ -59,6 +63,27 @@ def scripted(config: EngineConfig) -> ScriptedEngine:
     )
 
 
+class Panic(BaseException):
+    """What pyo3 raises for a panic in Rust is no Exception either."""
+
+
+def panic(plan: object) -> None:
+    raise Panic("planted")
+
+
+def spoil_answers(engine: Engine) -> None:
+    submit = engine.submit
+
+    def submitted(prompt: Sequence[int], *args: Any, **options: Any) -> Stream:
+        stream = submit(prompt, *args, **options)
+        put = stream.put
+        if bytes(prompt) == b"x":
+            stream.put = lambda delta: put(replace(delta, text="\ud800"))
+        return stream
+
+    engine.submit = submitted
+
+
 def opener(mode: str) -> Callable[[EngineConfig, Callable[[int, int], None]], Engine]:
     def open_engine(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
         progress(1, 2)
@@ -71,6 +96,12 @@ def opener(mode: str) -> Callable[[EngineConfig, Callable[[int, int], None]], En
             parts.executor.gate.clear()
         if mode == "break":
             parts.executor.submit = None
+        if mode == "panic":
+            parts.executor.submit = panic
+        if mode == "fail":
+            parts.executor.broken = range(10**9)
+        if mode == "unsendable":
+            spoil_answers(parts.engine)
         if mode == "garbage":
             parts.executor.submit = lambda plan: os.write(int(sys.argv[2]), b"\0\0\0\1\xc1")
         progress(2, 2)

@@ -58,7 +58,15 @@ def test_an_engine_that_dies_in_the_middle_gives_each_sequence_an_error(tmp_path
     run(tmp_path, test, mode="hold")
 
 
-@pytest.mark.parametrize(("mode", "why"), [("break", "NoneType"), ("garbage", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [
+        ("break", "NoneType"),
+        ("panic", "Panic: planted"),
+        ("fail", "3 steps in a row failed"),
+        ("garbage", "SIGKILL"),
+    ],
+)
 def test_an_engine_that_cannot_be_trusted_is_replaced_until_it_is_given_up(
     tmp_path: Path, mode: str, why: str
 ) -> None:
@@ -74,6 +82,19 @@ def test_an_engine_that_cannot_be_trusted_is_replaced_until_it_is_given_up(
             engine.submit("abc", LONG)
 
     run(tmp_path, test, mode=mode)
+
+
+def test_an_answer_that_cannot_be_sent_ends_its_own_request(tmp_path: Path) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        neighbour = engine.submit("abc", LONG)
+        found = await ends(engine.submit("x", SamplingParams(n=2, max_tokens=5)))
+        assert [reason for reason, _ in found] == [FinishReason.ERROR] * 2
+        assert all("surrogates" in error for _, error in found)
+        assert (await ends(neighbour))[0][0] is FinishReason.MAX_TOKENS
+        await until(lambda: engine.stats().scheduler.num_running == 0)
+        assert engine.stats().num_restarts == 0
+
+    run(tmp_path, test, mode="unsendable")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ This is the asynchronous API of the library; `LLM` and the server stand on it:
     await engine.stop()
 
 Everything here runs in the event loop that called `start` and never blocks it: steps run in the
-executor's thread. Idle, the task sleeps on an event. A failing step fails its own sequences.
+executor's thread. Idle, the task sleeps on an event. A failing step fails its own sequences;
+several in a row, or a fault in the task itself, fail the engine and every request at once.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 _LOGGER = logging.getLogger(__name__)
+# One step may fail for its rows' sake. Several in a row mean that scheduler, runner or device are
+# in a state that no request can change: the engine fails, and its owner may start another.
+_MAX_FAILED_IN_A_ROW = 3
 
 
 class Engine:
@@ -95,12 +99,14 @@ class Engine:
         self._state = EngineState.NEW
         self._failure = ""
         self._token_forms = TokenFormFinder.of_model(model)
-        self._live = LiveRequests(model.tokenizer, step_log, self._end_at_stop_string)
+        self._live = LiveRequests(model.tokenizer, step_log, self._end_sequences)
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._numbers = itertools.count()
         self._last_step_s: float | None = None
+        self._num_failed_in_a_row = 0  # steps
         self._busy_since_s = 0.0  # since when there was somebody to generate for
         self._news = asyncio.Event()
+        self._has_failed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -179,6 +185,7 @@ class Engine:
         self._step_log.open()
         self._state = EngineState.RUNNING
         self._task = asyncio.create_task(self._run(), name="quickstep-engine")
+        self._task.add_done_callback(self._ended)
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Take no more, let requests go on for `drain_s` seconds, end the rest with SHUTDOWN.
@@ -193,10 +200,14 @@ class Engine:
             self._state = EngineState.STOPPED
         self._news.set()
         if self._task is not None:
-            await self._task
+            await asyncio.wait({self._task})
         # the task has taken in every step, so that there is nothing to wait for
         self._executor.close()
         self._step_log.close()
+
+    async def wait_until_failed(self) -> None:
+        """Return once the engine has failed by itself; `stats` says why."""
+        await self._has_failed.wait()
 
     def chat_prompt(
         self,
@@ -265,8 +276,13 @@ class Engine:
         )
         was_held = self._scheduler.is_held()
         self._scheduler.add(request, now)
+        try:
+            stream = self._live.accept(request, self, self._stream_bounds)
+        except BaseException:
+            self._scheduler.abort(request.request_id, now)
+            raise
         self._note_work(was_held, now)
-        return self._live.accept(request, self, self._stream_bounds)
+        return stream
 
     def abort(self, request_id: str) -> None:
         """End a request; what it has is its answer. An unknown or finished id is fine."""
@@ -302,13 +318,23 @@ class Engine:
         return check_token_ids(ids, self._model.vocab_size, self.max_model_len, prompt_only)
 
     async def _run(self) -> None:
-        try:
-            while self._state in (EngineState.RUNNING, EngineState.DRAINING):
-                await self._turn()
-            await self._finish_in_flight()
-        except Exception as error:
-            _LOGGER.exception("the engine failed")
-            self._fail(error)
+        while self._state in (EngineState.RUNNING, EngineState.DRAINING):
+            await self._turn()
+        await self._finish_in_flight()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """The loop is over. If it broke, its state is unknown: every request fails, none is taken.
+
+        Whatever broke it comes by here: a panic in Rust is no Exception.
+        """
+        error = None if task.cancelled() else task.exception()
+        if error is None and not task.cancelled():
+            return
+        self._state = EngineState.FAILED
+        self._failure = f"{type(error).__name__}: {error}" if error else "its task was cancelled"
+        _LOGGER.critical("the engine failed: %s", self._failure, exc_info=error)
+        self._has_failed.set()
+        self._live.fail_all(self._failure)
 
     async def _turn(self) -> None:
         """Fill the pipeline, then take in its oldest step; sleep if there is nothing to do."""
@@ -346,12 +372,17 @@ class Engine:
 
     def _commit(self, plan: StepPlan, result: StepResult) -> None:
         now = self._last_step_s = self._clock()
+        self._num_failed_in_a_row = 0
         outcome = self._scheduler.commit(plan, result, now)
         self._step_log.add_step(outcome.record)
         self._live.deliver(outcome.outputs, now)
 
     async def _recover(self, error: Exception) -> None:
-        """Fail what the broken step and those behind it computed; everything else goes on."""
+        """Fail what the broken step and those behind it computed; everything else goes on.
+
+        Raises:
+            EngineError: So many steps failed in a row that the next would as well.
+        """
         _LOGGER.error("step %d failed", self._in_flight[0][0].step_id, exc_info=error)
         for _, ticket in self._in_flight:
             await wait_for(ticket)
@@ -361,6 +392,11 @@ class Engine:
         now = self._clock()
         for plan in plans:
             self._live.deliver(self._scheduler.fail(plan, f"a step failed: {error}", now), now)
+        self._num_failed_in_a_row += 1
+        if self._num_failed_in_a_row == _MAX_FAILED_IN_A_ROW:
+            raise EngineError(
+                f"{_MAX_FAILED_IN_A_ROW} steps in a row failed, the last one with: {error}"
+            )
 
     async def _finish_in_flight(self) -> None:
         while self._in_flight:
@@ -383,13 +419,7 @@ class Engine:
             self._live.deliver(self._scheduler.abort(request_id, now, reason), now)
             self._news.set()
 
-    def _end_at_stop_string(
-        self, request_id: str, index: int, now: float
+    def _end_sequences(
+        self, request_id: str, index: int | None, reason: FinishReason, now: float
     ) -> tuple[SequenceOutput, ...]:
-        return self._scheduler.abort(request_id, now, FinishReason.STOP_STRING, index)
-
-    def _fail(self, error: Exception) -> None:
-        """The loop itself broke: its state is unknown, so every request fails and none is taken."""
-        self._state = EngineState.FAILED
-        self._failure = f"{type(error).__name__}: {error}"
-        self._live.fail_all(self._failure)
+        return self._scheduler.abort(request_id, now, reason, index)

@@ -1,12 +1,14 @@
 """The requests that have not ended: their texts, their streams, and what the book says of them.
 
 Owned by the engine, called in its event loop only. Outputs of the scheduler go in, deltas come out
-at the streams. A sequence whose text completes a stop string is ended here, at the scheduler.
+at the streams. A sequence whose text completes a stop string is ended here, at the scheduler, as is
+a request whose delivery fails: the others do not notice.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -17,10 +19,12 @@ from quickstep.engine.stream import Delta, Stream, StreamOwner
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.types import FinishReason, Request, SequenceOutput
 
-__all__ = ["EndSequence", "LiveRequests"]
+__all__ = ["EndSequences", "LiveRequests"]
 
-# (request id, sequence index, now): ends it with STOP_STRING, gives its last outputs
-EndSequence = Callable[[str, int, float], Iterable[SequenceOutput]]
+_LOGGER = logging.getLogger(__name__)
+
+# (request id, sequence index or None for all, reason, now): ends them, gives their last outputs
+EndSequences = Callable[[str, int | None, FinishReason, float], Iterable[SequenceOutput]]
 
 
 class _LiveRequest:
@@ -37,11 +41,11 @@ class LiveRequests:
     """All of an engine's live requests, by id."""
 
     def __init__(
-        self, tokenizer: Tokenizer, step_log: StepLog, end_at_stop_string: EndSequence
+        self, tokenizer: Tokenizer, step_log: StepLog, end_sequences: EndSequences
     ) -> None:
         self._tokenizer = tokenizer
         self._step_log = step_log
-        self._end_at_stop_string = end_at_stop_string
+        self._end_sequences = end_sequences
         self._live: dict[str, _LiveRequest] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -75,14 +79,23 @@ class LiveRequests:
         """Hand the scheduler's outputs to their readers."""
         for output in outputs:
             live = self._live.get(output.request_id)
-            if live is not None and output.index in live.texts:
+            if live is None or output.index not in live.texts:
+                continue
+            try:
                 self._deliver_one(live, output, now)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # one request's end; a panic in Rust is no Exception
+                self._fail(live, output, error, now)
 
     def fail_all(self, reason: str) -> None:
         """End every stream with ERROR, without asking the scheduler."""
         for live in self._live.values():
             for index in live.texts:
-                live.stream.put(Delta(index, finish_reason=FinishReason.ERROR, error=reason))
+                try:
+                    live.stream.put(Delta(index, finish_reason=FinishReason.ERROR, error=reason))
+                except Exception:  # the engine has failed: the next stream must end all the same
+                    _LOGGER.exception("the end of %s could not be told", live.request.request_id)
         self._live.clear()
         self._empty.set()
 
@@ -95,10 +108,25 @@ class LiveRequests:
             live.stream.put(delta)
             return
         if output.finish_reason is None:
-            ended = self._end_at_stop_string(output.request_id, output.index, now)
+            ended = self._end_sequences(
+                output.request_id, output.index, FinishReason.STOP_STRING, now
+            )
             timings = next((end.timings for end in ended if end.timings is not None), None)
             delta = replace(delta, timings=timings)
         self._finish(live, delta, reason)
+
+    def _fail(
+        self, live: _LiveRequest, output: SequenceOutput, error: BaseException, now: float
+    ) -> None:
+        """End all of a request: what its texts hold is in doubt."""
+        request_id, reason = live.request.request_id, FinishReason.ERROR
+        _LOGGER.error("%s could not be delivered", request_id, exc_info=error)
+        ended = self._end_sequences(request_id, None, reason, now)
+        timings = {one.index: one.timings for one in (output, *ended)}
+        why = f"the answer could not be delivered: {error}"
+        for index in tuple(live.texts):
+            delta = Delta(index, finish_reason=reason, timings=timings.get(index), error=why)
+            self._finish(live, delta, reason)
 
     def _note_gap(self, live: _LiveRequest, index: int, now: float) -> None:
         last_token_s = live.last_token_s.get(index)

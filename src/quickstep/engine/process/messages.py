@@ -132,7 +132,9 @@ class Accepted(WireMessage, frozen=True):
 
 
 class Refused(WireMessage, frozen=True):
-    """The engine did not take the request. A status below 500 makes it the client's fault."""
+    """The engine did not take the request, or cannot go on with it. A status below 500 makes it the
+    client's fault.
+    """
 
     number: int
     message: str

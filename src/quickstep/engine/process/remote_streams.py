@@ -138,10 +138,16 @@ class RemoteStreams:
             self._live[number].stream.decide(None)
 
     def refuse(self, number: int, error: QuickstepError) -> None:
-        """The engine has not; its stream raises `error`."""
+        """The engine has not; its stream raises `error`, or ends with it if it had been taken."""
         if number in self._live:
-            self._live[number].stream.decide(error)
-            self._remove(number)
+            self._end(number, FinishReason.ERROR, error)
+
+    def _end(self, number: int, reason: FinishReason, error: QuickstepError) -> None:
+        live = self._live[number]
+        live.stream.decide(error)
+        for index in sorted(live.running):
+            live.stream.put(Delta(index, finish_reason=reason, error=str(error)))
+        self._remove(number)
 
     def pause(self, number: int) -> None:
         """The reader of a live request is behind."""
@@ -166,11 +172,8 @@ class RemoteStreams:
 
     def end_all(self, reason: FinishReason, error: str) -> None:
         """The engine is gone: end every stream, and refuse what it had not taken."""
-        for number, live in tuple(self._live.items()):
-            live.stream.decide(EngineError(error))
-            for index in sorted(live.running):
-                live.stream.put(Delta(index, finish_reason=reason, error=error))
-            self._remove(number)
+        for number in tuple(self._live):
+            self._end(number, reason, EngineError(error))
 
     def _remove(self, number: int) -> None:
         live = self._live.pop(number)

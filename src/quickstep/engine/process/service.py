@@ -114,7 +114,15 @@ class EngineService:
     def _start(self, work: Coroutine[Any, Any, None], kept: set[asyncio.Task[None]]) -> None:
         task = asyncio.create_task(work)
         kept.add(task)
-        task.add_done_callback(kept.discard)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            kept.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                # nothing here does that task's work any more: the process ends, and is replaced
+                _LOGGER.critical("a task of the engine process failed", exc_info=error)
+                self._writer.close()
+
+        task.add_done_callback(ended)
 
     def _receive(self, message: ToEngine) -> None:
         match message:
@@ -176,6 +184,7 @@ class EngineService:
         self._engine = engine
         self._sender.put(opened)
         self._start(self._tell_stats(engine), self._tasks)
+        self._start(self._tell_failure(engine), self._tasks)
 
     def _submit(self, message: Submit) -> None:
         number = message.number
@@ -190,7 +199,9 @@ class EngineService:
                 deadline_s=message.deadline_s,
                 pooling=message.pooling,
             )
-        except Exception as error:  # one request's end, not everybody's
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # one request's end; a panic in Rust is no Exception
             self._refuse(number, error)
         else:
             self._streams[number] = stream
@@ -203,7 +214,9 @@ class EngineService:
         number = message.number
         try:
             await self._require_engine().prepare(message.sampling)
-        except Exception as error:  # one request's end, not everybody's
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # as in `_submit`
             self._refuse(number, error)
         else:
             if number in self._preparing:
@@ -212,19 +225,25 @@ class EngineService:
                 self._refuse(number, EngineError("the request was aborted"))
         self._preparing.discard(number)
 
-    def _refuse(self, number: int, error: Exception) -> None:
+    def _refuse(self, number: int, error: BaseException) -> None:
         match error:
             case RequestError(param=param, status=status):
                 self._sender.put(Refused(number, str(error), param, status))
             case EngineError():
                 self._sender.put(Refused(number, str(error), None, 503))
             case _:
-                _LOGGER.error("a request could not be submitted", exc_info=error)
+                _LOGGER.error("a request failed in the engine process", exc_info=error)
                 self._sender.put(Refused(number, f"{type(error).__name__}: {error}", None, 500))
 
     async def _pump(self, number: int, stream: Stream) -> None:
-        async for delta in stream:
-            self._sender.put(DeltaNote(number, delta))
+        try:
+            async for delta in stream:
+                self._sender.put(DeltaNote(number, delta))
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # as in `_submit`
+            await stream.aclose()
+            self._refuse(number, error)
         del self._streams[number]
         self._stats_due.set()
 
@@ -237,6 +256,11 @@ class EngineService:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STATS_EVERY_S if busy else None):
                     await self._stats_due.wait()
+
+    async def _tell_failure(self, engine: Engine) -> None:
+        """A failed engine has no requests, so that no stats would be due."""
+        await engine.wait_until_failed()
+        self._stats_due.set()
 
     async def _stop(self) -> None:
         """End everything in order, then close the connection, which ends `run`."""

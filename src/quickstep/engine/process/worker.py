@@ -144,7 +144,7 @@ async def _serve(socket_fd: int, opener: EngineOpener) -> int:
     try:
         service = await EngineService.connect(socket.socket(fileno=socket_fd), opener)
         stopped = await service.run()
-    except Exception:
+    except BaseException:  # the process's top: it ends, whatever it was
         logging.getLogger(__name__).exception("the engine process failed")
         stopped = False
     if not stopped:
