@@ -42,13 +42,21 @@ def run(
     path: Path,
     test: Callable[[RemoteEngine], Awaitable[None]],
     mode: str = "serve",
+    stall_s: float = 30.0,
+    max_undecided: int = 4096,
     **scheduler: int,
 ) -> None:
     """Run `test` on a started engine in a process, which must be gone at the end."""
 
     async def whole() -> None:
         config = scripted_worker.config(path, **scheduler)
-        engine = RemoteEngine(config, command=scripted_worker.command(mode), restart_limits=QUICK)
+        engine = RemoteEngine(
+            config,
+            command=scripted_worker.command(mode),
+            restart_limits=QUICK,
+            stall_s=stall_s,
+            max_undecided=max_undecided,
+        )
         await engine.open()
         process_ids = {engine.process_id}
         await engine.start()

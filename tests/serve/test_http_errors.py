@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -10,7 +11,7 @@ from client import CHAT, COMPLETIONS, client_of
 from fake_engine import FakeEngine, FakeStream, Submitted
 from live_server import live_server
 
-from quickstep.engine.stats import EngineState
+from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.server.app import create_app
 from quickstep.server.options import RequestLimits, ServerOptions
 from quickstep.types import SamplingParams
@@ -201,6 +202,36 @@ def test_health_fails_when_work_is_pending_and_no_step_finishes() -> None:
         return told
 
     assert asyncio.run(run()) == ["ok", "ok", "stalled", "ok", "stalled", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "busy_for_s", "state", "is_ready"),
+    [
+        (0.0, 1.0, EngineState.RUNNING, True),
+        (0.0, 11.0, EngineState.RUNNING, False),
+        (2.0, 2.0, EngineState.RUNNING, True),
+        (3.0, 3.0, EngineState.RUNNING, False),
+        (0.0, 1.0, EngineState.RESTARTING, False),
+    ],
+)
+def test_a_stalled_or_silent_engine_is_not_ready(
+    silent_s: float, busy_for_s: float, state: EngineState, is_ready: bool
+) -> None:
+    async def run() -> None:
+        class Engine(FakeEngine):
+            def stats(self) -> EngineStats:
+                told = super().stats()
+                return replace(told, silent_s=silent_s, busy_since_s=0.0, state=state)
+
+        app = create_app(Engine(now_s=busy_for_s), ServerOptions(stall_s=10.0))
+        async with client_of(app) as client:
+            response = await client.get("/ready")
+        assert (response.status_code, response.json()["ready"]) == (
+            200 if is_ready else 503,
+            is_ready,
+        )
+
+    asyncio.run(run())
 
 
 def test_metrics_carry_vllms_names() -> None:

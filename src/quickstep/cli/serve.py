@@ -98,16 +98,18 @@ def _serve(
     check_names(options)
     check_tls(options.tls)
     with bind(args.host, args.port) as sock:
-        serve(lambda: _opened(config, log, launched), sock, options)
+        serve(lambda: _opened(config, log, launched, options.stall_s), sock, options)
 
 
-async def _opened(config: EngineConfig, log: LogSetup, launched: Launched) -> RemoteEngine:
+async def _opened(
+    config: EngineConfig, log: LogSetup, launched: Launched, stall_s: float
+) -> RemoteEngine:
     """The engine's process with the model loaded; says on stderr what it is."""
     from quickstep.cli.session import print_memory
     from quickstep.engine.process.remote_engine import RemoteEngine
 
     _LOG.info("loading %s", config.load.model)
-    engine = RemoteEngine(config, log=log, launched=launched)
+    engine = RemoteEngine(config, log=log, launched=launched, stall_s=stall_s)
     with loading_bar(f"loading {config.load.model}") as progress:
         await engine.open(progress)
     gc.freeze()  # what is there now stays

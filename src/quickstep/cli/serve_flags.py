@@ -71,6 +71,12 @@ _SECONDS = (
     ("--upload-timeout-s", "until a request's body is there", 120.0),
     ("--slow-reader-timeout-s", "a stream that its client does not read; then it is ended", 60.0),
     ("--stream-comment-s", "after which a silent stream gets a comment; 0 for never", 15.0),
+    (
+        "--stall-timeout-s",
+        "without progress of the engine's process while requests wait for it; then another is "
+        "started in its place",
+        30.0,
+    ),
     ("--drain-timeout-s", "what SIGTERM leaves to running requests", 30.0),
 )
 
@@ -210,6 +216,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         batches=batch_options(args),
         stored_responses=args.max_stored_responses,
         stored_response_bytes=args.max_stored_response_bytes,
+        stall_s=args.stall_timeout_s,
         drain_s=args.drain_timeout_s,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,

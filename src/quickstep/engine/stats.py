@@ -38,6 +38,7 @@ class EngineStats:
         num_requests: Requests whose streams have not ended.
         scheduler: Waiting, running, blocks (`core.accounting.SchedulerStats`).
         num_restarts: How often the engine's process was started again.
+        silent_s: Seconds that the engine's process has said nothing with requests pending.
     """
 
     state: EngineState
@@ -49,6 +50,7 @@ class EngineStats:
     num_requests: int
     scheduler: SchedulerStats
     num_restarts: int = 0
+    silent_s: float = 0.0
 
     @property
     def has_work(self) -> bool:

@@ -214,7 +214,8 @@ class ServerOptions:
         batches: How batches run.
         stored_responses: Answers of the Responses API that are kept for `previous_response_id`.
         stored_response_bytes: All of them together, as JSON.
-        stall_s: `/health` fails when work is pending and no step has finished for this long.
+        stall_s: `/health` and `/ready` fail when work is pending and no step has finished for this
+            long; an engine's process that makes no progress for so long is replaced.
         drain_s: How long SIGTERM lets running requests go on before they are ended.
         tool_call_parser: Name of the format of tool calls, `none` for no tools; None takes what
             the chat template tells.
@@ -235,12 +236,14 @@ class ServerOptions:
     batches: BatchOptions = field(default_factory=BatchOptions)
     stored_responses: int = 4096
     stored_response_bytes: int = 64 * 1024 * 1024
-    stall_s: float = 60.0
+    stall_s: float = 30.0
     drain_s: float = 30.0
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
+        if not self.stall_s > 0:
+            raise ConfigError(f"--stall-timeout-s is {self.stall_s:g}, it must be above 0")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(
                 f"--root-path is {self.root_path!r}, it must begin with a slash and not end in one"

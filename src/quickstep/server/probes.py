@@ -2,7 +2,8 @@
 
 `/health` is about progress, not about being alive: it fails while the engine is started again,
 when that was given up, and when work is pending and no step has finished for `stall_s`; requests
-that are paused for their readers are not pending. `/ready` says whether new requests are welcome.
+that are paused for their readers are not pending. `/ready` says whether new requests are welcome:
+not while that is so, and not while the engine's process, with work pending, is suspiciously silent.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from quickstep.server.metrics import CONTENT_TYPE, Metrics
 from quickstep.server.surface import Served
 
 __all__ = ["Probes"]
+
+# Of `stall_s`, after which the process is replaced: it tells how it does ten times a second.
+_SILENT_SHARE = 0.25
 
 
 class Probes:
@@ -62,7 +66,9 @@ class Probes:
 
     async def ready(self, _: Request) -> Response:
         """200 while new requests are welcome, else 503."""
-        ready = self._served.engine.stats().state is EngineState.RUNNING
+        stats = self._served.engine.stats()
+        silent = stats.silent_s > _SILENT_SHARE * self._stall_s
+        ready = stats.state is EngineState.RUNNING and self._status(stats) == "ok" and not silent
         return json_response({"ready": ready}, 200 if ready else 503)
 
     async def metrics(self, _: Request) -> Response:

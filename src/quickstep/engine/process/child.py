@@ -81,8 +81,12 @@ class EngineProcess:
         """What the worker says, until it is gone; one generator for the whole life."""
         return self._messages
 
-    async def open(self, opening: Open, progress: LoadProgress | None) -> Opened:
+    async def open(
+        self, opening: Open, progress: LoadProgress | None, silence_s: float | None = None
+    ) -> Opened:
         """Have the model loaded. Who launched the process may have told it to already.
+
+        `silence_s` is how long it may say nothing; None for as long as it likes.
 
         Raises:
             ConfigError: The checkpoint is missing or broken, or does not fit.
@@ -90,7 +94,7 @@ class EngineProcess:
         """
         if not self._is_told:
             self.send(opening)
-        async for message in self._messages:
+        while (message := await self._next(silence_s)) is not None:
             match message:
                 case Loading(num_bytes=num_bytes, total_bytes=total_bytes):
                     if progress is not None:
@@ -103,6 +107,21 @@ class EngineProcess:
                     raise EngineError(f"the engine process said {message} before it had opened")
         how = await self.end()
         raise EngineError(f"the engine process {how} while it loaded the model")
+
+    async def _next(self, silence_s: float | None) -> FromEngine | None:
+        """The next message; None after the last one. Raises EngineError if it takes too long."""
+        try:
+            async with asyncio.timeout(silence_s):
+                return await anext(self._messages, None)
+        except TimeoutError:
+            raise EngineError(
+                f"the engine process said nothing for {silence_s:g} s while it loaded the model"
+            ) from None
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Size of the messages that the worker has not taken from us."""
+        return self._sender.num_bytes
 
     def send(self, message: ToEngine) -> None:
         """Queue a message; lost if the worker is gone. Raises UnicodeEncodeError."""

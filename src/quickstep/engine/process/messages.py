@@ -168,9 +168,12 @@ class SequenceNote(WireMessage, frozen=True):
 
 
 class StatsNote(WireMessage, frozen=True):
-    """How the engine is doing; sent when a request came or ended, and now and then while busy."""
+    """How the engine is doing; sent when a request came or ended, and now and then while busy: it
+    is the worker's heartbeat. `computed_s` is the processor time of all threads but the event loop.
+    """
 
     stats: EngineStats
+    computed_s: float
 
 
 ToEngine = Open | Submit | Abort | Pause | Resume | Stop

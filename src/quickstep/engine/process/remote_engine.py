@@ -66,6 +66,10 @@ from quickstep.types import FinishReason, Pooling, SamplingParams
 __all__ = ["RemoteEngine"]
 
 _LOGGER = logging.getLogger(__name__)
+# After a request's deadline, until its end is made here.
+_DEADLINE_MARGIN_S = 1.0
+# Messages that may wait for a process that does not read.
+_MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,9 @@ class RemoteEngine:
 
     `command` is what the worker is started with; tests have their own. `launched` is the first
     worker, where it has been started already, and perhaps told to open the same `config`; it is
-    owned by this object from now on.
+    owned by this object from now on. A process that makes no progress for `stall_s` seconds with
+    requests pending is replaced. At most `max_undecided` requests wait for it to take or refuse
+    them: there are more only where it does not read what is sent.
     """
 
     def __init__(
@@ -121,6 +127,8 @@ class RemoteEngine:
         command: Sequence[str] = WORKER_COMMAND,
         clock: Callable[[], float] = time.monotonic,
         launched: Launched | None = None,
+        stall_s: float = 30.0,
+        max_undecided: int = 4096,
     ) -> None:
         self._supervisor = Supervisor(
             client=self,
@@ -128,9 +136,11 @@ class RemoteEngine:
             command=command,
             limits=restart_limits or RestartLimits(),
             clock=clock,
+            stall_s=stall_s,
             launched=launched,
         )
         self._clock = clock
+        self._max_undecided = max_undecided
         self._seeds = open_seeds(config.seed)
         self._model = config.load.model
         self._template_s = config.inputs.template_s
@@ -232,6 +242,7 @@ class RemoteEngine:
             busy_since_s=self._streams.busy_since_s,
             num_requests=len(self._streams),
             num_restarts=self._supervisor.num_restarts,
+            silent_s=self._supervisor.silent_s,
         )
 
     async def prepare(self, sampling: SamplingParams) -> None:
@@ -251,14 +262,17 @@ class RemoteEngine:
     ) -> RemoteStream:
         """Send a request to the engine; its stream says whether it was taken.
 
-        `deadline_s` counts from its arrival there: then, what was generated is the answer. With
-        `pooling` the prompt's embedding is, and nothing is generated.
+        `deadline_s` counts from its arrival there: then, what was generated is the answer. If the
+        engine has not ended it a second later, what has come from there is. With `pooling` the
+        prompt's embedding is, and nothing is generated.
 
         Raises:
             RequestError: The request cannot be served as it stands.
-            EngineError: The engine takes no requests now (not started, restarting, stopping).
+            EngineError: The engine takes no requests now (not started, restarting, stopping), or
+                does not read those that were sent.
         """
         process = self._running_process()
+        self._check_backlog(process)
         check_deadline(deadline_s)
         facts = self._loaded.facts
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -294,6 +308,10 @@ class RemoteEngine:
             refusal = RequestError("the request holds a whole number of more than 64 bits")
             self._streams.refuse(number, refusal)
             raise refusal from error
+        if deadline_s is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(deadline_s + _DEADLINE_MARGIN_S, self._expire, number, name)
+            self._streams.set_deadline(number, timer)
         return remote
 
     def abort(self, request_id: str) -> None:
@@ -313,6 +331,10 @@ class RemoteEngine:
         number = self._streams.number_of(request_id)
         if number is not None:
             self._streams.resume(number)
+
+    def _expire(self, number: int, request_id: str) -> None:
+        self.abort(request_id)
+        self._streams.expire(number)
 
     def _tell(self, request_id: str, kind: type[Abort | Pause | Resume]) -> None:
         number = self._streams.number_of(request_id)
@@ -354,6 +376,11 @@ class RemoteEngine:
             case _:
                 _LOGGER.error("the engine process said %s out of turn", message)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits for the process, and not for its reader (the supervisor only)."""
+        return self._streams.busy_since_s is not None
+
     def died(self) -> str:
         """The process is gone, and whoever waits is told (the supervisor only)."""
         if self._supervisor.is_ending:
@@ -375,6 +402,14 @@ class RemoteEngine:
             why = f": {failure}" if failure else ""
             raise EngineError(f"the engine is {state.value} and takes no requests{why}")
         return process
+
+    def _check_backlog(self, process: EngineProcess) -> None:
+        num_undecided, limit = self._streams.num_undecided, self._max_undecided
+        if num_undecided >= limit or process.num_unsent_bytes >= _MAX_UNSENT_BYTES:
+            raise EngineError(
+                f"{num_undecided} requests wait for the engine to take them, the limit is {limit} "
+                f"or {_MAX_UNSENT_BYTES} bytes; send it again later"
+            )
 
     def _free_request_id(self) -> str:
         names = (f"request-{number}" for number in self._ids)

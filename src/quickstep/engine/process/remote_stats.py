@@ -57,6 +57,7 @@ class Ledger:
         busy_since_s: float | None,
         num_requests: int,
         num_restarts: int,
+        silent_s: float,
     ) -> EngineStats:
         """This moment: the arguments, and the rest as the worker last said it."""
         last = self._known()
@@ -70,6 +71,7 @@ class Ledger:
             num_requests=num_requests,
             scheduler=replace(last.scheduler, totals=totals),
             num_restarts=num_restarts,
+            silent_s=silent_s,
         )
 
     def _known(self) -> EngineStats:

@@ -86,6 +86,7 @@ class RemoteStream:
 class _Live:
     stream: RemoteStream
     running: set[int]  # indices of the sequences that have not ended
+    timer: asyncio.TimerHandle | None = None  # of its deadline
 
 
 class RemoteStreams:
@@ -95,6 +96,7 @@ class RemoteStreams:
         self._clock = clock
         self._live: dict[int, _Live] = {}
         self._paused: set[int] = set()
+        self._undecided: set[int] = set()
         self._number_of: dict[str, int] = {}
         self._numbers = itertools.count()
         self._busy_since_s = 0.0
@@ -103,6 +105,11 @@ class RemoteStreams:
 
     def __len__(self) -> int:
         return len(self._live)
+
+    @property
+    def num_undecided(self) -> int:
+        """Requests that the engine has neither taken nor refused."""
+        return len(self._undecided)
 
     @property
     def busy_since_s(self) -> float | None:
@@ -128,12 +135,14 @@ class RemoteStreams:
         if self._is_held:
             self._busy_since_s = self._clock()
         self._live[number] = _Live(remote, set(range(num_sequences)))
+        self._undecided.add(number)
         self._number_of[stream.request_id] = number
         self._empty.clear()
         return number, remote
 
     def accept(self, number: int) -> None:
         """The engine has taken the request."""
+        self._undecided.discard(number)
         if number in self._live:
             self._live[number].stream.decide(None)
 
@@ -141,6 +150,19 @@ class RemoteStreams:
         """The engine has not; its stream raises `error`, or ends with it if it had been taken."""
         if number in self._live:
             self._end(number, FinishReason.ERROR, error)
+
+    def set_deadline(self, number: int, timer: asyncio.TimerHandle) -> None:
+        """Cancel `timer` when the request ends."""
+        self._live[number].timer = timer
+
+    def expire(self, number: int) -> None:
+        """End a request as the engine should have at its deadline: with what there is."""
+        live = self._live[number]
+        live.stream.decide(None)
+        reason = FinishReason.DEADLINE
+        for index in sorted(live.running):
+            live.stream.put(Delta(index, finish_reason=reason, stop_reason=reason.value))
+        self._remove(number)
 
     def _end(self, number: int, reason: FinishReason, error: QuickstepError) -> None:
         live = self._live[number]
@@ -177,6 +199,9 @@ class RemoteStreams:
 
     def _remove(self, number: int) -> None:
         live = self._live.pop(number)
+        if live.timer is not None:
+            live.timer.cancel()
+        self._undecided.discard(number)
         self._paused.discard(number)
         del self._number_of[live.stream.request_id]
         if not self._live:

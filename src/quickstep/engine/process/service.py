@@ -2,7 +2,8 @@
 
 One `EngineService` per process. Reading never stops, so that a closed connection is noticed while
 a model loads (in a thread) or a long step runs. Each request has a small task that moves its
-deltas; stats are told when a request comes or ends, and ten times a second while there is work.
+deltas; stats are told when a request comes or ends, and ten times a second while there is work,
+which is how the other end knows that this loop runs (see `stall_watch`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import gc
 import logging
 import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -132,6 +134,7 @@ class EngineService:
                 self._submit(message)
             case Submit(number=number):
                 self._preparing.add(number)
+                self._stats_due.set()
                 self._start(self._prepare(message), self._tasks)
             case Abort(number=number):
                 self._preparing.discard(number)
@@ -251,8 +254,9 @@ class EngineService:
         while True:
             self._stats_due.clear()
             stats = engine.stats()
-            self._sender.put(StatsNote(stats))
-            busy = stats.busy_since_s is not None or stats.num_steps_in_flight > 0
+            self._sender.put(StatsNote(stats, time.process_time() - time.thread_time()))
+            steps = stats.busy_since_s is not None or stats.num_steps_in_flight > 0
+            busy = steps or bool(self._preparing)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_STATS_EVERY_S if busy else None):
                     await self._stats_due.wait()

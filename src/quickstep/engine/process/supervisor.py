@@ -1,4 +1,5 @@
-"""Keeps an engine's process alive: reads it, notices its death, starts another, and ends it.
+"""Keeps an engine's process alive: reads it, notices its death or its stall, starts another, and
+ends it.
 
 A task follows each process from its opening to its end. Whoever stands behind (`EngineClient`) is
 told of a death before anything else is done about it. Restarts come slower each time a process
@@ -16,12 +17,15 @@ from quickstep.engine.process.child import EngineProcess, LoadProgress
 from quickstep.engine.process.launch import Launched
 from quickstep.engine.process.messages import FromEngine, Open, Opened, Stop
 from quickstep.engine.process.restarts import RestartLimits, Restarts
+from quickstep.engine.process.stall_watch import StallWatch
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError, QuickstepError
 
 __all__ = ["EngineClient", "Supervisor"]
 
 _LOGGER = logging.getLogger(__name__)
+# What a process may take between two messages while it loads a model that was loaded before.
+_RELOAD_SILENCE_S = 600.0
 # What an engine that was told to stop may take to finish its step and close.
 _STOP_S = 5.0
 
@@ -35,6 +39,10 @@ class EngineClient(Protocol):
     def receive(self, message: FromEngine) -> None:
         """The process said something."""
 
+    @property
+    def has_work(self) -> bool:
+        """Whether it waits for the process."""
+
     def died(self) -> str:
         """The process is gone. Says why its engine had failed before, "" if it had not."""
 
@@ -42,7 +50,8 @@ class EngineClient(Protocol):
 class Supervisor:
     """Owns the process and the engine's state. `open`, `start`, `drain`, `end`, in this order.
 
-    `launched` is the first process, where there is one already.
+    `launched` is the first process, where there is one already. One that makes no progress for
+    `stall_s` seconds with work pending is killed, and so replaced (see `stall_watch`).
     """
 
     def __init__(
@@ -52,6 +61,7 @@ class Supervisor:
         command: Sequence[str],
         limits: RestartLimits,
         clock: Callable[[], float],
+        stall_s: float,
         launched: Launched | None = None,
     ) -> None:
         self._client = client
@@ -59,6 +69,8 @@ class Supervisor:
         self._command = tuple(command)
         self._restarts = Restarts(limits)
         self._clock = clock
+        self._watch = StallWatch(stall_s)
+        self._stall = ""  # why the process was killed, if it was for a stall
         self._launched = launched
         self._state = EngineState.NEW
         self._failure = ""
@@ -83,6 +95,11 @@ class Supervisor:
         return self._num_restarts
 
     @property
+    def silent_s(self) -> float:
+        """Seconds that the process has said nothing with work pending."""
+        return self._watch.silent_s
+
+    @property
     def process(self) -> EngineProcess | None:
         """The one that serves now."""
         return self._process
@@ -94,7 +111,7 @@ class Supervisor:
 
     async def open(self, progress: LoadProgress | None) -> None:
         """Start the first process. Raises ConfigError, EngineError."""
-        self._process = await self._launch(progress)
+        self._process = await self._launch(progress, None)
         self._following = asyncio.create_task(self._follow(self._process), name="engine-process")
 
     def start(self) -> None:
@@ -132,14 +149,17 @@ class Supervisor:
         if self._state is not EngineState.FAILED:
             self._state = EngineState.STOPPED
 
-    async def _launch(self, progress: LoadProgress | None) -> EngineProcess:
+    async def _launch(
+        self, progress: LoadProgress | None, silence_s: float | None
+    ) -> EngineProcess:
         launched, self._launched = self._launched, None
         if launched is None:
             process = await EngineProcess.spawn(self._command)
         else:
             process = await EngineProcess.take(launched)
         try:
-            await self._client.opened(await process.open(self._opening, progress))
+            opened = await process.open(self._opening, progress, silence_s)
+            await self._client.opened(opened)
         except BaseException:
             process.kill()
             await process.end()
@@ -161,8 +181,12 @@ class Supervisor:
     async def _live(self, process: EngineProcess) -> str:
         """Take in what the process says until it is gone; says why it went."""
         self._process = process
+        self._watch.begin(self._clock())
+        self._stall = ""
+        watching = asyncio.create_task(self._watch_stalls(process), name="engine-stalls")
         try:
             async for message in process.messages:
+                self._watch.heard(message)
                 self._client.receive(message)
         except EngineError as error:
             _LOGGER.error("%s", error)
@@ -171,12 +195,22 @@ class Supervisor:
             process.kill()
             raise
         finally:
+            watching.cancel()
+            self._watch.begin(self._clock())
             self._process = None
             if self._state is not EngineState.DRAINING:
                 self._state = EngineState.RESTARTING
             failure = self._client.died()
             how = await process.end()
-        return failure or f"the engine process {how}"
+        return failure or self._stall or f"the engine process {how}"
+
+    async def _watch_stalls(self, process: EngineProcess) -> None:
+        """Kill a process that makes no progress; its end is then noticed as any other."""
+        while not self._stall:
+            await asyncio.sleep(self._watch.every_s)
+            self._stall = self._watch.look(self._clock(), self._client.has_work)
+        _LOGGER.error("%s: killing process %d", self._stall, process.process_id)
+        process.kill()
 
     async def _restarted(self, reason: str, lived_s: float) -> EngineProcess | None:
         """The next process, open; None when none is wanted, or it is no use."""
@@ -194,7 +228,7 @@ class Supervisor:
             _LOGGER.error("%s; starting it again in %.1f s", reason, delay_s)
             await asyncio.sleep(delay_s)
             try:
-                process = await self._launch(None)
+                process = await self._launch(None, _RELOAD_SILENCE_S)
             except QuickstepError as error:
                 reason, lived_s = str(error), 0.0
                 continue

@@ -36,11 +36,19 @@ class Sender:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         self._pending: deque[msgspec.Raw] = deque()
+        self._num_bytes = 0  # of what is pending
         self._news = asyncio.Event()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what was put and is not sent."""
+        return self._num_bytes
 
     def put(self, message: Message) -> None:
         """Queue a message. Raises UnicodeEncodeError for text that is not Unicode."""
-        self._pending.append(encode(message))
+        encoded = encode(message)
+        self._pending.append(encoded)
+        self._num_bytes += len(encoded)
         self._news.set()
 
     async def run(self) -> None:
@@ -57,7 +65,9 @@ class Sender:
         """Send all that was put. Raises ConnectionError."""
         while self._pending:
             count = min(len(self._pending), _MESSAGES_PER_FRAME)
-            self._writer.write(framed([self._pending.popleft() for _ in range(count)]))
+            messages = [self._pending.popleft() for _ in range(count)]
+            self._num_bytes -= sum(map(len, messages))
+            self._writer.write(framed(messages))
             await self._writer.drain()
 
 
