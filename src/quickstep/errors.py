@@ -3,6 +3,7 @@
     QuickstepError
     ├── RequestError    the client's fault: HTTP 4xx, the request alone fails
     ├── EngineError     our fault: HTTP 5xx, logged once with its trace
+    │   └── EngineDied      the engine's process ended before it had decided on the request
     ├── ConfigError     a start-up option or a checkpoint cannot be used: exit code 2
     └── OutOfBlocks     the pool cannot serve an allocation; the scheduler preempts or waits
 
@@ -11,7 +12,14 @@ A message says what is wrong, the value, the limit and the way out, in one sente
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "EngineError", "OutOfBlocks", "QuickstepError", "RequestError"]
+__all__ = [
+    "ConfigError",
+    "EngineDied",
+    "EngineError",
+    "OutOfBlocks",
+    "QuickstepError",
+    "RequestError",
+]
 
 
 class QuickstepError(Exception):
@@ -29,6 +37,10 @@ class RequestError(QuickstepError):
 
 class EngineError(QuickstepError):
     """The engine failed; the request may be sent again."""
+
+
+class EngineDied(EngineError):
+    """The engine's process ended with the request, for which it may even have been to blame."""
 
 
 class ConfigError(QuickstepError):

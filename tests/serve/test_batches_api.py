@@ -12,12 +12,12 @@ from fake_engine import WORDS, FakeEngine, Script
 from live_server import live_server, until
 from openai.types import Batch
 
-from quickstep.errors import EngineError, RequestError
+from quickstep.errors import EngineDied, EngineError, RequestError
 from quickstep.server.api_errors import GenerationFailed
 from quickstep.server.batch_jobs import BatchJobs
-from quickstep.server.batch_lines import BatchLine
+from quickstep.server.batch_lines import BatchLine, LineAnswer
 from quickstep.server.batch_record import Batch as Record
-from quickstep.server.batch_run import LineRunner
+from quickstep.server.batch_run import LineRunner, LineSlots, run_lines
 from quickstep.server.file_options import BatchOptions, FileOptions
 from quickstep.server.file_store import FileStore
 from quickstep.server.options import ServerOptions
@@ -231,18 +231,68 @@ def test_a_full_queue_is_waited_for_without_an_end(
     assert not engine.refusals
 
 
-@pytest.mark.parametrize(("num_failures", "status"), [(2, 200), (3, 500)])
-def test_a_line_that_its_engine_died_under_is_sent_again(num_failures: int, status: int) -> None:
-    failures = [GenerationFailed("the engine process ended")] * num_failures
+DEATHS = [GenerationFailed("the engine process ended"), EngineDied("the engine process ended")]
 
-    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> object:
-        if failures:
-            raise failures.pop()
+
+class Deadly:
+    """An endpoint behind an engine that dies of the bodies `deadly`, and with it whatever runs."""
+
+    def __init__(self, death: Exception, deadly: bytes) -> None:
+        self.death, self.deadly = death, deadly
+        self.running: set[bytes] = set()
+        self.died = asyncio.Event()
+        self.seen: list[tuple[bytes, int]] = []  # each body sent, and how many ran with it
+
+    async def __call__(self, body: bytes, caller: str = "", added_priority: int = 0) -> object:
+        self.running.add(body)
+        died = self.died
+        self.seen.append((body, len(self.running)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        self.running.discard(body)
+        if body == self.deadly:
+            died.set()
+            self.died = asyncio.Event()
+        if died.is_set():
+            raise self.death
         return {}
 
-    runner = LineRunner({COMPLETIONS: endpoint}, num_repeats=2, retry_s=0.0)
-    answer = asyncio.run(runner.answer(BatchLine(1, "a", COMPLETIONS, b"{}")))
-    assert answer.status == status
+
+@pytest.mark.parametrize("death", DEATHS, ids=lambda death: type(death).__name__)
+def test_a_line_that_its_engine_died_under_is_sent_once_more_and_alone(death: Exception) -> None:
+    async def run() -> None:
+        endpoint = Deadly(death, b"3")
+        runner = LineRunner({COMPLETIONS: endpoint}, LineSlots(4), retry_s=0.0)
+        lines = [BatchLine(n, f"{n}", COMPLETIONS, f"{n}".encode()) for n in range(40)]
+        found: list[LineAnswer] = []
+        await run_lines(iter(lines), runner.answer, found.append, 8)
+        statuses = {answer.custom_id: answer.status for answer in found}
+        assert statuses == {line.custom_id: 500 if line.custom_id == "3" else 200 for line in lines}
+        for one in lines:
+            with_it = [count for body, count in endpoint.seen if body == one.body]
+            assert len(with_it) <= 2
+            assert with_it[1:] in ([], [1]), "a line that is sent again runs alone"
+        assert sum(body == b"3" for body, _ in endpoint.seen) == 2
+        assert any(count > 1 for _, count in endpoint.seen)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_lines_that_are_cancelled_while_they_wait_to_run_alone_leave_the_slots_free() -> None:
+    async def run() -> None:
+        slots = LineSlots(3)
+        async with slots.one():
+            waiting = [asyncio.create_task(slots.all().__aenter__()) for _ in range(3)]
+            await asyncio.sleep(0)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        async with slots.one(), slots.one(), slots.one():
+            pass
+        async with slots.all():
+            pass
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_an_engine_that_stays_away_fails_the_batch(

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 import scripted_worker
 from remote_run import DEADLINE_S, LONG, QUICK, ends, is_alive, read, run, until
@@ -15,6 +19,8 @@ from remote_run import DEADLINE_S, LONG, QUICK, ends, is_alive, read, run, until
 from quickstep.engine.process.remote_engine import RemoteEngine
 from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError, EngineError
+from quickstep.server.options import ServerOptions
+from quickstep.server.run import bind, serve
 from quickstep.types import FinishReason, SamplingParams
 
 
@@ -192,6 +198,41 @@ def test_an_engine_that_hangs_shows_in_the_stats_though_it_says_nothing(tmp_path
         assert engine.stats().stalled_s == 0
 
     run(tmp_path, test)
+
+
+def test_a_server_whose_engine_is_given_up_says_so_and_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = RemoteEngine(
+        scripted_worker.config(tmp_path),
+        command=scripted_worker.command("break"),
+        restart_limits=QUICK,
+    )
+
+    async def opened() -> RemoteEngine:
+        await engine.open()
+        return engine
+
+    served: Future[None] = Future()
+
+    def run_server(sock: socket.socket) -> None:
+        try:
+            served.set_result(serve(opened, sock, ServerOptions(drain_s=0.0)))
+        except BaseException as error:
+            served.set_exception(error)
+
+    with bind("127.0.0.1", 0) as sock:
+        threading.Thread(target=run_server, args=(sock,), daemon=True).start()
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1/completions"
+        statuses = set()
+        while not served.done():
+            with suppress(httpx.HTTPError):  # before it listens, and when it has ended
+                body = {"model": "script", "prompt": "abc", "max_tokens": 5}
+                statuses.add(httpx.post(url, json=body, timeout=DEADLINE_S).status_code)
+    with pytest.raises(EngineError, match=r"given up: .*NoneType"):
+        served.result()
+    assert statuses <= {500, 503}
+    assert any("the server ends" in record.message for record in caplog.records)
 
 
 def test_the_engine_leaves_signals_of_the_group_to_its_parent(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from quickstep.server.batch_lines import (
     read_line,
 )
 from quickstep.server.batch_record import Batch
-from quickstep.server.batch_run import LineRunner, run_lines
+from quickstep.server.batch_run import LineRunner, LineSlots, run_lines
 from quickstep.server.file_options import BatchOptions
 from quickstep.server.file_store import FileStore, FileWriter, StoredFile
 from quickstep.server.response_files import BatchError, BatchStatus
@@ -66,7 +66,7 @@ class BatchJobs:
         self._store = store
         self._endpoints = endpoints
         self._options = options
-        self._slots = asyncio.Semaphore(options.concurrency)
+        self._slots = LineSlots(options.concurrency)
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -174,14 +174,9 @@ class BatchJobs:
         options = self._options
         asked_by = AskedBy(job.batch.owner, options.added_priority)
         runner = LineRunner(
-            self._endpoints, asked_by, options.num_tries, options.num_repeats, options.retry_s
+            self._endpoints, self._slots, asked_by, options.num_tries, options.retry_s
         )
-
-        async def answer(line: BatchLine) -> LineAnswer:
-            async with self._slots:
-                return await runner.answer(line)
-
-        return answer
+        return runner.answer
 
     def _faults(self, job: _Job) -> tuple[list[BatchError], int]:
         """What is wrong with the input, and its number of lines."""

@@ -38,7 +38,6 @@ class BatchOptions:
         added_priority: What the lines' priority is raised by; lower goes first, so live requests
             do.
         num_tries: How often a line is sent to an engine that takes none (it restarts, say).
-        num_repeats: How often a line is sent again that failed with a status of 500.
         retry_s: The pause between two tries.
     """
 
@@ -48,5 +47,4 @@ class BatchOptions:
     num_kept: int = 1000
     added_priority: int = 1000
     num_tries: int = 240
-    num_repeats: int = 2
     retry_s: float = 0.5

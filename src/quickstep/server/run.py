@@ -23,7 +23,8 @@ import uvloop
 from uvicorn.config import Config
 from uvicorn.server import Server
 
-from quickstep.errors import ConfigError
+from quickstep.engine.stats import EngineState
+from quickstep.errors import ConfigError, EngineError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.early_app import EarlyApp
 from quickstep.server.engine_face import ServedEngine
@@ -93,7 +94,7 @@ def _no_password() -> str:
 
 class DrainingServer(Server):
     """uvicorn, except that it drains the engine, that a second signal of any kind ends the wait,
-    and that the process goes on to its own end.
+    that the process goes on to its own end, and that it ends when the engine has failed for good.
     """
 
     def __init__(self, config: Config, engine: ServedEngine, options: ServerOptions) -> None:
@@ -112,6 +113,13 @@ class DrainingServer(Server):
             shown = f"[{host}]" if ":" in host else host
             _LOG.info("serving %s at %s://%s:%d/v1", self._names, self._scheme, shown, port)
             warn_of_strangers(host, self._keys)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second. A server whose engine has failed for good serves nobody any more."""
+        if not self.should_exit and self._engine.stats().state is EngineState.FAILED:
+            _LOG.critical("the engine has failed and is not started again: the server ends")
+            self.should_exit = True
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests, let running ones go on, then end them with an error event."""
@@ -205,7 +213,7 @@ def serve(
 
     Raises:
         ConfigError: The engine cannot be opened with this configuration.
-        EngineError: The engine failed while it opened.
+        EngineError: The engine failed while it opened, or for good while it served.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_open_and_serve(open_engine, sock, options or ServerOptions()))
@@ -218,5 +226,8 @@ async def _open_and_serve(
     engine = await open_engine()
     try:
         await server_for(engine, options).serve(sockets=[sock])
+        stats = engine.stats()
+        if stats.state is EngineState.FAILED:
+            raise EngineError(f"the engine failed and was given up: {stats.failure}")
     finally:
         await engine.stop()

@@ -14,7 +14,7 @@ from typing import Self
 
 from quickstep.dataclass import dataclass
 from quickstep.engine.stream import Delta, Stream
-from quickstep.errors import EngineError, QuickstepError
+from quickstep.errors import EngineDied, QuickstepError
 from quickstep.types import FinishReason
 
 __all__ = ["RemoteStream", "RemoteStreams"]
@@ -195,7 +195,7 @@ class RemoteStreams:
     def end_all(self, reason: FinishReason, error: str) -> None:
         """The engine is gone: end every stream, and refuse what it had not taken."""
         for number in tuple(self._live):
-            self._end(number, reason, EngineError(error))
+            self._end(number, reason, EngineDied(error))
 
     def _remove(self, number: int) -> None:
         live = self._live.pop(number)

@@ -21,7 +21,7 @@ from quickstep.engine.process.messages import FromEngine, StatsNote
 
 __all__ = ["StallWatch"]
 
-_LOOKS = 20  # within `stall_s`
+_LOOKS = 60  # within `stall_s`
 # Of one processor. An idle worker's threads use next to none of it; one that reads its weights back
 # from a swap file or a slow disk uses little, but more.
 _COMPUTING_SHARE = 0.02
@@ -30,8 +30,8 @@ _COMPUTING_SHARE = 0.02
 class StallWatch:
     """The verdict on one process after the other.
 
-    A look that comes late counts as one that came in time: this process may have been stopped with
-    the worker, or the machine may have slept.
+    A look that comes late counts as two at most: this process may have been stopped with the
+    worker, or the machine may have slept.
     """
 
     def __init__(self, stall_s: float) -> None:
@@ -68,7 +68,7 @@ class StallWatch:
 
     def look(self, now: float, has_work: bool) -> str:
         """Why the process must be replaced, "" if it need not. Call it every `every_s` seconds."""
-        passed_s = min(now - self._looked_s, self.every_s) if self._was_pending else 0.0
+        passed_s = min(now - self._looked_s, 2 * self.every_s) if self._was_pending else 0.0
         self._looked_s, self._was_pending = now, has_work
         if not has_work:
             self._silent_s = 0.0
