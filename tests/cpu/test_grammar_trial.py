@@ -98,13 +98,14 @@ def test_a_grammar_that_takes_too_much_memory_is_refused(tokenizer: Tokenizer) -
     trial.check(FINE)
 
 
-def test_a_worker_that_hangs_is_killed(tokenizer: Tokenizer) -> None:
-    trial = GrammarCompiler(tokenizer, 264, None, TrialLimits(wall_s=0.2)).trial
+@pytest.mark.parametrize("length", [1, 1_000_000], ids=["reads little", "does not read"])
+def test_a_worker_that_hangs_is_killed(tokenizer: Tokenizer, length: int) -> None:
+    trial = GrammarCompiler(tokenizer, 264, LOOSE, TrialLimits(wall_s=0.2)).trial
     trial.check(FINE)
     assert trial.process_id is not None
     os.kill(trial.process_id, signal.SIGSTOP)
     with pytest.raises(Refusal, match=r"did not compile within 0.2 s"):
-        trial.check(GrammarSource("regex", "c"))
+        trial.check(GrammarSource("regex", "c" * length))
     trial.check(GrammarSource("regex", "d"))
 
 

@@ -227,6 +227,23 @@ def test_whatever_is_raised_while_a_row_is_sampled_fails_its_sequence_only(raise
     assert result.outputs == (RowOutput(), alone[0])
 
 
+@pytest.mark.parametrize("raised", RAISED.values(), ids=RAISED)
+def test_whatever_is_raised_while_a_prompt_is_scored_fails_its_sequence_only(raised, monkeypatch):
+    def broken(*args):
+        raise raised
+
+    alone = outputs_alone(GREEDY)
+    runner = runner_of()
+    monkeypatch.setattr("quickstep.runtime.runner.score_prompt", broken)
+    bad = admission(0, sampling=replace(GREEDY, prompt_logprobs=1))
+    scored = replace(prefill(0, PROMPT, blocks=[0, 1, 2]), num_scored=len(PROMPT) - 1)
+    rows = [scored, prefill(1, PROMPT, blocks=[5, 6, 7])]
+    result = runner.run(plan(0, *rows, admitted=[bad, admission(1)]))
+    assert [failure.row for failure in result.failures] == [0]
+    assert "the prompt could not be read: planted" in result.failures[0].reason
+    assert result.outputs == (RowOutput(), alone[0])
+
+
 def test_releasing_a_slot_that_holds_nothing_is_fine():
     runner = runner_of()
     row = prefill(1, PROMPT, blocks=[0, 1, 2])

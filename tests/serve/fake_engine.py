@@ -101,7 +101,7 @@ class Script:
 
     reason: FinishReason = FinishReason.EOS
     error: str = ""
-    raises: Exception | None = None
+    raises: BaseException | None = None
     endless: bool = False
     gate: asyncio.Event | None = None
     words: tuple[str, ...] = WORDS

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from client import CHAT, COMPLETIONS, client_of
-from fake_engine import FakeEngine, FakeStream, Submitted
+from fake_engine import FakeEngine, FakeStream, Script, Submitted
 from live_server import live_server
 
 from quickstep.engine.stats import EngineState, EngineStats
@@ -178,6 +178,18 @@ def test_a_fault_of_ours_is_500_in_openais_shape_and_logged_once(
     assert "secret" not in response.text
     traces = [record for record in caplog.records if record.exc_info]
     assert len(traces) == 1
+
+
+def test_a_panic_below_one_of_many_prompts_is_answered() -> None:
+    """What pyo3 raises for a panic in Rust is no Exception."""
+
+    class Panic(BaseException):
+        pass
+
+    with live_server(FakeEngine(Script(raises=Panic("planted")))) as server:
+        body = {"prompt": ["a", "b"]}
+        response = httpx.post(f"{server.url}{COMPLETIONS}", json=body, timeout=60)
+    assert response.status_code == 500
 
 
 def test_health_fails_when_work_is_pending_and_no_step_finishes() -> None:

@@ -17,9 +17,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import IO
 
 import msgspec
 
@@ -165,6 +167,8 @@ class _Worker:
             raise EngineError(
                 f"the process that tries out grammars cannot be started: {error}"
             ) from error
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # a worker may read no further
         self._finalizer = weakref.finalize(self, _end, self._process)
 
     @property
@@ -187,11 +191,12 @@ class _Worker:
     def _exchange(self, frame: bytes, timeout_s: float) -> bytes:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None, "both are pipes"
+        deadline_s = time.monotonic() + timeout_s
         try:
-            write_frame(stdin.fileno(), frame)
-            answer = select.poll()  # `select` itself knows low file descriptors only
-            answer.register(stdout, select.POLLIN)
-            if not answer.poll(timeout_s * 1000):
+            pending = framed(frame)
+            while pending and _is_ready(stdin, select.POLLOUT, deadline_s):
+                pending = pending[os.write(stdin.fileno(), pending) :]
+            if pending or not _is_ready(stdout, select.POLLIN, deadline_s):
                 self._process.kill()
             return read_frame(stdout.fileno())
         except (EOFError, BrokenPipeError):
@@ -217,9 +222,21 @@ def _verdict_of(code: int, limits: TrialLimits) -> str:
     return "exhausts the compiler: it needs too much memory or is nested too deeply"
 
 
+def _is_ready(pipe: IO[bytes], event: int, deadline_s: float) -> bool:
+    """Wait until a pipe can be read or written; False if the clock shows `deadline_s` first."""
+    ready = select.poll()  # `select` itself knows low file descriptors only
+    ready.register(pipe, event)
+    return bool(ready.poll(max(0.0, deadline_s - time.monotonic()) * 1000))
+
+
+def framed(content: bytes) -> memoryview:
+    """A length and that many bytes."""
+    return memoryview(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
+
+
 def write_frame(fd: int, content: bytes) -> None:
-    """Write a length and that many bytes."""
-    pending = memoryview(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
+    """Write a frame, however long that takes."""
+    pending = framed(content)
     while pending:
         pending = pending[os.write(fd, pending) :]
 

@@ -131,7 +131,10 @@ class ModelRunner:
         for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
             end = start + row.num_tokens
             if (row.num_scored or slot.pool is not None) and not slot.failure:
-                outputs[index] = self._of_prompt(row, slot, hidden[start:end])
+                try:
+                    outputs[index] = self._of_prompt(row, slot, hidden[start:end])
+                except BaseException as error:  # one row's end, not the step's
+                    slot.failure = failure_of(error, "the prompt could not be read").reason
             start = end
 
     def _of_prompt(self, row: StepRow, slot: Slot, hidden: AnyTensor) -> RowOutput:

@@ -72,15 +72,17 @@ def sample(logits: AnyTensor, states: Sequence[SamplingState]) -> list[Sample | 
     return [sample_row(row, state) for row, state in zip(rows, states, strict=True)]
 
 
-def failure_of(error: BaseException) -> SampleFailure:
-    """The failure of a row for which `error` was raised; the rows beside it are drawn.
+def failure_of(
+    error: BaseException, what: str = "the next token could not be drawn"
+) -> SampleFailure:
+    """The failure of a row for which `error` was raised; the rows beside it go on.
 
     A panic in Rust (of a grammar's matcher, say) is no Exception. What ends the program is raised.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         raise error
-    _LOGGER.error("a row could not be sampled", exc_info=error)
-    return SampleFailure(f"the next token could not be drawn: {error}")
+    _LOGGER.error("a row failed: %s", what, exc_info=error)
+    return SampleFailure(f"{what}: {error}")
 
 
 def sample_row(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:

@@ -281,7 +281,7 @@ class Generation:
                 yield ChoiceDelta(first + late.index, late)
 
     async def _merged(self) -> AsyncGenerator[ChoiceDelta, None]:
-        queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(_QUEUED_DELTAS)
+        queue: asyncio.Queue[ChoiceDelta | BaseException | None] = asyncio.Queue(_QUEUED_DELTAS)
         tasks = [
             asyncio.create_task(self._feed(prompt, queue)) for prompt in range(len(self._streams))
         ]
@@ -289,7 +289,7 @@ class Generation:
             open_streams = len(tasks)
             while open_streams:
                 item = await queue.get()
-                if isinstance(item, Exception):
+                if isinstance(item, BaseException):
                     raise item
                 if item is None:
                     open_streams -= 1
@@ -301,13 +301,15 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _feed(
-        self, prompt: int, queue: asyncio.Queue[ChoiceDelta | Exception | None]
+        self, prompt: int, queue: asyncio.Queue[ChoiceDelta | BaseException | None]
     ) -> None:
         try:
             async for item in self._of_stream(prompt):
                 await queue.put(item)
             await queue.put(None)
-        except Exception as error:  # the task's top: the reader of the queue raises it
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # the task's top: the reader of the queue raises it
             await queue.put(error)
 
 
