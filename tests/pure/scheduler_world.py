@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -122,6 +122,16 @@ class HalvesPolicy:
 
 def policy_of(setup: Setup) -> Policy:
     return HalvesPolicy() if setup.halves else make_policy(setup.config)
+
+
+class CountingPool(KVBlockPool):
+    """Counts the blocks whose tokens are compared or hashed."""
+
+    num_read = 0
+
+    def _block_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
+        self.num_read += 1
+        return super()._block_tokens(token_ids, index)
 
 
 def open_scheduler(setup: Setup) -> Scheduler:

@@ -33,8 +33,9 @@ alone. The bugs, all of kinds that engines have shipped:
 27 paused-blocks-the-queue        who waits behind a paused sequence waits for its reader
 28 paused-holds-its-room          nobody takes the slots and blocks of paused sequences
 29 resumed-in-part                one of a resumed request's sequences stays paused
-30 victims-without-need           all lower tiers make way although fewer would do
-31 allocation-evicts-first        cached blocks are evicted while free ones are left
+30 hits-outlive-their-blocks      a waiting sequence keeps hits whose blocks were given away
+31 victims-without-need           all lower tiers make way although fewer would do
+32 allocation-evicts-first        cached blocks are evicted while free ones are left
 
 The last two waste and never corrupt: tokens cannot show them, `test_pauses` and `test_block_pool`
 do.
@@ -146,9 +147,8 @@ _BUGS = {
     ),
     "evicted-block-stays-indexed": (
         "block_pool",
-        "        if key is not None:\n            del self._index[key.digest]\n"
-        "        self._keys[block_id] = None\n",
-        "",
+        "        self._withdraw(block_id, key)\n        self._num_evictions",
+        "        self._num_evictions",
     ),
     "admitted-with-tokens-in-flight": (
         "scheduler",
@@ -190,6 +190,11 @@ _BUGS = {
         "scheduler",
         "in self._requests.get(request_id, ()):\n            runs",
         "in self._requests.get(request_id, ())[: None if is_paused else 1]:\n            runs",
+    ),
+    "hits-outlive-their-blocks": (
+        "block_pool",
+        "if withdrawn_at[block_id] > known.version:",
+        "if False:",
     ),
     "victims-without-need": (
         "batch",

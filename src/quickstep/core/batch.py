@@ -144,6 +144,15 @@ class Batch:
             key = self._pool.register(block_id, parent, block_tokens, digests[index])
             residency.keys.append(key)
 
+    def check_hits(self, sequence: Sequence) -> None:
+        """Raise AssertionError unless what a queued sequence knows of its hits saves it a lookup
+        without changing what it finds.
+        """
+        digests = sequence.digests[: sequence.num_reusable // self._pool.block_size]
+        about = (sequence.root, sequence.token_ids, digests)
+        found, afresh = self._pool.lookup(*about, sequence.known_hits), self._pool.lookup(*about)
+        assert found == afresh, f"{sequence.sequence_id} knows of hits that are none"
+
     def check(self) -> None:
         """Raise AssertionError unless slots, block tables and the pool agree."""
         self._pool.check(sequence.resident.blocks for sequence in self._running)
@@ -179,10 +188,13 @@ class Batch:
         """Whether `sequence` has room behind its `hits` once others have left."""
         if not self._free_slots and not leaving:
             return False
-        needed = self._blocks_for(len(sequence.token_ids)) - len(hits)
-        held = Counter(block_id for one in leaving for block_id in one.resident.blocks)
         num_left = len(self._running) - len(leaving)
-        return needed + num_left <= self._pool.num_free_without(held, hits)
+        needed = self._blocks_for(len(sequence.token_ids)) - len(hits) + num_left
+        num_held = sum(len(one.resident.blocks) for one in leaving)
+        if needed > self._pool.num_free + num_held:  # so it is in most steps, and cheap to tell
+            return False
+        held = Counter(block_id for one in leaving for block_id in one.resident.blocks)
+        return needed <= self._pool.num_free_without(held, hits)
 
     def _lookup(self, sequence: Sequence) -> tuple[int, ...]:
         if not self._pool.prefix_caching:
@@ -190,7 +202,9 @@ class Batch:
         num_blocks = sequence.num_reusable // self._pool.block_size
         tokens, digests = sequence.token_ids, sequence.digests
         self._pool.extend_digests(digests, sequence.root, tokens, num_blocks)
-        return self._pool.lookup(sequence.root, tokens, digests[:num_blocks])
+        known = sequence.known_hits
+        sequence.known_hits = self._pool.lookup(sequence.root, tokens, digests[:num_blocks], known)
+        return sequence.known_hits.block_ids
 
     def _fits_into_blocks(self, sequence: Sequence) -> bool:
         """Whether one more token needs no more blocks: so it is in most steps."""

@@ -371,6 +371,8 @@ class Scheduler:
         """Raise AssertionError if the books do not agree: for tests, after any call."""
         self._batch.check()
         self._waiting.check()
+        for sequence in self._waiting:
+            self._batch.check_hits(sequence)
         for one in self._requests.values():
             assert len({sequence.is_paused for sequence in one}) == 1, "a request paused in part"
         live = {one.sequence_id for of_request in self._requests.values() for one in of_request}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import field, replace
 
+from quickstep.core.block_pool import NO_HITS
 from quickstep.core.prefix import BlockKey, ChainRoot
 from quickstep.dataclass import dataclass
 from quickstep.types import (
@@ -126,6 +127,7 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
         self.digests: list[bytes] = []  # of leading full blocks, computed when first needed
+        self.known_hits = NO_HITS  # of the last lookup while it waited
         self.state = SequenceState.WAITING
         self.residency: Residency | None = None  # the latest
         self.num_cached_tokens: int | None = None  # None until first admitted
