@@ -63,6 +63,7 @@ class Setup:
     prefix_caching: bool = True
     digest: Digest = chain_digest
     inter_token_target_s: float = 0.005
+    priority_aging_s: float = 10.0
     max_waiting: int | None = None
     halves: bool = False  # a policy of its own, in place of `policy`
 
@@ -76,6 +77,7 @@ class Setup:
             pipeline_depth=self.pipeline_depth,
             policy=self.policy,
             inter_token_target_s=self.inter_token_target_s,
+            priority_aging_s=self.priority_aging_s,
         )
 
     @property

@@ -34,7 +34,7 @@ alone. The bugs, all of kinds that engines have shipped:
 28 paused-holds-its-room          nobody takes the slots and blocks of paused sequences
 29 resumed-in-part                one of a resumed request's sequences stays paused
 30 hits-outlive-their-blocks      a waiting sequence keeps hits whose blocks were given away
-31 victims-without-need           all lower tiers make way although fewer would do
+31 victims-without-need           all lower priorities make way although fewer would do
 32 allocation-evicts-first        cached blocks are evicted while free ones are left
 
 The last two waste and never corrupt: tokens cannot show them, `test_pauses` and `test_block_pool`
@@ -181,9 +181,9 @@ _BUGS = {
         "return first",
     ),
     "paused-blocks-the-queue": (
-        "sequence",
-        "return (*self.tier, is_new, self.arrival)",
-        "return (False, self.request.priority, is_new, self.arrival)",
+        "waiting",
+        "return sequence.rank",
+        "return (False, *sequence.rank[1:])",
     ),
     "paused-holds-its-room": ("scheduler", "        self._make_way(draft, now)\n", ""),
     "resumed-in-part": (

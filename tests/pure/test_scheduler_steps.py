@@ -159,9 +159,7 @@ def test_a_result_of_another_shape_is_refused() -> None:
 def test_a_prompt_that_does_not_fit_is_compared_with_the_cache_once_and_not_in_every_step() -> None:
     setup = Setup(num_blocks=24, block_size=2, max_model_len=48, max_num_batched_tokens=64)
     pool = CountingPool(setup.num_blocks, setup.block_size)
-    world = World(
-        setup, lambda one: Scheduler(one.config, pool, policy_of(one), LinearCostModel())
-    )
+    world = World(setup, lambda one: Scheduler(one.config, pool, policy_of(one), LinearCostModel()))
     prefix = (0, 1, 1, 0) * 6
     world.add(ask("a", prompt=prefix, max_tokens=20))
     world.plan()

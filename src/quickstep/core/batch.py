@@ -59,15 +59,16 @@ class Batch:
         return hits if self._fits(sequence, hits, ()) else None
 
     def in_the_way_of(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """The fewest of lower tiers, last rank first, without whom `sequence` would find room.
+        """The fewest whose place it may take, last rank first, without whom it would find room.
 
         Nobody if it has room as things are, or would not have any without all of them.
         """
         lower: list[Sequence] = []
         for candidate in reversed(self._running):
-            if candidate.tier <= sequence.tier:
+            if candidate.rank < sequence.rank:
                 break
-            lower.append(candidate)
+            if sequence.may_take_the_place_of(candidate):
+                lower.append(candidate)
         hits = self._lookup(sequence) if lower else ()
         if not lower or not self._fits(sequence, hits, lower):
             return ()
@@ -219,7 +220,7 @@ class Batch:
         return -(-num_tokens // self._pool.block_size)
 
 
-def _rank(sequence: Sequence) -> tuple[bool, int, int]:
+def _rank(sequence: Sequence) -> tuple[bool, float, int]:
     return sequence.rank
 
 

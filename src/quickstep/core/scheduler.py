@@ -82,7 +82,8 @@ class Scheduler:
         if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
         n, first = request.sampling.n, self._num_arrivals
-        sequences = [Sequence(request, index, first + index, now) for index in range(n)]
+        aging_s = self._config.priority_aging_s
+        sequences = [Sequence(request, index, first + index, now, aging_s) for index in range(n)]
         self._num_arrivals += n
         for sequence in sequences:
             self._waiting.push(sequence)
