@@ -7,6 +7,7 @@ command line and `LLM(...)`.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import field
 
 from quickstep.dataclass import dataclass
@@ -78,6 +79,8 @@ class SchedulerConfig:
         policy: How a step's tokens are split between phases.
         inter_token_target_s: The step time in seconds that `mixed` keeps prefill chunks under;
             twice that of the step's decode rows alone, where that is longer.
+        priority_aging_s: Seconds since its arrival for which a request gains one level of priority,
+            so that higher priorities cannot keep it waiting for ever.
     """
 
     max_num_seqs: int = 64
@@ -87,6 +90,7 @@ class SchedulerConfig:
     pipeline_depth: int = 1
     policy: PolicyName = PolicyName.MIXED
     inter_token_target_s: float = 0.2
+    priority_aging_s: float = 10.0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "pipeline_depth"):
@@ -94,9 +98,12 @@ class SchedulerConfig:
             if value < 1:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} is {value}, it must be at least 1")
-        if self.inter_token_target_s <= 0:
+        if not self.inter_token_target_s > 0:
             value = self.inter_token_target_s
             raise ConfigError(f"--inter-token-target-s is {value}, it must be above 0")
+        if not 0 < self.priority_aging_s < math.inf:
+            value = self.priority_aging_s
+            raise ConfigError(f"--priority-aging-s is {value}, it must be above 0 and finite")
 
 
 @dataclass(frozen=True, slots=True)

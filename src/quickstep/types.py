@@ -103,7 +103,7 @@ class Request:
     """What a client asked, validated and tokenised. `n` sequences come out of one request.
 
     Attributes:
-        priority: Lower is served first (vLLM's meaning); 0 is the default tier.
+        priority: Lower is served first (vLLM's meaning); it gains with age (`core.sequence`).
         eos_token_ids: The model's end tokens; `sampling.ignore_eos` disables them.
         adapter: LoRA adapter name, "" for the base model. Part of the prefix-cache key.
         cache_salt: Separates tenants in the prefix cache.

@@ -30,6 +30,7 @@ def draw_setup(rng: Random) -> Setup:
         prefix_caching=rng.random() < 0.85,
         digest=rng.choice((chain_digest, chain_digest, weak_digest)),
         inter_token_target_s=rng.choice((0.001, 0.004, 0.1)),
+        priority_aging_s=rng.choice((0.01, 0.1, 10.0)),
         halves=rng.random() < 0.3,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -63,6 +63,7 @@ class Setup:
     prefix_caching: bool = True
     digest: Digest = chain_digest
     inter_token_target_s: float = 0.005
+    priority_aging_s: float = 10.0
     max_waiting: int | None = None
     halves: bool = False  # a policy of its own, in place of `policy`
 
@@ -76,6 +77,7 @@ class Setup:
             pipeline_depth=self.pipeline_depth,
             policy=self.policy,
             inter_token_target_s=self.inter_token_target_s,
+            priority_aging_s=self.priority_aging_s,
         )
 
     @property
@@ -122,6 +124,16 @@ class HalvesPolicy:
 
 def policy_of(setup: Setup) -> Policy:
     return HalvesPolicy() if setup.halves else make_policy(setup.config)
+
+
+class CountingPool(KVBlockPool):
+    """Counts the blocks whose tokens are compared or hashed."""
+
+    num_read = 0
+
+    def _block_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
+        self.num_read += 1
+        return super()._block_tokens(token_ids, index)
 
 
 def open_scheduler(setup: Setup) -> Scheduler:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from scheduler_world import weak_digest
+from scheduler_world import CountingPool, weak_digest
 
-from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.block_pool import NO_HITS, KVBlockPool, PrefixHits
 from quickstep.core.prefix import BlockKey, ChainRoot, chain_digest, root_digest
 from quickstep.errors import ConfigError, OutOfBlocks
 
@@ -31,7 +31,7 @@ def fill(pool: KVBlockPool, tokens: tuple[int, ...], root: ChainRoot = BASE) -> 
 def hits(pool: KVBlockPool, tokens: tuple[int, ...], root: ChainRoot = BASE) -> list[int]:
     digests: list[bytes] = []
     pool.extend_digests(digests, root, tokens, len(tokens) // pool.block_size)
-    return list(pool.lookup(root, tokens, digests))
+    return list(pool.lookup(root, tokens, digests).block_ids)
 
 
 def test_allocate_takes_all_or_nothing() -> None:
@@ -161,6 +161,39 @@ def test_num_free_besides_counts_idle_hits_once() -> None:
     assert pool.num_free_besides([*held, *idle]) == 2
 
 
+def test_a_lookup_goes_on_from_what_an_earlier_one_found() -> None:
+    pool = CountingPool(8, 2)
+    tokens = (1, 2, 3, 4, 5, 6, 7, 8)
+    digests: list[bytes] = []
+    pool.extend_digests(digests, BASE, tokens, 4)
+    first = fill(pool, tokens[:4])
+    found = pool.lookup(BASE, tokens, digests)
+    assert found.block_ids == tuple(first)
+    longer = fill(pool, tokens)  # the same content in its first half, so that stays where it is
+    pool.num_read = 0
+    found = pool.lookup(BASE, tokens, digests, found)
+    assert found.block_ids == (*first, *longer[2:])
+    assert pool.num_read == 2
+    assert pool.lookup(BASE, tokens, digests[:1], found).block_ids == tuple(first[:1])
+    assert pool.lookup(BASE, tokens, digests, found) == found
+    assert pool.num_read == 2
+
+
+def test_a_lookup_compares_again_from_the_first_block_that_lost_its_content() -> None:
+    pool = CountingPool(8, 2)
+    tokens = (1, 2, 3, 4, 5, 6)
+    digests: list[bytes] = []
+    pool.extend_digests(digests, BASE, tokens, 3)
+    blocks = fill(pool, tokens)
+    found = pool.lookup(BASE, tokens, digests)
+    pool.forget([blocks[1]])
+    found = pool.lookup(BASE, tokens, digests, found)
+    assert found.block_ids == (blocks[0],)
+    pool.release(blocks)
+    fill(pool, (9,) * 16)  # takes every block
+    assert pool.lookup(BASE, tokens, digests, found).block_ids == ()
+
+
 def test_check_names_a_leak() -> None:
     pool = KVBlockPool(2, 1)
     pool.allocate(1)
@@ -175,13 +208,18 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = KVBlockPool(6, 2, digest=weak_digest)
         self.tables: list[list[int]] = []
+        self.known: dict[tuple[int, ...], PrefixHits] = {}  # of an earlier lookup of the tokens
         self.content: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its end
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple))
     def admit(self, tokens: tuple[int, ...]) -> None:
         digests: list[bytes] = []
         self.pool.extend_digests(digests, BASE, tokens, (len(tokens) - 1) // 2)
-        found = self.pool.lookup(BASE, tokens, digests)
+        afresh = self.pool.lookup(BASE, tokens, digests)
+        known = self.pool.lookup(BASE, tokens, digests, self.known.get(tokens, NO_HITS))
+        assert known == afresh
+        self.known[tokens] = known
+        found = afresh.block_ids
         for index, block_id in enumerate(found):
             assert self.content[block_id] == tokens[: 2 * index + 2]
         needed = -(-len(tokens) // 2) - len(found)

@@ -44,6 +44,49 @@ def test_a_version_1_limit_counts_too(tmp_path):
     assert free_memory_bytes(tmp_path) == 10000
 
 
+GIB = 2**30
+LARGE = f"MemTotal: {64 * 2**20} kB\nMemAvailable: {60 * 2**20} kB\n"
+
+
+def limit_memory(root, group, limit, used=GIB // 4, name="memory.max"):
+    write(root, {f"{group}/{name}": f"{limit}\n", f"{group}/memory.current": f"{used}\n"})
+
+
+def test_a_memory_limit_of_the_processes_own_group_or_one_above_it_counts(tmp_path):
+    write(tmp_path, {"proc/meminfo": LARGE})
+    write(tmp_path, {"proc/self/cgroup": "0::/system.slice/quickstep.service\n"})
+    limit_memory(tmp_path, "sys/fs/cgroup/system.slice/other.service", GIB)
+    assert free_memory_bytes(tmp_path) == 60 * GIB
+    service = "sys/fs/cgroup/system.slice/quickstep.service"
+    limit_memory(tmp_path, service, 8 * GIB)
+    assert free_memory_bytes(tmp_path) == 8 * GIB - GIB // 4
+    limit_memory(tmp_path, "sys/fs/cgroup/system.slice", 16 * GIB, used=10 * GIB)
+    assert free_memory_bytes(tmp_path) == 6 * GIB
+    limit_memory(tmp_path, "sys/fs/cgroup/system.slice", "max", used=10 * GIB)
+    assert free_memory_bytes(tmp_path) == 8 * GIB - GIB // 4
+    limit_memory(tmp_path, service, 4 * GIB, name="memory.high")
+    assert free_memory_bytes(tmp_path) == 4 * GIB - GIB // 4
+
+
+def test_a_version_1_memory_limit_of_a_group_above_counts_without_its_page_cache(tmp_path):
+    write(tmp_path, {"proc/meminfo": LARGE})
+    write(tmp_path, {"proc/self/cgroup": "4:memory:/jobs/one\n2:cpu,cpuacct:/elsewhere\n"})
+    folder = "sys/fs/cgroup/memory"
+    unlimited = {
+        "memory.limit_in_bytes": "9223372036854771712",
+        "memory.usage_in_bytes": str(2 * GIB),
+    }
+    write(tmp_path, {f"{folder}/jobs/one/{name}": text for name, text in unlimited.items()})
+    assert free_memory_bytes(tmp_path) == 60 * GIB
+    files = {
+        "memory.limit_in_bytes": str(8 * GIB),
+        "memory.usage_in_bytes": str(5 * GIB),
+        "memory.stat": f"inactive_file 0\ntotal_inactive_file {GIB}\n",
+    }
+    write(tmp_path, {f"{folder}/jobs/{name}": text for name, text in files.items()})
+    assert free_memory_bytes(tmp_path) == 4 * GIB
+
+
 def test_a_processor_quota_limits_the_cores(tmp_path):
     without = usable_cores(tmp_path)
     assert 1 <= without <= (os.cpu_count() or 1)

@@ -33,8 +33,9 @@ alone. The bugs, all of kinds that engines have shipped:
 27 paused-blocks-the-queue        who waits behind a paused sequence waits for its reader
 28 paused-holds-its-room          nobody takes the slots and blocks of paused sequences
 29 resumed-in-part                one of a resumed request's sequences stays paused
-30 victims-without-need           all lower tiers make way although fewer would do
-31 allocation-evicts-first        cached blocks are evicted while free ones are left
+30 hits-outlive-their-blocks      a waiting sequence keeps hits whose blocks were given away
+31 victims-without-need           all lower priorities make way although fewer would do
+32 allocation-evicts-first        cached blocks are evicted while free ones are left
 
 The last two waste and never corrupt: tokens cannot show them, `test_pauses` and `test_block_pool`
 do.
@@ -146,9 +147,8 @@ _BUGS = {
     ),
     "evicted-block-stays-indexed": (
         "block_pool",
-        "        if key is not None:\n            del self._index[key.digest]\n"
-        "        self._keys[block_id] = None\n",
-        "",
+        "        self._withdraw(block_id, key)\n        self._num_evictions",
+        "        self._num_evictions",
     ),
     "admitted-with-tokens-in-flight": (
         "scheduler",
@@ -181,15 +181,20 @@ _BUGS = {
         "return first",
     ),
     "paused-blocks-the-queue": (
-        "sequence",
-        "return (*self.tier, is_new, self.arrival)",
-        "return (False, self.request.priority, is_new, self.arrival)",
+        "waiting",
+        "return sequence.rank",
+        "return (False, *sequence.rank[1:])",
     ),
     "paused-holds-its-room": ("scheduler", "        self._make_way(draft, now)\n", ""),
     "resumed-in-part": (
         "scheduler",
         "in self._requests.get(request_id, ()):\n            runs",
         "in self._requests.get(request_id, ())[: None if is_paused else 1]:\n            runs",
+    ),
+    "hits-outlive-their-blocks": (
+        "block_pool",
+        "if withdrawn_at[block_id] > known.version:",
+        "if False:",
     ),
     "victims-without-need": (
         "batch",

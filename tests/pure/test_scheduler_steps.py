@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from scheduler_world import PROMPT, Setup, World, ask, finish
+from scheduler_world import PROMPT, CountingPool, Setup, World, ask, finish, policy_of
 from shadow_executor import Trouble
 
 from quickstep.config import PolicyName
+from quickstep.core.cost_model import LinearCostModel
+from quickstep.core.scheduler import Scheduler
 from quickstep.core.sequence import sequence_seed
 from quickstep.errors import EngineError
 from quickstep.types import FinishReason, Phase, StepResult
@@ -152,6 +154,29 @@ def test_a_result_of_another_shape_is_refused() -> None:
     assert plan is not None
     with pytest.raises(EngineError, match="step 0 got a result"):
         world.scheduler.commit(plan, StepResult(0, (), 0.0), 0.0)
+
+
+def test_a_prompt_that_does_not_fit_is_compared_with_the_cache_once_and_not_in_every_step() -> None:
+    setup = Setup(num_blocks=24, block_size=2, max_model_len=48, max_num_batched_tokens=64)
+    pool = CountingPool(setup.num_blocks, setup.block_size)
+    world = World(setup, lambda one: Scheduler(one.config, pool, policy_of(one), LinearCostModel()))
+    prefix = (0, 1, 1, 0) * 6
+    world.add(ask("a", prompt=prefix, max_tokens=20))
+    world.plan()
+    world.commit()
+    world.add(ask("b", prompt=prefix + (1,) * 20, max_tokens=2))
+    counts = []
+    for _ in range(8):
+        pool.num_read = 0
+        plan = world.scheduler.plan(world.now)  # not `world.plan`: its checks read too
+        counts.append(pool.num_read)
+        assert plan is not None
+        world.in_flight.append(plan)
+        world.shadow.submit(plan)
+        world.commit()
+    assert counts[0] >= 12
+    assert max(counts[1:]) <= 1  # a block that "a" filled
+    finish(world)
 
 
 # -- priorities and preemption --------------------------------------------------------------------

@@ -64,6 +64,27 @@ def test_old_and_new_forms_of_rope_read_the_same(
     assert parse(**older) == parse(**newer)
 
 
+def test_an_explicit_null_switches_off_what_the_family_has_by_default() -> None:
+    sizes = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+    capped = parse_as("Gemma2", **sizes)
+    assert (capped.attention_softcap, capped.logit_softcap) == (50.0, 30.0)
+    null = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    uncapped = parse_as("Gemma2", **sizes, **null)
+    assert (uncapped.attention_softcap, uncapped.logit_softcap) == (None, None)
+    assert windows(parse_as("Mistral")) == [4096] * 4
+
+
+def test_null_heads_and_head_sizes_follow_from_the_other_sizes() -> None:
+    for name in ("Llama", "Mistral", "SmolLM3"):
+        spec = parse_as(name, num_key_value_heads=None, head_dim=None)
+        assert (spec.num_kv_heads, spec.head_size) == (2, 8)
+
+
+def test_a_null_where_a_number_is_needed_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="sets 'rms_norm_eps' to null"):
+        parse(rms_norm_eps=None)
+
+
 def test_rope_scaling_extends_the_context_where_the_config_states_the_trained_length() -> None:
     scaled = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
     assert parse(max_position_embeddings=128, **scaled).max_model_len == 512

@@ -4,28 +4,42 @@ from __future__ import annotations
 
 from random import Random
 
-from quickstep.core.sequence import Residency, Sequence
+from quickstep.core.sequence import Sequence
 from quickstep.core.waiting import Deadlines, WaitingQueue
 from quickstep.types import Request
 
 
-def arrive(arrival: int, priority: int = 0, deadline_s: float | None = None) -> Sequence:
+def arrive(
+    arrival: int, priority: int = 0, deadline_s: float | None = None, now: float = 0.0
+) -> Sequence:
     request = Request(f"r{arrival}", (1,), priority=priority, deadline_s=deadline_s)
-    return Sequence(request, 0, arrival, 0.0)
+    return Sequence(request, 0, arrival, now, aging_s=10.0)
 
 
-def test_the_queue_orders_by_tier_then_preemption_then_arrival() -> None:
+def test_the_queue_orders_by_priority_then_arrival_and_puts_paused_ones_last() -> None:
     queue = WaitingQueue()
-    late = arrive(4)
-    late.admit(Residency(slot=0, blocks=[0], prefill_end=1, planned=0), 0.0)
-    late.preempt(0.0)
-    for sequence in (arrive(3, priority=1), arrive(2), arrive(1), late, arrive(5, priority=-1)):
+    paused = arrive(4, priority=-9)
+    for sequence in (arrive(3, priority=1), arrive(2), arrive(1), paused, arrive(5, priority=-1)):
         queue.push(sequence)
-    assert [sequence.arrival for sequence in queue] == [5, 4, 1, 2, 3]
-    queue.remove(late)
+    queue.set_paused(paused, True, 0.0)
+    assert [sequence.arrival for sequence in queue] == [5, 1, 2, 3, 4]
+    queue.remove(paused)
     assert [sequence.arrival for sequence in queue] == [5, 1, 2, 3]
     assert queue.head is not None
     assert queue.head.arrival == 5
+
+
+def test_a_sequence_gains_a_level_of_priority_for_every_aging_time_that_it_waits() -> None:
+    queue = WaitingQueue()
+    for number, priority, now in (
+        (1, 2, 0.0),
+        (2, 0, 19.0),
+        (3, 0, 21.0),
+        (4, 1, 9.0),
+        (5, 1, 11.0),
+    ):
+        queue.push(arrive(number, priority=priority, now=now))
+    assert [sequence.arrival for sequence in queue] == [2, 4, 1, 3, 5]
 
 
 def test_deadlines_come_in_their_order_whatever_was_dropped_between() -> None:

@@ -186,6 +186,14 @@ def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="step time that the policy `mixed` keeps prefill under (default: %(default)s)",
     )
+    group.add_argument(
+        "--priority-aging-s",
+        type=float,
+        default=defaults.priority_aging_s,
+        metavar="SECONDS",
+        help="time since its arrival for which a request gains one level of priority "
+        "(default: %(default)s)",
+    )
 
 
 def engine_config(args: argparse.Namespace, model: str, seed: int | None = None) -> EngineConfig:
@@ -215,6 +223,7 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
             pipeline_depth=args.pipeline_depth,
             policy=PolicyName(args.scheduling_policy),
             inter_token_target_s=args.inter_token_target_s,
+            priority_aging_s=args.priority_aging_s,
         ),
         max_model_len=args.max_model_len,
         seed=seed,

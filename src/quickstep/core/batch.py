@@ -59,15 +59,16 @@ class Batch:
         return hits if self._fits(sequence, hits, ()) else None
 
     def in_the_way_of(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """The fewest of lower tiers, last rank first, without whom `sequence` would find room.
+        """The fewest whose place it may take, last rank first, without whom it would find room.
 
         Nobody if it has room as things are, or would not have any without all of them.
         """
         lower: list[Sequence] = []
         for candidate in reversed(self._running):
-            if candidate.tier <= sequence.tier:
+            if candidate.rank < sequence.rank:
                 break
-            lower.append(candidate)
+            if sequence.may_take_the_place_of(candidate):
+                lower.append(candidate)
         hits = self._lookup(sequence) if lower else ()
         if not lower or not self._fits(sequence, hits, lower):
             return ()
@@ -144,6 +145,15 @@ class Batch:
             key = self._pool.register(block_id, parent, block_tokens, digests[index])
             residency.keys.append(key)
 
+    def check_hits(self, sequence: Sequence) -> None:
+        """Raise AssertionError unless what a queued sequence knows of its hits saves it a lookup
+        without changing what it finds.
+        """
+        digests = sequence.digests[: sequence.num_reusable // self._pool.block_size]
+        about = (sequence.root, sequence.token_ids, digests)
+        found, afresh = self._pool.lookup(*about, sequence.known_hits), self._pool.lookup(*about)
+        assert found == afresh, f"{sequence.sequence_id} knows of hits that are none"
+
     def check(self) -> None:
         """Raise AssertionError unless slots, block tables and the pool agree."""
         self._pool.check(sequence.resident.blocks for sequence in self._running)
@@ -179,10 +189,13 @@ class Batch:
         """Whether `sequence` has room behind its `hits` once others have left."""
         if not self._free_slots and not leaving:
             return False
-        needed = self._blocks_for(len(sequence.token_ids)) - len(hits)
-        held = Counter(block_id for one in leaving for block_id in one.resident.blocks)
         num_left = len(self._running) - len(leaving)
-        return needed + num_left <= self._pool.num_free_without(held, hits)
+        needed = self._blocks_for(len(sequence.token_ids)) - len(hits) + num_left
+        num_held = sum(len(one.resident.blocks) for one in leaving)
+        if needed > self._pool.num_free + num_held:  # so it is in most steps, and cheap to tell
+            return False
+        held = Counter(block_id for one in leaving for block_id in one.resident.blocks)
+        return needed <= self._pool.num_free_without(held, hits)
 
     def _lookup(self, sequence: Sequence) -> tuple[int, ...]:
         if not self._pool.prefix_caching:
@@ -190,7 +203,9 @@ class Batch:
         num_blocks = sequence.num_reusable // self._pool.block_size
         tokens, digests = sequence.token_ids, sequence.digests
         self._pool.extend_digests(digests, sequence.root, tokens, num_blocks)
-        return self._pool.lookup(sequence.root, tokens, digests[:num_blocks])
+        known = sequence.known_hits
+        sequence.known_hits = self._pool.lookup(sequence.root, tokens, digests[:num_blocks], known)
+        return sequence.known_hits.block_ids
 
     def _fits_into_blocks(self, sequence: Sequence) -> bool:
         """Whether one more token needs no more blocks: so it is in most steps."""
@@ -205,7 +220,7 @@ class Batch:
         return -(-num_tokens // self._pool.block_size)
 
 
-def _rank(sequence: Sequence) -> tuple[bool, int, int]:
+def _rank(sequence: Sequence) -> tuple[bool, float, int]:
     return sequence.rank
 
 

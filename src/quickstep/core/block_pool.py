@@ -18,7 +18,7 @@ from quickstep.core.prefix import BlockKey, ChainRoot, Digest, chain_digest, roo
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError, OutOfBlocks
 
-__all__ = ["KVBlockPool", "PoolStats"]
+__all__ = ["NO_HITS", "KVBlockPool", "PoolStats", "PrefixHits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,17 @@ class PoolStats:
     num_used: int
     num_hits: int
     num_evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHits:
+    """What a lookup found, and the pool's version at that moment: the next lookup starts here."""
+
+    block_ids: tuple[int, ...]
+    version: int
+
+
+NO_HITS = PrefixHits((), 0)
 
 
 class KVBlockPool:
@@ -55,6 +66,8 @@ class KVBlockPool:
         self._index: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._version = 0  # how often a block lost its content's key
+        self._withdrawn_at = [0] * num_blocks  # the version at which each block last did
         self._num_hits = 0
         self._num_evictions = 0
 
@@ -87,12 +100,23 @@ class KVBlockPool:
             digests.append(parent)
 
     def lookup(
-        self, root: ChainRoot, token_ids: Sequence[int], digests: Sequence[bytes]
-    ) -> tuple[int, ...]:
-        """The blocks that hold the longest cached prefix of `token_ids`; at most one a digest."""
-        hits: list[int] = []
-        parent: BlockKey | ChainRoot = root
-        for index, digest in enumerate(digests):
+        self,
+        root: ChainRoot,
+        token_ids: Sequence[int],
+        digests: Sequence[bytes],
+        known: PrefixHits = NO_HITS,
+    ) -> PrefixHits:
+        """The blocks that hold the longest cached prefix of `token_ids`; at most one a digest.
+
+        `known` is what an earlier lookup of the same tokens found: blocks that have kept their
+        content since are hits still, and are not compared again. Content that has come in between
+        can only make the prefix longer, since equal content is never registered twice.
+        """
+        hits = list(known.block_ids[: min(self._num_kept(known), len(digests))])
+        last_key = self._keys[hits[-1]] if hits else None
+        parent: BlockKey | ChainRoot = last_key or root
+        for index in range(len(hits), len(digests)):
+            digest = digests[index]
             block_id = self._index.get(digest)
             key = None if block_id is None else self._keys[block_id]
             if block_id is None or key is None or key.parent != parent:
@@ -101,7 +125,17 @@ class KVBlockPool:
                 break
             hits.append(block_id)
             parent = key
-        return tuple(hits)
+        return PrefixHits(tuple(hits), self._version)
+
+    def _num_kept(self, known: PrefixHits) -> int:
+        """How many leading blocks of `known` have kept their content."""
+        if known.version == self._version:
+            return len(known.block_ids)
+        withdrawn_at = self._withdrawn_at
+        for index, block_id in enumerate(known.block_ids):
+            if withdrawn_at[block_id] > known.version:
+                return index
+        return len(known.block_ids)
 
     def take(self, block_ids: Sequence[int]) -> None:
         """Share blocks that a lookup found: cached ones become used again."""
@@ -167,8 +201,7 @@ class KVBlockPool:
             key = self._keys[block_id]
             if key is None:
                 continue
-            del self._index[key.digest]
-            self._keys[block_id] = None
+            self._withdraw(block_id, key)
             if block_id in self._cached:
                 del self._cached[block_id]
                 self._free.append(block_id)
@@ -206,11 +239,16 @@ class KVBlockPool:
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)
         key = self._keys[block_id]
-        if key is not None:
-            del self._index[key.digest]
-        self._keys[block_id] = None
+        assert key is not None, f"block {block_id} is cached without a key"
+        self._withdraw(block_id, key)
         self._num_evictions += 1
         return block_id
+
+    def _withdraw(self, block_id: int, key: BlockKey) -> None:
+        del self._index[key.digest]
+        self._keys[block_id] = None
+        self._version += 1
+        self._withdrawn_at[block_id] = self._version
 
     def _block_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
         start = index * self.block_size

@@ -2,7 +2,7 @@
 
 A policy is asked, per phase and in its own order, how many tokens that phase may still take; it
 sees a frozen view of the queue and of the step so far, and changes nothing. What it cannot break:
-tiers and arrival order, the token limit of a step, slots and blocks stay the scheduler's.
+ranks, the token limit of a step, slots and blocks stay the scheduler's.
 
 To add one: write a frozen dataclass with the three methods, name it in `config.PolicyName`,
 return it from `make_policy`. Batch filling (static, dynamic) answers 0 for PREFILL until the queue

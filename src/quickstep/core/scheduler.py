@@ -82,7 +82,8 @@ class Scheduler:
         if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
         n, first = request.sampling.n, self._num_arrivals
-        sequences = [Sequence(request, index, first + index, now) for index in range(n)]
+        aging_s = self._config.priority_aging_s
+        sequences = [Sequence(request, index, first + index, now, aging_s) for index in range(n)]
         self._num_arrivals += n
         for sequence in sequences:
             self._waiting.push(sequence)
@@ -371,6 +372,8 @@ class Scheduler:
         """Raise AssertionError if the books do not agree: for tests, after any call."""
         self._batch.check()
         self._waiting.check()
+        for sequence in self._waiting:
+            self._batch.check_hits(sequence)
         for one in self._requests.values():
             assert len({sequence.is_paused for sequence in one}) == 1, "a request paused in part"
         live = {one.sequence_id for of_request in self._requests.values() for one in of_request}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import field, replace
 
+from quickstep.core.block_pool import NO_HITS
 from quickstep.core.prefix import BlockKey, ChainRoot
 from quickstep.dataclass import dataclass
 from quickstep.types import (
@@ -109,23 +110,31 @@ class _Clock:
 
 
 class Sequence:
-    """Mutable state of one sequence. `rank` orders service: lower first.
+    """Mutable state of one sequence. `rank` orders service, waiting and running: lower first.
 
-    It begins with the tier, (paused, priority): nobody makes way for his own tier.
+    A sequence gains one level of priority for every `aging_s` seconds since it arrived, so that no
+    flow of higher priorities makes it wait for ever. At any moment t the order by
+
+        priority - (t - arrival_s) / aging_s
+
+    is the order by arrival_s + priority * aging_s: t falls out, and a rank never changes with time.
     """
 
-    def __init__(self, request: Request, index: int, arrival: int, now: float) -> None:
+    def __init__(
+        self, request: Request, index: int, arrival: int, now: float, aging_s: float
+    ) -> None:
         self.request = request
         self.index = index
         self.sequence_id = f"{request.request_id}#{index}"
         self.seed = sequence_seed(request.seed, index)
         self.arrival = arrival
         self.is_paused = False
-        self.rank = (False, request.priority, arrival)
+        self.rank = (False, now + request.priority * aging_s, arrival)
         self.root = ChainRoot(request.adapter, request.cache_salt)
         self.token_ids = list(request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
         self.digests: list[bytes] = []  # of leading full blocks, computed when first needed
+        self.known_hits = NO_HITS  # of the last lookup while it waited
         self.state = SequenceState.WAITING
         self.residency: Residency | None = None  # the latest
         self.num_cached_tokens: int | None = None  # None until first admitted
@@ -155,16 +164,12 @@ class Sequence:
         # At least one token is left to compute: its logits give the next one.
         return len(self.token_ids) - 1
 
-    @property
-    def tier(self) -> tuple[bool, int]:
-        """Who may be preempted for whom: lower tiers for higher ones."""
-        return self.rank[:2]
-
-    @property
-    def queue_rank(self) -> tuple[bool, int, bool, int]:
-        """Order among waiting sequences: tier, preempted ones first, then arrival."""
-        is_new = self.state is not SequenceState.PREEMPTED
-        return (*self.tier, is_new, self.arrival)
+    def may_take_the_place_of(self, other: Sequence) -> bool:
+        """Whether `other`, which runs, may be preempted to admit this one: it is paused, or has a
+        lower priority that its age does not make up for. Equal ones would only take turns.
+        """
+        is_lower = other.request.priority > self.request.priority
+        return other.is_paused or (is_lower and other.rank > self.rank)
 
     @property
     def num_pending(self) -> int:
@@ -239,9 +244,9 @@ class Sequence:
         self._clock.enter(_Activity.PREEMPTED, now)
 
     def set_paused(self, is_paused: bool, now: float) -> None:
-        """Pause or go on; this changes its ranks."""
+        """Pause or go on; this changes its rank."""
         self.is_paused = is_paused
-        self.rank = (is_paused, self.request.priority, self.arrival)
+        self.rank = (is_paused, *self.rank[1:])
         self._clock.pause(is_paused, now)
 
     def receive(

@@ -15,10 +15,7 @@ __all__ = ["Deadlines", "WaitingQueue"]
 
 
 class WaitingQueue:
-    """By tier, preempted ones first, then in order of arrival: a sorted list of unique ranks.
-
-    Paused ones are the lowest tier, so that the others stand before them.
-    """
+    """A sorted list by rank, which is unique. Paused ones are last."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -42,11 +39,11 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Insert by rank, which stays as it is while the sequence waits."""
-        insort(self._sequences, sequence, key=_queue_rank)
+        insort(self._sequences, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out; it must be queued."""
-        index = bisect_left(self._sequences, sequence.queue_rank, key=_queue_rank)
+        index = bisect_left(self._sequences, sequence.rank, key=_rank)
         assert self._sequences[index] is sequence, f"{sequence.sequence_id} is not queued"
         del self._sequences[index]
 
@@ -60,7 +57,7 @@ class WaitingQueue:
         """Raise AssertionError unless all wait, in order."""
         for sequence in self._sequences:
             assert sequence.state in (SequenceState.WAITING, SequenceState.PREEMPTED)
-        ranks = [sequence.queue_rank for sequence in self._sequences]
+        ranks = [sequence.rank for sequence in self._sequences]
         assert ranks == sorted(set(ranks)), "the queue is out of order"
 
 
@@ -96,8 +93,8 @@ class Deadlines:
         return due
 
 
-def _queue_rank(sequence: Sequence) -> tuple[bool, int, bool, int]:
-    return sequence.queue_rank
+def _rank(sequence: Sequence) -> tuple[bool, float, int]:
+    return sequence.rank
 
 
 def _is_live(sequence: Sequence) -> bool:

@@ -44,6 +44,7 @@ class LLMOptions(TypedDict, total=False):
     pipeline_depth: int
     policy: str | PolicyName
     inter_token_target_s: float
+    priority_aging_s: float
     seed: int | None
     memory_bytes: int | None
     enforce_eager: bool
@@ -71,6 +72,7 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "pipeline_depth": ("scheduler", "pipeline_depth"),
     "policy": ("scheduler", "policy"),
     "inter_token_target_s": ("scheduler", "inter_token_target_s"),
+    "priority_aging_s": ("scheduler", "priority_aging_s"),
     "seed": ("", "seed"),
     "memory_bytes": ("", "memory_bytes"),
     "enforce_eager": ("", "enforce_eager"),

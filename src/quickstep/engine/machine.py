@@ -6,7 +6,7 @@ Read once when an engine opens. Linux files are read under `root`, so that tests
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 __all__ = ["free_memory_bytes", "usable_cores"]
@@ -26,60 +26,64 @@ def usable_cores(root: Path = _ROOT, environ: Mapping[str, str] = os.environ) ->
 
 
 def free_memory_bytes(root: Path = _ROOT) -> int:
-    """Memory that can be had without swapping, within the container's limit."""
+    """Memory that can be had without swapping, within the limits of the process's groups."""
     available = _meminfo_bytes(root / "proc/meminfo", "MemAvailable")
     if available is None:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    left = _left_in_cgroup(root / "sys/fs/cgroup")
-    return available if left is None else min(available, left)
+    return min([available, *_left_in_groups(root)])
 
 
-def _cpu_quotas(root: Path) -> list[float]:
-    """Cores that the quotas of the process's groups are worth, of all that stand above it.
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """The folders of the process's control groups and of all their parents that may set limits of
+    `controller`, and whether each is of version 1.
 
     A container sees its own group as the root; a service or a job outside one has a path below it.
     """
     mounted = root / "sys/fs/cgroup"
-    quotas = []
-    for line in _words(root / "proc/self/cgroup") or ["0::/", "1:cpu:/"]:
+    for line in _words(root / "proc/self/cgroup") or ["0::/", f"1:{controller}:/"]:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        is_old = "cpu" in controllers.split(",")
-        if controllers and not is_old:
+        is_v1 = controller in controllers.split(",")
+        if controllers and not is_v1:
             continue
         group = PurePosixPath(path.lstrip("/"))
         for folder in (group, *group.parents):
-            within = mounted / ("cpu" if is_old else "") / folder
-            quotas.append(_quota_v1(within) if is_old else _quota_v2(within))
-    return [quota for quota in quotas if quota is not None]
+            yield mounted / (controller if is_v1 else "") / folder, is_v1
 
 
-def _quota_v2(group: Path) -> float | None:
-    return _quota(_words(group / "cpu.max"))
+def _cpu_quotas(root: Path) -> list[float]:
+    """Cores that the quotas of the process's groups allow."""
+    quotas = []
+    for group, is_v1 in _groups(root, "cpu"):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
+        words = [word for name in names for word in _words(group / name)]
+        if len(words) >= 2 and words[0] not in ("max", "-1"):
+            quotas.append(int(words[0]) / int(words[1]))  # microseconds per microseconds
+    return quotas
 
 
-def _quota_v1(group: Path) -> float | None:
-    return _quota([*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us")])
+def _left_in_groups(root: Path) -> list[int]:
+    """For each limit: limit minus use, where page cache that can be dropped is not use.
+
+    Above `memory.high` the kernel slows a group down until it has given memory back, so that it is
+    as much a limit as `memory.max`.
+    """
+    left = []
+    for group, is_v1 in _groups(root, "memory"):
+        limits = ("memory.limit_in_bytes",) if is_v1 else ("memory.max", "memory.high")
+        words = [word for name in limits for word in _words(group / name) if word != "max"]
+        used = _words(group / ("memory.usage_in_bytes" if is_v1 else "memory.current"))
+        if words and used:
+            droppable = _droppable_bytes(group / "memory.stat")
+            left.append(max(0, min(map(int, words)) - int(used[0]) + droppable))
+    return left
 
 
-def _quota(words: list[str]) -> float | None:
-    """Microseconds of running per microseconds; None for no limit."""
-    return None if len(words) < 2 or words[0] in ("max", "-1") else int(words[0]) / int(words[1])
-
-
-def _left_in_cgroup(cgroup: Path) -> int | None:
-    """Limit minus use, where page cache that can be dropped is not use; None for no limit."""
-    limit, used = _words(cgroup / "memory.max"), _words(cgroup / "memory.current")
-    stat = cgroup / "memory.stat"
-    if not limit:
-        limit = _words(cgroup / "memory/memory.limit_in_bytes")
-        used = _words(cgroup / "memory/memory.usage_in_bytes")
-        stat = cgroup / "memory/memory.stat"
-    if not limit or not used or limit[0] == "max":
-        return None
+def _droppable_bytes(stat: Path) -> int:
+    """Page cache that the kernel drops first. Version 1 counts groups below under `total_`."""
     words = _words(stat)
     counts = dict(zip(words[::2], words[1::2], strict=False))
-    return max(0, int(limit[0]) - int(used[0]) + int(counts.get("inactive_file", "0")))
+    return int(counts.get("total_inactive_file", counts.get("inactive_file", "0")))
 
 
 def _meminfo_bytes(file: Path, name: str) -> int | None:

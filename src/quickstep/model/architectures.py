@@ -105,7 +105,7 @@ _LLAMA = Architecture(
 )
 
 _MISTRAL = Architecture(
-    defaults=_defaults(num_key_value_heads=8, max_position_embeddings=131_072),
+    defaults=_defaults(num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096),
     windows=patterns.every_layer_window,
 )
 

@@ -32,6 +32,9 @@ _HARMLESS_NAMES = """
 """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 _HARMLESS_PREFIXES = ("_", "unsloth_", "mergekit")
+# Keys at which the config classes of transformers replace a null by the family's default. A null
+# `head_dim` or `num_key_value_heads` follows from other sizes (`spec.py`); other nulls are values.
+_NULL_IS_ABSENT = frozenset({"rope_parameters"})
 _HARMLESS_SUFFIXES = ("_dropout", "_loss_coef", "_version", "jitter_noise")
 
 
@@ -47,10 +50,14 @@ class ConfigFields:
         self.source = source
 
     def value(self, name: str) -> object:
-        """The raw value, the default, or None."""
+        """The raw value, or the default where the key is absent; None where there is neither.
+
+        An explicit null is a value: it switches a feature off that the family has by default.
+        """
         self._read.add(name)
-        found = self._values.get(name)
-        return self._defaults.get(name) if found is None else found
+        if name in self._values and (self._values[name] is not None or name not in _NULL_IS_ABSENT):
+            return self._values[name]
+        return self._defaults.get(name)
 
     def optional_integer(self, name: str) -> int | None:
         """An int, or None where the config says nothing."""
@@ -62,10 +69,10 @@ class ConfigFields:
         return int(value)
 
     def integer(self, name: str) -> int:
-        """A positive int. Raises ConfigError when it is missing and has no default."""
+        """A positive int. Raises ConfigError when it is null, or missing without a default."""
         value = self.optional_integer(name)
         if value is None:
-            raise ConfigError(f"{self.source} lacks {name!r}, which this architecture needs")
+            raise self._missing(name)
         if value < 1:
             raise self._wrong(name, value, "at least 1")
         return value
@@ -80,10 +87,10 @@ class ConfigFields:
         return float(value)
 
     def number(self, name: str) -> float:
-        """A float. Raises ConfigError when it is missing and has no default."""
+        """A float. Raises ConfigError when it is null, or missing without a default."""
         value = self.optional_number(name)
         if value is None:
-            raise ConfigError(f"{self.source} lacks {name!r}, which this architecture needs")
+            raise self._missing(name)
         return value
 
     def flag(self, name: str) -> bool:
@@ -134,6 +141,10 @@ class ConfigFields:
                 f"{self.source} sets {name!r} to {value!r}, which Quickstep does not implement for "
                 "this architecture; remove the key only if it does not change the computation"
             )
+
+    def _missing(self, name: str) -> ConfigError:
+        does = f"sets {name!r} to null" if name in self._values else f"lacks {name!r}"
+        return ConfigError(f"{self.source} {does}, which this architecture needs")
 
     def _wrong(self, name: str, value: object, expected: str) -> ConfigError:
         return ConfigError(f"{self.source} sets {name!r} to {value!r}, it must be {expected}")
