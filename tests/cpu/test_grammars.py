@@ -302,6 +302,27 @@ def test_a_grammar_that_was_dropped_from_the_cache_is_compiled_again(tokenizer):
     ]
 
 
+def test_a_compiled_grammar_lives_as_long_as_it_is_held(tokenizer):
+    small = GrammarCompiler(tokenizer, 264, GrammarLimits(kept=1))
+    first, second = Grammar.of_choice(["one"]), Grammar.of_choice(["two"])
+    held = small.compile(first)
+    small.compile(second)
+    assert small.num_kept == 1
+    matcher, closing = small.new_matcher(first)
+    assert not matcher.is_error() and closing is held.closing
+    del held, closing
+    small.compile(second)
+    with pytest.raises(RequestError, match="not compiled"):
+        small.new_matcher(first)
+
+
+def test_a_matcher_for_a_step_compiles_nothing(tokenizer):
+    fresh = GrammarCompiler(tokenizer, 264)
+    with pytest.raises(RequestError, match="not compiled"):
+        fresh.new_matcher(Grammar.of_choice(["one"]))
+    assert fresh.trial.num_started == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

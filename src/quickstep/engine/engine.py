@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from quickstep.config import StreamConfig
 from quickstep.core.scheduler import Scheduler
-from quickstep.engine.grammars import check_grammar, prepare_grammar
+from quickstep.engine.grammars import CompiledGrammar, check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.request_check import (
@@ -218,9 +218,13 @@ class Engine:
         text = self.chat_template.render(messages, tools, add_generation_prompt, extra)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    async def prepare(self, sampling: SamplingParams) -> None:
-        """Compile what `submit` will need of it, in a thread. Raises RequestError as `submit`."""
-        await prepare_grammar(sampling.grammar, self._model.grammars)
+    async def prepare(self, sampling: SamplingParams) -> CompiledGrammar | None:
+        """Compile what `submit` will need of it, in a thread; hold it until then.
+
+        Raises:
+            RequestError: As `submit`.
+        """
+        return await prepare_grammar(sampling.grammar, self._model.grammars)
 
     def submit(
         self,
@@ -250,7 +254,7 @@ class Engine:
         prompt_only = pooling is not None or sampling.max_tokens == 0
         prompt_token_ids = self._prompt_token_ids(prompt, prompt_only)
         check_sampling(sampling, self._model.vocab_size, self.tokenizer.eos_token_ids)
-        check_grammar(sampling.grammar, self._model.grammars)
+        grammar = check_grammar(sampling.grammar, self._model.grammars)
         request = Request(
             request_id=request_id or self._free_request_id(),
             prompt_token_ids=prompt_token_ids,
@@ -266,7 +270,7 @@ class Engine:
         was_held = self._scheduler.is_held()
         self._scheduler.add(request, now)
         self._note_work(was_held, now)
-        return self._live.accept(request, self, self._stream_bounds)
+        return self._live.accept(request, self, self._stream_bounds, grammar)
 
     def abort(self, request_id: str) -> None:
         """End a request; what it has is its answer. An unknown or finished id is fine."""
