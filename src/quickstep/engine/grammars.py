@@ -13,6 +13,7 @@ grammar, never at import.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -45,15 +46,21 @@ __all__ = [
     "prepare_grammar",
 ]
 
+_LOGGER = logging.getLogger(__name__)
 _MAX_QUEUED = 64
+_ONE_OF = "oneOf constraints are not supported"  # llguidance, of branches that may overlap
 
 
 class CompiledGrammar:
-    """A matcher at the grammar's start, and the way to its end. Whoever holds it keeps it."""
+    """A matcher at the grammar's start, and the way to its end. Whoever holds it keeps it.
 
-    def __init__(self, matcher: LLMatcher, closing: ClosingStart) -> None:
+    `ignored` names the keywords that are enforced less strictly than they say, for the client.
+    """
+
+    def __init__(self, matcher: LLMatcher, closing: ClosingStart, ignored: tuple[str, ...]) -> None:
         self.matcher = matcher
         self.closing = closing
+        self.ignored = ignored
 
 
 class GrammarCompiler:
@@ -115,7 +122,7 @@ class GrammarCompiler:
         if known is not None:
             return known
         try:
-            compiled = self._compile(grammar_source(grammar, self._limits))
+            compiled = self._compile(grammar)
         except Refusal as refusal:
             raise RequestError(f"grammar {refusal}", param="grammar") from None
         with self._lock:
@@ -147,11 +154,27 @@ class GrammarCompiler:
         while len(self._last_used) > self._limits.kept:
             self._last_used.popitem(last=False)
 
-    def _compile(self, source: GrammarSource) -> CompiledGrammar:
-        self._trial.check(source)
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        source, ignored = self._tried(grammar)
         matcher = build_matcher(source, self._vocabulary, self._limits)
         over_bytes = build_matcher(source, self._byte_vocabulary, self._limits)
-        return CompiledGrammar(matcher, ClosingStart.of(over_bytes, self._closing_vocabulary))
+        closing = ClosingStart.of(over_bytes, self._closing_vocabulary)
+        return CompiledGrammar(matcher, closing, ignored)
+
+    def _tried(self, grammar: Grammar) -> tuple[GrammarSource, tuple[str, ...]]:
+        """What passed the trial, and the keywords that it takes less strictly. Raises Refusal."""
+        source = grammar_source(grammar, self._limits)
+        try:
+            self._trial.check(source)
+        except Refusal as refusal:
+            if _ONE_OF not in str(refusal):
+                raise
+        else:
+            return source, ()
+        source = grammar_source(grammar, self._limits, one_of_as_any_of=True)
+        self._trial.check(source)
+        _LOGGER.warning("a schema has a oneOf that is enforced as anyOf: branches may overlap")
+        return source, ("oneOf",)
 
     @cached_property
     def _words(self) -> GrammarVocabulary:
