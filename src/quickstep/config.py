@@ -149,7 +149,7 @@ class InputConfig:
         template_s: Seconds to render a conversation with the chat template.
     """
 
-    schema_bytes: int = 64 * 1024
+    schema_bytes: int = 512 * 1024
     schema_depth: int = 32
     regex_bytes: int = 2 * 1024
     grammar_s: float = 2.0

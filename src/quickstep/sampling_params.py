@@ -7,6 +7,7 @@ Frozen plain data over the standard library. The sampler, the scheduler and the 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from types import MappingProxyType
@@ -83,6 +84,15 @@ class Grammar:
     def of_gbnf(cls, text: str) -> Grammar:
         """Text that a grammar of llama.cpp's derives from its rule `root`."""
         return cls("gbnf", text)
+
+    @classmethod
+    def of_rules(cls, text: str) -> Grammar:
+        """A grammar in Lark, or in GBNF or the EBNF that is like it: rules with `::=`."""
+        return cls.of_gbnf(text) if _EBNF_RULE.search(text) else cls.of_lark(text)
+
+
+# At the beginning of a line; Lark writes `name:`.
+_EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
 def _json(value: object) -> str:

@@ -14,6 +14,8 @@ PROMPT = (1, 2, 3)
 def state_for(compiler, tokenizer, sampling, outputs=(), seed=1, vocab_size=264):
     tokens = (*PROMPT, *outputs)
     ends = tokenizer.eos_token_ids
+    if sampling.grammar is not None:
+        compiler.compile(sampling.grammar)
     admission = Admission(0, "r#0", tokens, len(PROMPT), sampling, seed, ends)
     return SamplingState(admission, vocab_size, compiler.new_matcher)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import quickstep
 from quickstep.engine.grammars import GrammarCompiler
 from quickstep.engine.tokenizer import Tokenizer
+from quickstep.runtime.closing import ClosingGuard, ClosingStart
 from quickstep.runtime.sampler import Sample, sample_row
 from quickstep.runtime.sampling_state import SamplingState
 from quickstep.sampling_params import TokenForms
@@ -23,10 +24,12 @@ DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"
 VOCAB = 4096
 TOKENIZER = Tokenizer.open(DEMO)
 COMPILER = GrammarCompiler(TOKENIZER, VOCAB)
+VOCABULARY = COMPILER.compile(Grammar.of_json_object()).closing.vocabulary
 
 
 def state_for(sampling, outputs=(), seed=1):
     ends = TOKENIZER.eos_token_ids
+    COMPILER.compile(sampling.grammar)
     admission = Admission(0, "r#0", (*PROMPT, *outputs), len(PROMPT), sampling, seed, ends)
     return SamplingState(admission, VOCAB, COMPILER.new_matcher)
 
@@ -83,25 +86,53 @@ def arrays(inner):
     )
 
 
-def either(inner):
+def num_tokens(value):
+    text = json.dumps(value)
+    return len(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+def either(keyword):
     """The shorter of two. A pattern would hide a literal text: the search tries few characters."""
-    return (
+    return lambda inner: (
         st.tuples(inner, inner)
         .filter(lambda both: "pattern" not in str(both))
         .map(
             lambda both: (
-                {"anyOf": [both[0][0], both[1][0]]},
+                {keyword: [both[0][0], both[1][0]]},
                 min(both[0][1], both[1][1], key=num_tokens),
             )
         )
     )
 
 
-def num_tokens(value):
-    text = json.dumps(value)
-    return len(TOKENIZER.encode(text, add_special_tokens=False))
+def tuples(inner):
+    """Arrays whose first items have schemas of their own."""
+    return st.tuples(inner, inner).map(
+        lambda both: (
+            {
+                "type": "array",
+                "prefixItems": [both[0][0], both[1][0]],
+                "items": False,
+                "minItems": 2,
+            },
+            [both[0][1], both[1][1]],
+        )
+    )
 
 
+# branches of different types, so that they are provably disjoint
+ONE_OF = st.just(
+    (
+        {
+            "oneOf": [
+                {"type": "string", "minLength": 4},
+                {"type": "array", "items": {"type": "number"}, "minItems": 2},
+                {"type": "null"},
+            ]
+        },
+        None,
+    )
+)
 # (schema, a shortest value)
 LEAVES = st.one_of(
     st.just(({"type": "boolean"}, True)),
@@ -109,13 +140,20 @@ LEAVES = st.one_of(
     st.just(({"type": "string"}, "")),
     st.just(({"type": "object"}, {})),
     st.just(({"type": "integer"}, 0)),
+    st.just(({"type": "number"}, 0)),
     st.just(({"enum": ["a long way to say yes, isn't it", "no", "never"]}, "no")),
+    st.just(({"type": ["number", "null"]}, 0)),
     st.integers(1, 12).map(lambda n: ({"type": "string", "minLength": n}, "a" * n)),
     st.integers(0, 3000).map(lambda n: ({"type": "integer", "minimum": n}, n)),
     st.just(({"type": "string", "pattern": "^[a-z]{3}-[0-9]{2}$"}, "aaa-00")),
+    ONE_OF,
 )
 SCHEMAS = st.recursive(
-    LEAVES, lambda inner: st.one_of(objects(inner), arrays(inner), either(inner)), max_leaves=5
+    LEAVES,
+    lambda inner: st.one_of(
+        objects(inner), arrays(inner), arrays(arrays(inner)), tuples(inner), either("anyOf")(inner)
+    ),
+    max_leaves=6,
 )
 
 
@@ -132,11 +170,107 @@ def test_what_has_room_for_a_shortest_value_parses(schema, spare, seed, temperat
 
 
 @settings(max_examples=25)
-@given(SCHEMAS, st.integers(0, 20), st.integers(0, 99), st.integers(0, 30))
-def test_a_state_rebuilt_on_the_way_to_the_end_steers_the_same(schema, spare, seed, cut):
+@given(SCHEMAS, st.integers(0, 20), st.integers(0, 99))
+def test_a_state_rebuilt_at_any_place_steers_the_same(schema, spare, seed):
     limit = max(1, num_tokens(schema[1]) + spare)
     sampling = SamplingParams(grammar=Grammar.of_json_schema(schema[0]), max_tokens=limit)
-    assert drawn(sampling, seed, rebuild_at=min(cut, limit - 1)) == drawn(sampling, seed)
+    uninterrupted = drawn(sampling, seed)
+    length = len(uninterrupted[0])
+    for cut in range(0, length, 1 + length // 8):
+        assert drawn(sampling, seed, rebuild_at=cut) == uninterrupted
+
+
+NUMBERS = {"type": "array", "items": {"type": "number"}, "minItems": 2}
+KINDS = {
+    "numbers": Grammar.of_json_schema(NUMBERS),
+    "nested arrays": Grammar.of_json_schema(
+        {"type": "array", "items": NUMBERS, "minItems": 2, "maxItems": 4}
+    ),
+    "any object": Grammar.of_json_object(),
+    "a choice of types": Grammar.of_json_schema(
+        {"oneOf": [NUMBERS, {"type": "object", "required": ["a"], "additionalProperties": NUMBERS}]}
+    ),
+    "a pattern": Grammar.of_regex("(-?[0-9]+[.][0-9]{2,9};){2,40}"),
+    "a grammar": Grammar.of_lark(
+        'start: "(" (start | /[a-z]+/ | NUM)* ")"\nNUM: /[0-9]+[.][0-9]+/'
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("limit", [12, 60])
+def test_every_kind_of_grammar_goes_on_the_same_after_a_preemption(kind, limit):
+    sampling = SamplingParams(grammar=KINDS[kind], max_tokens=limit)
+    for seed in range(4):
+        uninterrupted = drawn(sampling, seed)
+        for cut in range(1, len(uninterrupted[0]), 1 + limit // 10):
+            assert drawn(sampling, seed, rebuild_at=cut) == uninterrupted
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_number_at_the_limit_is_complete(seed):
+    grammar = Grammar.of_json_schema({"type": "number"})
+    for limit in range(1, 7):
+        tokens, _ = drawn(SamplingParams(grammar=grammar, max_tokens=limit), seed)
+        assert isinstance(json.loads(text_of(tokens)), int | float)
+
+
+def test_what_was_sampled_and_steered_away_leaves_no_trace():
+    sampling = SamplingParams(grammar=KINDS["nested arrays"], max_tokens=30)
+    [asked, silent] = [state_for(sampling) for _ in range(2)]
+    tokens, _ = drawn(sampling)
+    for token_id in tokens:
+        for other in range(0, VOCAB, 401):
+            asked.steered(other)
+        assert asked.steered(token_id) == silent.steered(token_id) == token_id
+        asked.record(token_id)
+        silent.record(token_id)
+
+
+TEN_OBJECTS = {
+    "type": "object",
+    "properties": {
+        f"k{i}": {
+            "type": "object",
+            "properties": {f"x{j}": {"type": "number"} for j in range(5)},
+            "required": [f"x{j}" for j in range(5)],
+        }
+        for i in range(10)
+    },
+    "required": [f"k{i}" for i in range(10)],
+}
+
+
+class CountingMatcher:
+    """A matcher that counts what is asked of it and of its copies."""
+
+    def __init__(self, matcher, calls):
+        self._matcher = matcher
+        self._calls = calls
+
+    def __getattr__(self, name):
+        self._calls.append(name)
+        return getattr(self._matcher, name)
+
+    def deep_copy(self):
+        return CountingMatcher(self._matcher.deep_copy(), self._calls)
+
+
+def test_no_token_takes_more_than_a_bounded_search():
+    closing = COMPILER.compile(Grammar.of_json_schema(TEN_OBJECTS)).closing
+    calls = []
+    matcher = CountingMatcher(closing.matcher, calls)
+    start = ClosingStart(matcher, closing.vocabulary, closing.ending)
+    guard = ClosingGuard(start, 300, sorted(TOKENIZER.eos_token_ids))
+    assert not calls  # an admission searches nothing
+    tokens, _ = drawn(
+        SamplingParams(grammar=Grammar.of_json_schema(TEN_OBJECTS), max_tokens=300), 3
+    )
+    for token_id in tokens:
+        calls.clear()
+        guard.record(guard.steered(token_id))
+        assert calls.count("compute_bitmask") <= 2 * 48
+        assert len(calls) < 1500
 
 
 @pytest.mark.parametrize("limit", [40, 90, 250])
@@ -179,7 +313,9 @@ def test_the_context_limits_the_output_as_max_tokens_does():
 
 @given(st.text(alphabet=" a{}\n", max_size=40))
 def test_a_text_is_spelled_in_no_more_tokens_than_the_tokenizer_takes(text):
-    _, vocabulary = COMPILER.new_matcher(Grammar.of_json_object())
-    ids = vocabulary.spell(text.encode())
-    assert ids is not None and text_of(ids) == text
+    ending = VOCABULARY.spell(text)
+    assert ending is not None
+    ids = ending.tokens()
+    assert text_of(ids) == text
+    assert len(ids) == ending.num_tokens
     assert len(ids) <= len(TOKENIZER.encode(text, add_special_tokens=False))

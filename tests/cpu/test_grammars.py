@@ -12,7 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_checkpoint import write_checkpoint
 
+from quickstep.engine.grammar_build import Refusal, build_matcher
+from quickstep.engine.grammar_source import GrammarSource
+from quickstep.engine.grammar_vocabulary import GrammarVocabulary, grammar_vocabulary
 from quickstep.engine.grammars import GrammarCompiler, GrammarLimits
+from quickstep.engine.json_schema import KNOWN_FORMATS
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.errors import RequestError
 from quickstep.runtime.sampler import SampleFailure, sample_row
@@ -229,12 +233,12 @@ REFUSED = [
     (Grammar.of_gbnf("root ::= ("), "is no GBNF"),
     (Grammar.of_gbnf('root ::= "a" # ' + "x" * 5000), "characters of GBNF"),
     (Grammar.of_json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
-    (Grammar.of_json_schema({"properties": {"a": {"not": {}}}, "required": ["a"]}), "not"),
+    (Grammar.of_json_schema({"properties": {"a": {"not": {"type": "null"}}}}), "not"),
+    (Grammar.of_json_schema({"type": "string", "not": {}}), "false"),
     (Grammar.of_json_schema({"if": {}, "then": {}}), "if"),
     (Grammar.of_json_schema({"contains": {}}), "contains"),
-    (Grammar.of_json_schema({"dependentRequired": {}}), "dependentRequired"),
-    (Grammar.of_json_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "oneOf"),
-    (Grammar.of_json_schema({"type": "string", "format": "rhyme"}), "rhyme"),
+    (Grammar.of_json_schema({"dependentRequired": {c: ["f"] for c in "abcde"}}), "dependentReq"),
+    (Grammar.of_json_schema({"dependentRequired": {"a": 1}}), "dependentRequired"),
     (Grammar.of_json_schema({"type": "thing"}), "thing"),
     (Grammar.of_json_schema({"type": "integer", "minimum": 3, "maximum": 1}), "minimum"),
     (Grammar.of_json_schema({"$ref": "file:///etc/passwd"}), "not present"),
@@ -245,7 +249,7 @@ REFUSED = [
     (Grammar.of_json_schema("\ud800"), "half a surrogate"),
     (Grammar.of_json_schema(nested(40)), "levels, the limit is 32"),
     (Grammar.of_json_schema("[" * 60_000), "not valid JSON"),
-    (Grammar.of_json_schema({"description": "x" * 70_000}), "the limit is 65536"),
+    (Grammar.of_json_schema({"description": "x" * 530_000}), "the limit is 524288"),
     (Grammar.of_json_schema(chain(1200, lambda ref: {"items": ref})), "levels of $ref"),
     (Grammar.of_regex("(a"), "unclosed group"),
     (Grammar.of_regex("a(?=b)"), "look-around"),
@@ -300,6 +304,110 @@ def test_a_grammar_that_was_dropped_from_the_cache_is_compiled_again(tokenizer):
         "six",
         "ten",
     ]
+
+
+FORMATS = ["path", "file-path", "binary", "password", "decimal", "regex", "rhyme", "int64"]
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_an_unknown_format_is_an_annotation(compiler, tokenizer, format_):
+    schema = {"type": "string", "format": format_, "pattern": "^[a-c]{2}$"}
+    assert compiler.compile(Grammar.of_json_schema(schema)).ignored == ()
+    for grammar in (
+        Grammar.of_json_schema({"type": "array", "items": schema, "minItems": 2, "maxItems": 2}),
+        Grammar.of_lark(f'start: "[" v ", " v "]"\nv: %json {json.dumps(schema)}'),
+    ):
+        text = drawn_text(compiler, tokenizer, grammar)
+        assert re.fullmatch(r'\["[a-c]{2}", "[a-c]{2}"\]', text)
+
+
+def test_known_formats_are_those_of_the_installed_library(compiler, tokenizer):
+    vocabulary = grammar_vocabulary(GrammarVocabulary.of(tokenizer, 264), None)
+    for name in [*KNOWN_FORMATS, *FORMATS]:
+        source = GrammarSource("json_schema", json.dumps({"type": "string", "format": name}))
+        if name in KNOWN_FORMATS:
+            build_matcher(source, vocabulary, GrammarLimits())
+        else:
+            with pytest.raises(Refusal, match="Unknown format"):
+                build_matcher(source, vocabulary, GrammarLimits())
+
+
+OVERLAPPING = {"oneOf": [{"type": "integer"}, {"type": "number", "maximum": 9}]}
+
+
+def test_one_of_is_taken_as_any_of_where_branches_may_overlap_and_reported(compiler, tokenizer):
+    told = json.dumps({**OVERLAPPING, "x-guidance": {"lenient": False}})
+    for grammar in (
+        Grammar.of_json_schema(OVERLAPPING),
+        Grammar.of_json_schema({"properties": {"a": OVERLAPPING}, "required": ["a"]}),
+        Grammar.of_lark(f"start: %json {told}"),
+    ):
+        assert compiler.compile(grammar).ignored == ("oneOf",)
+        json.loads(drawn_text(compiler, tokenizer, grammar, max_tokens=30))
+
+
+def test_one_of_with_disjoint_branches_is_not_reported(compiler):
+    disjoint = {"oneOf": [{"type": "integer"}, {"type": "string"}]}
+    assert compiler.compile(Grammar.of_json_schema(disjoint)).ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_valid"),
+    [
+        (
+            {"dependentRequired": {"a": ["b"]}},
+            lambda value: "a" not in value or "b" in value,
+        ),
+        (
+            {"dependencies": {"a": ["b"], "b": {"required": ["c"]}}},
+            lambda value: ("a" not in value or "b" in value) and ("b" not in value or "c" in value),
+        ),
+        ({"not": {"required": ["a", "b"]}}, lambda value: not {"a", "b"} <= set(value)),
+        ({"properties": {"c": {"not": {}}}}, lambda value: "c" not in value),
+    ],
+)
+def test_keywords_that_are_written_out_hold(compiler, tokenizer, schema, is_valid):
+    base = {
+        "type": "object",
+        "properties": {name: {"type": "boolean"} for name in "abc"},
+        "additionalProperties": False,
+    }
+    both = Grammar.of_json_schema({**base, "allOf": [schema]})
+    drawn = [json.loads(drawn_text(compiler, tokenizer, both, seed)) for seed in range(20)]
+    assert all(map(is_valid, drawn))
+    assert len({tuple(value) for value in drawn}) > 3
+
+
+GBNF = 'root ::= "(" item ("," item)* ")"\nitem ::= [a-c]{1,2}'
+
+
+def test_rules_are_lark_or_gbnf_by_how_they_are_written(compiler, tokenizer):
+    assert Grammar.of_rules(GBNF).kind == "gbnf"
+    assert Grammar.of_rules('# "x ::= y"\n  root  ::= "a"').kind == "gbnf"
+    assert Grammar.of_rules('start: "a ::= b"\nitem: /::=/').kind == "lark"
+    text = drawn_text(compiler, tokenizer, Grammar.of_rules(GBNF), max_tokens=40)
+    assert re.fullmatch(r"\([a-c]{1,2}(,[a-c]{1,2})*\)", text)
+
+
+def test_a_compiled_grammar_lives_as_long_as_it_is_held(tokenizer):
+    small = GrammarCompiler(tokenizer, 264, GrammarLimits(kept=1))
+    first, second = Grammar.of_choice(["one"]), Grammar.of_choice(["two"])
+    held = small.compile(first)
+    small.compile(second)
+    assert small.num_kept == 1
+    matcher, closing = small.new_matcher(first)
+    assert not matcher.is_error() and closing is held.closing
+    del held, closing
+    small.compile(second)
+    with pytest.raises(RequestError, match="not compiled"):
+        small.new_matcher(first)
+
+
+def test_a_matcher_for_a_step_compiles_nothing(tokenizer):
+    fresh = GrammarCompiler(tokenizer, 264)
+    with pytest.raises(RequestError, match="not compiled"):
+        fresh.new_matcher(Grammar.of_choice(["one"]))
+    assert fresh.trial.num_started == 0
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,35 @@ def test_submit_refuses_what_cannot_be_enforced(checkpoint):
     asyncio.run(whole())
 
 
+def test_more_grammars_are_in_flight_than_are_kept(checkpoint):
+    async def whole():
+        config = EngineConfig(
+            load=LoadConfig(model=str(checkpoint), num_threads=1),
+            scheduler=SchedulerConfig(max_num_seqs=2),
+        )
+        engine = open_engine(config)
+        await engine.start()
+        try:
+            streams = {}
+            for number in range(80):
+                text = f"answer number {number}"
+                sampling = SamplingParams(grammar=Grammar.of_choice([text]), max_tokens=40)
+                await engine.prepare(sampling)
+                stream = engine.submit(f"question {number}", sampling)
+                engine.pause(stream.request_id)  # so that all are in flight at once
+                streams[text] = stream, sampling
+            assert engine.model.grammars.num_kept < len(streams)
+            for stream, _ in streams.values():
+                engine.resume(stream.request_id)
+            for text, (stream, sampling) in streams.items():
+                answer = await collect(stream, "", sampling, engine.tokenizer)
+                assert [one.text for one in answer.outputs] == [text]
+        finally:
+            await engine.stop()
+
+    asyncio.run(whole())
+
+
 def test_a_complete_grammar_ends_before_min_tokens(checkpoint):
     async def whole():
         engine = open_engine(EngineConfig(load=LoadConfig(model=str(checkpoint), num_threads=1)))

@@ -55,7 +55,7 @@ _LIMITS = (
 )
 # flag -> (field of InputConfig, type, default as shown, help)
 _INPUTS = (
-    ("--max-schema-bytes", "schema_bytes", bytes_size, "64KiB", "a JSON schema or a grammar"),
+    ("--max-schema-bytes", "schema_bytes", bytes_size, "512KiB", "a JSON schema or a grammar"),
     ("--max-schema-depth", "schema_depth", positive_int, "32", "levels of a JSON schema"),
     ("--max-regex-bytes", "regex_bytes", bytes_size, "2KiB", "a regular expression"),
     ("--grammar-timeout-s", "grammar_s", float, "2", "processor time to compile a grammar"),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from quickstep.engine.verification import Progress, VerifyOptions
     from quickstep.engine.verification_report import VerifyReport
     from quickstep.model.interface import Model
-    from quickstep.runtime.closing import ClosingVocabulary
+    from quickstep.runtime.closing import ClosingStart
     from quickstep.types import Grammar
 
 __all__ = ["add_parser", "run"]
@@ -204,9 +204,10 @@ class _Subject:
         self._grammars = GrammarCompiler(self._tokenizer, model.vocab_size)
         return model
 
-    def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingVocabulary]:
-        """Of the model that was loaded last."""
+    def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingStart]:
+        """Of the model that was loaded last; here nobody waits for a step."""
         assert self._grammars is not None, "requests follow the loading"
+        self._grammars.compile(grammar)
         return self._grammars.new_matcher(grammar)
 
 

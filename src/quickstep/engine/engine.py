@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from quickstep.config import StreamConfig
 from quickstep.core.scheduler import Scheduler
-from quickstep.engine.grammars import check_grammar, prepare_grammar
+from quickstep.engine.grammars import CompiledGrammar, check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.request_check import (
@@ -229,9 +229,13 @@ class Engine:
         text = self.chat_template.render(messages, tools, add_generation_prompt, extra)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    async def prepare(self, sampling: SamplingParams) -> None:
-        """Compile what `submit` will need of it, in a thread. Raises RequestError as `submit`."""
-        await prepare_grammar(sampling.grammar, self._model.grammars)
+    async def prepare(self, sampling: SamplingParams) -> CompiledGrammar | None:
+        """Compile what `submit` will need of it, in a thread; hold it until then.
+
+        Raises:
+            RequestError: As `submit`.
+        """
+        return await prepare_grammar(sampling.grammar, self._model.grammars)
 
     def submit(
         self,
@@ -261,7 +265,7 @@ class Engine:
         prompt_only = pooling is not None or sampling.max_tokens == 0
         prompt_token_ids = self._prompt_token_ids(prompt, prompt_only)
         check_sampling(sampling, self._model.vocab_size, self.tokenizer.eos_token_ids)
-        check_grammar(sampling.grammar, self._model.grammars)
+        grammar = check_grammar(sampling.grammar, self._model.grammars)
         request = Request(
             request_id=request_id or self._free_request_id(),
             prompt_token_ids=prompt_token_ids,
@@ -277,7 +281,7 @@ class Engine:
         was_held = self._scheduler.is_held()
         self._scheduler.add(request, now)
         try:
-            stream = self._live.accept(request, self, self._stream_bounds)
+            stream = self._live.accept(request, self, self._stream_bounds, grammar)
         except BaseException:
             self._scheduler.abort(request.request_id, now)
             raise

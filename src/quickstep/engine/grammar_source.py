@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from quickstep.config import InputConfig
 from quickstep.dataclass import dataclass
+from quickstep.engine.json_schema import for_llguidance, reference_depth
 from quickstep.errors import RequestError
 from quickstep.types import Grammar
 
@@ -29,8 +30,8 @@ class GrammarLimits:
         text_bytes: UTF-8 of a schema, a Lark grammar, or all choices.
         regex_bytes: UTF-8 of a regular expression.
         depth: Nested objects and lists of a schema.
-        reference_levels: Sum of the depths of all `$ref`s: llguidance follows chains of them on
-            its stack, which 8 MB of it do up to about 3,000.
+        reference_levels: Depth of a schema by way of its `$ref`s: llguidance follows chains of
+            them on its stack, which 8 MB of it do up to about 3,000.
         lines: Lines of a Lark grammar, hence rules, which may chain in the same way.
         groups: Opening brackets of a Lark grammar, its schemas left out.
         choices: Texts to choose from.
@@ -42,7 +43,7 @@ class GrammarLimits:
         kept: Compiled grammars, the last used ones.
     """
 
-    text_bytes: int = 64 * 1024
+    text_bytes: int = 512 * 1024
     regex_bytes: int = 2 * 1024
     depth: int = 32
     reference_levels: int = 1024
@@ -74,14 +75,19 @@ class GrammarSource:
     text: str
 
 
-def grammar_source(grammar: Grammar, limits: GrammarLimits) -> GrammarSource:
-    """The grammar within the limits. Raises RequestError."""
+def grammar_source(
+    grammar: Grammar, limits: GrammarLimits, one_of_as_any_of: bool = False
+) -> GrammarSource:
+    """The grammar within the limits. Raises RequestError.
+
+    With `one_of_as_any_of` schemas say that `oneOf` may be taken so.
+    """
     text = grammar.text
     is_regex = grammar.kind == "regex"
     _bound(_num_bytes(text), limits.regex_bytes if is_regex else limits.text_bytes, "bytes")
     match grammar.kind:
         case "json_schema":
-            return GrammarSource("json_schema", _schema(text, limits))
+            return GrammarSource("json_schema", _schema(text, limits, one_of_as_any_of))
         case "json_object":
             return GrammarSource("json_object", '{"type": "object"}')
         case "regex":
@@ -91,50 +97,54 @@ def grammar_source(grammar: Grammar, limits: GrammarLimits) -> GrammarSource:
         case "choice":
             return GrammarSource("lark", _choice(text, limits))
         case "lark":
-            _check_lark(text, limits)
-            return GrammarSource("lark", text)
+            return GrammarSource("lark", _lark(text, limits, one_of_as_any_of))
         case "gbnf":
             lark = _translated(text, limits)
-            _check_lark(lark, limits)
-            return GrammarSource("lark", lark)
+            return GrammarSource("lark", _lark(lark, limits, one_of_as_any_of))
 
 
-def _schema(text: str, limits: GrammarLimits) -> str:
+def _schema(text: str, limits: GrammarLimits, one_of_as_any_of: bool) -> str:
     """The schema's text as we read it, so that nothing hides in its spelling."""
     schema = _parsed(text)
     if not isinstance(schema, dict):
         raise RequestError("grammar is no JSON schema: it must be an object", param="grammar")
     if "x-guidance" in schema:
         raise RequestError("grammar has the unknown key x-guidance", param="grammar")
-    _bound(_reference_levels(schema, limits), limits.reference_levels, "levels of $ref")
+    return _schema_text(schema, limits, one_of_as_any_of)
+
+
+def _schema_text(schema: Any, limits: GrammarLimits, one_of_as_any_of: bool) -> str:
+    """A bounded schema in llguidance's words. Raises RequestError."""
+    for _, depth in _values(schema):
+        _bound(depth, limits.depth, "levels")
+    if isinstance(schema, dict):
+        levels = reference_depth(schema, limits.reference_levels)
+        _bound(levels, limits.reference_levels, "levels of $ref")
+        schema = for_llguidance(schema)
+        if one_of_as_any_of:
+            options = {**schema.get("x-guidance", {}), "coerce_one_of": True}
+            schema["x-guidance"] = options
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _reference_levels(schema: object, limits: GrammarLimits) -> int:
-    """The sum of the depths of all `$ref`s. Raises RequestError for a schema that is too deep."""
-    levels = 0
-    for value, depth in _values(schema):
-        _bound(depth, limits.depth, "levels")
-        levels += depth if isinstance(value, dict) and "$ref" in value else 0
-    return levels
-
-
-def _check_lark(text: str, limits: GrammarLimits) -> None:
-    """Lines, brackets and schemas within the limits. Raises RequestError."""
+def _lark(text: str, limits: GrammarLimits, one_of_as_any_of: bool) -> str:
+    """Lark with lines, brackets and schemas within the limits. Raises RequestError."""
     _bound(text.count("\n") + 1, limits.lines, "lines")
-    levels = num_groups = end = 0
+    pieces: list[str] = []
+    num_groups = end = 0
     for found in _SCHEMA_IN_LARK.finditer(text):
         if found.start() < end:
             continue
         num_groups += sum(map(text[end : found.start()].count, "([{"))
+        pieces.append(text[end : found.end()])
         try:
             schema, end = json.JSONDecoder().raw_decode(text, found.end())
         except (ValueError, RecursionError):
             raise RequestError("grammar has a %json without a schema", param="grammar") from None
-        levels += _reference_levels(schema, limits)
+        pieces.append(_schema_text(schema, limits, one_of_as_any_of))
     num_groups += sum(map(text[end:].count, "([{"))
     _bound(num_groups, limits.groups, "brackets")
-    _bound(levels, limits.reference_levels, "levels of $ref")
+    return "".join([*pieces, text[end:]])
 
 
 def _translated(gbnf: str, limits: GrammarLimits) -> str:

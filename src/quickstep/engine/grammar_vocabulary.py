@@ -7,17 +7,19 @@ such as `<tool_call>` is text where the checkpoint says so. llguidance loads wit
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
+from quickstep.runtime.closing_search import byte_tokens
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
     from quickstep.engine.tokenizer import Tokenizer
 
-__all__ = ["GrammarVocabulary", "TextEncoder", "grammar_vocabulary"]
+__all__ = ["GrammarVocabulary", "TextEncoder", "byte_vocabulary", "grammar_vocabulary"]
 
 
 class TextEncoder(Protocol):
@@ -47,16 +49,30 @@ class GrammarVocabulary:
         return cls([tokenizer.token_bytes(i) for i in range(vocab_size)], special, ends)
 
 
-def grammar_vocabulary(words: GrammarVocabulary, encoder: TextEncoder | None) -> LLTokenizer:
-    """The vocabulary for llguidance, which without an encoder writes text greedily."""
+def grammar_vocabulary(
+    words: GrammarVocabulary, encoder: TextEncoder | None, slices: list[str] | None = None
+) -> LLTokenizer:
+    """The vocabulary for llguidance, which without an encoder writes text greedily.
+
+    `slices` are patterns whose tokens it treats together; None for those that suit most grammars.
+    """
     from llguidance import LLTokenizer, TokenizerWrapper
 
     vocabulary = _Vocabulary(words, encoder)
     native = LLTokenizer(
-        TokenizerWrapper(vocabulary), n_vocab=len(words.tokens), eos_token=words.end_token_ids
+        TokenizerWrapper(vocabulary),
+        n_vocab=len(words.tokens),
+        eos_token=words.end_token_ids,
+        slices=slices,
     )
     vocabulary.encode_greedily = native.greedy_tokenize
     return native
+
+
+def byte_vocabulary(words: GrammarVocabulary) -> LLTokenizer:
+    """The vocabulary of `runtime.closing_search`: bytes, and the special tokens of `words`."""
+    tokens = byte_tokens(words.tokens, words.special_token_ids)
+    return grammar_vocabulary(replace(words, tokens=tokens), None, slices=[])
 
 
 class _Vocabulary:

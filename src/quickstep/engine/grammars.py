@@ -3,36 +3,64 @@
     Grammar --bounds--> source --trial in a process of its own--> matcher, copied for each sequence
 
 `submit` refuses what cannot be compiled; the server calls `prepare` before it, which does the same
-in a thread. The runner takes its matchers from `new_matcher`. llguidance is native code that a
-grammar can bring down: what it makes of a new one is tried in a worker process that may die, and
-only what has passed is compiled in this process. It is loaded by the first grammar, never at
-import.
+in a thread. A compiled grammar lives as long as the request that holds it, and the last used ones
+longer; the runner takes its matchers from `new_matcher`, which compiles nothing. llguidance is
+native code that a grammar can bring down: what it makes of a new one is tried in a worker process
+that may die, and only what has passed is compiled in this process. It is loaded by the first
+grammar, never at import.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from quickstep.engine.grammar_build import Refusal, build_matcher
 from quickstep.engine.grammar_source import GrammarLimits, GrammarSource, grammar_source
 from quickstep.engine.grammar_trial import GrammarTrial, TrialLimits
-from quickstep.engine.grammar_vocabulary import GrammarVocabulary, grammar_vocabulary
+from quickstep.engine.grammar_vocabulary import (
+    GrammarVocabulary,
+    byte_vocabulary,
+    grammar_vocabulary,
+)
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.errors import RequestError
-from quickstep.runtime.closing import ClosingVocabulary
+from quickstep.runtime.closing import ClosingStart
+from quickstep.runtime.closing_search import ClosingVocabulary
 from quickstep.types import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["GrammarCompiler", "GrammarLimits", "check_grammar", "prepare_grammar"]
+__all__ = [
+    "CompiledGrammar",
+    "GrammarCompiler",
+    "GrammarLimits",
+    "check_grammar",
+    "prepare_grammar",
+]
 
+_LOGGER = logging.getLogger(__name__)
 _MAX_QUEUED = 64
+_ONE_OF = "oneOf constraints are not supported"  # llguidance, of branches that may overlap
+
+
+class CompiledGrammar:
+    """A matcher at the grammar's start, and the way to its end. Whoever holds it keeps it.
+
+    `ignored` names the keywords that are enforced less strictly than they say, for the client.
+    """
+
+    def __init__(self, matcher: LLMatcher, closing: ClosingStart, ignored: tuple[str, ...]) -> None:
+        self.matcher = matcher
+        self.closing = closing
+        self.ignored = ignored
 
 
 class GrammarCompiler:
@@ -48,7 +76,8 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._limits = limits or GrammarLimits()
-        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._last_used: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._compiled: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
         self._lock = threading.Lock()
         self._trial = GrammarTrial(lambda: self._words, self._limits, trial_limits or TrialLimits())
         # its thread starts with the first grammar; one, so that no client can keep all cores busy
@@ -57,18 +86,19 @@ class GrammarCompiler:
 
     @property
     def num_kept(self) -> int:
-        """Compiled grammars that the next request finds."""
-        return len(self._compiled)
+        """Compiled grammars that the next request finds, whoever holds them."""
+        return len(self._last_used)
 
     @property
     def trial(self) -> GrammarTrial:
         """Where new grammars are tried out."""
         return self._trial
 
-    async def prepare(self, grammar: Grammar) -> None:
-        """Compile in a thread. Raises RequestError, with status 429 when too many wait for it."""
-        if self._known(grammar) is not None:
-            return
+    async def prepare(self, grammar: Grammar) -> CompiledGrammar:
+        """`compile` in a thread. Raises RequestError, with status 429 when too many wait for it."""
+        known = self._known(grammar)
+        if known is not None:
+            return known
         if self._num_queued >= _MAX_QUEUED:
             raise RequestError(
                 f"grammar has to wait for {self._num_queued} others; send it again later",
@@ -77,45 +107,74 @@ class GrammarCompiler:
             )
         self._num_queued += 1
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, grammar)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, self.compile, grammar)
         finally:
             self._num_queued -= 1
 
-    def compile(self, grammar: Grammar) -> None:
-        """Have the grammar ready. Raises RequestError that says what is wrong with it."""
-        self._prototype(grammar)
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """The grammar compiled; hold it as long as `new_matcher` has to know it.
 
-    def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingVocabulary]:
-        """A matcher at the grammar's start, which shares no state. Raises RequestError."""
-        prototype = self._prototype(grammar)
-        return prototype.deep_copy(), self._closing_vocabulary
-
-    def _known(self, grammar: Grammar) -> LLMatcher | None:
-        with self._lock:
-            known = self._compiled.get(grammar)
-            if known is not None:
-                self._compiled.move_to_end(grammar)
-            return known
-
-    def _prototype(self, grammar: Grammar) -> LLMatcher:
+        Raises:
+            RequestError: What is wrong with it.
+        """
         known = self._known(grammar)
         if known is not None:
             return known
         try:
-            compiled = self._compile(grammar_source(grammar, self._limits))
+            compiled = self._compile(grammar)
         except Refusal as refusal:
             raise RequestError(f"grammar {refusal}", param="grammar") from None
         with self._lock:
             self._compiled[grammar] = compiled
-            while len(self._compiled) > self._limits.kept:
-                self._compiled.popitem(last=False)
+            self._keep(grammar, compiled)
         return compiled
 
-    def _compile(self, source: GrammarSource) -> LLMatcher:
+    def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingStart]:
+        """A matcher at the grammar's start, which shares no state. For a step: compiles nothing.
+
+        Raises:
+            RequestError: Nobody holds the compiled grammar.
+        """
+        compiled = self._known(grammar)
+        if compiled is None:
+            raise RequestError("grammar is not compiled; submit to an engine", param="grammar")
+        return compiled.matcher.deep_copy(), compiled.closing
+
+    def _known(self, grammar: Grammar) -> CompiledGrammar | None:
+        with self._lock:
+            known = self._compiled.get(grammar)
+            if known is not None:
+                self._keep(grammar, known)
+            return known
+
+    def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
+        self._last_used[grammar] = compiled
+        self._last_used.move_to_end(grammar)
+        while len(self._last_used) > self._limits.kept:
+            self._last_used.popitem(last=False)
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        source, ignored = self._tried(grammar)
+        matcher = build_matcher(source, self._vocabulary, self._limits)
+        over_bytes = build_matcher(source, self._byte_vocabulary, self._limits)
+        closing = ClosingStart.of(over_bytes, self._closing_vocabulary)
+        return CompiledGrammar(matcher, closing, ignored)
+
+    def _tried(self, grammar: Grammar) -> tuple[GrammarSource, tuple[str, ...]]:
+        """What passed the trial, and the keywords that it takes less strictly. Raises Refusal."""
+        source = grammar_source(grammar, self._limits)
+        try:
+            self._trial.check(source)
+        except Refusal as refusal:
+            if _ONE_OF not in str(refusal):
+                raise
+        else:
+            return source, ()
+        source = grammar_source(grammar, self._limits, one_of_as_any_of=True)
         self._trial.check(source)
-        # both are built here, by the thread that prepares, and not in a step
-        vocabulary, _ = self._vocabulary, self._closing_vocabulary
-        return build_matcher(source, vocabulary, self._limits)
+        _LOGGER.warning("a schema has a oneOf that is enforced as anyOf: branches may overlap")
+        return source, ("oneOf",)
 
     @cached_property
     def _words(self) -> GrammarVocabulary:
@@ -127,21 +186,27 @@ class GrammarCompiler:
         return grammar_vocabulary(self._words, self._tokenizer)
 
     @cached_property
+    def _byte_vocabulary(self) -> LLTokenizer:
+        return byte_vocabulary(self._words)
+
+    @cached_property
     def _closing_vocabulary(self) -> ClosingVocabulary:
         """What the endings of grammars are spelled with."""
         return ClosingVocabulary(self._words.tokens, set(self._words.special_token_ids))
 
 
-def check_grammar(grammar: Grammar | None, compiler: GrammarCompiler | None) -> None:
+def check_grammar(
+    grammar: Grammar | None, compiler: GrammarCompiler | None
+) -> CompiledGrammar | None:
     """Compile a request's grammar, if it has one. Raises RequestError."""
-    if grammar is not None:
-        _required(compiler).compile(grammar)
+    return None if grammar is None else _required(compiler).compile(grammar)
 
 
-async def prepare_grammar(grammar: Grammar | None, compiler: GrammarCompiler | None) -> None:
+async def prepare_grammar(
+    grammar: Grammar | None, compiler: GrammarCompiler | None
+) -> CompiledGrammar | None:
     """The same in a thread. Raises RequestError."""
-    if grammar is not None:
-        await _required(compiler).prepare(grammar)
+    return None if grammar is None else await _required(compiler).prepare(grammar)
 
 
 def _required(compiler: GrammarCompiler | None) -> GrammarCompiler:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from quickstep.config import StreamConfig
+from quickstep.engine.grammars import CompiledGrammar
 from quickstep.engine.output_text import OutputText
 from quickstep.engine.step_log import SequenceRecord, StepLog
 from quickstep.engine.stream import Delta, Stream, StreamOwner
@@ -28,11 +29,21 @@ EndSequences = Callable[[str, int | None, FinishReason, float], Iterable[Sequenc
 
 
 class _LiveRequest:
-    """One request; `texts` holds the sequences that have not ended."""
+    """One request; `texts` holds the sequences that have not ended.
 
-    def __init__(self, request: Request, stream: Stream, texts: Iterable[OutputText]) -> None:
+    `grammar` is held for the runner, which looks it up at each admission.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        stream: Stream,
+        texts: Iterable[OutputText],
+        grammar: CompiledGrammar | None,
+    ) -> None:
         self.request = request
         self.stream = stream
+        self.grammar = grammar
         self.texts = dict(enumerate(texts))
         self.last_token_s: dict[int, float] = {}
 
@@ -65,13 +76,19 @@ class LiveRequests:
         """Return once no request is live."""
         await self._empty.wait()
 
-    def accept(self, request: Request, owner: StreamOwner, bounds: StreamConfig | None) -> Stream:
-        """Open the stream of a request that the scheduler took."""
+    def accept(
+        self,
+        request: Request,
+        owner: StreamOwner,
+        bounds: StreamConfig | None,
+        grammar: CompiledGrammar | None,
+    ) -> Stream:
+        """Open the stream of a request that the scheduler took; hold its grammar until its end."""
         sampling, prompt = request.sampling, request.prompt_token_ids
         stream = Stream(request.request_id, prompt, request.seed, sampling.n, owner, bounds)
         at_start = sampling.skip_special_tokens and all(map(self._tokenizer.is_special, prompt))
         texts = [OutputText(self._tokenizer, sampling, at_start) for _ in range(sampling.n)]
-        self._live[request.request_id] = _LiveRequest(request, stream, texts)
+        self._live[request.request_id] = _LiveRequest(request, stream, texts, grammar)
         self._empty.clear()
         return stream
 

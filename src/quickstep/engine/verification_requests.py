@@ -37,8 +37,31 @@ _GRAMMARS = (
             "additionalProperties": False,
         }
     ),
+    Grammar.of_json_schema({"type": "array", "items": {"type": "number"}, "minItems": 2}),
+    Grammar.of_json_schema(
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "number"}, "minItems": 1},
+            "minItems": 2,
+        }
+    ),
+    Grammar.of_json_schema(
+        {
+            "oneOf": [
+                {"type": "string", "pattern": "^[a-z]{2,5}-[0-9]{1,3}$"},
+                {"type": "integer", "minimum": -7, "maximum": 4096},
+                {
+                    "type": "object",
+                    "required": ["x", "y"],
+                    "additionalProperties": {"type": ["number", "null"]},
+                },
+            ]
+        }
+    ),
     Grammar.of_regex("[a-z ]{3,30}[0-9.]"),
     Grammar.of_choice(["yes", "no", "it depends on the weather"]),
+    Grammar.of_lark('start: "(" (start | WORD | NUMBER)* ")"\nWORD: /[a-z]+ /\nNUMBER: /[0-9.]+;/'),
+    Grammar.of_gbnf('root ::= line{1,4}\nline ::= [a-z]+ "=" [0-9]{1,3} "\\n"\n'),
 )
 
 

@@ -1,331 +1,144 @@
-"""A short way to the end of a grammar, and the rule that keeps one open within the token limit.
+"""The rule that keeps the end of a grammar within a sequence's limit of tokens.
 
-llguidance says what may come next, not how far the end is, so `ClosingSearch` looks for it: a
-shortest-first search over texts, on copies of the matcher. It goes byte by byte, takes what is
-forced at once, closes strings as soon as it may and tries few of the many characters inside one;
-states that allow the same and are equally far count as one. Then the text is spelled in the fewest
-tokens. What it finds is a way to the end, if not always the shortest.
+While many more tokens remain than the end takes, `ClosingGuard` looks now and then how far it is;
+when they get scarce, at every token: a sampled token from which no end can be reached any more
+gives way to the next one of the known ending. The ending from the grammar's start comes with the
+compiled grammar; later ones are found by a search whose work per token is bounded
+(`runtime.closing_search`).
 
-`ClosingGuard` uses it. While many more tokens remain than the end takes, it looks now and then;
-when they get scarce, at every token: a drawn token from which no end can be reached any more gives
-way to the next one of the known ending. All of it is a function of the grammar, the output tokens
-and the limit. Owned by `GrammarConstraint`.
+All of it is a function of the grammar, the output tokens and the limit: `steered` answers and
+changes nothing, `record` alone moves on, so replaying the outputs ends in the same state. Owned by
+`GrammarConstraint`.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+from quickstep.dataclass import dataclass
+from quickstep.runtime.closing_search import ClosingSearch, ClosingVocabulary, Ending
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["ClosingGuard", "ClosingVocabulary"]
-
-Tokens = tuple[int, ...]
-
-_LONGEST_PIECE = 32  # bytes of a token that an ending is spelled with
-_MANY = 24  # bytes allowed: more of them only inside a string, or in free text
-_FEW = 4  # markers of a format (allowed tokens that are no bytes), or signs in a pattern
-_LONGEST_RUN = 64  # of one character, taken in one step
-_MAX_STATES = 256  # looked at by one search; a state takes some 50 microseconds
-_QUOTE = ord('"')
-_DIGITS = frozenset(b"0123456789")
-_SAMPLES = b" a"  # stand for all characters where many are allowed
-_EMPTY_VALUES = (b'""', b"{}", b"[]")  # often one token
-_CLOSERS = b'}],"'
-_OPENERS, _SEPARATORS = frozenset(b"{["), frozenset(b",:")
-_BRACKETS = frozenset(b"}]")  # where one of these may stand, nothing leads to the end sooner
-_STRUCTURE = frozenset(b'{}[],:"')
-_LATE = 4  # tokens by which a path is too late, once another has begun the next member or item
-_LONGER = 2  # steps that a path may take more, and yet be spelled in fewer tokens
-_MARKER = 0xFF  # in forced bytes: a special token follows
+__all__ = ["ClosingGuard", "ClosingStart"]
 
 # Of the room beyond the ending, a quarter may be drawn without a look; the last of it never.
 _KEPT_ROOM = 32
 _ROOM_PER_TOKEN = 4
+_LEFT_PER_RETRY = 8  # after a look that found no end, an eighth of what is left goes without one
+_START_STATES = 256  # looked at when a grammar is compiled
+_MAX_STATES = 48  # looked at for one token
 
 
-class ClosingVocabulary:
-    """A vocabulary's ordinary tokens by their bytes; one per model, read only once built."""
+@dataclass(frozen=True, slots=True)
+class ClosingStart:
+    """What a compiled grammar has for each of its sequences; shared, never changed.
 
-    def __init__(self, tokens: Sequence[bytes], special_ids: Collection[int]) -> None:
-        self._id_of_bytes: dict[bytes, int] = {}
-        for token_id, text in enumerate(tokens):
-            if 0 < len(text) <= _LONGEST_PIECE and token_id not in special_ids:
-                self._id_of_bytes.setdefault(text, token_id)
-        self._id_of_byte: npt.NDArray[np.int64] = np.array(
-            [self._id_of_bytes.get(bytes((byte,)), -1) for byte in range(256)]
-        )
-
-    def spell(self, text: bytes) -> Tokens | None:
-        """The fewest tokens that make `text`; None if there are none."""
-        ids, size = self._id_of_bytes, len(text)
-        # [place] = (tokens from there to the end, the first of them, where the second begins)
-        best: list[tuple[int, int, int] | None] = [None] * size + [(0, 0, size)]
-        for start in range(size - 1, -1, -1):
-            for end in range(min(size, start + _LONGEST_PIECE), start, -1):
-                rest, token_id = best[end], ids.get(text[start:end])
-                if rest is None or token_id is None:
-                    continue
-                known = best[start]
-                if known is None or rest[0] + 1 < known[0]:
-                    best[start] = (rest[0] + 1, token_id, end)
-        spelled: list[int] = []
-        place = 0
-        while place < size:
-            step = best[place]
-            if step is None:
-                return None
-            spelled.append(step[1])
-            place = step[2]
-        return tuple(spelled)
-
-    def of_byte(self, byte: int) -> Tokens | None:
-        """The token that is this byte, if there is one."""
-        token_id = int(self._id_of_byte[byte])
-        return None if token_id < 0 else (token_id,)
-
-    def allowed_bytes(self, mask: npt.NDArray[np.uint8]) -> list[int]:
-        """The bytes whose tokens stand in a matcher's bit mask, ascending."""
-        ids = self._id_of_byte
-        known = np.flatnonzero((ids >= 0) & (ids >> 3 < mask.shape[0]))
-        bits = mask[ids[known] >> 3] >> (ids[known] & 7) & 1
-        found: list[int] = known[bits == 1].tolist()
-        return found
-
-
-class _State(NamedTuple):
-    """A place in the search, behind the tokens `step` from the place that `before` stands at.
-
-    `path` holds bytes, and markers as 256 + token id; `cost` counts the tokens of its steps.
+    Attributes:
+        matcher: Over bytes, at the grammar's start.
+        vocabulary: What endings are spelled with.
+        ending: From the start; None if none was found.
     """
 
-    order: int
-    number: int
-    cost: int
-    path: Tokens
-    step: Tokens
-    before: LLMatcher
+    matcher: LLMatcher
+    vocabulary: ClosingVocabulary
+    ending: Ending | None
 
-
-class ClosingSearch:
-    """One search from one state of a matcher, which it leaves as it is.
-
-    `max_tokens` bounds an ending that is of any use.
-    """
-
-    def __init__(self, matcher: LLMatcher, vocabulary: ClosingVocabulary, max_tokens: int) -> None:
-        self._matcher = matcher
-        self._max_bytes = _LONGEST_PIECE * max_tokens
-        self._vocabulary = vocabulary
-
-    def ending(self) -> Tokens | None:
-        """Tokens that complete the grammar, () where it is complete; None if none were found."""
-        paths = self._search(is_greedy=False) or self._search(is_greedy=True)
-        endings = [found for path in paths if (found := self._spelled(path)) is not None]
-        return min(endings, key=len, default=None)
-
-    def _search(self, is_greedy: bool) -> list[Tokens]:
-        """Paths to an end. Greedy: whatever leads on first, for a grammar with many ways."""
-        found: list[_State] = []
-        waiting = [_State(0, 0, 0, (), (), self._matcher)]
-        seen: set[tuple[object, ...]] = set()
-        first_cost: dict[int, int] = {}  # of the first path that began so many members and items
-        number = 0
-        for _ in range(_MAX_STATES):
-            if not waiting or (found and waiting[0].cost > found[0].cost + _LONGER):
-                break
-            state = heapq.heappop(waiting)
-            matcher = state.before.deep_copy()
-            if not matcher.consume_tokens(list(state.step)):
-                continue
-            if matcher.is_accepting() or matcher.is_stopped():
-                found.append(state)
-                if is_greedy or not state.path:
-                    break
-                continue
-            mask = matcher.compute_bitmask()
-            progress = _progress(state.path)
-            key, num_begun = (mask, *progress), progress[0]
-            first_cost.setdefault(num_begun, state.cost)
-            is_late = state.cost > first_cost.get(num_begun + 1, state.cost) + _LATE
-            if key in seen or matcher.is_error() or (is_late and not is_greedy):
-                continue
-            seen.add(key)
-            ways = self._ways(matcher, mask, state.path)
-            for way in reversed(ways) if is_greedy else ways:
-                fits = len(state.path) + len(way) <= self._max_bytes
-                step = self._spelled(way) if fits else None
-                if step is None:
-                    continue
-                cost = state.cost + len(step)
-                number += 1
-                order = -number if is_greedy else cost
-                path = state.path + way
-                heapq.heappush(waiting, _State(order, number, cost, path, step, matcher))
-        return [state.path for state in found]
-
-    def _ways(self, matcher: LLMatcher, mask: bytes, path: Tokens) -> list[Tokens]:
-        """What to try next, the likeliest to end soon first."""
-        forced = matcher.compute_ff_bytes()
-        if forced and _MARKER not in forced:
-            return [tuple(forced)]
-        bits = np.frombuffer(mask, dtype=np.uint8)
-        allowed = self._vocabulary.allowed_bytes(bits)
-        if not allowed:
-            markers = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
-            return [(256 + token_id,) for token_id in markers[:_FEW]]
-        if len(allowed) > _MANY:
-            if _QUOTE in allowed:
-                return [(_QUOTE,)]
-            if path and path[-1] in allowed and path[-1] in _SAMPLES:
-                signs = [way for way in _samples(allowed) if way[0] not in _SAMPLES]
-                return [self._longer_run(matcher, path), *signs]
-            return _samples(allowed)
-        closing = [byte for byte in allowed if byte in _BRACKETS]
-        if closing or ord(",") in allowed:
-            return [(byte,) for byte in closing or allowed if byte in _CLOSERS]
-        digits = [byte for byte in allowed if byte in _DIGITS]
-        others = [byte for byte in allowed if byte not in _DIGITS]
-        if len(digits) > 3:
-            digits = [digits[-1], digits[0]]
-        empty = [tuple(pair) for pair in _EMPTY_VALUES if pair[0] in others]
-        return [*empty, *((byte,) for byte in others + digits)]
-
-    def _longer_run(self, matcher: LLMatcher, path: Tokens) -> Tokens:
-        """A character again, in strides, since a long text has few tokens."""
-        run_len = next((n for n, item in enumerate(reversed(path)) if item != path[-1]), len(path))
-        run = path[-1:] * max(1, min(run_len // 4, _LONGEST_RUN))
-        step = self._spelled(run)
-        fits = step is not None and matcher.validate_tokens(list(step)) == len(step)
-        return run if fits else path[-1:]
-
-    def _spelled(self, path: Tokens) -> Tokens | None:
-        """The fewest tokens for the bytes of a path, its markers as they are; None without any."""
-        if len(path) == 1:
-            return (path[0] - 256,) if path[0] > 255 else self._vocabulary.of_byte(path[0])
-        spelled: list[int] = []
-        start = 0
-        for place, item in enumerate((*path, 256)):
-            if item < 256:
-                continue
-            ids = self._vocabulary.spell(bytes(path[start:place]))
-            if ids is None:
-                return None
-            spelled += ids
-            start = place + 1
-            if place < len(path):
-                spelled.append(item - 256)
-        return tuple(spelled)
-
-
-def _samples(allowed: Sequence[int]) -> list[Tokens]:
-    """A few of many characters: of a pattern's, the signs, since one of them may be its end."""
-    signs = [byte for byte in allowed if byte < 128 and not chr(byte).isalnum()]
-    ends = [byte for byte in signs if byte not in _SAMPLES] if len(signs) <= _FEW else []
-    return [(b,) for b in [*_SAMPLES, *ends] if b in allowed] or [(allowed[0],)]
-
-
-def _progress(path: Tokens) -> tuple[int, bytes, int]:
-    """How far a path has come, more or less (strings are not told apart): members and items begun,
-    brackets open, bytes of the value at its end. Of two that are equally far and allow the same
-    the shorter one is enough.
-    """
-    num_begun, size = 0, 0
-    is_open = bytearray()
-    for item in path:
-        size = 0 if item in _STRUCTURE else size + 1
-        if item in _OPENERS:
-            is_open.append(item)
-        elif item in _BRACKETS:
-            del is_open[-1:]
-        elif item in _SEPARATORS:
-            num_begun += 1
-    return num_begun, bytes(is_open), size
+    @classmethod
+    def of(cls, matcher: LLMatcher, vocabulary: ClosingVocabulary) -> ClosingStart:
+        """Search the ending: some milliseconds, no work for a step."""
+        return cls(matcher, vocabulary, ClosingSearch(matcher, vocabulary, _START_STATES).ending())
 
 
 class ClosingGuard:
     """Keeps an end in reach of one sequence. `max_tokens` bounds its output, the end token counts.
 
-    `matcher` is the sequence's own, which the constraint moves on before it calls `record`.
+    `end_ids` are the tokens that may follow a complete grammar.
     """
 
-    def __init__(self, matcher: LLMatcher, vocabulary: ClosingVocabulary, max_tokens: int) -> None:
-        self._matcher = matcher
-        self._vocabulary = vocabulary
+    def __init__(self, start: ClosingStart, max_tokens: int, end_ids: Sequence[int]) -> None:
+        self._start = start
+        self._end_ids = end_ids
+        self._matcher = start.matcher  # over bytes; copied before it moves
+        self._unread: list[int] = []  # outputs that it has not taken yet, as its tokens
         self._num_left = max_tokens
         self._next_look = max_tokens  # the tokens left at which to look again
-        self._ending: Tokens | None = None  # known while tokens are scarce
-        self._drawn: tuple[int, Tokens | None] | None = None  # a token, and the ending behind it
-        self._has_given_up = False
+        self._ending: Ending | None = None  # known while tokens are scarce
+        self._tried: tuple[int, Ending | None] | None = None  # a token, and the ending behind it
         self._num_ends = 1  # the end token
-        self._look()
+        self._take(start.ending)
 
     def steered(self, token_id: int) -> int:
-        """The drawn token, or the ending's next one if the end would be out of reach behind it."""
-        if not self._ending or token_id == self._ending[0]:
+        """The sampled token, or the ending's next one if the end is out of reach behind it."""
+        ending = self._ending
+        if ending is None or token_id in self._end_ids:
             return token_id
-        behind = self._behind(token_id)
-        if behind is not None and self._fits(behind, self._num_left - 1):
-            self._drawn = (token_id, behind)
+        after = self._after(token_id)
+        if after is not None and self._fits(after, self._num_left - 1):
             return token_id
-        return self._ending[0]
+        if ending.num_tokens:
+            return ending.first_token
+        return self._end_ids[0] if self._end_ids else token_id
 
     def record(self, token_id: int) -> None:
-        """Take an output token, which the matcher has taken already."""
+        """Take an output token that the grammar takes."""
+        ending = self._ending
+        after = None if ending is None else self._after(token_id)
+        self._tried = None
+        self._unread += self._start.vocabulary.byte_ids(self._start.vocabulary.path_of(token_id))
         self._num_left -= 1
-        ending, drawn = self._ending, self._drawn
-        self._drawn = None
-        if self._has_given_up:
-            return
-        if ending is None:
-            if self._num_left <= self._next_look:
-                self._look()
-            return
-        if ending and token_id == ending[0]:
-            self._ending = ending[1:]
-        elif drawn is not None and drawn[0] == token_id:
-            self._ending = drawn[1]
-        else:
-            self._look()
-            return
-        self._relax()
+        if ending is not None:
+            self._take(after)
+        elif self._num_left <= self._next_look:
+            self._take(self._searched(self._current()))
 
-    def _look(self) -> None:
-        """Search from here; give up if the end is out of reach."""
-        self._ending = ClosingSearch(self._matcher, self._vocabulary, self._num_left).ending()
-        if self._ending is None or len(self._ending) > self._num_left:
+    def _take(self, ending: Ending | None) -> None:
+        """Keep the ending while tokens are scarce; else, or without one, say when to look again."""
+        num_left = self._num_left
+        if ending is None or ending.num_tokens > num_left:
             self._ending = None
-            self._has_given_up = True
+            self._next_look = num_left - max(1, num_left // _LEFT_PER_RETRY)
             return
-        if not self._fits(self._ending, self._num_left):
+        if not self._fits(ending, num_left):
             self._num_ends = 0  # it just fits without the end token
-        self._relax()
+        room = num_left - ending.num_tokens - _KEPT_ROOM
+        is_roomy = room >= _ROOM_PER_TOKEN
+        self._ending = None if is_roomy else ending
+        if is_roomy:
+            self._next_look = num_left - room // _ROOM_PER_TOKEN
 
-    def _relax(self) -> None:
-        """Forget the ending while there is more than enough room."""
-        assert self._ending is not None, "an ending is known"
-        room = self._num_left - len(self._ending) - _KEPT_ROOM
-        if room >= _ROOM_PER_TOKEN:
-            self._next_look = self._num_left - room // _ROOM_PER_TOKEN
-            self._ending = None
+    def _fits(self, ending: Ending, num_left: int) -> bool:
+        return ending.num_tokens + self._num_ends <= num_left or not ending.path
 
-    def _fits(self, ending: Tokens, num_left: int) -> bool:
-        return len(ending) + self._num_ends <= num_left or not ending
+    def _after(self, token_id: int) -> Ending | None:
+        """An ending behind a token; while tokens are scarce."""
+        if self._tried is None or self._tried[0] != token_id:
+            self._tried = (token_id, self._ending_after(token_id))
+        return self._tried[1]
 
-    def _behind(self, token_id: int) -> Tokens | None:
-        """An ending behind a token: inside a string, most often the one that is known already."""
-        copy = self._matcher.deep_copy()
-        if not copy.consume_token(token_id):
+    def _ending_after(self, token_id: int) -> Ending | None:
+        ending = self._ending
+        assert ending is not None, "an ending is known"
+        if ending.num_tokens and token_id == ending.first_token:
+            return ending.after_first_token()
+        vocabulary = self._start.vocabulary
+        matcher = self._current().deep_copy()
+        if not matcher.consume_tokens(vocabulary.byte_ids(vocabulary.path_of(token_id))):
             return None
-        num_left = self._num_left - 1
-        if self._ending and self._fits(self._ending, num_left):
-            trial = copy.deep_copy()
-            if trial.consume_tokens(list(self._ending)) and trial.is_accepting():
-                return self._ending
-        return ClosingSearch(copy, self._vocabulary, num_left).ending()
+        return self._searched(matcher)
+
+    def _searched(self, matcher: LLMatcher) -> Ending | None:
+        """An ending from a state; most often what is known leads there in a few bytes."""
+        known = [ending for ending in (self._ending, self._start.ending) if ending is not None]
+        return ClosingSearch(matcher, self._start.vocabulary, _MAX_STATES, known).ending()
+
+    def _current(self) -> LLMatcher:
+        """The matcher over bytes, after all outputs."""
+        if self._unread:
+            if self._matcher is self._start.matcher:
+                self._matcher = self._matcher.deep_copy()
+            self._matcher.consume_tokens(self._unread)
+            self._unread = []
+        return self._matcher

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import RequestError
-from quickstep.runtime.closing import ClosingGuard, ClosingVocabulary
+from quickstep.runtime.closing import ClosingGuard, ClosingStart
 from quickstep.runtime.logit_changes import bits_of_bytes, bits_of_ids
 from quickstep.types import Admission, Grammar
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GrammarConstraint", "NewMatcher", "constraint_of"]
 
-# A matcher of its own for one sequence, at the grammar's start, and what an ending is spelled with.
+# A matcher of its own for one sequence, at the grammar's start, and how it is brought to its end.
 # Raises RequestError.
-NewMatcher = Callable[[Grammar], "tuple[LLMatcher, ClosingVocabulary]"]
+NewMatcher = Callable[[Grammar], "tuple[LLMatcher, ClosingStart]"]
 
 # Ends that are the grammar's own; any other one is a limit that was hit.
 _COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
@@ -76,7 +76,7 @@ class GrammarConstraint:
         if not self._matcher.consume_token(token_id):
             self._note_failure()
             self.failure = self.failure or f"the grammar does not take token {token_id}"
-        elif self._guard is not None:
+        elif self._guard is not None and not self._is_complete:
             self._guard.record(token_id)
 
     def steered(self, token_id: int) -> int:
@@ -112,10 +112,10 @@ def constraint_of(
     if new_matcher is None:
         raise RequestError("grammar is not supported by this engine", param="grammar")
     ends = sorted(i for i in admission.eos_token_ids if 0 <= i < vocab_size)
-    matcher, vocabulary = new_matcher(grammar)
+    matcher, closing = new_matcher(grammar)
     in_tokens = admission.sampling.in_tokens
     limit = admission.sampling.max_tokens if in_tokens is None else in_tokens.max_tokens
-    guard = None if limit is None else ClosingGuard(matcher, vocabulary, limit)
+    guard = None if limit is None else ClosingGuard(closing, limit, ends)
     end_ids = np.array(ends, dtype=np.int64)
     constraint = GrammarConstraint(matcher, end_ids, vocab_size, guard)
     for token_id in admission.token_ids[admission.prompt_len :]:

@@ -143,7 +143,7 @@ class ServedEngine(Protocol):
     async def stop(self, drain_s: float = 0.0) -> None:
         """Let running requests go on for `drain_s`, then end them, then free everything."""
 
-    async def prepare(self, sampling: SamplingParams) -> None:
+    async def prepare(self, sampling: SamplingParams) -> object:
         """Compile what `submit` needs of it, off the event loop. Raises RequestError."""
 
     def submit(

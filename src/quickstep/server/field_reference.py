@@ -129,7 +129,7 @@ _EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "json_object": "The output is a JSON object.",
         "regex": "The whole output matches this regular expression (Rust's syntax).",
         "choice": "The output is one of these texts.",
-        "grammar": "The output derives from this grammar (llguidance's Lark).",
+        "grammar": "The output derives from this grammar, in llguidance's Lark or in GBNF.",
     },
     schemas.TextPart: {"text": "The text; a message's parts are joined by line ends."},
     schemas.RefusalPart: {"refusal": "Read by the template as text."},

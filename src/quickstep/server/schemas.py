@@ -81,7 +81,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """vLLM's `structured_outputs`: one of these; `grammar` is in llguidance's Lark."""
+    """vLLM's `structured_outputs`: one of these; `grammar` is in Lark or GBNF."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None

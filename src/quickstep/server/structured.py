@@ -71,7 +71,7 @@ def _of_structured_outputs(outputs: StructuredOutputs) -> AskedGrammar:
     if outputs.choice is not None:
         found["choice"] = Grammar.of_choice(outputs.choice)
     if outputs.grammar is not None:
-        found["grammar"] = Grammar.of_lark(outputs.grammar)
+        found["grammar"] = Grammar.of_rules(outputs.grammar)
     if len(found) != 1:
         given = " and ".join(found) or "nothing"
         raise RequestError(

@@ -216,7 +216,7 @@ class EngineService:
         """Compile a request's grammar in a thread, then submit it unless it was aborted."""
         number = message.number
         try:
-            await self._require_engine().prepare(message.sampling)
+            held = await self._require_engine().prepare(message.sampling)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # as in `_submit`
@@ -224,6 +224,7 @@ class EngineService:
         else:
             if number in self._preparing:
                 self._submit(message)
+                del held  # from here on the live request holds it
             else:
                 self._refuse(number, EngineError("the request was aborted"))
         self._preparing.discard(number)
