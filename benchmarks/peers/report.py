@@ -1,14 +1,19 @@
-"""From token times to the figures of a run, and from runs to a table with ratios and spreads."""
+"""From replies to the figures of a round, and from rounds to tables: losses first.
+
+Every figure is one where lower is better. A ratio is Quickstep's figure over a peer's, taken round
+by round, since the two were measured within the same minutes: above 1 Quickstep loses.
+"""
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
-__all__ = ["HEADLINES", "figures", "show_progress", "table"]
+from benchmarks.peers.client import Reply
+from quickstep.bench.serve import percentile
+
+__all__ = ["HEADLINES", "Measured", "figures", "ratio_table", "value_table"]
 
 # The figures that a workload is judged by, lower is better.
 HEADLINES: Mapping[str, tuple[str, ...]] = {
@@ -16,56 +21,108 @@ HEADLINES: Mapping[str, tuple[str, ...]] = {
     "w2": ("wall_s",),
     "w3": ("wall_s",),
     "w4": ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms"),
-    "footprint": ("cold_start_s", "rss_gb"),
+    "footprint": ("cold_start_s", "rss_gb", "anonymous_gb"),
+    "proof": ("wall_s",),
 }
 
+_ENOUGH_ROUNDS = 3
 
-def figures(answer: Mapping[str, Any], arrivals_s: Sequence[float]) -> dict[str, float]:
-    """One run's figures: time to the first token and between tokens over all its requests.
+# The precision of Quickstep that a peer's is compared with.
+_OURS = {"f16": "bf16"}
 
-    Raises:
-        ValueError: A request came back without tokens.
-    """
-    start_s, marks = answer["start_s"], answer["marks"]
-    if not all(marks):
-        raise ValueError(f"{sum(not one for one in marks)} requests came back without a token")
-    firsts = [one[0] - start_s - at_s for one, at_s in zip(marks, arrivals_s, strict=True)]
-    tpots = [1e3 * (one[-1] - one[0]) / (len(one) - 1) for one in marks if len(one) > 1]
+
+@dataclass(slots=True)
+class Measured:
+    """A contestant's rounds of one workload, by round. An invalid one has faults and no figures."""
+
+    engine: str
+    precision: str
+    rounds: dict[int, dict[str, float]] = field(default_factory=dict)
+    faults: dict[int, str] = field(default_factory=dict)
+
+
+def figures(replies: Sequence[Reply]) -> dict[str, float]:
+    """One valid round's figures, over all its requests."""
+    firsts = [reply.marks[0] - reply.due_s for reply in replies]
+    gaps = [
+        later - earlier
+        for reply in replies
+        for earlier, later in zip(reply.marks, reply.marks[1:], strict=False)
+    ]
+    tpots = [
+        (reply.marks[-1] - reply.marks[0]) / (len(reply.marks) - 1)
+        for reply in replies
+        if len(reply.marks) > 1
+    ]
+    start_s = min(reply.due_s for reply in replies)
     return {
-        "wall_s": max(one[-1] for one in marks) - start_s,
+        "wall_s": max(reply.marks[-1] for reply in replies) - start_s,
         "ttft_s": statistics.median(firsts),
-        "tpot_ms": statistics.median(tpots) if tpots else 0.0,
+        "tpot_ms": 1e3 * statistics.median(tpots) if tpots else 0.0,
+        "ttft_p50_ms": 1e3 * percentile(firsts, 0.5),
+        "ttft_p99_ms": 1e3 * percentile(firsts, 0.99),
+        "itl_p50_ms": 1e3 * percentile(gaps, 0.5),
+        "itl_p99_ms": 1e3 * percentile(gaps, 0.99),
+        "itl_max_ms": 1e3 * max(gaps, default=0.0),
     }
 
 
-def show_progress(workload: str, repeat: int, results: Mapping[str, Any]) -> None:
-    """A line of JSON on stderr per repeat: what an interrupted run has measured is not lost."""
-    newest = {name: runs[-1] for name, runs in results.items() if runs}
-    print(json.dumps({"workload": workload, "repeat": repeat, **newest}), file=sys.stderr)
+def ratio_table(results: Mapping[str, Mapping[str, Measured]]) -> str:
+    """Markdown: Quickstep over each peer at its precision, for every workload; losses first.
+
+    A row is unclear where the ratios of its rounds lie on both sides of 1, or are fewer than 3.
+    """
+    rows = []
+    for workload, contestants in results.items():
+        for name, peer in contestants.items():
+            ours = contestants.get(f"quickstep {_OURS.get(peer.precision, peer.precision)}")
+            if ours is not None and ours is not peer:
+                rows += [_ratio_row(workload, name, ours, peer, key) for key in HEADLINES[workload]]
+    found = sorted((row for row in rows if row is not None), key=lambda row: -row[0])
+    head = "| | workload | peer | figure | ratio (min - max) | Quickstep | peer | rounds |"
+    return "\n".join([head, "|---" * 8 + "|", *(row for _, row in found)])
 
 
-def table(workload: str, results: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """Markdown: medians with least and greatest, and the ratio to the first row's median."""
-    names = HEADLINES[workload]
-    results = {contestant: runs for contestant, runs in results.items() if runs}
-    if not results:
-        return f"{workload}: no engine ran it"
-    lines = [
-        f"| {workload} | " + " | ".join(f"{name} (min - max) | x" for name in names) + " |",
-        "|---|" + "---|---|" * len(names),
+def _ratio_row(
+    workload: str, name: str, ours: Measured, peer: Measured, key: str
+) -> tuple[float, str] | None:
+    """The median ratio and its line; None without a round that is valid for both."""
+    both = sorted(ours.rounds.keys() & peer.rounds.keys())
+    ratios = [
+        ours.rounds[one][key] / peer.rounds[one][key] for one in both if peer.rounds[one][key]
     ]
-    first = {name: _median(next(iter(results.values())), name) for name in names}
-    for contestant, runs in results.items():
-        cells = []
-        for name in names:
-            values = [run[name] for run in runs]
-            spread = f"{min(values):.4g} - {max(values):.4g}"
-            median = statistics.median(values)
-            ratio = median / first[name] if first[name] else float("nan")
-            cells.append(f"{median:.4g} ({spread}) | {ratio:.2f}")
-        lines.append(f"| {contestant} | " + " | ".join(cells) + " |")
+    if not ratios:
+        return None
+    ratio, least, greatest = statistics.median(ratios), min(ratios), max(ratios)
+    if len(ratios) < _ENOUGH_ROUNDS or least <= 1 <= greatest:
+        verdict = "unclear"
+    else:
+        verdict = "behind" if least > 1 else "ahead"
+    values = [statistics.median(one.rounds[each][key] for each in both) for one in (ours, peer)]
+    cells = [verdict, workload, name, key, f"{ratio:.2f} ({least:.2f} - {greatest:.2f})"]
+    cells += [f"{value:.4g}" for value in values] + [str(len(ratios))]
+    return ratio, f"| {' | '.join(cells)} |"
+
+
+def value_table(workload: str, contestants: Mapping[str, Measured]) -> str:
+    """Markdown: medians with least and greatest of every contestant, and its valid rounds."""
+    names = HEADLINES[workload]
+    lines = [
+        f"| {workload} | " + " | ".join(f"{name} (min - max)" for name in names) + " | valid |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    for contestant, measured in contestants.items():
+        cells = [_cell([run[name] for run in measured.rounds.values()]) for name in names]
+        num_rounds = len(measured.rounds) + len(measured.faults)
+        valid = f"{len(measured.rounds)} of {num_rounds}"
+        lines.append(f"| {contestant} | {' | '.join(cells)} | {valid} |")
+    for contestant, measured in contestants.items():
+        for one, fault in measured.faults.items():
+            lines.append(f"\n{contestant}, round {one + 1} is invalid: {fault}")
     return "\n".join(lines)
 
 
-def _median(runs: Sequence[Mapping[str, float]], name: str) -> float:
-    return statistics.median(run[name] for run in runs)
+def _cell(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    return f"{statistics.median(values):.4g} ({min(values):.4g} - {max(values):.4g})"

@@ -1,11 +1,12 @@
-"""Each engine's own HTTP server, for w4 and for what a cold start takes.
+"""A running server of a contestant: started, measured, held while others have their turn.
 
-A server starts in a process group of its own on a free port; its first token ends the cold start.
+A server runs in a process group of its own on a free port; its first token ends the cold start.
 Peak memory is that of all its processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,57 +14,68 @@ import subprocess
 import time
 from pathlib import Path
 
-from benchmarks.peers.contestants import Contestant, DriverFailed
-from benchmarks.peers.drivers.protocol import tree_rss_bytes
-from quickstep.bench.serve import ServedRequest, Target, find_target, send_all
-from quickstep.errors import ConfigError, EngineError
+from benchmarks.peers.client import Api, fault_of, send_all
+from benchmarks.peers.contestants import Launch, process_environment
+from benchmarks.peers.workloads import PeerRequest
 
-__all__ = ["SERVERS", "PeerServer"]
+__all__ = ["PeerServer", "ServerFailed", "memory_of"]
 
-_START_S = 300.0
-_POLL_S = 0.02
+_START_S = 600.0
+_POLL_S = 0.005
+# A server that is loading closes connections or answers 503.
+_LOADING = (0, 503)
 
-# The engines that have a server with OpenAI's completions over token ids.
-SERVERS = ("quickstep", "vllm", "llama_cpp")
+
+class ServerFailed(Exception):
+    """A server ended, or gave no token in time."""
 
 
 class PeerServer:
-    """A running server. `start` it, leave with `close`."""
+    """One server process with all that it starts. `start` it, leave with `close`."""
 
-    def __init__(self, contestant: Contestant, log: Path) -> None:
-        self._contestant = contestant
+    def __init__(self, name: str, launch: Launch, log: Path) -> None:
+        self.launch = launch
+        self.cold_start_s = 0.0
+        self._name = name
         self._log_path = log
         self._process: subprocess.Popen[bytes] | None = None
-        self.target: Target | None = None
-        self.cold_start_s = 0.0
+        self._port = 0
 
-    def start(self) -> None:
-        """Return after its first token. Raises DriverFailed."""
-        port = _free_port()
-        command = _command(self._contestant, port)
-        log = self._log_path.open("wb")
+    @property
+    def api(self) -> Api:
+        """How to speak to it."""
+        return self.launch.api
+
+    @property
+    def port(self) -> int:
+        """On this machine's loopback; known once started."""
+        return self._port
+
+    def start(self, first: PeerRequest) -> None:
+        """Return after the last token of `first`. Raises ServerFailed."""
+        self._port = _free_port()
+        address = ("--host", "127.0.0.1", "--port", str(self._port))
         started_s = time.perf_counter()
-        self._process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=log,
-            env=self._contestant.environment(),
-            start_new_session=True,
-        )
-        log.close()
-        first = ServedRequest(tuple(range(100, 132)), 2, 0.0)
-        while self.target is None:
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*self.launch.command, *address],
+                stdout=log,
+                stderr=log,
+                env=process_environment(self.launch),
+                start_new_session=True,
+            )
+        while True:
             self._check(started_s)
-            if not _listens(port):  # cheap: a client that asks in full takes time from the start
-                time.sleep(_POLL_S)
-                continue
-            try:
-                self.target = find_target(f"http://127.0.0.1:{port}")
-                [answer] = send_all(self.target, [first])
-                self.cold_start_s = answer.marks[0] - started_s
-            except (ConfigError, EngineError):  # llama-server lists its model before it is loaded
-                self.target = None
-                time.sleep(_POLL_S)
+            if _listens(self._port):  # a request to a server that does not listen costs it time
+                [reply] = send_all(self._port, self.api, [first])
+                fault = fault_of(first, reply)
+                if fault is None:
+                    break
+                if reply.status not in _LOADING:
+                    self.close()
+                    raise ServerFailed(f"{self._name}: {fault}")
+            time.sleep(_POLL_S)
+        self.cold_start_s = reply.marks[0] - started_s
 
     def _check(self, started_s: float) -> None:
         assert self._process is not None
@@ -71,19 +83,18 @@ class PeerServer:
         if code is not None or time.perf_counter() - started_s > _START_S:
             why = f"ended with {code}" if code is not None else f"had no token in {_START_S:.0f} s"
             self.close()
-            raise DriverFailed(f"{self._contestant.name}: its server {why} ({self._log_path})")
+            raise ServerFailed(f"{self._name}: its server {why}, see {self._log_path}")
 
-    @property
-    def rss_bytes(self) -> int:
-        """Peak resident bytes of its processes so far."""
+    def memory(self) -> dict[str, float]:
+        """Figures of its processes' memory so far, in GB."""
         assert self._process is not None
-        return tree_rss_bytes(self._process.pid)
+        return memory_of(self._process.pid)
 
     def hold(self) -> None:
-        """Stop its processes where they are, until `let_run`."""
+        """Stop its processes where they are until `resume`: an idle server can keep cores busy."""
         self._signal(signal.SIGSTOP)
 
-    def let_run(self) -> None:
+    def resume(self) -> None:
         """Undo `hold`."""
         self._signal(signal.SIGCONT)
 
@@ -96,31 +107,43 @@ class PeerServer:
         if self._process is None:
             return
         if self._process.poll() is None:
-            self.let_run()
+            self.resume()
             self._signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
-            except subprocess.TimeoutExpired:
-                self._signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            self._signal(signal.SIGKILL)
         self._process.wait()
 
 
-def _command(contestant: Contestant, port: int) -> list[str]:
-    """The server's command line."""
-    python, model = contestant.command[0], contestant.model
-    if contestant.engine == "quickstep":
-        command = [python, "-m", "quickstep", "serve", model, "--dtype", "bfloat16"]
-        command += ["--threads", str(contestant.threads), "--max-model-len", "4096"]
-        if contestant.precision != "bf16":
-            command += ["--quantization", contestant.precision]
-    elif contestant.engine == "vllm":
-        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-        command += ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"]
-    else:
-        tool = contestant.command[contestant.command.index("--server") + 1]
-        command = [tool, "-m", model, "-t", str(contestant.threads), "-np", "16"]
-        command += ["-c", str(4096 * 16), "-cb", "--no-webui"]
-    return [*command, "--host", "127.0.0.1", "--port", str(port)]
+def memory_of(root: int) -> dict[str, float]:
+    """Of a process and its living descendants, in GB: `rss_gb` is the sum of their peaks with
+    mapped files, `anonymous_gb` what is resident now and no file backs.
+    """
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            parent = _status(int(entry.name)).get("PPid", 0)
+            children.setdefault(parent, []).append(int(entry.name))
+    peak, anonymous, waiting = 0, 0, [root]
+    while waiting:
+        pid = waiting.pop()
+        status = _status(pid)
+        peak += status.get("VmHWM", 0) * 1024
+        anonymous += (status.get("RssAnon", 0) + status.get("RssShmem", 0)) * 1024
+        waiting += children.get(pid, [])
+    return {"rss_gb": peak / 1e9, "anonymous_gb": anonymous / 1e9}
+
+
+def _status(pid: int) -> dict[str, int]:
+    """The decimal numbers of a process's status; none if it has just ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines)
+    words = ((name, rest.split()[:1]) for name, rest in pairs)
+    return {name: int(first) for name, found in words for first in found if first.isdecimal()}
 
 
 def _listens(port: int) -> bool:
