@@ -16,6 +16,7 @@ import pytest
 import scripted_worker
 from remote_run import DEADLINE_S, LONG, QUICK, ends, is_alive, read, run, until
 
+from quickstep.engine.process.messages import Opened
 from quickstep.engine.process.remote_engine import RemoteEngine
 from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError, EngineError
@@ -196,6 +197,22 @@ def test_an_engine_that_hangs_shows_in_the_stats_though_it_says_nothing(tmp_path
             os.kill(process_id, signal.SIGCONT)
         await read(stream)
         assert engine.stats().stalled_s == 0
+
+    run(tmp_path, test)
+
+
+def test_a_panic_while_the_engine_is_started_again_is_no_end_in_silence(tmp_path: Path) -> None:
+    class Panic(BaseException):
+        """What pyo3 raises for a panic in Rust, here of a tokenizer, is no Exception."""
+
+    async def test(engine: RemoteEngine) -> None:
+        async def opened(message: Opened) -> None:
+            raise Panic("planted")
+
+        engine.opened = opened
+        os.kill(engine.process_id or 0, signal.SIGKILL)
+        await until(lambda: engine.stats().state is EngineState.FAILED)
+        assert "Panic: planted" in engine.stats().failure
 
     run(tmp_path, test)
 

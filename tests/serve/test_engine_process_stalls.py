@@ -20,7 +20,7 @@ from quickstep.errors import EngineError
 from quickstep.server.options import ServerOptions
 from quickstep.types import FinishReason, SamplingParams
 
-STALL_S = 2.0
+STALL_S = 3.0
 
 
 def stopped(engine: RemoteEngine) -> int:
@@ -88,7 +88,11 @@ def test_a_deadline_holds_though_the_engine_says_nothing(tmp_path: Path) -> None
     run(tmp_path, test)
 
 
-def test_the_engines_own_end_at_a_deadline_comes_first(tmp_path: Path) -> None:
+def test_the_engines_own_end_at_a_deadline_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quickstep.engine.process.remote_engine._DEADLINE_MARGIN_S", DEADLINE_S)
+
     async def test(engine: RemoteEngine) -> None:
         stream = engine.submit("abc", LONG, deadline_s=0.5)
         engine.pause(stream.request_id)  # which holds its steps, and not its deadline

@@ -174,7 +174,9 @@ class Supervisor:
                 since_s = self._clock()
                 reason = await self._live(living)
                 living = await self._restarted(reason, self._clock() - since_s)
-        except Exception as error:  # the task's top: what this object knows is in doubt
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # the task's top: what this object knows is in doubt
             _LOGGER.exception("the engine's supervisor failed")
             self._give_up(f"{type(error).__name__}: {error}")
 
