@@ -270,7 +270,7 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_2() -> None:
         (["serve", "--host", "no.such.host.invalid"], "is not an address"),
         (["serve", "a", "--model", "b"], "MODEL is a and --model is b"),
         (["serve", "--drain-timeout-s", "-1"], "--drain-timeout-s is -1"),
-        (["serve", "--stall-timeout-s", "0"], "--stall-timeout-s is 0"),
+        (["serve", "--stall-timeout-s", "0.5"], "--stall-timeout-s is 0.5"),
         (["serve", "--upload-timeout-s", "0"], "--upload-timeout-s is 0"),
         (["serve", "--template-timeout-s", "0"], "--template-timeout-s is 0"),
         (["serve", "--api-key", "a=x", "a=y"], "two API keys have the name a"),

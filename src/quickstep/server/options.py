@@ -193,6 +193,9 @@ class Deadlines:
         return asked_s
 
 
+_LEAST_STALL_S = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """How one engine is served.
@@ -242,8 +245,11 @@ class ServerOptions:
     reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.stall_s > 0:
-            raise ConfigError(f"--stall-timeout-s is {self.stall_s:g}, it must be above 0")
+        if not self.stall_s >= _LEAST_STALL_S:
+            raise ConfigError(
+                f"--stall-timeout-s is {self.stall_s:g}, it must be at least {_LEAST_STALL_S:g}: "
+                "an engine's process tells ten times a second how it does"
+            )
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(
                 f"--root-path is {self.root_path!r}, it must begin with a slash and not end in one"
