@@ -22,8 +22,10 @@ Written by `make reference` from the schemas, the limits and the tables that the
 reads; the same tables are what the tests try. A running server tells the same of itself at
 `/openapi.json` and, as a page, at `/docs`, with the limits that it was started with.
 
-Every field is honoured or refused: a value takes effect, or the answer is an error that names the
-field. `null` is not given. A field that stands in no table is refused as unknown. A refused field
+Every field is honoured, reported or refused: a value takes effect, or the answer's header
+`x-quickstep-ignored` names the field, or the answer is an error that names it. `null` is not
+given. A hint is reported where it has no effect; with `--strict` it is refused. A field that is in
+no table is dropped and reported; with `--unknown-fields refuse` it is refused. A refused field
 passes with the values in its type, which ask for nothing. Where a request is silent about sampling,
 the checkpoint's `generation_config.json` goes before the defaults given here.
 """
@@ -113,15 +115,16 @@ class Page:
         """The fields of one schema."""
         required = schema.get("required", ())
         told = any("description" in field for field in schema["properties"].values())
-        yield "| field | type | default |" + (" effect |" if told else "")
-        yield "|---|---|---|" + ("---|" if told else "")
+        yield "| field | type | default |" + (" class | effect |" if told else "")
+        yield "|---|---|---|" + ("---|---|" if told else "")
         for name, field in schema["properties"].items():
             default = "required" if name in required else _default(field)
             effect = field.get("description", "Says which form this is.")
             if "x-refused" in field:
-                effect = f"**Refused**: {field['x-refused']}."
+                effect = f"{field['x-refused'][:1].upper()}{field['x-refused'][1:]}."
             row = f"| `{name}` | {type_text(field)} | {default} |"
-            yield row + (f" {_cell(effect)} |" if told else "")
+            kind = field.get("x-class", "honoured")
+            yield row + (f" {kind} | {_cell(effect)} |" if told else "")
         yield ""
 
     def reachable(self, names: Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ from quickstep.server.options import (
     ConnectionOptions,
     CorsOptions,
     Deadlines,
+    FieldRules,
     RequestLimits,
     TlsOptions,
 )
@@ -85,6 +86,8 @@ def test_no_flags_give_the_default_server(monkeypatch: pytest.MonkeyPatch) -> No
         TlsOptions(),
     )
     assert options.deadlines == Deadlines()
+    assert options.field_rules == FieldRules()
+    assert server_options(parsed("serve", "--strict")).field_rules == FieldRules(True, True)
     assert input_config(parsed("serve")) == InputConfig()
     assert stream_config(parsed("serve")) == StreamConfig()
 
@@ -95,7 +98,7 @@ def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) 
         *("serve", "--api-key", "a=first", "second", "--allowed-origins", "https://a", "https://b"),
         *("--allowed-methods", "POST", "--allowed-headers", "x-a", "--allow-credentials"),
         *("--ssl-certfile", "c", "--ssl-keyfile", "k", "--ssl-ca-certs", "ca"),
-        *("--root-path", "/llm", "--unknown-fields", "warn", "--access-log"),
+        *("--root-path", "/llm", "--unknown-fields", "refuse", "--access-log"),
         *("--default-timeout-s", "5", "--max-timeout-s", "9", "--drain-timeout-s", "1"),
         *("--keep-alive-timeout-s", "1", "--header-timeout-s", "2", "--upload-timeout-s", "3"),
         *("--max-unread-deltas", "7", "--max-unread-bytes", "2k"),
@@ -111,7 +114,7 @@ def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) 
     assert "QUICKSTEP_API_KEY" not in os.environ
     assert options.cors == CorsOptions(("https://a", "https://b"), ("POST",), ("x-a",), True)
     assert options.tls == TlsOptions("c", "k", "ca")
-    assert (options.root_path, options.ignore_unknown_fields) == ("/llm", True)
+    assert (options.root_path, options.field_rules) == ("/llm", FieldRules(refuse_unknown=True))
     assert (options.access_log, options.drain_s) == (True, 1)
     assert options.deadlines == Deadlines(5, 9)
     assert options.connections == ConnectionOptions(1, 2, 3, 4, 0)

@@ -23,6 +23,7 @@ from field_seen import (
     ending_early,
     filling,
     is_forced,
+    levelled,
     read,
     said,
     sampled,
@@ -159,6 +160,7 @@ CHAT: Cases = {
     "reasoning_effort": Case(
         "none", lambda seen: "enable_thinking=False" in seen.prompt, engine=thinking
     ),
+    "verbosity": Case("low", shown("verbosity=low"), engine=levelled),
     "tool_choice": Case("required", is_forced, {"tools": [TOOL]}),
     "parallel_tool_calls": Case(
         False, lambda seen: num_calls(seen) == 1, {"tools": [TOOL]}, engine=calling_twice

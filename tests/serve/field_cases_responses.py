@@ -18,6 +18,7 @@ from field_seen import (
     cases,
     constrained,
     is_forced,
+    levelled,
     read,
     said,
     sampled,
@@ -103,7 +104,6 @@ RESPONSES: Cases = {
     ),
     "max_tool_calls": repeated("max_tool_calls", 3),
     "metadata": repeated("metadata", {"a": "b"}),
-    "prompt_cache_key": repeated("prompt_cache_key", "k"),
     "store": Case(False, lambda seen: seen.later == 404, after=fetched),
     "reasoning": Case({"effort": "none"}, effort_is_told, engine=thinking),
     "tool_choice": Case("required", is_forced, {"tools": [TOOL]}),
@@ -169,6 +169,9 @@ RESPONSES_CASES: dict[type[msgspec.Struct], Cases] = {
         "strict": form("strict", True),
         "schema": Case(ANY_OBJECT, constrained(ANY_OBJECT)),
     },
-    schemas.TextConfig: {"format": Case(FORMAT, constrained(ARRAY))},
+    schemas.TextConfig: {
+        "format": Case(FORMAT, constrained(ARRAY)),
+        "verbosity": Case("low", shown("verbosity=low"), engine=levelled),
+    },
     schemas.ReasoningConfig: {"effort": Case("none", effort_is_told, engine=thinking)},
 }

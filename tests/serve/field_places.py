@@ -16,11 +16,11 @@ from fake_engine import FakeEngine
 from quickstep.server import schemas
 from quickstep.server.anthropic_schema import AssistantTurn, CountTokensRequest
 from quickstep.server.api_route import ApiRoute
+from quickstep.server.field_classes import Refusal
 from quickstep.server.field_parts import parts_of
 from quickstep.server.field_reference import REFUSED_FORMS, reference_of
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
-from quickstep.server.refused import Refusal
 from quickstep.server.responses_schema import (
     FunctionCallItem,
     ResponsesRequest,

@@ -172,6 +172,13 @@ def thinking() -> FakeEngine:
     return FakeEngine(chat_template=FakeTemplate(formats_of(f"{WITH_CALLS}</think>")))
 
 
+def levelled() -> FakeEngine:
+    """A model whose template reads levels of reasoning and of length."""
+    template = FakeTemplate(formats_of(f"{WITH_CALLS}</think>"))
+    template.source = "{{ reasoning_effort }}{{ verbosity }}"
+    return FakeEngine(chat_template=template)
+
+
 def calling_twice() -> FakeEngine:
     """A model that makes two calls."""
     text = 2 * CALL_TEXT

@@ -149,7 +149,6 @@ def test_an_input_that_is_no_batch_fails_with_its_lines(
         ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "31d"}, "completion_window"),
         ({"metadata": {"k": "v" * 513}}, "metadata"),
-        ({"extra_body": {"colour": 1}}, "colour"),
         (
             {"output_expires_after": {"anchor": "created_at", "seconds": 1}},
             "output_expires_after.seconds",

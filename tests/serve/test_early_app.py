@@ -29,7 +29,7 @@ REQUESTS = (
     ("GET", "/docs", None),
     ("GET", "/v1/files", None),
     ("POST", "/v1/messages", {"model": "other", "max_tokens": 1, "messages": []}),
-    ("POST", "/v1/completions", {"prompt": "a", "unknown": 1}),
+    ("POST", "/v1/completions", {"prompt": "a", "n": 0}),
     ("POST", "/v1/responses", {"input": 3}),
 )
 

@@ -66,7 +66,6 @@ def test_silence_is_no_limit_unless_the_model_has_one() -> None:
         ({"prompt": ["a"] * 257}, "prompt"),
         ({"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, "prompt.multimodal_data"),
         ({"response_fields": ["a"] * 65}, "response_fields"),
-        ({"colour": 1}, "colour"),
         ({"model": "gpt"}, "model"),
     ],
 )

@@ -96,9 +96,13 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model="fake", prompt="a", temperature=-1)
     assert refused.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError) as unknown:
-        client.completions.create(model="fake", prompt="a", extra_body={"colour": 1})
-    assert unknown.value.param == "colour"
+
+
+def test_an_unknown_field_is_reported_to_the_client(client: openai.OpenAI) -> None:
+    raw = client.completions.with_raw_response.create(
+        model="fake", prompt="a", extra_body={"colour": 1}
+    )
+    assert raw.headers["x-quickstep-ignored"] == "colour"
 
 
 def test_an_error_event_raises_in_the_clients_stream(

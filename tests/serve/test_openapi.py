@@ -63,10 +63,20 @@ def test_the_servers_own_limits_stand_in_its_document() -> None:
     assert ids["anyOf"][0]["items"]["maximum"] == FakeEngine().tokenizer.vocab_size - 1
 
 
-def test_a_refused_field_shows_why_and_what_passes() -> None:
-    store = SCHEMAS["ChatRequest"]["properties"]["store"]
-    assert store["enum"] == [None, False]
-    assert store["x-refused"] == "completions are not stored"
+def test_every_field_of_a_request_shows_its_class() -> None:
+    fields = SCHEMAS["ChatRequest"]["properties"]
+    assert {name: fields[name]["x-class"] for name in ("n", "store", "reasoning_effort")} == {
+        "n": "honoured",
+        "store": "hint",
+        "reasoning_effort": "hint",
+    }
+    assert fields["audio"] == {
+        "enum": [None],
+        "default": None,
+        "description": "Refused: the model gives text only.",
+        "x-class": "refused",
+        "x-refused": "the model gives text only",
+    }
 
 
 def test_the_page_is_one_file_that_asks_nobody_else() -> None:

@@ -1,4 +1,4 @@
-"""Every field of every request schema, nested ones included: honoured, or refused by name.
+"""Every field of every request schema, nested ones included: honoured, reported or refused.
 
 The rows are those of the reference (`field_reference`), the effects stand in `field_cases`, the
 bounds in `field_bounds`; the first tests demand that none of them lacks a field.
@@ -27,6 +27,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from quickstep.server.anthropic_schema import (
+    AdaptiveThinking,
     AnyChoice,
     AnyTool,
     AutoChoice,
@@ -41,11 +42,11 @@ from quickstep.server.api_route import ApiRoute
 from quickstep.server.app import create_app
 from quickstep.server.embedding_schema import EmbeddingRequest
 from quickstep.server.field_bounds import SchemaFacts, bounds_of
+from quickstep.server.field_classes import Hint, Refusal, asks_for_nothing
 from quickstep.server.field_parts import parts_of
 from quickstep.server.field_reference import REFUSED_FORMS, reference_of
 from quickstep.server.field_rows import Honoured, Note, Row
-from quickstep.server.options import RequestLimits, ServerOptions
-from quickstep.server.refused import Refusal
+from quickstep.server.options import FieldRules, RequestLimits, ServerOptions
 from quickstep.server.responses_schema import ResponsesRequest
 from quickstep.server.schema_types import branches, reachable_structs
 from quickstep.server.schemas import ChatRequest, CompletionRequest, FunctionSpec
@@ -80,15 +81,26 @@ BESIDE_NOTES: dict[tuple[Struct, str], Mapping[str, Any]] = {
     (ResponsesRequest, "stream_options"): {"stream": True},
     (AnyTool, "disable_parallel_tool_use"): {"tools": [{"name": "a", "input_schema": {}}]},
     (EnabledThinking, "display"): {"max_tokens": 50},
+    (AdaptiveThinking, "display"): {"max_tokens": 50},
 }
 LIMITS = RequestLimits(logit_bias=9)  # so few that the fake vocabulary has ids for them
 OPTIONS = ServerOptions(limits=LIMITS, served_model_names=("fake", "second"))
+STRICT = ServerOptions(
+    limits=LIMITS,
+    served_model_names=("fake", "second"),
+    field_rules=FieldRules(refuse_unknown=True, refuse_hints=True),
+)
 FACTS = SchemaFacts(LIMITS, vocab_size=FakeTokenizer.vocab_size)
 
 
-def post(route: ApiRoute, body: dict[str, Any], engine: FakeEngine | None = None) -> httpx.Response:
+def post(
+    route: ApiRoute,
+    body: dict[str, Any],
+    engine: FakeEngine | None = None,
+    options: ServerOptions = OPTIONS,
+) -> httpx.Response:
     async def run() -> httpx.Response:
-        async with client_of(create_app(engine or FakeEngine(), OPTIONS)) as client:
+        async with client_of(create_app(engine or FakeEngine(), options)) as client:
             given = body
             if route.request is BatchRequest and body.get("input_file_id") == "file-1":
                 given = {**body, **await COMPLETION_LINE(client)}  # a file that exists
@@ -183,6 +195,7 @@ def has_one_value(place: Place) -> bool:
     return all(get_origin(v) is Literal and len(get_args(v)) == 1 for v in values)
 
 
+HINTS = [place for place in PLACES if isinstance(_row(place), Hint)]
 REFUSED = [place for place in PLACES if isinstance(_row(place), Refusal)]
 NOTES = [
     place for place in PLACES if isinstance(_row(place), Note) or _key(place) in WITHOUT_EFFECT
@@ -253,12 +266,62 @@ def test_a_note_is_accepted_and_changes_nothing(place: Place) -> None:
     assert results[0] == results[1]
 
 
+def asking_value(place: Place, declared: Hint | Refusal) -> Any:
+    """A value that fits the type and asks for something."""
+    fitting = minimal(place.declared) if place.declared is not Any else {"x": 1}
+    values = (True, False, "x", "omitted", "low", [1], ["x"], [{"x": 1}], {"x": 1}, 2, fitting)
+    return next(v for v in values if _fits(v, place) and not asks_for_nothing(declared, v))
+
+
+@pytest.mark.parametrize("place", HINTS, ids=str)
+def test_a_hint_without_effect_is_reported_and_changes_nothing(place: Place) -> None:
+    hint = reference_of(place.struct)[place.name]
+    assert isinstance(hint, Hint)
+    beside = BESIDE_NOTES.get((place.struct, place.name), {})
+    assert place.route.request is not None
+    known = place.route.request.__struct_fields__
+    beside = {name: value for name, value in beside.items() if name in known}
+    given = {**place.with_value(asking_value(place, hint)), **beside}
+    results = []
+    for body in (given, {**place.without(), **beside}):
+        engine = thinking()
+        response = post(place.route, body, engine)
+        assert response.status_code == 200, response.text
+        assert engine.chat_template is not None
+        reported = reports(response, place.path)
+        results.append((engine.submitted, engine.chat_template.texts, reported))
+    assert results[0] == (*results[1][:2], True)
+    assert not results[1][2]
+    strict = post(place.route, given, thinking(), STRICT)
+    assert_names(strict, place.path)
+    assert f"has no effect: {hint.why}" in strict.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("place", HINTS, ids=str)
+def test_a_hint_that_asks_for_nothing_is_not_reported(place: Place) -> None:
+    hint = reference_of(place.struct)[place.name]
+    assert isinstance(hint, Hint)
+    beside = BESIDE_NOTES.get((place.struct, place.name), {})
+    assert place.route.request is not None
+    beside = {n: v for n, v in beside.items() if n in place.route.request.__struct_fields__}
+    for value in (None, *hint.passes):
+        body = {**place.with_value(value), **beside}
+        response = post(place.route, body, thinking(), STRICT)
+        assert response.status_code == 200, response.text
+        assert not reports(response, place.path)
+
+
+def reports(response: httpx.Response, path: str) -> bool:
+    """Whether the answer says that the field at `path` has no effect."""
+    return re.sub(r"\[\d+\]", "[]", path) in response.headers.get("x-quickstep-ignored", "").split(
+        ", "
+    )
+
+
 @pytest.mark.parametrize("place", REFUSED, ids=str)
 def test_a_refused_field_is_400_with_its_name(place: Place) -> None:
     refusal = refusal_of(place)
-    fitting = minimal(place.declared) if place.declared is not Any else {"x": 1}
-    values = (True, False, "x", [1], 2, fitting)
-    value = next(v for v in values if _fits(v, place) and not refusal.allows(v))
+    value = asking_value(place, refusal)
     engine = FakeEngine()
     response = post(place.route, place.with_value(value), engine)
     assert_names(response, place.path)
@@ -343,8 +406,13 @@ def test_a_value_beyond_a_bound_is_400_and_one_at_it_is_taken(
 
 @pytest.mark.parametrize("route", json_routes(), ids=lambda route: route.path)
 @pytest.mark.parametrize("name", ["temprature", "best_off", "", "x" * 1000, "ä", "a`b"])
-def test_an_unknown_field_is_400_with_its_name(route: ApiRoute, name: str) -> None:
-    error = post(route, {**minimal(route.request), name: 1}).json()["error"]
+def test_an_unknown_field_is_reported_or_400_with_its_name(route: ApiRoute, name: str) -> None:
+    body = {**minimal(route.request), name: 1}
+    reported = post(route, body)
+    assert reported.status_code == post(route, minimal(route.request)).status_code == 200
+    told = reported.headers["x-quickstep-ignored"]
+    assert told == name.encode("unicode_escape").decode()[:1024]
+    error = post(route, body, options=STRICT).json()["error"]
     assert "unknown" in error["message"]
     assert error.get("param", name) == name
 

@@ -163,9 +163,14 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
         )  # fmt: skip
     group.add_argument(
         "--unknown-fields",
-        choices=["refuse", "warn"],
-        default="refuse",
-        help="of a request: answer 400, or drop them and say so (default: %(default)s)",
+        choices=["report", "refuse"],
+        default="report",
+        help="of a request: drop them and report them, or answer 400 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--strict",
+        action="store_true",
+        help="answer 400 for unknown fields and for hints that have no effect",
     )
     group.add_argument(
         "--default-timeout-s",
@@ -184,6 +189,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         ConnectionOptions,
         CorsOptions,
         Deadlines,
+        FieldRules,
         ServerOptions,
         TlsOptions,
     )
@@ -209,7 +215,10 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         ),
         tls=TlsOptions(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs),
         deadlines=Deadlines(args.default_timeout_s, args.max_timeout_s),
-        ignore_unknown_fields=args.unknown_fields == "warn",
+        field_rules=FieldRules(
+            refuse_unknown=args.strict or args.unknown_fields == "refuse",
+            refuse_hints=args.strict,
+        ),
         root_path=args.root_path,
         access_log=args.access_log,
         files=file_options(args),

@@ -19,7 +19,6 @@ from starlette.responses import Response
 from quickstep.errors import RequestError
 from quickstep.server.anthropic_messages import begins_answer, template_messages
 from quickstep.server.anthropic_schema import (
-    MESSAGES_REFUSED,
     AnyChoice,
     AnyTool,
     BetweenToolsThinking,
@@ -34,10 +33,11 @@ from quickstep.server.api_errors import error_facts, json_response
 from quickstep.server.chat_message import message_reader
 from quickstep.server.conversation import Conversation, conversation_request, told_effort
 from quickstep.server.error_shapes import anthropic_shape
+from quickstep.server.field_reader import FieldReader
 from quickstep.server.frames import event_frame
+from quickstep.server.front_gate import report_ignored
 from quickstep.server.generation import ChoiceDelta, Generation, prompt_ids
 from quickstep.server.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
-from quickstep.server.refused import Refusal, refuse
 from quickstep.server.response_messages import (
     MessageBlock,
     MessageResponse,
@@ -47,15 +47,14 @@ from quickstep.server.response_messages import (
     TokenCount,
     ToolUseContent,
 )
-from quickstep.server.routes import request_id
 from quickstep.server.sampling import label
-from quickstep.server.schemas import SamplingFields, converted, decode
+from quickstep.server.schemas import SamplingFields
 from quickstep.server.structured import AskedGrammar
 from quickstep.server.surface import Asked, Head, Served
-from quickstep.server.tools import Function, OfferedTools, ToolChoice, offer
+from quickstep.server.tools import Function, OfferedTools, ToolChoice, is_left_out, offer
 from quickstep.types import FinishReason, Grammar
 
-__all__ = ["TOOL_REFUSED", "CountTokens", "Messages"]
+__all__ = ["CountTokens", "Messages"]
 
 _SAME_NAME = ("temperature", "top_k", "top_p")
 _STOP_REASONS: Mapping[FinishReason, str] = {
@@ -66,12 +65,6 @@ _STOP_REASONS: Mapping[FinishReason, str] = {
     FinishReason.DEADLINE: "max_tokens",
     FinishReason.CONTEXT_LIMIT: "model_context_window_exceeded",
 }
-TOOL_REFUSED: Mapping[str, Refusal] = {
-    "allowed_callers": Refusal((["direct"],), "only the model calls"),
-    "defer_loading": Refusal((False,), "every tool is shown"),
-    "eager_input_streaming": Refusal((False,), "a call is sent once it is known to be one"),
-    "input_examples": Refusal(([],), "templates have no place for examples"),
-}
 
 
 class Messages:
@@ -79,9 +72,9 @@ class Messages:
 
     def parse(self, body: bytes, served: Served, caller: str) -> Asked:
         """Validate. Raises RequestError."""
-        fields = decode(body, MessagesRequest)
+        reader = FieldReader(served.field_rules)
+        fields = reader.decode(body, MessagesRequest)
         served.model(fields.model)
-        refuse(fields, MESSAGES_REFUSED)
         if fields.temperature is not None and not 0 <= fields.temperature <= 1:
             raise RequestError(
                 f"temperature is {fields.temperature:g}, it must be between 0 and 1",
@@ -89,10 +82,13 @@ class Messages:
             )
         same = {name: getattr(fields, name) for name in _SAME_NAME}
         shared = SamplingFields(
-            model=fields.model, stop=fields.stop_sequences, thinking_budget=_budget(fields), **same
+            model=fields.model,
+            stop=fields.stop_sequences,
+            thinking_budget=_budget(fields, served, reader),
+            **same,
         )
         request = conversation_request(
-            _conversation(fields, served, len(body)),
+            _conversation(fields, served, reader, len(body)),
             shared,
             served,
             own={"max_tokens": fields.max_tokens},
@@ -103,6 +99,7 @@ class Messages:
             request,
             stream=bool(fields.stream),
             tenant=label("metadata.user_id", user, served.limits),
+            ignored=reader.ignored,
         )
         return Asked(request, partial(_MessagesWriter, served))
 
@@ -116,34 +113,37 @@ class CountTokens:
     async def answer(self, request: Request) -> Response:
         """The count. Raises RequestError."""
         body = await request.body()
-        fields = decode(body, CountTokensRequest)
+        reader = FieldReader(self._served.field_rules)
+        fields = reader.decode(body, CountTokensRequest)
         self._served.model(fields.model)
-        refuse(fields, {name: MESSAGES_REFUSED[name] for name in _refused_of(CountTokensRequest)})
-        conversation = _conversation(fields, self._served, len(body))
+        conversation = _conversation(fields, self._served, reader, len(body))
+        report_ignored(request, reader.ignored)
         ids = await prompt_ids(self._served.engine, conversation.prompt)
-        return json_response(TokenCount(len(ids)), headers=request_id(request))
+        return json_response(TokenCount(len(ids)))
 
 
-def _refused_of(schema: type[msgspec.Struct]) -> list[str]:
-    return [name for name in MESSAGES_REFUSED if name in schema.__struct_fields__]
-
-
-def _conversation(fields: CountTokensRequest, served: Served, num_chars: int) -> Conversation:
+def _conversation(
+    fields: CountTokensRequest, served: Served, reader: FieldReader, num_chars: int
+) -> Conversation:
     messages = template_messages(fields, served)
     continued = begins_answer(fields)
     return Conversation(
         messages,
         num_chars=num_chars,
-        offered=_offered(fields, served),
+        offered=_offered(fields, served, reader),
         asked=_asked(fields),
-        extra=_thinking(fields, served),
+        extra=_thinking(fields, served, reader),
         add_generation_prompt=not continued,
         continued=continued,
     )
 
 
-def _offered(fields: CountTokensRequest, served: Served) -> OfferedTools:
-    functions = [_function(tool, f"tools[{at}]") for at, tool in enumerate(fields.tools or ())]
+def _offered(fields: CountTokensRequest, served: Served, reader: FieldReader) -> OfferedTools:
+    functions = [
+        _function(reader.convert(tool, CustomToolSpec, f"tools[{at}]"), f"tools[{at}]")
+        for at, tool in enumerate(fields.tools or ())
+        if not is_left_out(tool, "custom", reader)
+    ]
     match fields.tool_choice:
         case NoChoice():
             return offer(functions, ToolChoice(may_call=False), one_call=False, served=served)
@@ -158,19 +158,7 @@ def _offered(fields: CountTokensRequest, served: Served) -> OfferedTools:
     return offer(functions, choice, one_call, served)
 
 
-def _function(tool: dict[str, Any], path: str) -> Function:
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
-        place = f"{path}.type"
-        shown = repr(kind)[:64]
-        raise RequestError(
-            f"{place} is {shown}: the server runs no tools, send custom", param=place
-        )
-    spec = converted(tool, CustomToolSpec, path)
-    for name, refusal in TOOL_REFUSED.items():
-        if not refusal.allows(getattr(spec, name)):
-            place = f"{path}.{name}"
-            raise RequestError(f"{place} is not supported: {refusal.why}", param=place)
+def _function(spec: CustomToolSpec, path: str) -> Function:
     strict = bool(spec.strict)
     return Function(spec.name, spec.description, spec.input_schema, strict, path, "input_schema")
 
@@ -182,35 +170,24 @@ def _asked(fields: CountTokensRequest) -> AskedGrammar | None:
     return AskedGrammar(Grammar.of_json_schema(config.format.schema), "output_config.format.schema")
 
 
-def _thinking(fields: CountTokensRequest, served: Served) -> Mapping[str, Any]:
-    """What the template is told of the reasoning. Raises RequestError."""
+def _thinking(fields: CountTokensRequest, served: Served, reader: FieldReader) -> Mapping[str, Any]:
+    """What the template is told of the reasoning; a mode that it does not have is reported."""
     thinking, config = fields.thinking, fields.output_config
     effort = None if config is None else config.effort
+    told = told_effort(effort, "output_config.effort", served, reader)
     if thinking is None:
-        return told_effort(effort, "output_config.effort", served)
-    if effort is not None:
-        raise RequestError(
-            "output_config.effort and thinking both say how to reason; send one of them",
-            param="output_config.effort",
-        )
+        return told
     if isinstance(thinking, DisabledThinking):
-        return {"enable_thinking": False}
+        return {**told, "enable_thinking": False}
     if isinstance(thinking, BetweenToolsThinking) or served.formats.reasoning is None:
         kind = thinking.__struct_config__.tag
-        raise RequestError(
-            f"thinking.type {kind} is not supported: {served.engine.model_name} has no such mode",
-            param="thinking.type",
-        )
-    if thinking.display == "omitted":
-        raise RequestError(
-            "thinking.display omitted is not supported: the reasoning is shown",
-            param="thinking.display",
-        )
-    return {"enable_thinking": True}
+        reader.ignore("thinking", f"{served.engine.model_name} has no mode {kind}")
+        return told
+    return {**told, "enable_thinking": True}
 
 
-def _budget(fields: MessagesRequest) -> int | None:
-    """The tokens of the reasoning. Raises RequestError."""
+def _budget(fields: MessagesRequest, served: Served, reader: FieldReader) -> int | None:
+    """The tokens of the reasoning; reported where it has no tags. Raises RequestError."""
     thinking = fields.thinking
     if not isinstance(thinking, EnabledThinking):
         return None
@@ -221,6 +198,13 @@ def _budget(fields: MessagesRequest) -> int | None:
             f"({fields.max_tokens - 1})",
             param="thinking.budget_tokens",
         )
+    reasoning = served.formats.reasoning
+    if reasoning is None:
+        return None  # which is reported of `thinking`
+    if not reasoning.opening:
+        name = served.engine.model_name
+        reader.ignore("thinking.budget_tokens", f"{name} sets no reasoning apart by tags")
+        return None
     return budget
 
 

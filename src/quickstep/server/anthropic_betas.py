@@ -1,7 +1,7 @@
-"""Anthropic's header `anthropic-beta`: what asks for nothing passes, all else is refused by name.
+"""Anthropic's header `anthropic-beta`: hints, reported unless they name what is here anyway.
 
-Most betas bring fields of the body, which are checked as any other. Those that pass are old names
-of what is there without a beta, or permit something that a server may leave undone.
+Most betas bring fields of the body, which are checked as any other. Those that are not reported are
+old names of what is there without a beta, or permit something that a server may leave undone.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickstep.errors import RequestError
+from quickstep.server.field_reader import FieldReader
+from quickstep.server.front_gate import report_ignored
 from quickstep.server.intake import Endpoint
+from quickstep.server.options import FieldRules
 
 __all__ = ["HARMLESS_BETAS", "with_checked_betas"]
 
@@ -40,16 +42,16 @@ HARMLESS_BETAS = frozenset(
 )
 
 
-def with_checked_betas(endpoint: Endpoint) -> Endpoint:
+def with_checked_betas(endpoint: Endpoint, rules: FieldRules) -> Endpoint:
     """The endpoint behind a check of the header."""
 
     async def answer(request: Request) -> Response:
+        reader = FieldReader(rules)
         for value in request.headers.getlist(HEADER):
             for beta in filter(None, map(str.strip, value.split(","))):
                 if beta not in HARMLESS_BETAS:
-                    raise RequestError(
-                        f"{HEADER} {beta[:64]} is not supported; leave it out", param=HEADER
-                    )
+                    reader.ignore(f"{HEADER}={beta[:64]}", "there is no such beta feature")
+        report_ignored(request, reader.ignored)
         return await endpoint(request)
 
     return answer

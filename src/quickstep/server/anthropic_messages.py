@@ -82,7 +82,6 @@ def _said(texts: Sequence[str]) -> list[_Message]:
 
 
 def _tool_result(block: ToolResultBlock, path: str) -> _Message:
-    _check_toolset(block.toolset_name, path)
     content = _text(block.content or "", f"{path}.content")
     if block.is_error:
         content = f"Error: {content}"
@@ -116,21 +115,8 @@ def _assistant(turn: AssistantTurn, path: str, served: Served) -> _Message:
 
 
 def _tool_use(block: ToolUseBlock, path: str) -> _Message:
-    _check_toolset(block.toolset_name, path)
-    if block.caller not in (None, {"type": "direct"}):
-        raise RequestError(
-            f"{path}.caller is not supported: only the model calls", param=f"{path}.caller"
-        )
     arguments = json.dumps(block.input, ensure_ascii=False)
     return past_call(block.id, block.name, arguments, f"{path}.input")
-
-
-def _check_toolset(name: str | None, path: str) -> None:
-    if name is not None:
-        raise RequestError(
-            f"{path}.toolset_name is not supported: there are no toolsets",
-            param=f"{path}.toolset_name",
-        )
 
 
 def _text(content: str | Sequence[PlainBlock | OpaqueBlock], path: str) -> str:
@@ -143,8 +129,4 @@ def _plain(block: PlainBlock | OpaqueBlock, path: str) -> str:
     if isinstance(block, OpaqueBlock):
         kind = block.__struct_config__.tag
         raise RequestError(f"{path} is of type {kind}, the model reads text only", param=path)
-    if block.citations:
-        raise RequestError(
-            f"{path}.citations is not supported: the model cites nothing", param=f"{path}.citations"
-        )
     return block.text

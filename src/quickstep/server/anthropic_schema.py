@@ -1,22 +1,18 @@
 """The JSON bodies of Anthropic's Messages API, as msgspec types: the whole schema.
 
 Read by `anthropic` and `anthropic_messages`, and by nothing else. What the server does not do is
-declared as well, so that it is refused by name: whole fields in the tables at the end, parts of
-fields where they are read.
+declared as well, with its class (`field_classes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quickstep.server.refused import Refusal
+from quickstep.server.field_classes import hint, refused
 
 __all__ = [
-    "MESSAGES_REFUSED",
     "AdaptiveThinking",
     "AnyChoice",
     "AnyTool",
@@ -51,7 +47,7 @@ class PlainBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="t
 
     text: str
     cache_control: CacheControl | None = None
-    citations: list[Any] | None = None
+    citations: Annotated[list[Any] | None, hint("the model cites nothing", passes=([],))] = None
 
 
 class OpaqueBlock(msgspec.Struct, frozen=True, tag="image"):
@@ -84,8 +80,10 @@ class ToolUseBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=
     name: str
     input: dict[str, Any]
     cache_control: CacheControl | None = None
-    caller: dict[str, Any] | None = None
-    toolset_name: str | None = None
+    caller: Annotated[
+        dict[str, Any] | None, refused("only the model calls", passes=({"type": "direct"},))
+    ] = None
+    toolset_name: Annotated[str | None, refused("there are no toolsets")] = None
 
 
 class ToolResultBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="tool_result"):
@@ -95,7 +93,7 @@ class ToolResultBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, t
     content: str | list[PlainBlock | OpaqueBlock | DocumentBlock | SearchResultBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
-    toolset_name: str | None = None
+    toolset_name: Annotated[str | None, refused("there are no toolsets")] = None
 
 
 UserBlock = PlainBlock | ToolResultBlock | OpaqueBlock | DocumentBlock | SearchResultBlock
@@ -138,10 +136,16 @@ class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
-    allowed_callers: list[str] | None = None
-    defer_loading: bool | None = None
-    eager_input_streaming: bool | None = None
-    input_examples: list[Any] | None = None
+    allowed_callers: Annotated[
+        list[str] | None, refused("only the model calls", passes=(["direct"],))
+    ] = None
+    defer_loading: Annotated[bool | None, hint("every tool is shown", passes=(False,))] = None
+    eager_input_streaming: Annotated[
+        bool | None, hint("arguments are sent as the model writes them", passes=(False,))
+    ] = None
+    input_examples: Annotated[
+        list[Any] | None, hint("templates have no place for examples", passes=([],))
+    ] = None
 
 
 class AutoChoice(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="auto"):
@@ -170,14 +174,22 @@ class NoChoice(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="non
 class EnabledThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="enabled"):
     """Reasoning within a budget of tokens."""
 
-    budget_tokens: int
-    display: Literal["summarized", "omitted"] | None = None
+    budget_tokens: Annotated[
+        int, hint("the model sets no reasoning apart by tags", conditional=True)
+    ]
+    display: Annotated[
+        Literal["summarized", "omitted"] | None,
+        hint("the reasoning is shown", passes=("summarized",)),
+    ] = None
 
 
 class AdaptiveThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="adaptive"):
     """Reasoning as long as the model likes."""
 
-    display: Literal["summarized", "omitted"] | None = None
+    display: Annotated[
+        Literal["summarized", "omitted"] | None,
+        hint("the reasoning is shown", passes=("summarized",)),
+    ] = None
 
 
 class DisabledThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="disabled"):
@@ -199,7 +211,7 @@ class JsonOutput(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="j
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The form of the answer."""
 
-    effort: str | None = None
+    effort: Annotated[str | None, hint("the model has no such level", conditional=True)] = None
     format: JsonOutput | None = None
 
 
@@ -217,14 +229,17 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     system: str | list[PlainBlock] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: AutoChoice | AnyChoice | AnyTool | NoChoice | None = None
-    thinking: (
-        EnabledThinking | AdaptiveThinking | DisabledThinking | BetweenToolsThinking | None
-    ) = None
+    thinking: Annotated[
+        EnabledThinking | AdaptiveThinking | DisabledThinking | BetweenToolsThinking | None,
+        hint("the model has no such mode", conditional=True),
+    ] = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    context_management: Any = None
-    mcp_servers: Any = None
-    speed: Any = None
+    context_management: Annotated[Any, hint("the conversation is taken as it is")] = None
+    mcp_servers: Annotated[
+        list[dict[str, Any]] | None, hint("the server makes no outbound requests", passes=([],))
+    ] = None
+    speed: Annotated[str | None, hint("there is one speed", passes=("standard",))] = None
 
 
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -237,22 +252,10 @@ class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=Tr
     top_k: int | None = None
     top_p: float | None = None
     metadata: RequestMetadata | None = None
-    service_tier: Any = None
-    betas: Any = None
-    container: Any = None
-    diagnostics: Any = None
-    inference_geo: Any = None
-
-
-MESSAGES_REFUSED: Mapping[str, Refusal] = MappingProxyType(
-    {
-        "betas": Refusal(([],), "there are no beta features"),
-        "container": Refusal((), "the server runs no tools"),
-        "context_management": Refusal((), "the conversation is taken as it is"),
-        "diagnostics": Refusal((), "the prefix cache keeps no record per message"),
-        "inference_geo": Refusal((), "the server runs where it runs"),
-        "mcp_servers": Refusal(([],), "the server makes no outbound requests"),
-        "service_tier": Refusal(("auto", "standard_only"), "there is one service tier"),
-        "speed": Refusal(("standard",), "there is one speed"),
-    }
-)
+    service_tier: Annotated[
+        str | None, hint("there is one service tier", passes=("auto", "standard_only"))
+    ] = None
+    betas: Annotated[list[str] | None, hint("there are no beta features", passes=([],))] = None
+    container: Annotated[Any, hint("the server runs no tools")] = None
+    diagnostics: Annotated[Any, hint("the prefix cache keeps no record per message")] = None
+    inference_geo: Annotated[Any, refused("the server runs where it runs")] = None

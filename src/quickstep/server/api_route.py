@@ -7,7 +7,6 @@ the reference page are written from it.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import field
 from typing import Any
 
 import msgspec
@@ -17,7 +16,6 @@ from starlette.routing import Route
 
 from quickstep.dataclass import dataclass
 from quickstep.server.api_errors import ErrorShape, openai_shape
-from quickstep.server.unknown_fields import Parts
 
 __all__ = ["ApiRoute"]
 
@@ -38,7 +36,6 @@ class ApiRoute:
         content_type: The media type of an answer that is no JSON.
         is_probe: Answered without an API key: liveness and readiness.
         aliases: Further paths of the same endpoint.
-        parts: Lists of the body whose items have schemas that only their fields tell.
         error_shape: How this surface writes errors.
     """
 
@@ -55,7 +52,6 @@ class ApiRoute:
     content_type: str = "text/plain"
     is_probe: bool = False
     aliases: tuple[str, ...] = ()
-    parts: Parts = field(default_factory=dict)
     error_shape: ErrorShape = openai_shape
 
     @property

@@ -77,6 +77,6 @@ def _cors(options: CorsOptions) -> list[Middleware]:
             allow_methods=options.methods,
             allow_headers=options.headers,
             allow_credentials=options.credentials,
-            expose_headers=("x-request-id", "x-quickstep-ignored-fields", "retry-after"),
+            expose_headers=("x-request-id", "x-quickstep-ignored", "retry-after"),
         )
     ]

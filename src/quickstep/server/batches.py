@@ -19,13 +19,15 @@ from quickstep.server.batch_jobs import BatchJobs
 from quickstep.server.batch_record import Batch
 from quickstep.server.body import ClientDisconnect, read_body
 from quickstep.server.conversation import checked_metadata
+from quickstep.server.field_reader import FieldReader
 from quickstep.server.file_store import FileStore
 from quickstep.server.files import Files, page_of
+from quickstep.server.front_gate import report_ignored
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.response_files import BatchList, BatchObject
 from quickstep.server.routes import caller_of
-from quickstep.server.schemas import decode, decode_values
+from quickstep.server.schemas import decode_values
 from quickstep.server.schemas_files import BatchQuery, BatchRequest
 from quickstep.server.surface import Served
 
@@ -88,7 +90,9 @@ class LocalBatches:
             body = await read_body(request, self._served.limits.body_bytes)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
-        fields = decode(body, BatchRequest)
+        reader = FieldReader(self._served.field_rules)
+        fields = reader.decode(body, BatchRequest)
+        report_ignored(request, reader.ignored)
         if fields.endpoint not in self._jobs.urls:
             raise RequestError(
                 f"endpoint is {fields.endpoint[:100]!r}, it must be one of "

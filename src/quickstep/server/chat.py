@@ -18,10 +18,11 @@ from quickstep.server.conversation import (
     past_call,
     tenant_of,
     told_effort,
+    told_verbosity,
 )
+from quickstep.server.field_reader import FieldReader
 from quickstep.server.generation import Generation, GenerationRequest
 from quickstep.server.options import RequestLimits
-from quickstep.server.refused import ASSISTANT_REFUSED, CHAT_REFUSED, refuse
 from quickstep.server.sampling import bounded, label
 from quickstep.server.schemas import (
     AssistantMessage,
@@ -36,7 +37,6 @@ from quickstep.server.schemas import (
     ToolCall,
     ToolMessage,
     UserMessage,
-    decode,
 )
 from quickstep.server.structured import asked_grammar
 from quickstep.server.surface import Served, stream_flags
@@ -54,24 +54,27 @@ class Chat:
 
     def parse(self, body: bytes, served: Served) -> GenerationRequest:
         """Validate a body. Raises RequestError."""
-        fields = decode(body, ChatRequest)
+        reader = FieldReader(served.field_rules)
+        fields = reader.decode(body, ChatRequest)
         model = served.model(fields.model)
-        refuse(fields, CHAT_REFUSED)
         if not fields.messages:
             raise RequestError("messages is an empty list", param="messages")
         messages = tuple(_message(place, item) for place, item in enumerate(fields.messages))
         for place, message in enumerate(messages):
             if "tool_calls" in message:
                 check_shows_calls(served, f"messages[{place}].tool_calls")
-        effort = told_effort(fields.reasoning_effort, "reasoning_effort", served)
+        told = {
+            **told_effort(fields.reasoning_effort, "reasoning_effort", served, reader),
+            **told_verbosity(fields.verbosity, "verbosity", served, reader),
+        }
         conversation = Conversation(
             messages,
             num_chars=len(body),
-            offered=offered_tools(fields, served),
+            offered=offered_tools(fields, served, reader),
             asked=asked_grammar(fields),
             add_generation_prompt=_opens_message(fields, messages),
             continued=bool(fields.continue_final_message),
-            extra={**effort, **(fields.chat_template_kwargs or {})},
+            extra={**told, **(fields.chat_template_kwargs or {})},
         )
         max_tokens, max_tokens_name = _max_tokens(fields)
         shown = shown_of(fields, served, _num_logprobs(fields, served.limits))
@@ -85,6 +88,7 @@ class Chat:
             echoed=_echoed(fields, served.limits),
             shown=shown,
             beams=beam_params(fields, served, request.sampling),
+            ignored=reader.ignored,
             **stream_flags(fields),
         )
 
@@ -165,7 +169,6 @@ def _plain(role: str, content: Content, name: str | None, path: str) -> dict[str
 
 
 def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
-    refuse(message, ASSISTANT_REFUSED, f"{path}.")
     if message.content is None and not message.tool_calls:
         raise RequestError(f"{path}.content is missing", param=f"{path}.content")
     plain = _plain("assistant", message.content or "", message.name, path)

@@ -8,6 +8,7 @@ from typing import TypeGuard
 from quickstep.errors import RequestError
 from quickstep.server.asked_output import beam_params, own_values, shown_of
 from quickstep.server.completion_choice import CompletionRendering
+from quickstep.server.field_reader import FieldReader
 from quickstep.server.fill_in_middle import infill_markers
 from quickstep.server.generation import (
     Generation,
@@ -17,9 +18,8 @@ from quickstep.server.generation import (
     TokenPrompt,
 )
 from quickstep.server.prompts import Prompt
-from quickstep.server.refused import COMPLETION_REFUSED, refuse
 from quickstep.server.sampling import bounded, deadline_of, label, sampling_params, token_ids_of
-from quickstep.server.schemas import CompletionRequest, decode
+from quickstep.server.schemas import CompletionRequest
 from quickstep.server.structured import asked_grammar
 from quickstep.server.surface import Served, stream_flags
 
@@ -37,9 +37,9 @@ class Completions:
 
     def parse(self, body: bytes, served: Served) -> GenerationRequest:
         """Validate a body. Raises RequestError."""
-        fields = decode(body, CompletionRequest)
+        reader = FieldReader(served.field_rules)
+        fields = reader.decode(body, CompletionRequest)
         model = served.model(fields.model)
-        refuse(fields, COMPLETION_REFUSED)
         prompts = _prompts(fields, served)
         bounded("logprobs", fields.logprobs or 0, served.limits.logprobs)
         shown = shown_of(fields, served, fields.logprobs, bool(fields.echo))
@@ -63,6 +63,7 @@ class Completions:
             shown=shown,
             num_kept=None if beams or sampling.n == (fields.n or 1) else fields.n or 1,
             beams=beams,
+            ignored=reader.ignored,
             **stream_flags(fields),
         )
 

@@ -15,6 +15,7 @@ import msgspec
 from quickstep.dataclass import dataclass
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
+from quickstep.server.field_reader import FieldReader
 from quickstep.server.generation import ChatPrompt, GenerationRequest, OutputReading
 from quickstep.server.options import RequestLimits
 from quickstep.server.sampling import bounded, deadline_of, label, sampling_params
@@ -33,6 +34,7 @@ __all__ = [
     "past_call",
     "tenant_of",
     "told_effort",
+    "told_verbosity",
 ]
 
 
@@ -135,22 +137,45 @@ def past_call(call_id: str, name: str, arguments: str, path: str) -> dict[str, A
     return {"id": call_id, "type": "function", "function": function}
 
 
-def told_effort(effort: str | None, path: str, served: Served) -> Mapping[str, Any]:
-    """What the template is told of the reasoning's effort. Raises RequestError.
+def told_effort(
+    effort: str | None, path: str, served: Served, reader: FieldReader
+) -> Mapping[str, Any]:
+    """What the template is told of the reasoning's effort; a level it does not have is reported.
 
-    gpt-oss has three levels; other models that reason can only be told not to.
+    gpt-oss has three levels, and some templates read any; others can only be told not to reason.
     """
     reasoning = served.formats.reasoning
+    is_harmony = reasoning is REASONING_FORMATS["harmony"]
     if effort is None:
         return {}
-    if reasoning is REASONING_FORMATS["harmony"] and effort in ("low", "medium", "high"):
-        return {"reasoning_effort": effort}
-    if effort == "none" and reasoning is not REASONING_FORMATS["harmony"]:
+    if effort == "none" and not is_harmony:
         return {} if reasoning is None else {"enable_thinking": False}
-    raise RequestError(
-        f"{path} {effort[:64]} is not supported: {served.engine.model_name} has no such level",
-        param=path,
-    )
+    if is_harmony:
+        is_known = effort in ("low", "medium", "high")
+    else:
+        is_known = _template_reads("reasoning_effort", served)
+    if is_known:
+        return {"reasoning_effort": effort}
+    reader.ignore(path, f"{served.engine.model_name} has no level {effort[:64]}")
+    return {}
+
+
+def told_verbosity(
+    verbosity: str | None, path: str, served: Served, reader: FieldReader
+) -> Mapping[str, Any]:
+    """What the template is told of the answer's length; reported where it reads no such thing."""
+    if verbosity is None:
+        return {}
+    if _template_reads("verbosity", served):
+        return {"verbosity": verbosity}
+    if verbosity != "medium":
+        reader.ignore(path, "the model has no verbosity setting")
+    return {}
+
+
+def _template_reads(name: str, served: Served) -> bool:
+    template = served.engine.chat_template
+    return template is not None and name in template.source
 
 
 def tenant_of(user: str | None, safety_identifier: str | None, limits: RequestLimits) -> str:

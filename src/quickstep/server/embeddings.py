@@ -26,12 +26,13 @@ from quickstep.server.embedding_schema import (
     EmbeddingUsage,
 )
 from quickstep.server.engine_face import TokenStream
+from quickstep.server.field_reader import FieldReader
+from quickstep.server.front_gate import report_ignored
 from quickstep.server.metrics import EmbeddingMeter, Metrics
 from quickstep.server.prompts import TextPrompt, TokenPrompt, prompt_ids
 from quickstep.server.request_size import check_num_tokens
-from quickstep.server.routes import CLIENT_CLOSED, caller_of, request_id
+from quickstep.server.routes import CLIENT_CLOSED, caller_of
 from quickstep.server.sampling import bounded, label, token_ids_of
-from quickstep.server.schemas import decode
 from quickstep.server.surface import Served
 from quickstep.types import FinishReason, Pooling, SamplingParams
 
@@ -51,16 +52,18 @@ class Embeddings:
         """Answer one request. Raises RequestError, EngineError."""
         try:
             body = await read_body(request, self._served.limits.body_bytes)
-            fields = decode(body, EmbeddingRequest)
+            reader = FieldReader(self._served.field_rules)
+            fields = reader.decode(body, EmbeddingRequest)
+            report_ignored(request, reader.ignored)
             work = self._embed(fields, caller_of(request))
             answer = await unless_disconnected(request.receive, work)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
-        return json_response(answer, headers=request_id(request))
+        return json_response(answer)
 
     async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> object:
         """The JSON answer to a body that came some other way than HTTP: a line of a batch."""
-        fields = decode(body, EmbeddingRequest)
+        fields = FieldReader(self._served.field_rules).decode(body, EmbeddingRequest)
         priority = (fields.priority or 0) + added_priority
         return await self._embed(msgspec.structs.replace(fields, priority=priority), caller)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 from starlette.responses import Response
@@ -41,11 +41,8 @@ class EventStream(Response):
         self,
         frames: AsyncGenerator[bytes, None],
         close: Callable[[], Awaitable[None]],
-        headers: Mapping[str, str],
     ) -> None:
-        super().__init__(
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers}
-        )
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._frames = frames
         self._close = close

@@ -18,7 +18,7 @@ from quickstep.sampling_params import PRESETS, RANGES
 from quickstep.server import anthropic_schema, responses_schema, schemas
 from quickstep.server.embedding_schema import EmbeddingRequest
 from quickstep.server.options import RequestLimits
-from quickstep.server.responses import INCLUDES
+from quickstep.server.responses import INCLUDES, INCLUDES_NOTHING
 from quickstep.server.schemas_files import BatchRequest
 from quickstep.server.schemas_llama_cpp import LlamaCompletionRequest
 from quickstep.server.schemas_tokens import (
@@ -120,7 +120,7 @@ def _of_responses(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]
             "prompt_cache_key": _label(limits),
             "tools": {"maxItems": limits.tools},
             "input": {"minItems": 1},
-            "include": {"items": {"enum": list(INCLUDES)}},
+            "include": {"items": {"enum": [*INCLUDES, *INCLUDES_NOTHING]}},
         },
         responses_schema.FunctionToolSpec: _NAMED_FUNCTION,
     }

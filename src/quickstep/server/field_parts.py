@@ -20,6 +20,8 @@ from quickstep.server.responses_schema import (
     ReasoningItem,
     ResponsesRequest,
 )
+from quickstep.server.schemas import ChatRequest, FunctionTool
+from quickstep.server.schemas_tokens import ApplyTemplateRequest, TokenizeRequest
 
 __all__ = ["parts_of"]
 
@@ -32,6 +34,9 @@ _PARTS: Mapping[type[msgspec.Struct], _Parts] = MappingProxyType(
             "tools": (FunctionToolSpec,),
         },
         CountTokensRequest: {"tools": (CustomToolSpec,)},
+        ChatRequest: {"tools": (FunctionTool,)},
+        TokenizeRequest: {"tools": (FunctionTool,)},
+        ApplyTemplateRequest: {"tools": (FunctionTool,)},
     }
 )
 

@@ -1,8 +1,8 @@
-"""What every field of every request does, in one line: honoured with its effect, or refused.
+"""What every field of every request does, in one line: its effect, or why it has none.
 
 `openapi`, the page `/docs` and `docs/reference/api.md` print these rows; the tests demand a row
-and a case for each field of each schema, so that a row is a claim which is tried. The refused
-fields' rows are the ones that refuse (`refused`).
+and a case for each field of each schema, so that a row is a claim which is tried. Here are the
+effects; which fields are hints or refused is declared at the fields (`field_classes`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,10 @@ from quickstep.server import field_reference_messages as messages
 from quickstep.server import field_reference_others as others
 from quickstep.server import field_reference_responses as responses
 from quickstep.server import schemas
+from quickstep.server.field_classes import FieldClass, Hint, field_classes
 from quickstep.server.field_rows import Effects, Honoured, Note, Row
-from quickstep.server.refused import (
-    ASSISTANT_REFUSED,
-    CHAT_REFUSED,
-    COMPLETION_REFUSED,
-    STREAM_OPTIONS_REFUSED,
-    Refusal,
-)
 
-__all__ = ["REFERENCE", "REFUSED_FORMS", "reference_of"]
+__all__ = ["REFUSED_FORMS", "reference_of"]
 
 _SAMPLING: Effects = {
     "model": "Which served name answers; the first one if not given, 404 for an unknown one.",
@@ -92,10 +86,11 @@ _CHAT: Effects = {
     "continue_final_message": "The answer goes on from the last message's text, which is the "
     "assistant's; a grammar or a stop string is of what is new.",
     "chat_template_kwargs": "Further variables for the chat template.",
-    "reasoning_effort": "Turns reasoning off (none), or sets gpt-oss's level; others are 400.",
+    "reasoning_effort": "Turns reasoning off (none), or sets the level where the chat template has "
+    "one.",
+    "verbosity": "Sets the answer's length where the chat template has such a level.",
     "metadata": "Stands in the answer as it was sent.",
     "safety_identifier": "OpenAI's later name of user.",
-    "prompt_cache_key": Note("one engine has every prefix in its reach"),
     "tools": "Functions that the model is shown and may call.",
     "tool_choice": "Whether calls are possible, forbidden, or enforced by a grammar.",
     "parallel_tool_calls": "False keeps the first call only.",
@@ -175,13 +170,6 @@ _EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "strict": "Whether arguments have to fit where the model may choose to call.",
     },
 }
-_REFUSALS: Mapping[type[msgspec.Struct], Mapping[str, Refusal]] = {
-    schemas.CompletionRequest: COMPLETION_REFUSED,
-    schemas.ChatRequest: CHAT_REFUSED,
-    schemas.StreamOptions: STREAM_OPTIONS_REFUSED,
-    schemas.AssistantMessage: ASSISTANT_REFUSED,
-}
-
 # Forms of a message, a part or a tool that are known so that they are refused in words.
 REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = MappingProxyType(
     {
@@ -189,39 +177,30 @@ REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = MappingProxyType(
         schemas.AudioPart: "the model reads text only",
         schemas.FilePart: "the model reads text only",
         schemas.FunctionMessage: "it is deprecated; send role tool",
-        schemas.CustomTool: "a call's arguments are the JSON text of an object; send function",
         **responses.REFUSED_FORMS,
         **messages.REFUSED_FORMS,
     }
 )
 
-_TABLES = (
-    (_EFFECTS, _REFUSALS),
-    (responses.EFFECTS, responses.REFUSALS),
-    (messages.EFFECTS, messages.REFUSALS),
-    (others.EFFECTS, others.REFUSALS),
-)
-
-
-def _row(told: str | Note) -> Row:
-    return told if isinstance(told, Note) else Honoured(told)
-
-
-REFERENCE: Mapping[type[msgspec.Struct], Mapping[str, Row]] = MappingProxyType(
-    {
-        struct: {
-            **{name: _row(told) for name, told in effects.get(struct, {}).items()},
-            **refusals.get(struct, {}),
-        }
-        for effects, refusals in _TABLES
-        for struct in effects.keys() | refusals.keys()
-    }
-)
+_TABLES = (_EFFECTS, responses.EFFECTS, messages.EFFECTS, others.EFFECTS)
 
 
 def reference_of(struct: type[msgspec.Struct]) -> dict[str, Row]:
     """The rows of a schema, inherited ones included; empty for what is no request."""
-    found: dict[str, Row] = {}
+    told: dict[str, str | Note] = {}
     for parent in reversed(struct.__mro__):
-        found |= REFERENCE.get(parent, {})
-    return found
+        for table in _TABLES:
+            told |= table.get(parent, {})
+    classes = field_classes(struct)
+    rows = {name: _row(effect, classes.get(name)) for name, effect in told.items()}
+    return {**rows, **{name: known for name, known in classes.items() if name not in told}}
+
+
+def _row(told: str | Note, declared: FieldClass | None) -> Row:
+    if isinstance(told, Note):
+        return told
+    if declared is None:
+        return Honoured(told)
+    if isinstance(declared, Hint) and declared.conditional:
+        return Honoured(told, declared)
+    return declared  # a schema may refuse what it inherits

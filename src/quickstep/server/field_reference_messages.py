@@ -7,14 +7,11 @@ from collections.abc import Mapping
 import msgspec
 
 from quickstep.server import anthropic_schema as schemas
-from quickstep.server.anthropic import TOOL_REFUSED
 from quickstep.server.field_rows import Effects, Note
-from quickstep.server.refused import Refusal
 
-__all__ = ["EFFECTS", "REFUSALS", "REFUSED_FORMS"]
+__all__ = ["EFFECTS", "REFUSED_FORMS"]
 
 _MARK = Note("every prefix is cached without a mark, and for no fixed time")
-_SHOWN = Note("the reasoning is shown; omitted is 400")
 _ONE_CALL = "True keeps the first call only."
 
 EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
@@ -79,34 +76,16 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "name": "The tool that has to be called.",
         "disable_parallel_tool_use": Note("one named tool is called once in any case"),
     },
-    schemas.AdaptiveThinking: {"display": _SHOWN},
     schemas.EnabledThinking: {
         "budget_tokens": "Tokens of reasoning after which its closing tag is written; from 1 to "
         "max_tokens - 1.",
-        "display": _SHOWN,
     },
     schemas.JsonOutput: {"schema": "The JSON schema that the answer fits."},
     schemas.OutputConfig: {
-        "effort": "Turns reasoning off (none), or sets gpt-oss's level; other levels are 400.",
+        "effort": "Turns reasoning off (none), or sets the level where the chat template has one.",
         "format": "Enforces the form of the whole answer by a grammar.",
     },
     schemas.RequestMetadata: {"user_id": "The tenant to whom the work is accounted."},
-}
-
-REFUSALS: Mapping[type[msgspec.Struct], Mapping[str, Refusal]] = {
-    schemas.CountTokensRequest: {
-        name: refusal
-        for name, refusal in schemas.MESSAGES_REFUSED.items()
-        if name in schemas.CountTokensRequest.__struct_fields__
-    },
-    schemas.MessagesRequest: schemas.MESSAGES_REFUSED,
-    schemas.PlainBlock: {"citations": Refusal(([],), "the model cites nothing")},
-    schemas.ToolUseBlock: {
-        "caller": Refusal(({"type": "direct"},), "only the model calls"),
-        "toolset_name": Refusal((), "there are no toolsets"),
-    },
-    schemas.CustomToolSpec: TOOL_REFUSED,
-    schemas.ToolResultBlock: {"toolset_name": Refusal((), "there are no toolsets")},
 }
 
 REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = {
@@ -114,5 +93,4 @@ REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = {
     schemas.DocumentBlock: "the model reads text only",
     schemas.SearchResultBlock: "the model reads text only",
     schemas.RedactedThinkingBlock: "only Anthropic can read it",
-    schemas.BetweenToolsThinking: "the model cannot be told when to reason",
 }

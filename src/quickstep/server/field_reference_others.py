@@ -9,11 +9,8 @@ import msgspec
 from quickstep.server import schemas_files, schemas_llama_cpp, schemas_tokens
 from quickstep.server.embedding_schema import EmbeddingRequest
 from quickstep.server.field_rows import Effects, Note
-from quickstep.server.llama_cpp_request import LLAMA_REFUSED, PROMPT_REFUSED
-from quickstep.server.refused import Refusal
-from quickstep.server.tokenize import TOKENIZE_REFUSED
 
-__all__ = ["EFFECTS", "REFUSALS", "REFUSED_FORMS"]
+__all__ = ["EFFECTS"]
 
 _MODEL = "Which served name answers; the first one if not given, 404 for an unknown one."
 _OPENS = "Whether the template opens an assistant message; true if not given."
@@ -115,11 +112,3 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "dynatemp_exponent": Note("it acts with dynatemp_range only, which is refused"),
     },
 }
-
-REFUSALS: Mapping[type[msgspec.Struct], Mapping[str, Refusal]] = {
-    schemas_tokens.TokenizeRequest: TOKENIZE_REFUSED,
-    schemas_llama_cpp.LlamaCompletionRequest: LLAMA_REFUSED,
-    schemas_llama_cpp.PromptObject: PROMPT_REFUSED,
-}
-
-REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = {}

@@ -8,10 +8,8 @@ import msgspec
 
 from quickstep.server import responses_schema as schemas
 from quickstep.server.field_rows import Effects, Note
-from quickstep.server.refused import Refusal
-from quickstep.server.responses_tools import TOOL_REFUSED
 
-__all__ = ["EFFECTS", "REFUSALS", "REFUSED_FORMS"]
+__all__ = ["EFFECTS", "REFUSED_FORMS"]
 
 _ID = "Stands in the listing of the input; one is made if not given."
 _STATUS = "Stands in the listing of the input."
@@ -26,7 +24,6 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "metadata": "Stands in the answer as it was sent.",
         "parallel_tool_calls": "False keeps the first call only.",
         "previous_response_id": "Continues a stored response; 400 for one that is not stored.",
-        "prompt_cache_key": "Stands in the answer; one engine has every prefix in its reach.",
         "safety_identifier": "OpenAI's later name of user.",
         "store": "Whether the response can be fetched and continued; true if not given.",
         "text": "The form of the answer.",
@@ -94,26 +91,12 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "description": "Stands in the answer, and changes nothing else.",
         "strict": "Stands in the answer; the schema is enforced whatever is said here.",
     },
-    schemas.TextConfig: {"format": "Enforces the form of the whole output by a grammar."},
-    schemas.ReasoningConfig: {
-        "effort": "Turns reasoning off (none), or sets gpt-oss's level; other levels are 400.",
+    schemas.TextConfig: {
+        "format": "Enforces the form of the whole output by a grammar.",
+        "verbosity": "Sets the answer's length where the chat template has such a level.",
     },
-}
-
-REFUSALS: Mapping[type[msgspec.Struct], Mapping[str, Refusal]] = {
-    schemas.ResponsesRequest: schemas.RESPONSES_REFUSED,
-    schemas.ResponsesStreamOptions: schemas.STREAM_REFUSED,
-    schemas.FunctionToolSpec: TOOL_REFUSED,
-    schemas.InputTextPart: {
-        "prompt_cache_breakpoint": Refusal((), "prefixes are cached without marks")
-    },
-    **schemas.ITEM_REFUSED,
-    schemas.TextConfig: {"verbosity": Refusal(("medium",), "the model has no verbosity setting")},
     schemas.ReasoningConfig: {
-        "summary": Refusal((), "the reasoning is given as it is"),
-        "generate_summary": Refusal((), "the reasoning is given as it is"),
-        "context": Refusal(("auto",), "the reasoning is given as it is"),
-        "mode": Refusal(("standard",), "the reasoning is given as it is"),
+        "effort": "Turns reasoning off (none), or sets the level where the chat template has one.",
     },
 }
 

@@ -1,4 +1,4 @@
-"""What the reference says of one field: honoured with an effect, a note, or refused.
+"""What the reference says of one field; its class is declared at the field (`field_classes`).
 
 The tables of `field_reference` are made of these; the tests try each kind in its own way.
 """
@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quickstep.dataclass import dataclass
-from quickstep.server.refused import Refusal
+from quickstep.server.field_classes import Hint, Refusal
 
 __all__ = ["Effects", "Honoured", "Note", "Row"]
 
 
 @dataclass(frozen=True, slots=True)
 class Honoured:
-    """The visible effect, as a sentence."""
+    """The visible effect, as a sentence; `otherwise` if it is a hint that some models lack."""
 
     effect: str
+    otherwise: Hint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,6 @@ class Note:
     why: str
 
 
-Row = Honoured | Note | Refusal
+Row = Honoured | Note | Hint | Refusal
 # What a field does: a sentence for its effect.
 Effects = Mapping[str, str | Note]

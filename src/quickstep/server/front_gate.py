@@ -8,12 +8,18 @@ unknown paths included. What the gate knows stands in the request's state for th
                             its requests, and the owner of what the server stores for it
     state["error_shape"]    how the surface writes errors (see `api_errors`)
     state["connections"]    how long clients may take (see `options`)
+    state["ignored"]        fields of the request that have no effect; routes add to it
+
+Every answer carries the request's id (the client's own, else a new one) in `x-request-id`, and the
+fields without effect in `x-quickstep-ignored`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+import uuid
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 from starlette.requests import Request
@@ -24,9 +30,13 @@ from quickstep.server.api_errors import ErrorShape, error_response
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.options import RequestLimits, ServerOptions
 
-__all__ = ["FrontGate", "check_head", "key_name", "written_path"]
+__all__ = ["FrontGate", "check_head", "key_name", "report_ignored", "written_path"]
 
+_LOG = logging.getLogger("quickstep.server")
 _ACCESS_LOG = logging.getLogger("quickstep.access")
+_REQUEST_ID_CHARS = 128
+_IGNORED_CHARS = 1024
+_MAX_REPORTED = 4096
 _CHALLENGE = {"www-authenticate": "Bearer"}
 _BEARER = b"bearer "
 
@@ -42,6 +52,7 @@ class FrontGate:
         self._connections = options.connections
         self._root = options.root_path.encode()
         self._access_log = options.access_log
+        self._reported = _Reported()
         self._probes = frozenset(_probes(known))
         self._shapes: Mapping[bytes, ErrorShape] = {
             path.encode(): route.error_shape for route in known for path in route.paths
@@ -52,7 +63,8 @@ class FrontGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        watched = _Watched(scope, send)
+        scope.setdefault("state", {})["ignored"] = []
+        watched = _Watched(scope, send, self._reported)
         try:
             await self._pass(scope, receive, watched)
         except Exception as error:  # the request's top: nothing below knows what it is
@@ -65,7 +77,7 @@ class FrontGate:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = written_path(scope, self._root)
-        state = scope.setdefault("state", {})
+        state = scope["state"]
         state["api_key_name"] = ""
         state["connections"] = self._connections
         shape = self._shapes.get(path)
@@ -137,25 +149,57 @@ def _presented(scope: Scope) -> Iterable[bytes]:
             yield value[len(_BEARER) :].strip()
 
 
-class _Watched:
-    """A `send` that remembers the status."""
+def report_ignored(request: Request, paths: Iterable[str]) -> None:
+    """Have the answer and the log name fields of the request that have no effect."""
+    ignored: list[str] = request.scope["state"]["ignored"]
+    ignored.extend(path for path in paths if path not in ignored)
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+
+class _Reported:
+    """What was logged of which client; the oldest are forgotten. Owned by the gate."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def new(self, client: str, paths: Iterable[str]) -> list[str]:
+        """Those of `paths` that were not logged of this client yet."""
+        fresh = [path for path in paths if (client, path[:_REQUEST_ID_CHARS]) not in self._seen]
+        for path in fresh:
+            self._seen[client, path[:_REQUEST_ID_CHARS]] = None
+        while len(self._seen) > _MAX_REPORTED:
+            self._seen.popitem(last=False)
+        return fresh
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's id, without what a header may not hold; a new one if it sent none."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"")[:_REQUEST_ID_CHARS]
+    text = "".join(char for char in given.decode("latin-1") if " " <= char <= "~").strip()
+    return text or uuid.uuid4().hex
+
+
+class _Watched:
+    """A `send` that remembers the status, and adds the headers that every answer has."""
+
+    def __init__(self, scope: Scope, send: Send, reported: _Reported) -> None:
         self._scope = scope
         self._send = send
+        self._reported = reported
+        self._request_id = _request_id(scope)
         self.status: int | None = None
         self._since_s = time.monotonic()
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            headers = [*message.get("headers", ()), *self._headers()]
+            message = {**message, "headers": headers}
         await self._send(message)
 
     def log(self) -> None:
         """One line: who, what, which answer, how long."""
         scope = self._scope
         client = scope.get("client")
-        request_id = dict(scope["headers"]).get(b"x-request-id", b"-")[:128]
         _ACCESS_LOG.info(
             "%s %s %s %s %.3f s key=%s id=%s",
             client[0] if client else "-",
@@ -164,5 +208,27 @@ class _Watched:
             self.status or "-",
             time.monotonic() - self._since_s,
             scope["state"]["api_key_name"] or "-",
-            ascii(request_id.decode("latin-1"))[1:-1],
+            self._request_id,
         )
+
+    def _headers(self) -> Iterable[tuple[bytes, bytes]]:
+        yield b"x-request-id", self._request_id.encode()
+        ignored = self._scope["state"]["ignored"]
+        if ignored:
+            self._log_ignored(ignored)
+            # names are the client's own: escaped, so that none ends the header
+            names = ", ".join(ignored).encode("unicode_escape")
+            yield b"x-quickstep-ignored", names[:_IGNORED_CHARS]
+
+    def _log_ignored(self, ignored: Iterable[str]) -> None:
+        scope = self._scope
+        host = scope["client"][0] if scope.get("client") else "-"
+        client = scope["state"].get("api_key_name") or host
+        fresh = self._reported.new(client, ignored)
+        if fresh:
+            _LOG.warning(
+                "fields without effect in a request of %s to %s: %s",
+                client,
+                ascii(scope["path"])[1:-1],
+                ascii(", ".join(fresh))[1:-1][:_IGNORED_CHARS],
+            )

@@ -108,6 +108,7 @@ class GenerationRequest:
         beams: Search instead of drawing; `sampling.n` hypotheses are the answer.
         include_usage: One usage chunk ends the stream.
         continuous_usage: Every chunk carries the usage so far.
+        ignored: Paths of the client's fields that have no effect.
     """
 
     model: str
@@ -127,6 +128,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     num_kept: int | None = None
     beams: BeamSearchParams | None = None
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

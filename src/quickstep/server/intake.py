@@ -1,5 +1,4 @@
-"""A request's body on its way to its route: read in time and within the limit, not too deep, and,
-where the operator wants it so, without the fields that nobody knows.
+"""A request's body on its way to its route: read in time and within the limit, not too deep.
 
 `taken_in` wraps the endpoint of every route with a JSON body; the endpoint then reads from a
 request whose body is there already. So no route can forget a check.
@@ -8,10 +7,8 @@ request whose body is there already. So no route can forget a check.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
@@ -21,15 +18,12 @@ from quickstep.server.api_route import ApiRoute
 from quickstep.server.body import read_body
 from quickstep.server.json_depth import check_json_depth
 from quickstep.server.options import ServerOptions
-from quickstep.server.unknown_fields import Parts, known_part
 
 __all__ = ["Intake", "taken_in"]
 
-_LOG = logging.getLogger("quickstep.server")
 _CLIENT_CLOSED = 499
 # Shorter bodies are looked at on the event loop: a thread hop costs more.
 _INLINE_BYTES = 64 * 1024
-_HEADER_CHARS = 1024
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -40,47 +34,30 @@ class Intake:
 
     body_bytes: int
     json_depth: int
-    ignores_unknown: bool
 
     @classmethod
     def of(cls, options: ServerOptions) -> Intake:
         """The operator's rules."""
         limits = options.limits
-        return cls(
-            body_bytes=limits.body_bytes,
-            json_depth=limits.json_depth,
-            ignores_unknown=options.ignore_unknown_fields,
-        )
-
-    def checked(
-        self, body: bytes, schema: type[msgspec.Struct], parts: Parts
-    ) -> tuple[bytes, tuple[str, ...]]:
-        """The body to decode, and what was left out of it. Raises RequestError."""
-        check_json_depth(body, self.json_depth)
-        return known_part(body, schema, parts) if self.ignores_unknown else (body, ())
+        return cls(body_bytes=limits.body_bytes, json_depth=limits.json_depth)
 
 
 def taken_in(route: ApiRoute, intake: Intake) -> Endpoint:
     """The route's endpoint behind the checks; as it is if the route takes no JSON."""
-    schema, endpoint = route.request, route.endpoint
-    if schema is None:
+    endpoint = route.endpoint
+    if route.request is None:
         return endpoint
 
     async def answer(request: Request) -> Response:
         try:
-            given = await read_body(request, intake.body_bytes)
+            body = await read_body(request, intake.body_bytes)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
-        if len(given) <= _INLINE_BYTES:
-            body, ignored = intake.checked(given, schema, route.parts)
+        if len(body) <= _INLINE_BYTES:
+            check_json_depth(body, intake.json_depth)
         else:
-            body, ignored = await asyncio.to_thread(intake.checked, given, schema, route.parts)
-        response = await endpoint(Request(request.scope, _replay(body, request.receive)))
-        if ignored:
-            _LOG.warning("ignored unknown fields of a %s request: %s", route.path, ignored)
-            names = ",".join(ignored).encode("unicode_escape").decode()
-            response.headers["x-quickstep-ignored-fields"] = names[:_HEADER_CHARS]
-        return response
+            await asyncio.to_thread(check_json_depth, body, intake.json_depth)
+        return await endpoint(Request(request.scope, _replay(body, request.receive)))
 
     return answer
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from quickstep.server.api_errors import error_of
 from quickstep.server.engine_face import Vocabulary
+from quickstep.server.field_reader import FieldReader
 from quickstep.server.frames import data_frame
 from quickstep.server.generation import Choice, ChoiceDelta, Generation
 from quickstep.server.llama_cpp_request import SAMPLERS, llama_request
@@ -27,7 +29,6 @@ from quickstep.server.response_llama_cpp import (
     LlamaTopToken,
 )
 from quickstep.server.sampling import bounded
-from quickstep.server.schemas import decode
 from quickstep.server.schemas_llama_cpp import LlamaCompletionRequest
 from quickstep.server.surface import Asked, Head, Served
 from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
@@ -45,11 +46,11 @@ class LlamaCpp:
 
     def parse(self, body: bytes, served: Served, caller: str) -> Asked:
         """Validate. Raises RequestError."""
-        fields = decode(body, LlamaCompletionRequest)
+        reader = FieldReader(served.field_rules)
+        fields = reader.decode(body, LlamaCompletionRequest)
         bounded("response_fields", len(fields.response_fields or ()), 64, "entries")
-        return Asked(
-            llama_request(fields, served), partial(_LlamaWriter, fields, served, self._clock)
-        )
+        request = replace(llama_request(fields, served), ignored=reader.ignored)
+        return Asked(request, partial(_LlamaWriter, fields, served, self._clock))
 
 
 class _LlamaWriter:

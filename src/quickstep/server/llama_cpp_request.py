@@ -16,14 +16,13 @@ from typing import Any
 from quickstep.errors import RequestError
 from quickstep.server.generation import GenerationRequest
 from quickstep.server.prompts import TextPrompt, TokenPrompt
-from quickstep.server.refused import Refusal, refuse
 from quickstep.server.sampling import bounded, sampling_params, token_ids_of
 from quickstep.server.schemas import SamplingFields
 from quickstep.server.schemas_llama_cpp import LlamaCompletionRequest, PromptObject
 from quickstep.server.surface import Served
 from quickstep.types import Grammar, SamplingParams
 
-__all__ = ["LLAMA_REFUSED", "PROMPT_REFUSED", "SAMPLERS", "llama_request"]
+__all__ = ["SAMPLERS", "llama_request"]
 
 # In the order of `SamplingParams`, under llama.cpp's names.
 SAMPLERS = ("penalties", "dry", "temperature", "top_k", "typ_p", "top_p", "min_p", "xtc")
@@ -69,36 +68,10 @@ _RENAMED = MappingProxyType(
 )
 _BANNED = -100.0
 
-LLAMA_REFUSED: Mapping[str, Refusal] = MappingProxyType(
-    {
-        "mirostat": Refusal((0,), "there is no Mirostat sampler"),
-        "dynatemp_range": Refusal((0.0,), "the temperature does not move"),
-        "top_n_sigma": Refusal((-1.0, 0.0), "there is no top-n-sigma sampler"),
-        "adaptive_target": Refusal((-1.0,), "there is no adaptive-p sampler"),
-        "min_keep": Refusal((0, 1), "samplers keep at least one token"),
-        "n_indent": Refusal((0,), "lines are not indented by force"),
-        "n_discard": Refusal((0,), "the context does not shift; a completion ends at its limit"),
-        "n_cache_reuse": Refusal((0,), "prefixes are shared in whole blocks, without shifting"),
-        "t_max_predict_ms": Refusal((0, -1), "use n_predict"),
-        "id_slot": Refusal((-1,), "the scheduler chooses the slot"),
-        "post_sampling_probs": Refusal((False,), "log probabilities are of the raw logits"),
-        "return_progress": Refusal((False,), "the prompt's progress is not told"),
-        "sse_ping_interval": Refusal((), "the operator sets it"),
-        "image_data": Refusal(([],), "the model reads text only"),
-        "lora": Refusal(([],), "there are no adapters"),
-    }
-)
-
-
-PROMPT_REFUSED: Mapping[str, Refusal] = MappingProxyType(
-    {"multimodal_data": Refusal(([],), "the model reads text only")}
-)
-
 
 def llama_request(fields: LlamaCompletionRequest, served: Served) -> GenerationRequest:
     """The internal request. Raises RequestError that names the client's field."""
     model = served.model(fields.model)
-    refuse(fields, LLAMA_REFUSED)
     grammar, grammar_field = _grammar(fields)
     return GenerationRequest(
         model=model,
@@ -266,23 +239,22 @@ def _prompts(
     """One prompt, or several in a list without a bare number."""
     prompt = fields.prompt
     if not isinstance(prompt, list):
-        return (_text(prompt, "prompt"),)
+        return (_text(prompt),)
     if not prompt:
         raise RequestError("prompt is an empty list", param="prompt")
     if any(isinstance(part, int) for part in prompt):
         return (_mixed(prompt, served),)
     bounded("prompt", len(prompt), served.limits.prompts, "entries")
     return tuple(
-        _mixed(item, served) if isinstance(item, list) else _text(item, f"prompt[{place}]")
-        for place, item in enumerate(prompt)
+        _mixed(item, served) if isinstance(item, list) else _text(item)
+        for item in prompt
         if not isinstance(item, int)
     )
 
 
-def _text(prompt: str | PromptObject, path: str) -> TextPrompt:
+def _text(prompt: str | PromptObject) -> TextPrompt:
     if isinstance(prompt, str):
         return TextPrompt(prompt)
-    refuse(prompt, PROMPT_REFUSED, f"{path}.")
     return TextPrompt(prompt.prompt_string)
 
 

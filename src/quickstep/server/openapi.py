@@ -4,8 +4,9 @@
     msgspec types -> msgspec's JSON schemas ---+-> openapi_document -> /docs, docs/reference
     field_bounds, field_reference -------------+
 
-Nothing is told of a route by hand: what a field does or why it is refused comes from
-`field_reference`, its limits from `field_bounds`, the rest from its type.
+Nothing is told of a route by hand: what a field does or why it has no effect comes from
+`field_reference`, its limits from `field_bounds`, the rest from its type. `x-class` of a field is
+`honoured`, `hint`, `note` or `refused`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from quickstep import __version__
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.error_shapes import OVERLOADED, anthropic_shape
 from quickstep.server.field_bounds import Keywords, SchemaFacts, bounds_of
+from quickstep.server.field_classes import Hint, Refusal
 from quickstep.server.field_parts import parts_of
 from quickstep.server.field_reference import REFUSED_FORMS, reference_of
-from quickstep.server.field_rows import Note
-from quickstep.server.refused import Refusal
+from quickstep.server.field_rows import Honoured, Note, Row
 from quickstep.server.response_errors import ErrorAnswer, MessagesError
 from quickstep.server.schema_types import component_names, reachable_structs
 from quickstep.server.schemas import SamplingFields
@@ -82,7 +83,8 @@ def openapi_document(routes: Sequence[ApiRoute], facts: SchemaFacts) -> dict[str
         "info": {
             "title": "Quickstep",
             "version": __version__,
-            "description": "Every field is honoured or refused with its name; null is not given.",
+            "description": "Every field is honoured, reported in the answer's header "
+            "x-quickstep-ignored, or refused with its name; null is not given.",
         },
         "security": [{}, {"key": []}],
         "paths": _paths(routes, names, facts),
@@ -224,13 +226,36 @@ def _refine(schema: dict[str, Any], struct: type[msgspec.Struct], facts: SchemaF
             }
             if name not in schema.get("required", ()):
                 properties[name]["default"] = None
-        elif isinstance(row, Note):
-            properties[name]["description"] = f"A note without effect: {row.why}."
         else:
-            properties[name]["description"] = row.effect
+            properties[name]["description"] = _description(row)
+        properties[name]["x-class"] = _class(row)
     if issubclass(struct, SamplingFields):
         for name in properties.keys() & _DEFAULTS.keys():
             properties[name]["x-default"] = _DEFAULTS[name]
+
+
+def _description(row: Honoured | Note | Hint) -> str:
+    match row:
+        case Note(why=why):
+            return f"A note without effect: {why}."
+        case Hint(why=why):
+            return f"A hint without effect: {why}."
+        case Honoured(effect=effect, otherwise=None):
+            return effect
+        case Honoured(effect=effect):
+            return f"A hint: {effect[:1].lower()}{effect[1:]} Reported where it has no effect."
+
+
+def _class(row: Row) -> str:
+    match row:
+        case Note():
+            return "note"
+        case Hint():
+            return "hint"
+        case Refusal():
+            return "refused"
+        case Honoured(otherwise=otherwise):
+            return "honoured" if otherwise is None else "hint"
 
 
 def _bounded(schema: dict[str, Any], keywords: Keywords) -> dict[str, Any]:

@@ -17,6 +17,7 @@ __all__ = [
     "ConnectionOptions",
     "CorsOptions",
     "Deadlines",
+    "FieldRules",
     "RequestLimits",
     "ServerOptions",
     "TlsOptions",
@@ -197,6 +198,20 @@ _LEAST_STALL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class FieldRules:
+    """What becomes of a request's fields that have no effect. By default they are reported in the
+    answer's header `x-quickstep-ignored` and, once per client, in the log.
+
+    Attributes:
+        refuse_unknown: Answer 400 for fields that no schema has.
+        refuse_hints: Answer 400 for hints that have no effect.
+    """
+
+    refuse_unknown: bool = False
+    refuse_hints: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ServerOptions:
     """How one engine is served.
 
@@ -209,8 +224,7 @@ class ServerOptions:
         cors: Which web pages may call.
         tls: The certificate, if there is one.
         deadlines: How long requests may take.
-        ignore_unknown_fields: Drop fields that no schema has, and name them in the answer's
-            header `x-quickstep-ignored-fields` and in the log, instead of refusing them.
+        field_rules: What becomes of fields that have no effect.
         root_path: The path under which a proxy shows this server, and which it cuts off.
         access_log: One log line per request.
         files: Where clients' files stand, and how much of them.
@@ -232,7 +246,7 @@ class ServerOptions:
     cors: CorsOptions = field(default_factory=CorsOptions)
     tls: TlsOptions = field(default_factory=TlsOptions)
     deadlines: Deadlines = field(default_factory=Deadlines)
-    ignore_unknown_fields: bool = False
+    field_rules: FieldRules = field(default_factory=FieldRules)
     root_path: str = ""
     access_log: bool = False
     files: FileOptions = field(default_factory=FileOptions)

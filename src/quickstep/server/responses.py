@@ -22,9 +22,10 @@ from quickstep.server.conversation import (
     conversation_request,
     tenant_of,
     told_effort,
+    told_verbosity,
 )
+from quickstep.server.field_reader import FieldReader
 from quickstep.server.options import RequestLimits
-from quickstep.server.refused import refuse
 from quickstep.server.response_responses import DeletedResponse, InputItems
 from quickstep.server.responses_input import (
     listed_items,
@@ -32,25 +33,29 @@ from quickstep.server.responses_input import (
     template_messages,
     with_instructions,
 )
-from quickstep.server.responses_schema import (
-    RESPONSES_REFUSED,
-    STREAM_REFUSED,
-    InputItemsQuery,
-    ResponsesRequest,
-)
+from quickstep.server.responses_schema import InputItemsQuery, ResponsesRequest
 from quickstep.server.responses_store import ResponseStore, StoredResponse
 from quickstep.server.responses_tools import asked_text, offered_functions
 from quickstep.server.responses_writer import ResponsesWriter, Turn
 from quickstep.server.routes import caller_of
 from quickstep.server.sampling import bounded, label
-from quickstep.server.schemas import decode, decode_values
+from quickstep.server.schemas import decode_values
 from quickstep.server.surface import Asked, Served, stream_flags
 
-__all__ = ["INCLUDES", "Responses", "StoredResponses"]
+__all__ = ["INCLUDES", "INCLUDES_NOTHING", "Responses", "StoredResponses"]
 
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
 INCLUDES = (_LOGPROBS, _SEALED)
+# of tools and inputs that are not here; clients send them for whatever may come
+INCLUDES_NOTHING = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 
 
 class Responses:
@@ -61,28 +66,32 @@ class Responses:
 
     def parse(self, body: bytes, served: Served, caller: str) -> Asked:
         """Validate. Raises RequestError."""
-        fields = decode(body, ResponsesRequest)
+        reader = FieldReader(served.field_rules)
+        fields = reader.decode(body, ResponsesRequest)
         served.model(fields.model)
-        refuse(fields, RESPONSES_REFUSED)
         limits = served.limits
-        items = read_items(fields.input)
+        items = read_items(fields.input, reader)
         past = self._past(fields, caller)
         messages = (*past, *template_messages(items, served))
         whole = with_instructions(fields.instructions, messages)
         conversation = Conversation(
             whole,
             num_chars=len(body) + sum(len(message.get("content") or "") for message in past),
-            offered=offered_functions(fields, served),
+            offered=offered_functions(fields, served, reader),
             asked=asked_text(fields),
-            extra={**_effort(fields, served), **(fields.chat_template_kwargs or {})},
+            extra={**_told(fields, served, reader), **(fields.chat_template_kwargs or {})},
         )
-        own = {"max_tokens": fields.max_output_tokens, "logprobs": _num_logprobs(fields, limits)}
+        own = {
+            "max_tokens": fields.max_output_tokens,
+            "logprobs": _num_logprobs(fields, limits, reader),
+        }
         renamed = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
         request = conversation_request(conversation, fields, served, own, renamed)
         request = replace(
             request,
             tenant=tenant_of(fields.user, fields.safety_identifier, limits),
-            **_stream_flags(fields),
+            ignored=reader.ignored,
+            **stream_flags(fields),
         )
         _check_labels(fields, limits)
         turn = Turn(
@@ -183,37 +192,25 @@ def _place_behind(item_id: str | None, items: Sequence[Mapping[str, Any]]) -> in
     raise RequestError(f"after is {item_id[:64]!r}, there is no such item", param="after")
 
 
-def _stream_flags(fields: ResponsesRequest) -> dict[str, Any]:
-    if fields.stream_options is not None:
-        refuse(fields.stream_options, STREAM_REFUSED, "stream_options.")
-    return stream_flags(fields)
+def _told(fields: ResponsesRequest, served: Served, reader: FieldReader) -> dict[str, Any]:
+    """What the template is told of the reasoning and of the answer's length."""
+    effort = None if fields.reasoning is None else fields.reasoning.effort
+    verbosity = None if fields.text is None else fields.text.verbosity
+    return {
+        **told_effort(effort, "reasoning.effort", served, reader),
+        **told_verbosity(verbosity, "text.verbosity", served, reader),
+    }
 
 
-def _effort(fields: ResponsesRequest, served: Served) -> Mapping[str, Any]:
-    """What the template is told of the reasoning. Raises RequestError."""
-    reasoning = fields.reasoning
-    if reasoning is None:
-        return {}
-    for name, passes in (
-        ("summary", ()),
-        ("generate_summary", ()),
-        ("context", ("auto",)),
-        ("mode", ("standard",)),
-    ):
-        value = getattr(reasoning, name)
-        if value is not None and value not in passes:
-            path = f"reasoning.{name}"
-            raise RequestError(
-                f"{path} is not supported: the reasoning is given as it is", param=path
-            )
-    return told_effort(reasoning.effort, "reasoning.effort", served)
-
-
-def _num_logprobs(fields: ResponsesRequest, limits: RequestLimits) -> int | None:
+def _num_logprobs(
+    fields: ResponsesRequest, limits: RequestLimits, reader: FieldReader
+) -> int | None:
     """The alternatives per token; they are given where `include` asks for them."""
     for place, name in enumerate(fields.include or ()):
-        if name not in INCLUDES:
-            path = f"include[{place}]"
+        path = f"include[{place}]"
+        if name in INCLUDES_NOTHING:
+            reader.ignore(path, "the answer has no such part")
+        elif name not in INCLUDES:
             raise RequestError(f"{path} {name[:64]} is not supported", param=path)
     if _LOGPROBS in (fields.include or ()):
         bounded("top_logprobs", fields.top_logprobs or 0, limits.logprobs)

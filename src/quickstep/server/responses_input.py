@@ -14,9 +14,8 @@ from typing import Any
 
 from quickstep.errors import RequestError
 from quickstep.server.conversation import check_shows_calls, past_call
-from quickstep.server.refused import refuse
+from quickstep.server.field_reader import FieldReader
 from quickstep.server.responses_schema import (
-    ITEM_REFUSED,
     FunctionCallItem,
     FunctionCallOutputItem,
     InputPart,
@@ -26,12 +25,10 @@ from quickstep.server.responses_schema import (
     OutputTextPart,
     ReasoningItem,
 )
-from quickstep.server.schemas import converted
 from quickstep.server.surface import Served
 
 __all__ = [
     "InputItem",
-    "item_schema",
     "listed_items",
     "read_items",
     "sealed",
@@ -54,7 +51,9 @@ _ID_PREFIXES = {
 }
 
 
-def read_items(given: str | Sequence[dict[str, Any]] | None) -> list[InputItem]:
+def read_items(
+    given: str | Sequence[dict[str, Any]] | None, reader: FieldReader
+) -> list[InputItem]:
     """The items, typed. Raises RequestError with the path of a wrong one."""
     if given is None:
         raise RequestError("input is missing", param="input")
@@ -62,25 +61,20 @@ def read_items(given: str | Sequence[dict[str, Any]] | None) -> list[InputItem]:
         return [MessageItem("user", given)]
     if not given:
         raise RequestError("input is an empty list", param="input")
-    return [_item(item, f"input[{place}]") for place, item in enumerate(given)]
+    return [_item(item, f"input[{place}]", reader) for place, item in enumerate(given)]
 
 
-def item_schema(item: Mapping[str, Any]) -> type[InputItem] | None:
-    """The schema of an input item; None for a kind that there is not."""
+def _item(item: dict[str, Any], path: str, reader: FieldReader) -> InputItem:
     kind = item.get("type", "message")
-    return _KINDS.get(kind) if isinstance(kind, str) else None
-
-
-def _item(item: dict[str, Any], path: str) -> InputItem:
-    schema = item_schema(item)
+    schema = _KINDS.get(kind) if isinstance(kind, str) else None
     if schema is None:
-        kind, kinds = item["type"], ", ".join(map(str, _KINDS))
+        kinds = ", ".join(map(str, _KINDS))
         raise RequestError(
             f"{path}.type {str(kind)[:64]} is not supported; it takes {kinds}", param=f"{path}.type"
         )
     # clients send back what they were given, with a null for every field that they know of
     given = {name: value for name, value in item.items() if value is not None}
-    return converted(given, schema, path)
+    return reader.convert(given, schema, path)
 
 
 def listed_items(items: Sequence[InputItem]) -> tuple[dict[str, Any], ...]:
@@ -110,7 +104,6 @@ def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[s
     turns = _Turns()
     for place, item in enumerate(items):
         path = f"input[{place}]"
-        refuse(item, ITEM_REFUSED.get(type(item), {}), f"{path}.")
         match item:
             case MessageItem(role="assistant"):
                 turns.assistant("content", _text(item.content, f"{path}.content"))
@@ -199,14 +192,7 @@ def _text(content: str | Sequence[InputPart], path: str) -> str:
 
 def _part(part: InputPart, path: str) -> str:
     match part:
-        case InputTextPart(text=text, prompt_cache_breakpoint=None):
-            return text
-        case InputTextPart():
-            place = f"{path}.prompt_cache_breakpoint"
-            raise RequestError(
-                f"{place} is not supported: prefixes are cached without marks", param=place
-            )
-        case OutputTextPart(text=text):
+        case InputTextPart(text=text) | OutputTextPart(text=text):
             return text
         case OutputRefusalPart(refusal=refusal):
             return refusal

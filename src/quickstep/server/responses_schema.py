@@ -1,30 +1,26 @@
 """The JSON body of OpenAI's Responses API, as msgspec types: the whole schema.
 
 Read by `responses` and `responses_input`, and by nothing else. The sampling fields beyond OpenAI's
-are those of chat. What the server does not do is declared as well, so that it is refused by name:
-whole fields in the table at the end, parts of fields where they are read.
+are those of chat. What the server does not do is declared as well, with its class
+(`field_classes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quickstep.server.refused import STREAM_OPTIONS_REFUSED, Refusal
+from quickstep.server.field_classes import hint, refused
 from quickstep.server.schemas import (
     JsonObjectFormat,
+    ResponseFormat,
     SamplingFields,
     StreamOptions,
     TextFormat,
 )
 
 __all__ = [
-    "ITEM_REFUSED",
-    "RESPONSES_REFUSED",
-    "STREAM_REFUSED",
     "FunctionCallItem",
     "FunctionCallOutputItem",
     "FunctionToolSpec",
@@ -45,7 +41,9 @@ class InputTextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag
     """A piece of a message to the model."""
 
     text: str
-    prompt_cache_breakpoint: Any = None
+    prompt_cache_breakpoint: Annotated[
+        dict[str, Any] | None, hint("prefixes are cached without marks")
+    ] = None
 
 
 class OutputTextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="output_text"):
@@ -92,7 +90,7 @@ class MessageItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     type: Literal["message"] = "message"
     id: str | None = None
     status: Status | None = None
-    phase: Any = None
+    phase: Annotated[str | None, hint("the model writes in no phases")] = None
 
 
 class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -104,8 +102,8 @@ class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     arguments: str
     id: str | None = None
     status: Status | None = None
-    caller: Any = None
-    namespace: Any = None
+    caller: Annotated[Any, refused("only the model calls", passes=({"type": "direct"},))] = None
+    namespace: Annotated[Any, refused("functions have no namespaces")] = None
 
 
 class FunctionCallOutputItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -116,9 +114,9 @@ class FunctionCallOutputItem(msgspec.Struct, forbid_unknown_fields=True, frozen=
     output: str | list[InputPart]
     id: str | None = None
     status: Status | None = None
-    caller: Any = None
+    caller: Annotated[Any, refused("only the model calls", passes=({"type": "direct"},))] = None
     name: str | None = None
-    namespace: Any = None
+    namespace: Annotated[Any, refused("functions have no namespaces")] = None
 
 
 class SummaryPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="summary_text"):
@@ -152,9 +150,13 @@ class FunctionToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    allowed_callers: list[str] | None = None
-    defer_loading: bool | None = None
-    output_schema: Any = None
+    allowed_callers: Annotated[
+        list[str] | None, refused("only the model calls", passes=(["direct"],))
+    ] = None
+    defer_loading: Annotated[bool | None, hint("every tool is shown", passes=(False,))] = None
+    output_schema: Annotated[
+        dict[str, Any] | None, hint("what a function gives back is not checked")
+    ] = None
 
 
 class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
@@ -170,21 +172,31 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The form of the answer."""
 
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None,
+        hint("the model has no verbosity setting", passes=("medium",), conditional=True),
+    ] = None
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """How to reason: what asks for nothing passes."""
 
-    effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-    context: str | None = None
-    mode: str | None = None
+    effort: Annotated[str | None, hint("the model has no such level", conditional=True)] = None
+    summary: Annotated[str | None, hint("the reasoning is given as it is")] = None
+    generate_summary: Annotated[str | None, hint("the reasoning is given as it is")] = None
+    context: Annotated[str | None, hint("the reasoning is given as it is", passes=("auto",))] = None
+    mode: Annotated[str | None, hint("the model has one mode", passes=("standard",))] = None
 
 
 class ResponsesStreamOptions(StreamOptions, forbid_unknown_fields=True, frozen=True):
-    """`stream_options`, which may only ask for nothing here."""
+    """`stream_options`: the last event has the usage in any case."""
+
+    include_usage: Annotated[bool | None, hint("the last event has the usage", passes=(False,))] = (
+        None
+    )
+    continuous_usage_stats: Annotated[
+        bool | None, hint("the last event has the usage", passes=(False,))
+    ] = None
 
 
 class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -197,7 +209,7 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: Annotated[str | None, hint("one engine has every prefix in its reach")] = None
     safety_identifier: str | None = None
     store: bool | None = None
     text: TextConfig | None = None
@@ -208,18 +220,29 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     top_logprobs: int | None = None
     stream_options: ResponsesStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    access_programs: Any = None
-    background: Any = None
-    background_options: Any = None
-    context_management: Any = None
-    conversation: Any = None
-    image: Any = None
-    moderation: Any = None
-    prompt: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    service_tier: Any = None
-    truncation: Any = None
+    access_programs: Annotated[Any, refused("there are no access programs")] = None
+    max_tokens: Annotated[int | None, refused("send max_output_tokens")] = None
+    n: Annotated[int | None, refused("a response is one answer", passes=(1,))] = None
+    response_format: Annotated[ResponseFormat | None, refused("send text.format")] = None
+    background: Annotated[Any, refused("a response ends with its request", passes=(False,))] = None
+    background_options: Annotated[Any, refused("a response ends with its request")] = None
+    context_management: Annotated[Any, hint("the input is taken as it is", passes=([],))] = None
+    conversation: Annotated[Any, refused("send previous_response_id")] = None
+    image: Annotated[Any, refused("the model reads text only")] = None
+    moderation: Annotated[Any, refused("there is no moderation model")] = None
+    prompt: Annotated[Any, refused("there are no stored prompts")] = None
+    prompt_cache_options: Annotated[
+        dict[str, Any] | None, hint("prefixes are cached without a lifetime")
+    ] = None
+    prompt_cache_retention: Annotated[
+        str | None, hint("prefixes are cached in memory only", passes=("in_memory",))
+    ] = None
+    service_tier: Annotated[
+        str | None, hint("there is one service tier", passes=("auto", "default"))
+    ] = None
+    truncation: Annotated[
+        str | None, hint("nothing of the input is left out", passes=("disabled",))
+    ] = None
 
 
 class InputItemsQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -229,45 +252,3 @@ class InputItemsQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     include: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 20  # OpenAI's
     order: Literal["asc", "desc"] = "desc"
-
-
-_LAST_EVENT = "the last event has the usage"
-STREAM_REFUSED: Mapping[str, Refusal] = MappingProxyType(
-    {
-        **STREAM_OPTIONS_REFUSED,
-        "include_usage": Refusal((False,), _LAST_EVENT),
-        "continuous_usage_stats": Refusal((False,), _LAST_EVENT),
-    }
-)
-RESPONSES_REFUSED: Mapping[str, Refusal] = MappingProxyType(
-    {
-        "access_programs": Refusal((), "there are no access programs"),
-        "background": Refusal((False,), "a response ends with its request"),
-        "background_options": Refusal((), "a response ends with its request"),
-        "context_management": Refusal(([],), "the input is taken as it is"),
-        "conversation": Refusal((), "send previous_response_id"),
-        "image": Refusal((), "the model reads text only"),
-        "max_tokens": Refusal((), "send max_output_tokens"),
-        "moderation": Refusal((), "there is no moderation model"),
-        "n": Refusal((1,), "a response is one answer"),
-        "prompt": Refusal((), "there are no stored prompts"),
-        "prompt_cache_options": Refusal((), "prefixes are cached without a lifetime"),
-        "prompt_cache_retention": Refusal(("in_memory",), "prefixes are cached in memory only"),
-        "response_format": Refusal((), "send text.format"),
-        "service_tier": Refusal(("auto", "default"), "there is one service tier"),
-        "truncation": Refusal(("disabled",), "nothing of the input is left out"),
-    }
-)
-_CALL_REFUSED = MappingProxyType(
-    {
-        "caller": Refusal(({"type": "direct"},), "only the model calls"),
-        "namespace": Refusal((), "functions have no namespaces"),
-    }
-)
-ITEM_REFUSED: Mapping[type[msgspec.Struct], Mapping[str, Refusal]] = MappingProxyType(
-    {
-        MessageItem: {"phase": Refusal((), "the model writes in no phases")},
-        FunctionCallItem: _CALL_REFUSED,
-        FunctionCallOutputItem: _CALL_REFUSED,
-    }
-)

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from quickstep.errors import RequestError
-from quickstep.server.refused import Refusal
+from quickstep.server.field_reader import FieldReader
 from quickstep.server.responses_schema import FunctionToolSpec, ResponsesRequest, SchemaFormat
-from quickstep.server.schemas import JsonObjectFormat, converted
+from quickstep.server.schemas import JsonObjectFormat
 from quickstep.server.structured import AskedGrammar, asked_grammar
 from quickstep.server.surface import Served
-from quickstep.server.tools import CHOICES, Function, OfferedTools, ToolChoice, offer
+from quickstep.server.tools import (
+    CHOICES,
+    Function,
+    OfferedTools,
+    ToolChoice,
+    is_left_out,
+    offer,
+)
 from quickstep.types import Grammar
 
-__all__ = ["TOOL_REFUSED", "asked_text", "listed_text", "listed_tools", "offered_functions"]
-
-TOOL_REFUSED: Mapping[str, Refusal] = {
-    "allowed_callers": Refusal((["direct"],), "only the model calls"),
-    "defer_loading": Refusal((False,), "every tool is shown"),
-    "output_schema": Refusal((), "what a function gives back is not checked"),
-}
+__all__ = ["asked_text", "listed_text", "listed_tools", "offered_functions"]
 
 
-def offered_functions(fields: ResponsesRequest, served: Served) -> OfferedTools:
+def offered_functions(
+    fields: ResponsesRequest, served: Served, reader: FieldReader
+) -> OfferedTools:
     """The tools and what is forced. Raises RequestError."""
     functions = []
     for place, tool in enumerate(fields.tools or ()):
         path = f"tools[{place}]"
-        spec = _spec(tool, path)
+        if is_left_out(tool, "function", reader):
+            continue
+        spec = reader.convert(tool, FunctionToolSpec, path)
         described, strict = spec.description, bool(spec.strict)
         functions.append(Function(spec.name, described, spec.parameters, strict, path))
     choice = _choice(fields.tool_choice)
@@ -36,20 +40,18 @@ def offered_functions(fields: ResponsesRequest, served: Served) -> OfferedTools:
 
 
 def listed_tools(fields: ResponsesRequest) -> list[dict[str, Any]]:
-    """The tools as the response repeats them, with what holds where the client was silent."""
-    return [{"strict": False, "parameters": None, **tool} for tool in fields.tools or ()]
+    """The functions as the response repeats them, with what holds where the client was silent."""
+    return [
+        {"strict": False, "parameters": None, **tool}
+        for tool in fields.tools or ()
+        if tool.get("type") == "function"
+    ]
 
 
 def asked_text(fields: ResponsesRequest) -> AskedGrammar | None:
     """The grammar of the answer. Raises RequestError."""
     asked = asked_grammar(fields)
-    text = fields.text
-    if text is not None and text.verbosity not in (None, "medium"):
-        raise RequestError(
-            "text.verbosity is not supported: the model has no verbosity setting",
-            param="text.verbosity",
-        )
-    form = None if text is None else text.format
+    form = None if fields.text is None else fields.text.format
     if not isinstance(form, JsonObjectFormat | SchemaFormat):
         return asked
     if asked is not None:
@@ -66,21 +68,6 @@ def listed_text(fields: ResponsesRequest) -> dict[str, Any]:
     """`text` as the response repeats it."""
     form = None if fields.text is None else fields.text.format
     return {"format": form or {"type": "text"}, "verbosity": "medium"}
-
-
-def _spec(tool: dict[str, Any], path: str) -> FunctionToolSpec:
-    if tool.get("type") != "function":
-        kind = f"{path}.type"
-        shown = str(tool.get("type"))[:64]
-        raise RequestError(
-            f"{kind} {shown} is not supported: the server runs no tools, send function", param=kind
-        )
-    spec = converted(tool, FunctionToolSpec, path)
-    for name, refusal in TOOL_REFUSED.items():
-        if not refusal.allows(getattr(spec, name)):
-            place = f"{path}.{name}"
-            raise RequestError(f"{place} is not supported: {refusal.why}", param=place)
-    return spec
 
 
 def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quickstep.server.anthropic import CountTokens, Messages
 from quickstep.server.anthropic_betas import with_checked_betas
-from quickstep.server.anthropic_schema import CountTokensRequest, CustomToolSpec, MessagesRequest
+from quickstep.server.anthropic_schema import CountTokensRequest, MessagesRequest
 from quickstep.server.api_pages import ApiPages
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.batches import LocalBatches
@@ -20,21 +20,13 @@ from quickstep.server.response_messages import MessageResponse, TokenCount
 from quickstep.server.response_probes import ApiDocument
 from quickstep.server.response_responses import DeletedResponse, InputItems, ResponseObject
 from quickstep.server.responses import Responses, StoredResponses
-from quickstep.server.responses_input import item_schema
-from quickstep.server.responses_schema import (
-    FunctionToolSpec,
-    InputItemsQuery,
-    ResponsesRequest,
-)
+from quickstep.server.responses_schema import InputItemsQuery, ResponsesRequest
 from quickstep.server.responses_store import ResponseStore
 from quickstep.server.routes import GeneratingRoute
 from quickstep.server.surface import Served
 from quickstep.server.tokenize import Tokenizing
-from quickstep.server.unknown_fields import Parts
 
 __all__ = ["api_routes"]
-
-_ANTHROPIC_PARTS: Parts = {"tools": lambda tool: CustomToolSpec}
 
 
 def api_routes(
@@ -82,7 +74,6 @@ def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list
             request=ResponsesRequest,
             response=ResponseObject,
             streams=True,
-            parts={"input": item_schema, "tools": lambda tool: FunctionToolSpec},
             events=RESPONSES_EVENTS,
         ),
         ApiRoute("GET", one, stored.retrieve, "A stored response.", response=ResponseObject),
@@ -103,23 +94,23 @@ def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
         ApiRoute(
             "POST",
             "/v1/messages",
-            with_checked_betas(GeneratingRoute(Messages(), served, metrics).answer),
+            with_checked_betas(
+                GeneratingRoute(Messages(), served, metrics).answer, served.field_rules
+            ),
             "Anthropic's Messages API.",
             request=MessagesRequest,
             response=MessageResponse,
             streams=True,
-            parts=_ANTHROPIC_PARTS,
             events=MESSAGES_EVENTS,
             error_shape=anthropic_shape,
         ),
         ApiRoute(
             "POST",
             "/v1/messages/count_tokens",
-            with_checked_betas(CountTokens(served).answer),
+            with_checked_betas(CountTokens(served).answer, served.field_rules),
             "How many tokens a message's input has.",
             request=CountTokensRequest,
             response=TokenCount,
-            parts=_ANTHROPIC_PARTS,
             error_shape=anthropic_shape,
         ),
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -22,12 +22,12 @@ from quickstep.errors import RequestError
 from quickstep.server.api_errors import json_response
 from quickstep.server.body import ClientDisconnect, read_body, unless_disconnected
 from quickstep.server.event_stream import EventStream
-from quickstep.server.front_gate import key_name
+from quickstep.server.front_gate import key_name, report_ignored
 from quickstep.server.generation import Generation, open_generation
 from quickstep.server.metrics import Metrics, RequestMeter
 from quickstep.server.surface import Asked, Head, Served, Surface, Writer
 
-__all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of", "request_id"]
+__all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of"]
 
 # Shorter bodies are parsed on the event loop: a thread hop costs more.
 _INLINE_BYTES = 64 * 1024
@@ -58,14 +58,14 @@ class GeneratingRoute:
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
-        headers = request_id(request)
         try:
             body = await read_body(request, self._served.limits.body_bytes)
             asked = await self._read(body, caller_of(request))
+            report_ignored(request, asked.request.ignored)
             answer = await unless_disconnected(request.receive, self._open(asked))
             if asked.request.stream:
-                return EventStream(frames(answer), answer.close, headers)
-            return await self._whole(request, answer, headers)
+                return EventStream(frames(answer), answer.close)
+            return await self._whole(request, answer)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
 
@@ -110,14 +110,12 @@ class GeneratingRoute:
         head = Head(created=int(time.time()), fingerprint=meter.fingerprint)
         return _Answer(generation, asked.writer(generation, head), meter)
 
-    async def _whole(
-        self, request: Request, answer: _Answer, headers: Mapping[str, str]
-    ) -> Response:
+    async def _whole(self, request: Request, answer: _Answer) -> Response:
         try:
             await unless_disconnected(request.receive, _noted(answer))
         finally:
             await answer.close()
-        return json_response(answer.writer.whole(), headers=headers)
+        return json_response(answer.writer.whole())
 
 
 async def _noted(answer: _Answer) -> None:
@@ -156,9 +154,3 @@ async def _written(answer: _Answer) -> AsyncGenerator[bytes, None]:
 def caller_of(request: Request) -> str:
     """Whose the request is, for what is kept beyond it: the API key's name, "" without keys."""
     return key_name(request)
-
-
-def request_id(request: Request) -> dict[str, str]:
-    """The client's request id, to be echoed; it is never a key of ours."""
-    given = request.headers.get("x-request-id", "")[:128]
-    return {"x-request-id": given} if given else {}

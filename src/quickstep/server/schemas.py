@@ -1,9 +1,9 @@
 """The JSON bodies of OpenAI's requests, as msgspec types: the whole schema, nothing beside it.
 
 `decode` turns bytes into a typed request or a `RequestError` that names the field. Every field of
-OpenAI's schema is declared here, so that what we do not do is refused by name in `refused.py`
-and what nobody knows is refused as unknown. `null` means "not given" everywhere. Names beyond
-OpenAI's are vLLM's. The adapters (`completions`, `chat`) read these types and nothing else does.
+OpenAI's schema is declared here with its class (`field_classes`), so that what we do not do is
+reported or refused by name. `null` means "not given" everywhere. Names beyond OpenAI's are vLLM's.
+The adapters (`completions`, `chat`) read these types and nothing else does.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from quickstep.errors import RequestError
+from quickstep.server.field_classes import hint, refused
 
 __all__ = [
     "AssistantMessage",
     "ChatRequest",
     "ChoiceFields",
     "CompletionRequest",
-    "CustomTool",
     "DeveloperMessage",
     "FunctionMessage",
     "FunctionTool",
@@ -37,12 +37,13 @@ __all__ = [
     "SystemMessage",
     "TextFormat",
     "TextPart",
-    "Tool",
     "ToolMessage",
     "UserMessage",
-    "converted",
     "decode",
     "decode_values",
+    "invalid_json",
+    "unknown_field",
+    "validation_error",
 ]
 
 
@@ -51,7 +52,9 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[bool | None, hint("chunks are not padded", passes=(False,))] = (
+        None
+    )
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="text"):
@@ -88,6 +91,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, frozen=True)
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    structural_tag: Annotated[Any, refused("send a grammar")] = None
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -131,6 +135,11 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: str | None = None
     timeout_s: float | None = None
+    guided_choice: Annotated[Any, refused("send structured_outputs.choice")] = None
+    guided_grammar: Annotated[Any, refused("send structured_outputs.grammar")] = None
+    guided_json: Annotated[Any, refused("send structured_outputs.json")] = None
+    guided_regex: Annotated[Any, refused("send structured_outputs.regex")] = None
+    logits_processors: Annotated[Any, refused("there are no processors of clients")] = None
 
 
 class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -152,6 +161,7 @@ class CompletionRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, 
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
+    prompt_embeds: Annotated[Any, refused("send text or token ids")] = None
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="text"):
@@ -234,10 +244,10 @@ class AssistantMessage(
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    audio: Any = None
-    function_call: Any = None
+    refusal: Annotated[str | None, refused("the model has no refusals", passes=("",))] = None
+    annotations: Annotated[list[Any] | None, hint("the model reads text only", passes=([],))] = None
+    audio: Annotated[Any, refused("the model gives text only")] = None
+    function_call: Annotated[Any, refused("it is deprecated; send tool_calls")] = None
 
 
 class ToolMessage(
@@ -279,16 +289,9 @@ class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="function"):
-    """A tool of the one kind that there is."""
+    """A tool that the client runs."""
 
     function: FunctionSpec
-
-
-class CustomTool(msgspec.Struct, frozen=True, tag="custom"):
-    """A tool with free text as input: known, so that it is refused in words."""
-
-
-Tool = FunctionTool | CustomTool
 
 
 class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -303,23 +306,42 @@ class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    tools: list[Tool] | None = None
+    prompt_cache_key: Annotated[str | None, hint("one engine has every prefix in its reach")] = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    moderation: Any = None
-    prediction: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    reasoning_effort: str | None = None
-    service_tier: Any = None
-    store: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    audio: Annotated[Any, refused("the model gives text only")] = None
+    chat_template: Annotated[Any, refused("the model's own template is used")] = None
+    documents: Annotated[Any, refused("send them in chat_template_kwargs")] = None
+    function_call: Annotated[
+        Any, refused("it is deprecated; send tool_choice", passes=("none",))
+    ] = None
+    functions: Annotated[Any, refused("it is deprecated; send tools", passes=([],))] = None
+    include_reasoning: Annotated[
+        bool | None, refused("the reasoning is always given", passes=(True,))
+    ] = None
+    modalities: Annotated[Any, refused("the model gives text only", passes=(["text"],))] = None
+    moderation: Annotated[Any, refused("there is no moderation model")] = None
+    prediction: Annotated[
+        dict[str, Any] | None, hint("predicted outputs make nothing faster here")
+    ] = None
+    prompt_cache_options: Annotated[
+        dict[str, Any] | None, hint("prefixes are cached without a lifetime")
+    ] = None
+    prompt_cache_retention: Annotated[
+        str | None, hint("prefixes are cached in memory only", passes=("in_memory",))
+    ] = None
+    reasoning_effort: Annotated[
+        str | None, hint("the model has no such level", conditional=True)
+    ] = None
+    service_tier: Annotated[
+        str | None, hint("there is one service tier", passes=("auto", "default"))
+    ] = None
+    store: Annotated[bool | None, hint("completions are not stored", passes=(False,))] = None
+    verbosity: Annotated[
+        str | None, hint("the model has no verbosity setting", passes=("medium",), conditional=True)
+    ] = None
+    web_search_options: Annotated[dict[str, Any] | None, hint("the server runs no tools")] = None
 
 
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)
@@ -328,16 +350,13 @@ _NAMED_FIELD = re.compile(r"field `(?P<field>.*)`$", re.DOTALL)
 
 
 def decode(body: bytes, schema: type[_Schema]) -> _Schema:
-    """The typed request. Raises RequestError with the path of the first wrong field."""
+    """A body that may have known fields only, typed. Raises RequestError that names the field."""
     try:
-        # decoding the text first refuses invalid UTF-8 in skipped values as well
         return msgspec.json.decode(body.decode(), type=schema)
     except msgspec.ValidationError as error:
-        raise _named(str(error), schema) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise RequestError("the body's JSON is nested too deeply") from None
+        raise validation_error(error, schema) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid_json(error) from None
 
 
 def decode_values(values: Mapping[str, object], schema: type[_Schema]) -> _Schema:
@@ -345,30 +364,37 @@ def decode_values(values: Mapping[str, object], schema: type[_Schema]) -> _Schem
     try:
         return msgspec.convert(dict(values), schema, strict=False)
     except msgspec.ValidationError as error:
-        raise _named(str(error), schema) from None
+        raise validation_error(error, schema) from None
 
 
-def converted(value: object, schema: type[_Schema], path: str) -> _Schema:
-    """A part of a body, at `path`, as its type. Raises RequestError with the whole path."""
-    try:
-        return msgspec.convert(value, schema)
-    except msgspec.ValidationError as error:
-        raise _named(str(error), schema, path) from None
+def invalid_json(error: Exception) -> RequestError:
+    """What is wrong with a body that is no JSON text, or one that is nested too deeply."""
+    if isinstance(error, RecursionError):
+        return RequestError("the body's JSON is nested too deeply")
+    return RequestError(f"the body is not valid JSON: {error}")
 
 
-def _named(text: str, schema: type[msgspec.Struct], within: str = "") -> RequestError:
+def unknown_field(path: str, schema: type[msgspec.Struct], within: str = "") -> RequestError:
+    """A field that `schema`, which is at `within` in the body, does not have."""
+    name = path.removeprefix(f"{within}.")
+    near = difflib.get_close_matches(name, schema.__struct_fields__, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return RequestError(f"{path} is unknown{hint}", param=path)
+
+
+def validation_error(
+    error: msgspec.ValidationError, schema: type[msgspec.Struct], within: str = ""
+) -> RequestError:
     """Msgspec's sentence as ours: unknown, missing or of a wrong type, and where."""
+    text = str(error)
     at = _PATH.search(text)
     path = ".".join(part for part in (within, at.group("path") if at else "") if part)
     reason = text[: at.start()] if at else text
     field = _NAMED_FIELD.search(reason)
     if field:
         path = f"{path}.{field.group('field')}" if path else field.group("field")
-        if "unknown" not in reason:
-            return RequestError(f"{path} is missing", param=path)
-        name = path.removeprefix(f"{within}.")
-        near = difflib.get_close_matches(name, schema.__struct_fields__, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return RequestError(f"{path} is unknown{hint}", param=path)
+        if "unknown" in reason:
+            return unknown_field(path, schema, within)
+        return RequestError(f"{path} is missing", param=path)
     where = f"{path}: " if path else "the body: "
     return RequestError(f"{where}{reason[:1].lower()}{reason[1:]}", param=path or None)

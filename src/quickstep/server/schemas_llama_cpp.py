@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+from quickstep.server.field_classes import hint, refused
 
 __all__ = ["LlamaCompletionRequest", "PromptObject"]
 
@@ -13,7 +15,9 @@ class PromptObject(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A prompt with media; a text alone is fine."""
 
     prompt_string: str
-    multimodal_data: list[str] | None = None
+    multimodal_data: Annotated[
+        list[str] | None, refused("the model reads text only", passes=([],))
+    ] = None
 
 
 PromptPart = int | str
@@ -61,18 +65,37 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     dynatemp_exponent: float | None = None
-    mirostat: int | None = None
-    dynatemp_range: float | None = None
-    top_n_sigma: float | None = None
-    adaptive_target: float | None = None
-    min_keep: int | None = None
-    n_indent: int | None = None
-    n_discard: int | None = None
-    n_cache_reuse: int | None = None
-    t_max_predict_ms: int | None = None
-    id_slot: int | None = None
-    post_sampling_probs: bool | None = None
-    return_progress: bool | None = None
-    sse_ping_interval: int | None = None
-    image_data: list[Any] | None = None
-    lora: list[Any] | None = None
+    mirostat: Annotated[int | None, refused("there is no Mirostat sampler", passes=(0,))] = None
+    dynatemp_range: Annotated[
+        float | None, refused("the temperature does not move", passes=(0.0,))
+    ] = None
+    top_n_sigma: Annotated[
+        float | None, refused("there is no top-n-sigma sampler", passes=(-1.0, 0.0))
+    ] = None
+    adaptive_target: Annotated[
+        float | None, refused("there is no adaptive-p sampler", passes=(-1.0,))
+    ] = None
+    min_keep: Annotated[int | None, refused("samplers keep at least one token", passes=(0, 1))] = (
+        None
+    )
+    n_indent: Annotated[int | None, refused("lines are not indented by force", passes=(0,))] = None
+    n_discard: Annotated[
+        int | None,
+        refused("the context does not shift; a completion ends at its limit", passes=(0,)),
+    ] = None
+    n_cache_reuse: Annotated[
+        int | None, hint("prefixes are shared in whole blocks, without shifting", passes=(0,))
+    ] = None
+    t_max_predict_ms: Annotated[int | None, refused("use n_predict", passes=(0, -1))] = None
+    id_slot: Annotated[int | None, hint("the scheduler chooses the slot", passes=(-1,))] = None
+    post_sampling_probs: Annotated[
+        bool | None, refused("log probabilities are of the raw logits", passes=(False,))
+    ] = None
+    return_progress: Annotated[
+        bool | None, refused("the prompt's progress is not told", passes=(False,))
+    ] = None
+    sse_ping_interval: Annotated[int | None, hint("the operator sets it")] = None
+    image_data: Annotated[list[Any] | None, refused("the model reads text only", passes=([],))] = (
+        None
+    )
+    lora: Annotated[list[Any] | None, refused("there are no adapters", passes=([],))] = None

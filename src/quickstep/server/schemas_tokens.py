@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from quickstep.server.schemas import Message, Tool
+from quickstep.server.field_classes import refused
+from quickstep.server.schemas import Message
 
 __all__ = ["ApplyTemplateRequest", "DetokenizeRequest", "TokenizeRequest"]
 
@@ -22,12 +23,16 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, 
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, refused("the model's own template is used")] = None
     chat_template_kwargs: dict[str, Any] | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    mm_processor_kwargs: Annotated[dict[str, Any] | None, refused("the model reads text only")] = (
+        None
+    )
+    tools: list[dict[str, Any]] | None = None
     add_special: bool | None = None
-    parse_special: bool | None = None
+    parse_special: Annotated[
+        bool | None, refused("special tokens are recognised in every text", passes=(True,))
+    ] = None
     with_pieces: bool | None = None
 
 
@@ -43,6 +48,6 @@ class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=T
 
     messages: list[Message]
     model: str | None = None
-    tools: list[Tool] | None = None
+    tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

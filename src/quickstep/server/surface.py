@@ -19,8 +19,7 @@ from quickstep.errors import RequestError
 from quickstep.server.api_errors import RouteNotFound
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.generation import ChoiceDelta, Generation, GenerationRequest
-from quickstep.server.options import Deadlines, RequestLimits, ServerOptions
-from quickstep.server.refused import STREAM_OPTIONS_REFUSED, refuse
+from quickstep.server.options import Deadlines, FieldRules, RequestLimits, ServerOptions
 from quickstep.server.schemas import SamplingFields
 
 __all__ = [
@@ -38,7 +37,8 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class Served:
     """What an adapter may look at: the engine's facts, the names it goes by, the limits, how the
-    model writes calls and reasoning, and how long requests may take.
+    model writes calls and reasoning, how long requests may take, and what becomes of fields
+    without effect.
     """
 
     engine: ServedEngine
@@ -46,13 +46,15 @@ class Served:
     limits: RequestLimits
     formats: OutputFormats
     deadlines: Deadlines = field(default_factory=Deadlines)
+    field_rules: FieldRules = field(default_factory=FieldRules)
 
     @classmethod
     def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
         """What `options` make of an engine that is open. Raises ConfigError."""
         names = options.served_model_names or (engine.model_name,)
         formats = output_formats(engine, options)
-        return cls(engine, names, options.limits, formats, options.deadlines)
+        rules = options.field_rules
+        return cls(engine, names, options.limits, formats, options.deadlines, rules)
 
     def model(self, name: str | None) -> str:
         """The name to answer with. Raises RequestError 404 for a model that is not served."""
@@ -141,7 +143,6 @@ def stream_flags(fields: SamplingFields) -> dict[str, Any]:
         return {"stream": bool(fields.stream)}
     if not fields.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
-    refuse(options, STREAM_OPTIONS_REFUSED, "stream_options.")
     return {
         "stream": True,
         "include_usage": bool(options.include_usage),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -19,11 +20,12 @@ from quickstep.server.api_errors import json_response
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.body import read_body
 from quickstep.server.chat import Chat
+from quickstep.server.field_reader import FieldReader
+from quickstep.server.front_gate import report_ignored
 from quickstep.server.prompts import ChatPrompt, rendered
-from quickstep.server.refused import Refusal, refuse
 from quickstep.server.response_tokens import Detokenized, RenderedPrompt, Tokenized, TokenPiece
 from quickstep.server.sampling import bounded, token_ids_of
-from quickstep.server.schemas import ChatRequest, decode
+from quickstep.server.schemas import ChatRequest
 from quickstep.server.schemas_tokens import (
     ApplyTemplateRequest,
     DetokenizeRequest,
@@ -31,16 +33,11 @@ from quickstep.server.schemas_tokens import (
 )
 from quickstep.server.surface import Served
 
-__all__ = ["TOKENIZE_REFUSED", "Tokenizing"]
+__all__ = ["Tokenizing"]
 
 # Shorter inputs are worked on in the event loop: a thread hop costs more.
 _INLINE_LENGTH = 2048
-
-TOKENIZE_REFUSED = {
-    "chat_template": Refusal((), "the model's own template is used"),
-    "mm_processor_kwargs": Refusal((), "the model reads text only"),
-    "parse_special": Refusal((True,), "special tokens are recognised in every text"),
-}
+_Schema = TypeVar("_Schema", bound=msgspec.Struct)
 
 _SOURCES = ("prompt", "messages", "content")
 # which fields go with which source; `model` goes with all
@@ -98,16 +95,18 @@ class Tokenizing:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a conversation."""
         body = await read_body(request, self._served.limits.body_bytes)
-        fields = decode(body, TokenizeRequest)
+        fields = self._read(request, body, TokenizeRequest)
         self._served.model(fields.model)
         _check_source(fields)
-        refuse(fields, TOKENIZE_REFUSED)
-        return await _off_the_loop(len(body), lambda: json_response(self._tokenized(fields)))
+        return await _off_the_loop(
+            len(body), lambda: json_response(self._tokenized(request, fields))
+        )
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         served = self._served
-        fields = decode(await read_body(request, served.limits.body_bytes), DetokenizeRequest)
+        body = await read_body(request, served.limits.body_bytes)
+        fields = self._read(request, body, DetokenizeRequest)
         served.model(fields.model)
         bounded("tokens", len(fields.tokens), served.limits.detokenized, "entries")
         tokenizer = served.engine.tokenizer
@@ -122,14 +121,20 @@ class Tokenizing:
     async def apply_template(self, request: Request) -> Response:
         """The prompt text of a conversation."""
         body = await read_body(request, self._served.limits.body_bytes)
-        fields = decode(body, ApplyTemplateRequest)
+        fields = self._read(request, body, ApplyTemplateRequest)
         chat = ChatRequest(**msgspec.structs.asdict(fields))
         return await _off_the_loop(
-            len(body), lambda: json_response(RenderedPrompt(prompt=self._rendered(chat)))
+            len(body), lambda: json_response(RenderedPrompt(prompt=self._rendered(request, chat)))
         )
 
-    def _tokenized(self, fields: TokenizeRequest) -> Tokenized:
-        ids = self._ids(fields)
+    def _read(self, request: Request, body: bytes, schema: type[_Schema]) -> _Schema:
+        reader = FieldReader(self._served.field_rules)
+        fields = reader.decode(body, schema)
+        report_ignored(request, reader.ignored)
+        return fields
+
+    def _tokenized(self, request: Request, fields: TokenizeRequest) -> Tokenized:
+        ids = self._ids(request, fields)
         tokenizer = self._served.engine.tokenizer
         tokens: list[int | TokenPiece] = [*ids]
         if fields.with_pieces:
@@ -144,7 +149,7 @@ class Tokenizing:
             token_strs=strings,
         )
 
-    def _ids(self, fields: TokenizeRequest) -> list[int]:
+    def _ids(self, request: Request, fields: TokenizeRequest) -> list[int]:
         """The ids; each source has its own default for special tokens."""
         encode = self._served.engine.tokenizer.encode
         if fields.content is not None:
@@ -160,11 +165,13 @@ class Tokenizing:
             chat_template_kwargs=fields.chat_template_kwargs,
         )
         # the template has written the special tokens already
-        return encode(self._rendered(chat), bool(fields.add_special_tokens))
+        return encode(self._rendered(request, chat), bool(fields.add_special_tokens))
 
-    def _rendered(self, chat: ChatRequest) -> str:
+    def _rendered(self, request: Request, chat: ChatRequest) -> str:
         """The prompt text, exactly as the chat route would render it."""
-        (prompt,) = Chat().parse(msgspec.json.encode(chat), self._served).prompts
+        parsed = Chat().parse(msgspec.json.encode(chat), self._served)
+        report_ignored(request, parsed.ignored)
+        (prompt,) = parsed.prompts
         assert isinstance(prompt, ChatPrompt), "a chat has one prompt, of this kind"
         return rendered(self._served.engine, prompt)
 

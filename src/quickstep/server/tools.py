@@ -18,8 +18,9 @@ from quickstep.engine.tool_calls.answer_grammar import answer_grammar
 from quickstep.engine.tool_calls.call_grammar import call_grammar
 from quickstep.engine.tool_calls.formats import ToolCallFormat
 from quickstep.errors import RequestError
+from quickstep.server.field_reader import FieldReader
 from quickstep.server.sampling import bounded
-from quickstep.server.schemas import ChatRequest, CustomTool
+from quickstep.server.schemas import ChatRequest, FunctionTool
 from quickstep.server.structured import AskedGrammar
 from quickstep.server.surface import Served
 
@@ -29,6 +30,7 @@ __all__ = [
     "Function",
     "OfferedTools",
     "ToolChoice",
+    "is_left_out",
     "offer",
     "offered_tools",
 ]
@@ -83,20 +85,32 @@ CHOICES: Mapping[str, ToolChoice] = MappingProxyType(
 )
 
 
-def offered_tools(fields: ChatRequest, served: Served) -> OfferedTools:
+def offered_tools(fields: ChatRequest, served: Served, reader: FieldReader) -> OfferedTools:
     """The tools of a chat request. Raises RequestError."""
     functions: list[Function] = []
     for place, tool in enumerate(fields.tools or ()):
         path = f"tools[{place}]"
-        if isinstance(tool, CustomTool):
-            kind = f"{path}.type"
-            raise RequestError(f"{kind} custom is not supported; send function", param=kind)
-        told = tool.function
+        if is_left_out(tool, "function", reader):
+            continue
+        told = reader.convert(tool, FunctionTool, path).function
         strict, path = bool(told.strict), f"{path}.function"
         functions.append(Function(told.name, told.description, told.parameters, strict, path))
     return offer(
         functions, _choice(fields.tool_choice), fields.parallel_tool_calls is False, served
     )
+
+
+def is_left_out(tool: Mapping[str, Any], known: str, reader: FieldReader) -> bool:
+    """Whether a tool is not of the `known` type, one that the client runs; it is then reported.
+
+    The model is not shown it: what runs inside a server (web search) or takes a free text as input
+    is not here. A `tool_choice` that demands it finds no such tool.
+    """
+    kind = tool.get("type", known)
+    if kind == known or not isinstance(kind, str):
+        return False
+    reader.ignore(f"tools[{kind[:64]}]", "the server runs no tools and knows functions only")
+    return True
 
 
 def offer(

@@ -1,99 +1,86 @@
-"""`--unknown-fields warn`: a body without the fields that its schema does not have.
+"""Fields of a body that its schema does not have: found by one walk over the decoded body.
 
-The schema itself says what is unknown, at any depth: the body is converted again and again, each
-time without the field that was refused. What else is wrong with it stays, for the route to say.
+The walk takes as long as the body is large, and what it remembers is bounded: fields of the same
+name in the items of one list count as one.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from msgspec import inspect
 
-from quickstep.errors import RequestError
+__all__ = ["take_out_unknown"]
 
-__all__ = ["Parts", "known_part"]
-
-_UNKNOWN = re.compile(
-    r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$(?P<path>.*)`)?", re.DOTALL
-)
-_STEP = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<place>\d+)\]")
-_MAX_UNKNOWN = 64
-_NO_PARTS: Mapping[str, Any] = MappingProxyType({})
+_MAX_PATHS = 64
 
 
-Parts = Mapping[str, Callable[[dict[str, Any]], "type[msgspec.Struct] | None"]]
+def take_out_unknown(content: object, schema: type[msgspec.Struct], path: str = "") -> list[str]:
+    """Remove the unknown fields from `content`, and give their paths.
 
-
-def known_part(
-    body: bytes, schema: type[msgspec.Struct], parts: Parts = _NO_PARTS
-) -> tuple[bytes, tuple[str, ...]]:
-    """The body without unknown fields, and their paths; the body itself if it has none.
-
-    `parts` are lists in the body whose items have schemas of their own, which their fields tell.
-
-    Raises:
-        RequestError: There are too many of them.
+    Of the fields with the same name in the items of one list, only the first one's path is given.
+    `path` leads to `content` in the body.
     """
-    if not parts and _unknown(body, schema) is None:
-        return body, ()
-    try:
-        content = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return body, ()  # the route refuses it
-    ignored: list[str] = []
-    _drop_unknown(content, schema, "", ignored)
-    for name, schema_of in parts.items():
-        items = content.get(name) if isinstance(content, dict) else None
-        for place, item in enumerate(items if isinstance(items, list) else ()):
-            known = schema_of(item) if isinstance(item, dict) else None
-            if known is not None:
-                _drop_unknown(item, known, f"{name}[{place}]", ignored)
-    return (msgspec.json.encode(content), tuple(ignored)) if ignored else (body, ())
+    found: dict[str, str] = {}
+    _walk(content, inspect.type_info(schema), path, path, found)
+    return list(found.values())
 
 
-def _drop_unknown(
-    content: Any, schema: type[msgspec.Struct], within: str, ignored: list[str]
+def _walk(
+    content: object, declared: inspect.Type, path: str, shape: str, found: dict[str, str]
 ) -> None:
-    """Take the unknown fields out of `content`, which stands at `within`; add their paths."""
-    while found := _unknown(content, schema):
-        if len(ignored) == _MAX_UNKNOWN:
-            raise RequestError(f"the body has more than {_MAX_UNKNOWN} unknown fields")
-        name, path = found.group("field"), found.group("path") or ""
-        place = _place(content, path)
-        if place is None or name not in place:
-            return  # the route refuses it by name
-        del place[name]
-        ignored.append(f"{within}{path}.{name}".removeprefix("."))
+    """`shape` is the path without the positions in lists."""
+    if isinstance(content, list):
+        item_type = _list_item(declared)
+        for index, item in enumerate(content if item_type is not None else ()):
+            assert item_type is not None
+            _walk(item, item_type, f"{path}[{index}]", f"{shape}[]", found)
+    elif isinstance(content, dict):
+        struct = _struct_of(content, declared)
+        if struct is not None:
+            _walk_struct(content, struct, path, shape, found)
 
 
-def _unknown(content: Any, schema: type[msgspec.Struct]) -> re.Match[str] | None:
-    """The first unknown field, None if nothing or something else is wrong."""
-    try:
-        if isinstance(content, bytes):
-            msgspec.json.decode(content, type=schema)
-        else:
-            msgspec.convert(content, schema)
-    except msgspec.ValidationError as error:
-        return _UNKNOWN.fullmatch(str(error))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+def _walk_struct(
+    content: dict[str, Any],
+    struct: inspect.StructType,
+    path: str,
+    shape: str,
+    found: dict[str, str],
+) -> None:
+    fields = {field.encode_name: field.type for field in struct.fields}
+    for name in list(content):
+        place, form = (f"{at}.{name}" if at else name for at in (path, shape))
+        if name in fields:
+            _walk(content[name], fields[name], place, form, found)
+        elif name != struct.tag_field and struct.forbid_unknown_fields:
+            value = content.pop(name)
+            if value is not None and len(found) < _MAX_PATHS:  # null is not given
+                found.setdefault(form, place)
+
+
+def _list_item(declared: inspect.Type) -> inspect.Type | None:
+    """The type of a list's items; None if no list is expected."""
+    for member in _members(declared):
+        if isinstance(member, inspect.ListType):
+            return member.item_type
     return None
 
 
-def _place(content: Any, path: str) -> dict[str, Any] | None:
-    """The object at a path such as `.messages[0].content[1]`."""
-    end = 0
-    for step in _STEP.finditer(path):
-        if step.start() != end:
-            return None
-        end = step.end()
-        name, place = step.group("name"), step.group("place")
-        try:
-            content = content[name] if name is not None else content[int(place)]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return content if end == len(path) and isinstance(content, dict) else None
+def _struct_of(content: dict[str, Any], declared: inspect.Type) -> inspect.StructType | None:
+    """The struct that an object is; None for an open object, and for one of a form unknown."""
+    structs = [one for one in _members(declared) if isinstance(one, inspect.StructType)]
+    if len(structs) == 1:
+        return structs[0]
+    for struct in structs:
+        if struct.tag_field is not None and content.get(struct.tag_field) == struct.tag:
+            return struct
+    return None
+
+
+def _members(declared: inspect.Type) -> tuple[inspect.Type, ...]:
+    """The members of a union, or the type itself."""
+    if isinstance(declared, inspect.Metadata):
+        return _members(declared.type)
+    return declared.types if isinstance(declared, inspect.UnionType) else (declared,)
