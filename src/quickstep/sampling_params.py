@@ -175,6 +175,7 @@ class SamplingParams:
             the prompt and generates nothing.
         min_tokens: No EOS, stop token or stop string ends the sequence before this many tokens.
         logprobs: None for none; k >= 0 gives the chosen token's and the k most likely tokens'.
+        logprob_token_ids: Tokens whose logprobs are given as well; they need `logprobs`.
         prompt_logprobs: The same for each token of the prompt behind the first. Such a request
             computes its whole prompt: it reads no cached prefix.
         shown_special_token_ids: What `skip_special_tokens` leaves in: markup for a parser.
@@ -234,12 +235,13 @@ class SamplingParams:
     reasoning_tags: tuple[str, str] | None = None
     in_tokens: TokenForms | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in _TEXTS:
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
-        for name in (*_TEXTS, "stop_token_ids", "allowed_token_ids", "shown_special_token_ids"):
+        for name in (*_TEXTS, *_TOKEN_IDS):
             object.__setattr__(self, name, tuple(getattr(self, name) or ()))
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
         for name, (low, high) in RANGES.items():
@@ -260,6 +262,11 @@ class SamplingParams:
             raise RequestError(
                 "max_tokens is 0, it must be at least 1 unless prompt_logprobs is asked for",
                 param="max_tokens",
+            )
+        if self.logprob_token_ids and self.logprobs is None:
+            raise RequestError(
+                "logprob_token_ids needs logprobs, 0 for these tokens only",
+                param="logprob_token_ids",
             )
         if self.grammar is not None:
             self._check_grammar(self.grammar)
@@ -287,6 +294,12 @@ class SamplingParams:
 
 
 _TEXTS = ("stop", "bad_words", "dry_sequence_breakers")
+_TOKEN_IDS = (
+    "stop_token_ids",
+    "allowed_token_ids",
+    "shown_special_token_ids",
+    "logprob_token_ids",
+)
 _WHOLE_NUMBERS = ("dry_allowed_length", "dry_range", "thinking_budget")
 
 _LARGEST = 2**31 - 1  # of what counts tokens and sequences: beyond any machine, within any kernel

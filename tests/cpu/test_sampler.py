@@ -242,6 +242,21 @@ def test_logprobs_are_log_softmax_of_the_raw_logits():
     assert drawn.logprobs.rank == order.index(1) + 1
 
 
+def test_logprobs_of_tokens_asked_for_by_id_come_behind_the_most_likely():
+    row = logits_of(6)[0].numpy()
+    order = np.argsort(-row, kind="stable").tolist()
+    asked_ids = (order[4], order[0], order[3], order[4])
+    asked = SamplingParams(temperature=0.0, logprobs=2, logprob_token_ids=asked_ids)
+    drawn = sample_row(row, state_of(asked))
+    assert isinstance(drawn, Sample) and drawn.logprobs is not None
+    shown = [order[0], order[1], order[3], order[4]]
+    assert [token_id for token_id, _ in drawn.logprobs.top] == shown
+    whole = sample_row(row, state_of(SamplingParams(temperature=0.0, logprobs=6)))
+    assert isinstance(whole, Sample) and whole.logprobs is not None
+    by_id = dict(whole.logprobs.top)
+    assert [p for _, p in drawn.logprobs.top] == [by_id[token_id] for token_id in shown]
+
+
 def test_ranks_of_equal_logits_follow_the_token_id():
     row = np.array([1.0, 3.0, 3.0, 3.0, 0.0], np.float32)
     sampling = SamplingParams(temperature=0.0, logprobs=2, allowed_token_ids=(2,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,6 +94,20 @@ def test_native_draws_are_numpys_on_every_level(kind, vocab, samplings, seed, sc
         for index, sampling in enumerate(samplings)
     ]
     assert_same_draws(logits, states)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from(["normal", "ties", "masked"]),
+    samplings,
+    st.sampled_from([0, 1, 5]),
+    st.lists(st.integers(0, 99), min_size=1, max_size=8),
+    st.integers(0, 2**64 - 1),
+)
+def test_logprobs_of_tokens_asked_for_by_id_are_numpys(kind, sampling, num_top, asked_ids, seed):
+    sampling = replace(sampling, logprobs=num_top, logprob_token_ids=tuple(asked_ids))
+    logits = rows_of(kind, 1, 100, seed, 2.0)
+    assert_same_draws(logits, [state_of(sampling, 100, seed)])
 
 
 @pytest.mark.parametrize("scale", [0.5, 4.0])

@@ -18,6 +18,7 @@ from quickstep.cli.serve_flags import input_config, log_setup, server_options, s
 from quickstep.config import EngineConfig, InputConfig, PolicyName, StreamConfig
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.options import (
+    AnswerOptions,
     ConnectionOptions,
     CorsOptions,
     Deadlines,
@@ -87,6 +88,10 @@ def test_no_flags_give_the_default_server(monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert options.deadlines == Deadlines()
     assert options.field_rules == FieldRules()
+    assert options.answers == AnswerOptions()
+    told = parsed(*("serve", "--enable-force-include-usage", "--enable-per-request-metrics"))
+    assert server_options(told).answers == AnswerOptions(True, True)
+    assert server_options(parsed("serve", "--max-logprobs", "-1")).limits.logprobs == -1
     assert server_options(parsed("serve", "--strict")).field_rules == FieldRules(True, True)
     assert input_config(parsed("serve")) == InputConfig()
     assert stream_config(parsed("serve")) == StreamConfig()

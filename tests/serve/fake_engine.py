@@ -12,6 +12,7 @@ import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from quickstep.core.accounting import SchedulerStats, Totals
@@ -39,6 +40,7 @@ class FakeTokenizer:
 
     vocab_size = 256
     eos_token_ids = frozenset({END_ID})
+    special_tokens: Mapping[str, str] = MappingProxyType({"eos_token": "<end>"})
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [1] * add_special_tokens + list(text.encode())
@@ -227,6 +229,7 @@ class FakeEngine:
     fingerprint: str = "fp_fake"
     max_model_len: int = 4096
     num_cached_tokens: int = 3
+    block_size: int = 4
     num_steps: int = 0
     state: EngineState = EngineState.NEW
     failure: str = ""

@@ -69,6 +69,7 @@ CHOICES: Cases = {
     **cases(
         prompt_logprobs=(2, sampled("prompt_logprobs", 2)),
         return_token_ids=(True, shows_token_ids),
+        truncate_prompt_tokens=(1, lambda seen: len(seen.submitted.prompt) == 1),
     ),
     # a search asks the engine for one token of each beam at a time
     "use_beam_search": Case(
@@ -125,7 +126,14 @@ SAMPLING: Cases = {
         {"include_usage": True}, lambda seen: seen.chunks[-1]["choices"] == [], {"stream": True}
     ),
 }
+NAMED = {"logprobs": True}
 COMPLETION: Cases = {
+    "logprob_token_ids": Case([5, 9], sampled("logprob_token_ids", (5, 9)), {"logprobs": 1}),
+    "return_tokens_as_token_ids": Case(
+        True,
+        lambda seen: seen.answer["choices"][0]["logprobs"]["tokens"][:1] == ["token_id:0"],
+        {"logprobs": 1},
+    ),
     **cases(
         prompt=([7], lambda seen: seen.submitted.prompt == (7,)),
         logprobs=(2, sampled("logprobs", 2)),
@@ -141,6 +149,20 @@ COMPLETION: Cases = {
     ),
 }
 CHAT: Cases = {
+    "logprob_token_ids": Case([5, 9], sampled("logprob_token_ids", (5, 9)), NAMED),
+    "return_tokens_as_token_ids": Case(
+        True,
+        lambda seen: seen.answer["choices"][0]["logprobs"]["content"][0]["token"] == "token_id:0",
+        NAMED,
+    ),
+    "echo": Case(
+        True,
+        lambda seen: text_of(seen).startswith("SoHello"),
+        {
+            "messages": [{"role": "assistant", "content": "So"}],
+            "continue_final_message": True,
+        },
+    ),
     "continue_final_message": Case(
         True,
         lambda seen: seen.prompt.endswith("assistant: So"),

@@ -62,6 +62,8 @@ AROUND: dict[Struct, dict[str, Any]] = {
 # Or around a plain field.
 BESIDE: dict[tuple[Struct, str], dict[str, Any]] = {
     (schemas.ChatRequest, "top_logprobs"): {"logprobs": True},
+    (schemas.ChatRequest, "logprob_token_ids"): {"logprobs": True},
+    (schemas.CompletionRequest, "logprob_token_ids"): {"logprobs": 1},
     (schemas.ChatRequest, "max_tokens"): {"prompt_logprobs": 0},
     (schemas.ChatRequest, "max_completion_tokens"): {"prompt_logprobs": 0},
     (schemas.CompletionRequest, "max_tokens"): {"prompt_logprobs": 0},

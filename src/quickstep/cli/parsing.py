@@ -98,3 +98,8 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
     return value
+
+
+def positive_or_all(text: str) -> int:
+    """A whole number of at least 1, or -1 for no limit."""
+    return -1 if text.strip() == "-1" else positive_int(text)

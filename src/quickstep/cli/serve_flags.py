@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from quickstep.cli.file_flags import batch_options, file_options
 from quickstep.cli.launch_ahead import KEY_VARIABLE
-from quickstep.cli.parsing import bytes_size, positive_int
+from quickstep.cli.parsing import bytes_size, positive_int, positive_or_all
 from quickstep.config import InputConfig, StreamConfig
 from quickstep.errors import ConfigError
 
@@ -50,7 +50,7 @@ _LIMITS = (
     ("--max-stop", "stop", positive_int, "16", "stop strings per request"),
     ("--max-stop-chars", "stop_chars", positive_int, "256", "characters of a stop string"),
     ("--max-logit-bias", "logit_bias", positive_int, "1024", "entries of logit_bias"),
-    ("--max-logprobs", "logprobs", positive_int, "20", "alternatives per token"),
+    ("--max-logprobs", "logprobs", positive_or_all, "20", "alternatives per token, -1 for all"),
     ("--max-tools", "tools", positive_int, "128", "functions per request"),
 )
 # flag -> (field of InputConfig, type, default as shown, help)
@@ -173,6 +173,16 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
         help="answer 400 for unknown fields and for hints that have no effect",
     )
     group.add_argument(
+        "--enable-force-include-usage",
+        action="store_true",
+        help="every stream of chat and completions ends with its usage",
+    )
+    group.add_argument(
+        "--enable-per-request-metrics",
+        action="store_true",
+        help="answers of chat and completions tell how long their parts took",
+    )
+    group.add_argument(
         "--default-timeout-s",
         type=float,
         metavar="SECONDS",
@@ -186,6 +196,7 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
 def server_options(args: argparse.Namespace) -> ServerOptions:
     """The flags as options. Raises ConfigError."""
     from quickstep.server.options import (
+        AnswerOptions,
         ConnectionOptions,
         CorsOptions,
         Deadlines,
@@ -218,6 +229,10 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         field_rules=FieldRules(
             refuse_unknown=args.strict or args.unknown_fields == "refuse",
             refuse_hints=args.strict,
+        ),
+        answers=AnswerOptions(
+            always_usage=args.enable_force_include_usage,
+            request_metrics=args.enable_per_request_metrics,
         ),
         root_path=args.root_path,
         access_log=args.access_log,

@@ -72,6 +72,11 @@ class Scheduler:
 
     # -- requests come and go ---------------------------------------------------------------------
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block: what the prefix cache keeps is a multiple of it."""
+        return self._pool.block_size
+
     def add(self, request: Request, now: float) -> None:
         """Queue the `n` sequences of a request.
 

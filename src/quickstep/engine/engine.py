@@ -130,6 +130,11 @@ class Engine:
         return self._model.max_model_len
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a KV block: what the prefix cache keeps is a multiple of it."""
+        return self._scheduler.block_size
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._model.tokenizer

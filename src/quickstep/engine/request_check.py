@@ -45,6 +45,7 @@ def check_sampling(
     _check_ids("logit_bias", sampling.logit_bias, vocab_size)
     _check_ids("allowed_token_ids", sampling.allowed_token_ids, vocab_size)
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    _check_ids("logprob_token_ids", sampling.logprob_token_ids, vocab_size)
     asked = {"logprobs": sampling.logprobs, "prompt_logprobs": sampling.prompt_logprobs}
     for name, num_top in asked.items():
         if num_top is not None and num_top > vocab_size:

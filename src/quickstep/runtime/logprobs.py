@@ -7,6 +7,7 @@ summing nor the machine changes a bit of it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +16,13 @@ from quickstep.runtime.exact_math import MASS_UNIT, masses
 from quickstep.runtime.filters import largest
 from quickstep.types import TokenLogprobs
 
-__all__ = ["token_logprobs"]
+__all__ = ["other_token_ids", "token_logprobs"]
 
 
-def token_logprobs(logits: npt.NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
-    """The chosen token's logprob and rank, and the `num_top` most likely tokens.
+def token_logprobs(
+    logits: npt.NDArray[np.float32], token_id: int, num_top: int, asked_ids: Sequence[int] = ()
+) -> TokenLogprobs:
+    """The chosen token's logprob and rank, the `num_top` most likely tokens, then `asked_ids`.
 
     `logits` [V] raw, with a finite maximum. Equal logits rank by token id, so that ranks are
     unique and agree with the order of `top`.
@@ -36,9 +39,18 @@ def token_logprobs(logits: npt.NDArray[np.float32], token_id: int, num_top: int)
     num_before += np.count_nonzero(logits[:token_id] == chosen)
     top = largest(logits, num_top) if num_top else np.empty(0, dtype=np.int64)
     top = top[np.argsort(-logits[top], kind="stable")]
+    shown = [*top.tolist(), *other_token_ids(logits, asked_ids, top.tolist())]
     return TokenLogprobs(
         token_id=token_id,
         logprob=logprob(token_id),
         rank=int(num_before) + 1,
-        top=tuple((index, logprob(index)) for index in top.tolist()),
+        top=tuple((index, logprob(index)) for index in shown),
     )
+
+
+def other_token_ids(
+    logits: npt.NDArray[np.float32], asked_ids: Sequence[int], top: Sequence[int]
+) -> list[int]:
+    """The tokens that were asked for and are not in `top`, the most likely first."""
+    others = set(asked_ids).difference(top)
+    return sorted(others, key=lambda index: (-float(logits[index]), index))

@@ -21,7 +21,7 @@ from quickstep.ops.native_draw import RowDraws
 from quickstep.ops.native_step_abi import DrawCall
 from quickstep.runtime.exact_math import MASS_UNIT
 from quickstep.runtime.logit_changes import LogitChanges
-from quickstep.runtime.logprobs import token_logprobs
+from quickstep.runtime.logprobs import other_token_ids, token_logprobs
 from quickstep.runtime.noise import row_keys
 from quickstep.runtime.sampler import (
     NO_MAXIMUM,
@@ -161,24 +161,27 @@ def _ended(drawing: _Drawing, state: SamplingState) -> Sample | SampleFailure:
     if token_id < 0:
         return NO_MAXIMUM if token_id == _NO_MAXIMUM else NOTHING_ALLOWED
     has_logprobs = call.num_top >= 0
+    asked_ids = state.sampling.logprob_token_ids
     try:
         steered = token_id if drawing.changes is None else state.steered(token_id)
     except BaseException as error:  # one row's end, not the step's
         return failure_of(error)
     if steered != token_id and has_logprobs:
-        return Sample(steered, token_logprobs(drawing.row, steered, call.num_top))
-    return Sample(steered, _logprobs(drawing) if has_logprobs else None)
+        return Sample(steered, token_logprobs(drawing.row, steered, call.num_top, asked_ids))
+    return Sample(steered, _logprobs(drawing, asked_ids) if has_logprobs else None)
 
 
-def _logprobs(drawing: _Drawing) -> TokenLogprobs:
+def _logprobs(drawing: _Drawing, asked_ids: Sequence[int]) -> TokenLogprobs:
     """As `runtime.logprobs.token_logprobs`."""
     call, ids, logits = drawing.call, drawing.top_ids, drawing.top_logits
     assert ids is not None and logits is not None
     log_total = math.log(call.mass / MASS_UNIT)
-    logprobs: list[float] = [x - call.peak - log_total for x in logits.tolist()]
+    others = other_token_ids(drawing.row, asked_ids, ids.tolist()) if asked_ids else []
+    values = [*logits.tolist(), *drawing.row[others].tolist()]
+    logprobs: list[float] = [x - call.peak - log_total for x in values]
     return TokenLogprobs(
         token_id=call.token_id,
         logprob=call.chosen - call.peak - log_total,
         rank=call.rank,
-        top=tuple(zip(ids.tolist(), logprobs, strict=True)),
+        top=tuple(zip([*ids.tolist(), *others], logprobs, strict=True)),
     )

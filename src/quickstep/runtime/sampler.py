@@ -106,7 +106,8 @@ def _drawn(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | Sampl
     num_top = state.sampling.logprobs
     if num_top is None:
         return Sample(token_id)
-    return Sample(token_id, token_logprobs(row, token_id, num_top))
+    asked_ids = state.sampling.logprob_token_ids
+    return Sample(token_id, token_logprobs(row, token_id, num_top, asked_ids))
 
 
 def adjusted(

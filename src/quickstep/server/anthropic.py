@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.anthropic_messages import begins_answer, template_messages
+from quickstep.server.anthropic_messages import begins_answer, marks_cache, template_messages
 from quickstep.server.anthropic_schema import (
     AnyChoice,
     AnyTool,
@@ -39,6 +39,7 @@ from quickstep.server.front_gate import report_ignored
 from quickstep.server.generation import ChoiceDelta, Generation, prompt_ids
 from quickstep.server.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
 from quickstep.server.response_messages import (
+    CacheCreation,
     MessageBlock,
     MessageResponse,
     MessageUsage,
@@ -101,7 +102,7 @@ class Messages:
             tenant=label("metadata.user_id", user, served.limits),
             ignored=reader.ignored,
         )
-        return Asked(request, partial(_MessagesWriter, served))
+        return Asked(request, partial(_MessagesWriter, served, marks_cache(fields)))
 
 
 class CountTokens:
@@ -211,8 +212,11 @@ def _budget(fields: MessagesRequest, served: Served, reader: FieldReader) -> int
 class _MessagesWriter:
     """One message, whole or as Anthropic's events."""
 
-    def __init__(self, served: Served, generation: Generation, head: Head) -> None:
+    def __init__(
+        self, served: Served, marks_cache: bool, generation: Generation, head: Head
+    ) -> None:
         self._generation = generation
+        self._block_size = served.engine.block_size if marks_cache else None
         (choice,) = generation.choices
         tokenizer = served.engine.tokenizer
         self._blocks = Blocks(message_reader(generation, choice, tokenizer, "toolu_"))
@@ -269,10 +273,17 @@ class _MessagesWriter:
 
     def _usage(self) -> MessageUsage:
         usage = self._generation.usage
+        num_read, num_written = usage.num_cached_tokens, 0
+        if self._block_size is not None:
+            # the last token is computed in any case, so that its block is never read
+            num_whole = (usage.num_prompt_tokens - 1) // self._block_size * self._block_size
+            num_written = max(0, num_whole - num_read)
         return MessageUsage(
-            input_tokens=usage.num_prompt_tokens - usage.num_cached_tokens,
+            input_tokens=usage.num_prompt_tokens - num_read - num_written,
             output_tokens=usage.num_output_tokens,
-            cache_read_input_tokens=usage.num_cached_tokens,
+            cache_read_input_tokens=num_read,
+            cache_creation_input_tokens=num_written,
+            cache_creation=CacheCreation(ephemeral_5m_input_tokens=num_written),
             output_tokens_details={"thinking_tokens": self._blocks.num_reasoning_tokens},
         )
 

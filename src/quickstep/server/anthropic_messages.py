@@ -26,7 +26,7 @@ from quickstep.server.anthropic_schema import (
 from quickstep.server.conversation import check_continues, check_shows_calls, past_call
 from quickstep.server.surface import Served
 
-__all__ = ["begins_answer", "template_messages"]
+__all__ = ["begins_answer", "marks_cache", "template_messages"]
 
 _Message = dict[str, Any]
 
@@ -48,6 +48,17 @@ def template_messages(fields: CountTokensRequest, served: Served) -> tuple[_Mess
 def begins_answer(fields: CountTokensRequest) -> bool:
     """Whether the last turn is the beginning of the assistant's answer."""
     return isinstance(fields.messages[-1], AssistantTurn)
+
+
+def marks_cache(fields: CountTokensRequest) -> bool:
+    """Whether the client marks a prefix to be cached. All are; it wants to be told what was."""
+    contents = [fields.system, *(turn.content for turn in fields.messages)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    return (
+        fields.cache_control is not None
+        or any(getattr(block, "cache_control", None) is not None for block in blocks)
+        or any(tool.get("cache_control") is not None for tool in fields.tools or ())
+    )
 
 
 def _turn(turn: Turn, path: str, served: Served) -> list[_Message]:

@@ -37,6 +37,7 @@ class ApiRoute:
         is_probe: Answered without an API key: liveness and readiness.
         aliases: Further paths of the same endpoint.
         error_shape: How this surface writes errors.
+        requests: Instead of `request`, the schemas of which the body has one.
     """
 
     method: str
@@ -53,6 +54,7 @@ class ApiRoute:
     is_probe: bool = False
     aliases: tuple[str, ...] = ()
     error_shape: ErrorShape = openai_shape
+    requests: tuple[type[msgspec.Struct], ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:

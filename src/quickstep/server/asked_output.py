@@ -15,12 +15,12 @@ from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.errors import RequestError
 from quickstep.server.generation import Shown
 from quickstep.server.request_size import check_num_sequences
-from quickstep.server.sampling import bounded
+from quickstep.server.sampling import bounded, num_alternatives, token_ids_of
 from quickstep.server.schemas import ChoiceFields, SamplingFields, TextFormat
 from quickstep.server.surface import Served
 from quickstep.types import SamplingParams
 
-__all__ = ["beam_params", "own_values", "shown_of"]
+__all__ = ["beam_params", "own_values", "shown_of", "truncation_of"]
 
 # What a search honours; any other sampling field would have no effect on it.
 _WITH_BEAMS = frozenset(
@@ -51,15 +51,19 @@ def shown_of(
     fields: ChoiceFields, served: Served, logprobs: int | None, echo: bool = False
 ) -> Shown:
     """What the answer shows. Raises RequestError; `logprobs` is checked by the surface."""
-    num_top = fields.prompt_logprobs
-    if num_top is not None:
-        bounded("prompt_logprobs", num_top, served.limits.logprobs)
-        if fields.stream:
-            raise RequestError(
-                "prompt_logprobs cannot be streamed; send stream: false, or echo with logprobs",
-                param="prompt_logprobs",
-            )
-    return Shown(echo, logprobs, num_top, bool(fields.return_token_ids))
+    num_top = num_alternatives("prompt_logprobs", fields.prompt_logprobs, served)
+    if num_top is not None and fields.stream:
+        raise RequestError(
+            "prompt_logprobs cannot be streamed; send stream: false, or echo with logprobs",
+            param="prompt_logprobs",
+        )
+    return Shown(
+        echo,
+        logprobs,
+        num_top,
+        token_ids=bool(fields.return_token_ids),
+        tokens_as_ids=bool(fields.return_tokens_as_token_ids),
+    )
 
 
 def own_values(
@@ -99,7 +103,37 @@ def own_values(
     }
     if picks:
         own["n"] = width
+    if fields.logprob_token_ids:
+        own["logprob_token_ids"] = _logprob_token_ids(fields, served, shown)
     return own
+
+
+def _logprob_token_ids(fields: ChoiceFields, served: Served, shown: Shown) -> tuple[int, ...]:
+    name, ids = "logprob_token_ids", fields.logprob_token_ids or ()
+    if shown.logprobs is None:
+        raise RequestError(f"{name} needs logprobs", param=name)
+    if fields.use_beam_search:
+        raise RequestError(f"{name} cannot go with use_beam_search", param=name)
+    bounded(name, len(ids), served.limits.logprob_token_ids, "entries")
+    return token_ids_of(name, ids, served.engine.tokenizer.vocab_size)
+
+
+def truncation_of(
+    num_tokens: int | None, name: str, max_tokens: int | None, served: Served
+) -> int | None:
+    """How many of a prompt's last tokens are kept, None for all; -1 is what leaves room for the
+    answer. Raises RequestError.
+    """
+    longest = served.engine.max_model_len
+    if num_tokens is None:
+        return None
+    if num_tokens == -1:
+        return max(1, longest - max(1, max_tokens or 1))
+    if not 1 <= num_tokens <= longest:
+        raise RequestError(
+            f"{name} is {num_tokens}, it must be -1 or between 1 and {longest}", param=name
+        )
+    return num_tokens
 
 
 def beam_params(

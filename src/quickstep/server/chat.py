@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from quickstep.errors import RequestError
-from quickstep.server.asked_output import beam_params, own_values, shown_of
+from quickstep.server.asked_output import beam_params, own_values, shown_of, truncation_of
 from quickstep.server.chat_message import ChatRendering
 from quickstep.server.conversation import (
     Conversation,
@@ -23,7 +23,7 @@ from quickstep.server.conversation import (
 from quickstep.server.field_reader import FieldReader
 from quickstep.server.generation import Generation, GenerationRequest
 from quickstep.server.options import RequestLimits
-from quickstep.server.sampling import bounded, label
+from quickstep.server.sampling import label, num_alternatives
 from quickstep.server.schemas import (
     AssistantMessage,
     ChatRequest,
@@ -77,7 +77,8 @@ class Chat:
             extra={**told, **(fields.chat_template_kwargs or {})},
         )
         max_tokens, max_tokens_name = _max_tokens(fields)
-        shown = shown_of(fields, served, _num_logprobs(fields, served.limits))
+        shown = shown_of(fields, served, _num_logprobs(fields, served))
+        shown = replace(shown, before=_echo(fields, messages[-1], reader))
         own = {**own_values(fields, served, shown), "max_tokens": max_tokens}
         renamed = {"max_tokens": max_tokens_name, "logprobs": "top_logprobs"}
         request = conversation_request(conversation, fields, served, own, renamed)
@@ -88,8 +89,11 @@ class Chat:
             echoed=_echoed(fields, served.limits),
             shown=shown,
             beams=beam_params(fields, served, request.sampling),
+            truncate_prompt_tokens=truncation_of(
+                fields.truncate_prompt_tokens, "truncate_prompt_tokens", max_tokens, served
+            ),
             ignored=reader.ignored,
-            **stream_flags(fields),
+            **stream_flags(fields, served),
         )
 
     def rendering(self, generation: Generation, served: Served) -> ChatRendering:
@@ -121,13 +125,22 @@ def _max_tokens(fields: ChatRequest) -> tuple[int | None, str]:
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
-def _num_logprobs(fields: ChatRequest, limits: RequestLimits) -> int | None:
+def _echo(fields: ChatRequest, last: Mapping[str, Any], reader: FieldReader) -> str:
+    """What `echo` puts before the answer: the last message, if it is the assistant's."""
+    if not fields.echo:
+        return ""
+    if last["role"] != "assistant":
+        reader.ignore("echo", "the last message is not the assistant's")
+        return ""
+    return last["content"] or ""
+
+
+def _num_logprobs(fields: ChatRequest, served: Served) -> int | None:
     if not fields.logprobs:
         if fields.top_logprobs is not None:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         return None
-    bounded("top_logprobs", fields.top_logprobs or 0, limits.logprobs)
-    return fields.top_logprobs or 0
+    return num_alternatives("top_logprobs", fields.top_logprobs or 0, served)
 
 
 def _echoed(fields: ChatRequest, limits: RequestLimits) -> dict[str, Any]:

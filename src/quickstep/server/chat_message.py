@@ -57,7 +57,7 @@ class ChatRendering:
 
     def opening(self) -> Mapping[str, Any]:
         """The role, before any content."""
-        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        return {"delta": {"role": "assistant", "content": self._shown.before}, "logprobs": None}
 
     def beside(self) -> Mapping[str, Any]:
         """The one prompt's token ids and scores, where they were asked for."""
@@ -96,11 +96,12 @@ class ChatRendering:
     def whole(self, choice: Choice) -> dict[str, Any]:
         """The whole message."""
         said = self._messages[choice.index].read("".join(choice.text), ended=True)
-        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
+        content = self._shown.before + said.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
         if said.calls:
-            message["content"] = said.content or None
+            message["content"] = content or None
             message["tool_calls"] = [_call(call) for call in said.calls]
         logprobs = self._listed(choice.logprobs)
         return {"message": message, "logprobs": logprobs, **self._token_ids(choice.token_ids)}
@@ -129,7 +130,8 @@ class ChatRendering:
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return logprob_entry(self._tokenizer, token_id, logprob)
+        entry = logprob_entry(self._tokenizer, token_id, logprob)
+        return {**entry, "token": f"token_id:{token_id}"} if self._shown.tokens_as_ids else entry
 
 
 def logprob_entry(tokenizer: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from quickstep.engine.stream import Delta
 from quickstep.server.api_errors import error_of
 from quickstep.server.frames import DONE, data_frame
 from quickstep.server.generation import Choice, ChoiceDelta, Generation, GenerationRequest
+from quickstep.server.response_openai import RequestMetrics
 from quickstep.server.surface import Asked, Head, Served
 
 __all__ = ["ChoiceSurface", "ChoicesSurface", "Rendering"]
@@ -93,6 +94,7 @@ class _ChoicesWriter:
             "model": generation.request.model,
             "system_fingerprint": head.fingerprint,
         }
+        self._tells_metrics = served.answers.request_metrics and len(generation.choices) == 1
         self._tail = {"seed": generation.seed, **generation.request.echoed}
 
     def opening(self) -> Iterator[bytes]:
@@ -119,7 +121,8 @@ class _ChoicesWriter:
     def ending(self) -> Iterator[bytes]:
         """The usage if it was asked for, then `[DONE]`."""
         if self._generation.request.include_usage:
-            yield self._chunk(None, {"usage": self._generation.usage.as_json()})
+            usage = {"usage": self._generation.usage.as_json()}
+            yield self._chunk(None, {**usage, **self._metrics()})
         yield DONE
 
     def failure(self, error: Exception) -> Iterator[bytes]:
@@ -148,9 +151,17 @@ class _ChoicesWriter:
             "object": self._surface.object_name,
             "choices": choices,
             "usage": self._generation.usage.as_json(),
+            **self._metrics(),
             **self._rendering.beside(),
             **self._tail,
         }
+
+    def _metrics(self) -> dict[str, Any]:
+        """How long the request took, where the operator wants it and one choice is the answer."""
+        timings = self._generation.choices[0].timings
+        if not self._tells_metrics or timings is None:
+            return {}
+        return {"metrics": RequestMetrics.of(timings)}
 
     def _chunk(self, said: dict[str, Any] | None, beside: Mapping[str, Any] = _NOTHING) -> bytes:
         """A chunk of one choice, or of none."""

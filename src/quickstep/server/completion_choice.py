@@ -106,10 +106,11 @@ class CompletionRendering:
         offset = 0
         # a deadline may have come before the whole prompt was scored
         for token_id, score in zip(token_ids, scores, strict=False):
-            token = self._token(token_id)
-            listed["tokens"].append(token)
+            token = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            listed["tokens"].append(self._token(token_id))
             listed["token_logprobs"].append(None if score is None else score.logprob)
-            listed["top_logprobs"].append(None if score is None else self._alternatives(score))
+            top = None if score is None else self._alternatives(score, self._shown.logprobs)
+            listed["top_logprobs"].append(top)
             listed["text_offset"].append(offset)
             offset += self._length_in(text, token_id, token, offset)
         self._offsets[choice.index] = len(self._prompt_text(choice))
@@ -131,20 +132,22 @@ class CompletionRendering:
         for item in logprobs:
             listed["tokens"].append(self._token(item.token_id))
             listed["token_logprobs"].append(item.logprob)
-            listed["top_logprobs"].append(self._alternatives(item))
+            listed["top_logprobs"].append(self._alternatives(item, len(item.top)))
             listed["text_offset"].append(offset)
             if not (self._skips_special and self._tokenizer.is_special(item.token_id)):
                 offset += _num_characters(self._tokenizer.token_bytes(item.token_id))
         self._offsets[index] = offset
 
-    def _alternatives(self, item: TokenLogprobs) -> dict[str, float]:
-        """The token and the likeliest. Texts that two alternatives share keep the likelier."""
+    def _alternatives(self, item: TokenLogprobs, num_top: int | None) -> dict[str, float]:
+        """The token and the alternatives. Texts that two of them share keep the likelier."""
         alternatives = {self._token(item.token_id): item.logprob}
-        for token_id, logprob in item.top[: self._shown.logprobs]:
+        for token_id, logprob in item.top[:num_top]:
             alternatives.setdefault(self._token(token_id), logprob)
         return alternatives
 
     def _token(self, token_id: int) -> str:
+        if self._shown.tokens_as_ids:
+            return f"token_id:{token_id}"
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeGuard
 
 from quickstep.errors import RequestError
-from quickstep.server.asked_output import beam_params, own_values, shown_of
+from quickstep.server.asked_output import beam_params, own_values, shown_of, truncation_of
 from quickstep.server.completion_choice import CompletionRendering
 from quickstep.server.field_reader import FieldReader
 from quickstep.server.fill_in_middle import infill_markers
@@ -18,7 +18,14 @@ from quickstep.server.generation import (
     TokenPrompt,
 )
 from quickstep.server.prompts import Prompt
-from quickstep.server.sampling import bounded, deadline_of, label, sampling_params, token_ids_of
+from quickstep.server.sampling import (
+    bounded,
+    deadline_of,
+    label,
+    num_alternatives,
+    sampling_params,
+    token_ids_of,
+)
 from quickstep.server.schemas import CompletionRequest
 from quickstep.server.structured import asked_grammar
 from quickstep.server.surface import Served, stream_flags
@@ -41,8 +48,8 @@ class Completions:
         fields = reader.decode(body, CompletionRequest)
         model = served.model(fields.model)
         prompts = _prompts(fields, served)
-        bounded("logprobs", fields.logprobs or 0, served.limits.logprobs)
-        shown = shown_of(fields, served, fields.logprobs, bool(fields.echo))
+        logprobs = num_alternatives("logprobs", fields.logprobs, served)
+        shown = shown_of(fields, served, logprobs, bool(fields.echo))
         max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
         asked = asked_grammar(fields)
         own = own_values(fields, served, shown, len(prompts), fields.best_of)
@@ -63,8 +70,11 @@ class Completions:
             shown=shown,
             num_kept=None if beams or sampling.n == (fields.n or 1) else fields.n or 1,
             beams=beams,
+            truncate_prompt_tokens=truncation_of(
+                fields.truncate_prompt_tokens, "truncate_prompt_tokens", max_tokens, served
+            ),
             ignored=reader.ignored,
-            **stream_flags(fields),
+            **stream_flags(fields, served),
         )
 
     def rendering(self, generation: Generation, served: Served) -> CompletionRendering:

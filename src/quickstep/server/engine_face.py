@@ -56,6 +56,10 @@ class Vocabulary(Protocol):
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """`bos_token`, `eos_token`, ... to their text."""
+
     def token_id(self, text: str) -> int | None:
         """The token that is exactly `text`."""
 
@@ -113,6 +117,10 @@ class ServedEngine(Protocol):
     @property
     def max_model_len(self) -> int:
         """Longest sequence in tokens."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block: what the prefix cache keeps is a multiple of it."""
 
     @property
     def default_sampling(self) -> Mapping[str, float]:

@@ -89,7 +89,14 @@ def _of_openai(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
     limits = facts.limits
     return {
         schemas.SamplingFields: _of_sampling(facts),
-        schemas.ChoiceFields: {"prompt_logprobs": _num_logprobs(limits)},
+        schemas.ChoiceFields: {
+            "prompt_logprobs": _num_logprobs(limits),
+            "logprob_token_ids": {
+                "maxItems": limits.logprob_token_ids,
+                "items": _token_id(facts),
+            },
+            "truncate_prompt_tokens": {"minimum": -1},
+        },
         schemas.CompletionRequest: {
             "prompt": {"anyOf": _prompts(facts)},
             "logprobs": _num_logprobs(limits),
@@ -182,6 +189,8 @@ def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
 
 
 def _num_logprobs(limits: RequestLimits) -> Keywords:
+    if limits.logprobs == -1:
+        return {**_range("logprobs"), "minimum": -1}
     return {**_range("logprobs"), "maximum": limits.logprobs}
 
 

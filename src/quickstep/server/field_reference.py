@@ -82,6 +82,7 @@ _CHAT: Effects = {
     "max_completion_tokens": "OpenAI's later name of max_tokens; both may stand if they agree.",
     "logprobs": "Gives the chosen tokens' logprobs, of the raw logits.",
     "top_logprobs": "Adds this many alternatives per token; needs logprobs: true.",
+    "echo": "Puts the last message before the answer, if it is the assistant's.",
     "add_generation_prompt": "Whether the template opens an assistant message; true if not given.",
     "continue_final_message": "The answer goes on from the last message's text, which is the "
     "assistant's; a grammar or a stop string is of what is new.",
@@ -98,6 +99,10 @@ _CHAT: Effects = {
 _CHOICES: Effects = {
     "prompt_logprobs": "Gives the prompt's tokens' and this many alternatives' logprobs; not in a "
     "stream.",
+    "logprob_token_ids": "Gives the logprobs of these tokens as well; needs logprobs.",
+    "return_tokens_as_token_ids": "Names the tokens of logprobs by their ids: token_id:7.",
+    "truncate_prompt_tokens": "Reads only so many of the prompt's last tokens; -1 leaves room for "
+    "the answer.",
     "return_token_ids": "Adds the token ids of prompt and output.",
     "use_beam_search": "Searches the n likeliest texts instead of drawing.",
     "length_penalty": "How much longer texts gain in a beam search; needs use_beam_search: true.",

@@ -82,12 +82,16 @@ class Shown:
         logprobs: Alternatives per token of the text; None shows none.
         prompt_logprobs: Alternatives per token of the prompt; None shows none.
         token_ids: The token ids of prompt and text.
+        tokens_as_ids: Logprobs name their tokens `token_id:7`.
+        before: Text of the client's that comes before a message's content.
     """
 
     echo: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     token_ids: bool = False
+    tokens_as_ids: bool = False
+    before: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,7 @@ class GenerationRequest:
         beams: Search instead of drawing; `sampling.n` hypotheses are the answer.
         include_usage: One usage chunk ends the stream.
         continuous_usage: Every chunk carries the usage so far.
+        truncate_prompt_tokens: Only so many of a prompt's last tokens are read; None for all.
         ignored: Paths of the client's fields that have no effect.
     """
 
@@ -128,6 +133,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     num_kept: int | None = None
     beams: BeamSearchParams | None = None
+    truncate_prompt_tokens: int | None = None
     ignored: tuple[str, ...] = ()
 
 
@@ -325,6 +331,8 @@ async def open_generation(
         EngineError: The engine takes no requests.
     """
     prompts = [await prompt_ids(engine, prompt) for prompt in request.prompts]
+    if request.truncate_prompt_tokens is not None:
+        prompts = [ids[-request.truncate_prompt_tokens :] for ids in prompts]
     request = _behind_prompts(engine, request, prompts)
     await _prepare(engine, request)
     check_num_tokens(prompts, request.sampling, engine.max_model_len, limits)

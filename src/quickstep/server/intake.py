@@ -19,7 +19,7 @@ from quickstep.server.body import read_body
 from quickstep.server.json_depth import check_json_depth
 from quickstep.server.options import ServerOptions
 
-__all__ = ["Intake", "taken_in"]
+__all__ = ["Intake", "taken_in", "with_body"]
 
 _CLIENT_CLOSED = 499
 # Shorter bodies are looked at on the event loop: a thread hop costs more.
@@ -45,7 +45,7 @@ class Intake:
 def taken_in(route: ApiRoute, intake: Intake) -> Endpoint:
     """The route's endpoint behind the checks; as it is if the route takes no JSON."""
     endpoint = route.endpoint
-    if route.request is None:
+    if route.request is None and not route.requests:
         return endpoint
 
     async def answer(request: Request) -> Response:
@@ -57,9 +57,14 @@ def taken_in(route: ApiRoute, intake: Intake) -> Endpoint:
             check_json_depth(body, intake.json_depth)
         else:
             await asyncio.to_thread(check_json_depth, body, intake.json_depth)
-        return await endpoint(Request(request.scope, _replay(body, request.receive)))
+        return await endpoint(with_body(request, body))
 
     return answer
+
+
+def with_body(request: Request, body: bytes) -> Request:
+    """The request with a body that was read already."""
+    return Request(request.scope, _replay(body, request.receive))
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -16,7 +16,7 @@ from typing import Any
 from quickstep.errors import RequestError
 from quickstep.server.generation import GenerationRequest
 from quickstep.server.prompts import TextPrompt, TokenPrompt
-from quickstep.server.sampling import bounded, sampling_params, token_ids_of
+from quickstep.server.sampling import bounded, num_alternatives, sampling_params, token_ids_of
 from quickstep.server.schemas import SamplingFields
 from quickstep.server.schemas_llama_cpp import LlamaCompletionRequest, PromptObject
 from quickstep.server.surface import Served
@@ -87,7 +87,7 @@ def llama_request(fields: LlamaCompletionRequest, served: Served) -> GenerationR
 def _sampling(
     fields: LlamaCompletionRequest, grammar: Grammar | None, served: Served
 ) -> SamplingParams:
-    bounded("n_probs", fields.n_probs or 0, served.limits.logprobs)
+    n_probs = num_alternatives("n_probs", fields.n_probs, served)
     bounded("n_cmpl", fields.n_cmpl or 1, served.limits.n)
     shared = {name: getattr(fields, name) for name in _SAME_NAME}
     shared |= {name: getattr(fields, name) for name in _PENALTIES}
@@ -98,7 +98,7 @@ def _sampling(
         name: value for name in _OWN if (value := getattr(fields, name)) is not None
     }
     own["logit_bias"] = _logit_bias(fields, served)
-    own["logprobs"] = fields.n_probs or None
+    own["logprobs"] = n_probs or None
     own["grammar"] = grammar
     own |= _max_tokens(fields, served)
     length = "n_predict" if fields.max_tokens is None else "max_tokens"

@@ -73,7 +73,10 @@ def openapi_document(routes: Sequence[ApiRoute], facts: SchemaFacts) -> dict[str
     types = {
         struct
         for route in routes
-        for declared in (route.request, route.response, _error(route), *route.events)
+        for declared in (
+            *(route.request, *route.requests),
+            *(route.response, _error(route), *route.events),
+        )
         if declared is not None
         for struct in reachable_structs(declared)
     }
@@ -119,9 +122,15 @@ def _operation(
     if route.is_probe:
         operation["security"] = []
     if route.request is not None:
-        content = {route.request_type: {"schema": _ref(names[route.request])}}
-        operation["requestBody"] = {"required": True, "content": content}
+        operation["requestBody"] = _request_body(route, _ref(names[route.request]))
+    elif route.requests:
+        forms = [_ref(names[schema]) for schema in route.requests]
+        operation["requestBody"] = _request_body(route, {"anyOf": forms})
     return operation
+
+
+def _request_body(route: ApiRoute, schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {route.request_type: {"schema": schema}}}
 
 
 def _path_parameters(path: str) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from quickstep.server.api_keys import ApiKeys
 from quickstep.server.file_options import BatchOptions, FileOptions
 
 __all__ = [
+    "AnswerOptions",
     "ConnectionOptions",
     "CorsOptions",
     "Deadlines",
@@ -46,7 +47,8 @@ class RequestLimits:
         bad_word_chars: Characters of one bad word.
         dry_breakers: DRY's sequence breakers per request.
         dry_breaker_chars: Characters of one breaker.
-        logprobs: Alternatives per token.
+        logprobs: Alternatives per token; -1 for no bound, then -1 asks for the whole vocabulary.
+        logprob_token_ids: Tokens whose logprobs a request may ask for by id.
         label_chars: Characters of `user`, `cache_salt` and the other labels, which logs keep.
         tools: Functions that a request may offer to the model.
         metadata: Entries of `metadata`; keys have at most 64 and values at most 512 characters.
@@ -71,6 +73,7 @@ class RequestLimits:
     dry_breakers: int = 16
     dry_breaker_chars: int = 32
     logprobs: int = 20
+    logprob_token_ids: int = 128
     label_chars: int = 512
     tools: int = 128
     metadata: int = 16
@@ -198,6 +201,19 @@ _LEAST_STALL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What answers hold that a request did not ask for.
+
+    Attributes:
+        always_usage: Every stream of chat and completions ends with its usage.
+        request_metrics: Answers of chat and completions tell how long the request took.
+    """
+
+    always_usage: bool = False
+    request_metrics: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class FieldRules:
     """What becomes of a request's fields that have no effect. By default they are reported in the
     answer's header `x-quickstep-ignored` and, once per client, in the log.
@@ -225,6 +241,7 @@ class ServerOptions:
         tls: The certificate, if there is one.
         deadlines: How long requests may take.
         field_rules: What becomes of fields that have no effect.
+        answers: What answers hold beyond what was asked for.
         root_path: The path under which a proxy shows this server, and which it cuts off.
         access_log: One log line per request.
         files: Where clients' files stand, and how much of them.
@@ -247,6 +264,7 @@ class ServerOptions:
     tls: TlsOptions = field(default_factory=TlsOptions)
     deadlines: Deadlines = field(default_factory=Deadlines)
     field_rules: FieldRules = field(default_factory=FieldRules)
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
     root_path: str = ""
     access_log: bool = False
     files: FileOptions = field(default_factory=FileOptions)

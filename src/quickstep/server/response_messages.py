@@ -6,16 +6,28 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["MessageBlock", "MessageResponse", "MessageUsage", "TokenCount"]
+__all__ = ["CacheCreation", "MessageBlock", "MessageResponse", "MessageUsage", "TokenCount"]
+
+
+class CacheCreation(msgspec.Struct, frozen=True):
+    """Tokens that the prefix cache did not hold, by how long Anthropic would keep them."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int = 0
 
 
 class MessageUsage(msgspec.Struct, kw_only=True, frozen=True):
-    """Tokens. Those read from the prefix cache stand apart from the other input."""
+    """Tokens of the request. Three numbers are the input: what was read from the prefix cache,
+    what was added to it (where the request marks a prefix), and the rest.
+    """
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
+    cache_creation: CacheCreation = CacheCreation(0)
+    inference_geo: None = None
+    server_tool_use: None = None
     output_tokens_details: dict[str, int] | None = None
     service_tier: Literal["standard"] = "standard"
 
@@ -55,6 +67,7 @@ class MessageResponse(msgspec.Struct, kw_only=True, frozen=True, tag="message"):
     stop_reason: str | None
     stop_sequence: str | None
     usage: MessageUsage
+    container: None = None
 
 
 class TokenCount(msgspec.Struct, frozen=True):

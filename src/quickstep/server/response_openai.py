@@ -12,6 +12,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quickstep.types import SequenceTimings
+
 __all__ = [
     "ChatCompletion",
     "ChatCompletionChunk",
@@ -19,6 +21,7 @@ __all__ = [
     "CompletionChunk",
     "Model",
     "ModelList",
+    "RequestMetrics",
     "Usage",
 ]
 
@@ -109,6 +112,35 @@ class ChatChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class RequestMetrics(msgspec.Struct, frozen=True):
+    """How long a request took, by vLLM's names; times without the wait before its first step."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    queue_time_ms: float
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+
+    @classmethod
+    def of(cls, timings: SequenceTimings) -> RequestMetrics:
+        """From the scheduler's clock. What needs a first token is None without one."""
+        queue_ms = timings.queue_s * 1e3
+        first_s, started_s = timings.first_token_s, timings.first_scheduled_s
+        if first_s is None or started_s is None:
+            return cls(None, None, queue_ms, None, None)
+        generation_s = timings.finished_s - first_s
+        num_gaps = timings.num_output_tokens - 1
+        return cls(
+            time_to_first_token_ms=(first_s - started_s) * 1e3,
+            generation_time_ms=generation_s * 1e3,
+            queue_time_ms=queue_ms,
+            mean_itl_ms=generation_s * 1e3 / num_gaps if num_gaps > 0 else None,
+            tokens_per_second=(
+                timings.num_output_tokens / generation_s if generation_s > 0 else None
+            ),
+        )
+
+
 class ChatCompletion(msgspec.Struct, frozen=True):
     """The assistant's next message."""
 
@@ -124,6 +156,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
     metadata: dict[str, str] | UnsetType = UNSET
     service_tier: str | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
 
 
 class StreamedFunction(msgspec.Struct, frozen=True):
@@ -178,6 +211,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True):
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
     metadata: dict[str, str] | UnsetType = UNSET
     service_tier: str | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
@@ -214,6 +248,7 @@ class Completion(msgspec.Struct, frozen=True):
     choices: list[TextChoice]
     usage: Usage
     seed: int | None
+    metrics: RequestMetrics | UnsetType = UNSET
 
 
 class TextChunkChoice(msgspec.Struct, frozen=True):
@@ -240,6 +275,7 @@ class CompletionChunk(msgspec.Struct, frozen=True):
     choices: list[TextChunkChoice]
     seed: int | None
     usage: Usage | UnsetType | None = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
 
 
 class Model(msgspec.Struct, frozen=True):

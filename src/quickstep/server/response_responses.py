@@ -85,6 +85,7 @@ class ResponseObject(msgspec.Struct, kw_only=True, frozen=True):
     completed_at: int | None
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     error: dict[str, Any] | None
+    frequency_penalty: float
     incomplete_details: dict[str, str] | None
     background: Literal[False] = False
     instructions: str | None
@@ -94,8 +95,12 @@ class ResponseObject(msgspec.Struct, kw_only=True, frozen=True):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
+    presence_penalty: float
+    conversation: None = None
     previous_response_id: str | None
+    prompt: None = None
     prompt_cache_key: str | None
+    prompt_cache_retention: None = None
     reasoning: dict[str, Any]
     safety_identifier: str | None
     service_tier: Literal["default"] = "default"

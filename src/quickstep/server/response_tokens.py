@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-__all__ = ["Detokenized", "RenderedPrompt", "TokenPiece", "Tokenized"]
+__all__ = ["Detokenized", "RenderedPrompt", "TokenPiece", "Tokenized", "TokenizerInfo"]
 
 
 class TokenPiece(msgspec.Struct, frozen=True):
@@ -28,6 +30,20 @@ class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: str
     content: str
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/tokenizer_info`: what a client needs to write prompts by itself."""
+
+    tokenizer_class: Literal["PreTrainedTokenizerFast"] = "PreTrainedTokenizerFast"
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    eos_token_ids: list[int]
 
 
 class RenderedPrompt(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ from quickstep.server.responses_store import ResponseStore, StoredResponse
 from quickstep.server.responses_tools import asked_text, offered_functions
 from quickstep.server.responses_writer import ResponsesWriter, Turn
 from quickstep.server.routes import caller_of
-from quickstep.server.sampling import bounded, label
+from quickstep.server.sampling import label, num_alternatives
 from quickstep.server.schemas import decode_values
 from quickstep.server.surface import Asked, Served, stream_flags
 
@@ -83,7 +83,7 @@ class Responses:
         )
         own = {
             "max_tokens": fields.max_output_tokens,
-            "logprobs": _num_logprobs(fields, limits, reader),
+            "logprobs": _num_logprobs(fields, served, reader),
         }
         renamed = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
         request = conversation_request(conversation, fields, served, own, renamed)
@@ -91,7 +91,7 @@ class Responses:
             request,
             tenant=tenant_of(fields.user, fields.safety_identifier, limits),
             ignored=reader.ignored,
-            **stream_flags(fields),
+            **stream_flags(fields, served),
         )
         _check_labels(fields, limits)
         turn = Turn(
@@ -202,9 +202,7 @@ def _told(fields: ResponsesRequest, served: Served, reader: FieldReader) -> dict
     }
 
 
-def _num_logprobs(
-    fields: ResponsesRequest, limits: RequestLimits, reader: FieldReader
-) -> int | None:
+def _num_logprobs(fields: ResponsesRequest, served: Served, reader: FieldReader) -> int | None:
     """The alternatives per token; they are given where `include` asks for them."""
     for place, name in enumerate(fields.include or ()):
         path = f"include[{place}]"
@@ -213,8 +211,7 @@ def _num_logprobs(
         elif name not in INCLUDES:
             raise RequestError(f"{path} {name[:64]} is not supported", param=path)
     if _LOGPROBS in (fields.include or ()):
-        bounded("top_logprobs", fields.top_logprobs or 0, limits.logprobs)
-        return fields.top_logprobs or 0
+        return num_alternatives("top_logprobs", fields.top_logprobs or 0, served)
     if fields.top_logprobs:
         raise RequestError(f'top_logprobs needs include: ["{_LOGPROBS}"]', param="top_logprobs")
     return None

@@ -42,7 +42,7 @@ def offered_functions(
 def listed_tools(fields: ResponsesRequest) -> list[dict[str, Any]]:
     """The functions as the response repeats them, with what holds where the client was silent."""
     return [
-        {"strict": False, "parameters": None, **tool}
+        {"description": None, "strict": False, "parameters": None, **tool}
         for tool in fields.tools or ()
         if tool.get("type") == "function"
     ]
@@ -67,7 +67,8 @@ def asked_text(fields: ResponsesRequest) -> AskedGrammar | None:
 def listed_text(fields: ResponsesRequest) -> dict[str, Any]:
     """`text` as the response repeats it."""
     form = None if fields.text is None else fields.text.format
-    return {"format": form or {"type": "text"}, "verbosity": "medium"}
+    verbosity = None if fields.text is None else fields.text.verbosity
+    return {"format": form or {"type": "text"}, "verbosity": verbosity or "medium"}
 
 
 def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:

@@ -40,16 +40,12 @@ from quickstep.server.responses_schema import (
 from quickstep.server.responses_store import StoredResponse
 from quickstep.server.responses_tools import listed_text, listed_tools
 from quickstep.server.surface import Head, Served
-from quickstep.types import FinishReason, TokenLogprobs
+from quickstep.types import TokenLogprobs
 
 __all__ = ["ResponsesWriter", "Turn"]
 
-_INCOMPLETE = {
-    FinishReason.MAX_TOKENS: "max_output_tokens",
-    FinishReason.CONTEXT_LIMIT: "max_output_tokens",
-    FinishReason.DEADLINE: "deadline",
-    FinishReason.ABORTED: "aborted",
-}
+# OpenAI's word for every end that came too early: it has none for a deadline
+_INCOMPLETE = {"reason": "max_output_tokens"}
 _ITEM_PREFIX = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
 _Status = str
 
@@ -234,15 +230,14 @@ class ResponsesWriter:
         fields, request = self._turn.fields, self._generation.request
         begun = status == "in_progress"
         effort = None if fields.reasoning is None else fields.reasoning.effort
-        reason = self._blocks.finish_reason
-        cut = {"reason": _INCOMPLETE.get(reason, "aborted")} if reason is not None else None
         return ResponseObject(
             id=self._id,
             created_at=self._head.created,
             completed_at=int(time.time()) if status == "completed" else None,
             status=status,
             error=error,
-            incomplete_details=cut if status == "incomplete" else None,
+            frequency_penalty=request.sampling.frequency_penalty,
+            incomplete_details=_INCOMPLETE if status == "incomplete" else None,
             instructions=fields.instructions,
             max_output_tokens=fields.max_output_tokens,
             max_tool_calls=fields.max_tool_calls,
@@ -250,6 +245,7 @@ class ResponsesWriter:
             model=request.model,
             output=[] if begun else [self._item(block) for block in self._blocks.blocks],
             parallel_tool_calls=fields.parallel_tool_calls is not False,
+            presence_penalty=request.sampling.presence_penalty,
             previous_response_id=fields.previous_response_id,
             prompt_cache_key=fields.prompt_cache_key,
             reasoning={"effort": effort, "summary": None},

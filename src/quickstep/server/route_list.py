@@ -12,6 +12,7 @@ from quickstep.server.embedding_schema import EmbeddingList, EmbeddingRequest
 from quickstep.server.embeddings import Embeddings
 from quickstep.server.error_shapes import anthropic_shape
 from quickstep.server.first_routes import generating_routes, probe_routes
+from quickstep.server.invocations import invocations_route
 from quickstep.server.llama_cpp_routes import llama_cpp_routes
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
@@ -34,9 +35,12 @@ def api_routes(
 ) -> list[ApiRoute]:
     """Every route, in the order of the reference. The app starts and stops `batches`."""
     batches = batches or LocalBatches(served, metrics, options)
+    generating = generating_routes(served, metrics)
+    embeddings = _embeddings(served, metrics)
     routes = [
-        *generating_routes(served, metrics),
-        _embeddings(served, metrics),
+        *generating,
+        embeddings,
+        invocations_route([*generating, embeddings]),
         *_responses(served, metrics, options),
         *_anthropic(served, metrics),
         *batches.routes(),

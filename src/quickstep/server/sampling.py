@@ -19,7 +19,14 @@ from quickstep.server.schemas import SamplingFields
 from quickstep.server.surface import Served
 from quickstep.types import SamplingParams
 
-__all__ = ["bounded", "deadline_of", "label", "sampling_params", "token_ids_of"]
+__all__ = [
+    "bounded",
+    "deadline_of",
+    "label",
+    "num_alternatives",
+    "sampling_params",
+    "token_ids_of",
+]
 
 _SAME_NAME = (
     "n",
@@ -88,6 +95,23 @@ def bounded(name: str, value: int, limit: int, unit: str = "") -> None:
     if value > limit:
         has = f"has {value} {unit}" if unit else f"is {value}"
         raise RequestError(f"{name} {has}, the limit is {limit}", param=name)
+
+
+def num_alternatives(name: str, value: int | None, served: Served) -> int | None:
+    """How many alternatives per token; -1 is the whole vocabulary. Raises RequestError."""
+    limit, vocab_size = served.limits.logprobs, served.engine.tokenizer.vocab_size
+    if value is None:
+        return None
+    if value == -1:
+        if limit != -1:
+            raise RequestError(
+                f"{name} is -1, the whole vocabulary, and the limit is {limit}; start the server "
+                "with --max-logprobs -1",
+                param=name,
+            )
+        return vocab_size
+    bounded(name, value, vocab_size if limit == -1 else limit)
+    return value
 
 
 def label(name: str, value: str | None, limits: RequestLimits) -> str:

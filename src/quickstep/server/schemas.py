@@ -146,7 +146,10 @@ class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, fro
     """What completions and chat ask for beside the text, by vLLM's names."""
 
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
@@ -301,6 +304,10 @@ class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    echo: Annotated[
+        bool | None,
+        hint("the last message is not the assistant's", passes=(False,), conditional=True),
+    ] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

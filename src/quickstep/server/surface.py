@@ -19,7 +19,13 @@ from quickstep.errors import RequestError
 from quickstep.server.api_errors import RouteNotFound
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.generation import ChoiceDelta, Generation, GenerationRequest
-from quickstep.server.options import Deadlines, FieldRules, RequestLimits, ServerOptions
+from quickstep.server.options import (
+    AnswerOptions,
+    Deadlines,
+    FieldRules,
+    RequestLimits,
+    ServerOptions,
+)
 from quickstep.server.schemas import SamplingFields
 
 __all__ = [
@@ -37,8 +43,8 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class Served:
     """What an adapter may look at: the engine's facts, the names it goes by, the limits, how the
-    model writes calls and reasoning, how long requests may take, and what becomes of fields
-    without effect.
+    model writes calls and reasoning, how long requests may take, what becomes of fields without
+    effect, and what answers hold beyond what was asked for.
     """
 
     engine: ServedEngine
@@ -47,14 +53,22 @@ class Served:
     formats: OutputFormats
     deadlines: Deadlines = field(default_factory=Deadlines)
     field_rules: FieldRules = field(default_factory=FieldRules)
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
 
     @classmethod
     def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
         """What `options` make of an engine that is open. Raises ConfigError."""
         names = options.served_model_names or (engine.model_name,)
         formats = output_formats(engine, options)
-        rules = options.field_rules
-        return cls(engine, names, options.limits, formats, options.deadlines, rules)
+        return cls(
+            engine,
+            names,
+            options.limits,
+            formats,
+            options.deadlines,
+            options.field_rules,
+            options.answers,
+        )
 
     def model(self, name: str | None) -> str:
         """The name to answer with. Raises RequestError 404 for a model that is not served."""
@@ -136,15 +150,16 @@ def _chosen(told: OutputFormats, options: ServerOptions) -> OutputFormats:
     )
 
 
-def stream_flags(fields: SamplingFields) -> dict[str, Any]:
+def stream_flags(fields: SamplingFields, served: Served) -> dict[str, Any]:
     """`stream` and `stream_options` as fields of `GenerationRequest`. Raises RequestError."""
     options = fields.stream_options
+    always_usage = served.answers.always_usage
     if options is None:
-        return {"stream": bool(fields.stream)}
+        return {"stream": bool(fields.stream), "include_usage": always_usage}
     if not fields.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     return {
         "stream": True,
-        "include_usage": bool(options.include_usage),
+        "include_usage": bool(options.include_usage) or always_usage,
         "continuous_usage": bool(options.continuous_usage_stats),
     }

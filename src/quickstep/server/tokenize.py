@@ -23,7 +23,13 @@ from quickstep.server.chat import Chat
 from quickstep.server.field_reader import FieldReader
 from quickstep.server.front_gate import report_ignored
 from quickstep.server.prompts import ChatPrompt, rendered
-from quickstep.server.response_tokens import Detokenized, RenderedPrompt, Tokenized, TokenPiece
+from quickstep.server.response_tokens import (
+    Detokenized,
+    RenderedPrompt,
+    Tokenized,
+    TokenizerInfo,
+    TokenPiece,
+)
 from quickstep.server.sampling import bounded, token_ids_of
 from quickstep.server.schemas import ChatRequest
 from quickstep.server.schemas_tokens import (
@@ -83,6 +89,13 @@ class Tokenizing:
                 response=Detokenized,
             ),
             ApiRoute(
+                "GET",
+                "/tokenizer_info",
+                self.info,
+                "The vocabulary's special tokens and the chat template.",
+                response=TokenizerInfo,
+            ),
+            ApiRoute(
                 "POST",
                 "/apply-template",
                 self.apply_template,
@@ -117,6 +130,24 @@ class Tokenizing:
             return json_response(Detokenized(prompt=text, content=text))
 
         return await _off_the_loop(len(ids), answer)
+
+    async def info(self, _: Request) -> Response:
+        """The vocabulary's special tokens and the chat template."""
+        engine = self._served.engine
+        tokenizer, template = engine.tokenizer, engine.chat_template
+        named = tokenizer.special_tokens
+        return json_response(
+            TokenizerInfo(
+                vocab_size=tokenizer.vocab_size,
+                model_max_length=engine.max_model_len,
+                chat_template=None if template is None else template.source,
+                eos_token_ids=sorted(tokenizer.eos_token_ids),
+                bos_token=named.get("bos_token"),
+                eos_token=named.get("eos_token"),
+                pad_token=named.get("pad_token"),
+                unk_token=named.get("unk_token"),
+            )
+        )
 
     async def apply_template(self, request: Request) -> Response:
         """The prompt text of a conversation."""

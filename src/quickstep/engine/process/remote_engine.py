@@ -145,6 +145,7 @@ class RemoteEngine:
         self._model = config.load.model
         self._template_s = config.inputs.template_s
         self._stream_bounds = config.streams
+        self._block_size = config.cache.block_size
         self._ledger = Ledger()
         self._step_log = StepLog()
         self._streams = RemoteStreams(clock)
@@ -217,6 +218,11 @@ class RemoteEngine:
     def memory_plan(self) -> MemoryPlan | None:
         """What the engine's memory is used for."""
         return self._loaded.facts.memory_plan
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block: what the prefix cache keeps is a multiple of it."""
+        return self._block_size
 
     @property
     def tokenizer(self) -> Tokenizer:
