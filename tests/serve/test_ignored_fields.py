@@ -267,7 +267,8 @@ def test_a_choice_that_demands_a_tool_that_is_left_out_is_400(
 
 def test_the_responses_answer_lists_the_tools_that_the_model_was_shown() -> None:
     tools = [{"type": "web_search_preview"}, RESPONSES_TOOL]
-    assert post(RESPONSES, {"tools": tools}).json()["tools"] == [{**RESPONSES_TOOL}]
+    shown = post(RESPONSES, {"tools": tools}).json()["tools"]
+    assert shown == [{**RESPONSES_TOOL, "description": None}]
 
 
 def test_betas_are_reported_unless_they_ask_for_what_is_here() -> None:
