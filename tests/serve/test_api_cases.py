@@ -37,6 +37,7 @@ BEYOND_THE_SCHEMA = re.compile(
     r"""
     stream_options\ needs\ stream
     | top_logprobs\ needs\ (logprobs|include)
+    | logprob_token_ids\ needs\ logprobs | truncate_prompt_tokens\ is
     | thinking_budget\ (is\ not\ supported|cannot)
     | timeout_s\ is\ .*\ (inf|nan|above)
     | best_of\ is\ .*,\ (below|above)\ n
@@ -76,7 +77,7 @@ BEYOND_THE_SCHEMA = re.compile(
     | messages\[\d+\]\.content\ is\ missing
     | messages\[\d+\]\.tool_calls\[\d+\]\.function\.arguments\ is\ not\ the\ JSON\ text
     | response_format\.json_schema\.schema\ is\ missing
-    | the\ prompt\ is\ empty | prompt\ has\ \d+\ tokens
+    | the\ (prompt|input)\ is\ empty | prompt\ has\ \d+\ tokens
     | logit_bias\ holds\ token\ id
     | the\ model\ .*\ does\ not\ exist
     """,

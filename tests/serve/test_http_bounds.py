@@ -83,6 +83,21 @@ def test_what_is_no_http_is_400_in_openais_shape(garbage: bytes) -> None:
     assert "not valid HTTP" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("request_bytes", "expected"),
+    [
+        (b"nonsense\r\n\r\n", b""),
+        (head("/" + "a" * 9000, "x-request-id: mine"), b"mine\r\n"),
+    ],
+)
+def test_what_never_became_a_request_is_answered_with_an_id(
+    request_bytes: bytes, expected: bytes
+) -> None:
+    with live_server(FakeEngine(), ServerOptions(drain_s=0.0)) as server:
+        answer = asyncio.run(asyncio.wait_for(exchange(server, request_bytes), DEADLINE_S))
+    assert b"\r\nx-request-id: " + expected in answer
+
+
 def test_headers_that_never_end_are_408() -> None:
     options = ServerOptions(connections=ConnectionOptions(header_s=0.05))
     status, error = answer_to(b"GET /health HTTP/1.1\r\nhost: x\r\n", options=options)

@@ -33,7 +33,10 @@ class ApiPages:
         """OpenAPI 3.1 with this server's limits and names."""
         if self._document is None:
             facts = SchemaFacts(
-                self._served.limits, self._served.engine.tokenizer.vocab_size, self._served.names
+                self._served.limits,
+                self._served.engine.tokenizer.vocab_size,
+                self._served.names,
+                self._served.field_rules,
             )
             self._document = msgspec.json.encode(openapi_document(self._routes, facts))
         return Response(self._document, media_type="application/json")

@@ -17,7 +17,7 @@ from quickstep.dataclass import dataclass
 from quickstep.sampling_params import PRESETS, RANGES
 from quickstep.server import anthropic_schema, responses_schema, schemas
 from quickstep.server.embedding_schema import EmbeddingRequest
-from quickstep.server.options import RequestLimits
+from quickstep.server.options import FieldRules, RequestLimits
 from quickstep.server.responses import INCLUDES, INCLUDES_NOTHING
 from quickstep.server.schemas_files import BatchRequest
 from quickstep.server.schemas_llama_cpp import LlamaCompletionRequest
@@ -52,6 +52,7 @@ class SchemaFacts:
     limits: RequestLimits = field(default_factory=RequestLimits)
     vocab_size: int | None = None
     model_names: tuple[str, ...] = ()
+    field_rules: FieldRules = field(default_factory=FieldRules)
 
 
 def bounds_of(schema: type[msgspec.Struct], facts: SchemaFacts) -> dict[str, Keywords]:

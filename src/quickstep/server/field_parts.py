@@ -23,7 +23,7 @@ from quickstep.server.responses_schema import (
 from quickstep.server.schemas import ChatRequest, FunctionTool
 from quickstep.server.schemas_tokens import ApplyTemplateRequest, TokenizeRequest
 
-__all__ = ["parts_of"]
+__all__ = ["TOOL_TYPES", "parts_of"]
 
 _Parts = Mapping[str, tuple[type[msgspec.Struct], ...]]
 
@@ -38,6 +38,12 @@ _PARTS: Mapping[type[msgspec.Struct], _Parts] = MappingProxyType(
         TokenizeRequest: {"tools": (FunctionTool,)},
         ApplyTemplateRequest: {"tools": (FunctionTool,)},
     }
+)
+
+
+# The `type` that a tool of this form has; a tool of another type is left out and reported.
+TOOL_TYPES: Mapping[type[msgspec.Struct], str] = MappingProxyType(
+    {FunctionTool: "function", FunctionToolSpec: "function", CustomToolSpec: "custom"}
 )
 
 

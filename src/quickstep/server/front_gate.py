@@ -30,7 +30,14 @@ from quickstep.server.api_errors import ErrorShape, error_response
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.options import RequestLimits, ServerOptions
 
-__all__ = ["FrontGate", "check_head", "key_name", "report_ignored", "written_path"]
+__all__ = [
+    "FrontGate",
+    "check_head",
+    "key_name",
+    "report_ignored",
+    "request_id",
+    "written_path",
+]
 
 _LOG = logging.getLogger("quickstep.server")
 _ACCESS_LOG = logging.getLogger("quickstep.access")
@@ -171,9 +178,9 @@ class _Reported:
         return fresh
 
 
-def _request_id(scope: Scope) -> str:
+def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The client's id, without what a header may not hold; a new one if it sent none."""
-    given = dict(scope["headers"]).get(b"x-request-id", b"")[:_REQUEST_ID_CHARS]
+    given = dict(headers).get(b"x-request-id", b"")[:_REQUEST_ID_CHARS]
     text = "".join(char for char in given.decode("latin-1") if " " <= char <= "~").strip()
     return text or uuid.uuid4().hex
 
@@ -185,7 +192,7 @@ class _Watched:
         self._scope = scope
         self._send = send
         self._reported = reported
-        self._request_id = _request_id(scope)
+        self._request_id = request_id(scope["headers"])
         self.status: int | None = None
         self._since_s = time.monotonic()
 

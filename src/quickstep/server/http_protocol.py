@@ -17,7 +17,7 @@ from uvicorn.server import ServerState
 
 from quickstep.errors import RequestError
 from quickstep.server.api_errors import error_body
-from quickstep.server.front_gate import check_head
+from quickstep.server.front_gate import check_head, request_id
 from quickstep.server.options import ConnectionOptions, RequestLimits
 
 __all__ = ["BoundedProtocol", "bounded_protocol"]
@@ -154,6 +154,7 @@ class BoundedProtocol(HttpToolsProtocol):
         body = msgspec.json.encode(error_body(str(error), error.status))
         head = (
             "content-type: application/json\r\n"
+            f"x-request-id: {request_id(self.headers or ())}\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(STATUS_LINE[error.status] + head.encode() + body)

@@ -24,7 +24,7 @@ from quickstep.server.api_route import ApiRoute
 from quickstep.server.error_shapes import OVERLOADED, anthropic_shape
 from quickstep.server.field_bounds import Keywords, SchemaFacts, bounds_of
 from quickstep.server.field_classes import Hint, Refusal
-from quickstep.server.field_parts import parts_of
+from quickstep.server.field_parts import TOOL_TYPES, parts_of
 from quickstep.server.field_reference import REFUSED_FORMS, reference_of
 from quickstep.server.field_rows import Honoured, Note, Row
 from quickstep.server.response_errors import ErrorAnswer, MessagesError
@@ -216,13 +216,23 @@ def _unfold(
 ) -> None:
     """The entries of lists that the type leaves open."""
     for name, parts in parts_of(struct).items():
-        entries = {"items": {"anyOf": [_ref(names[part]) for part in parts]}}
+        forms = [_ref(names[part]) for part in parts]
+        forms += [_other_tool(TOOL_TYPES[part]) for part in parts if part in TOOL_TYPES]
+        entries = {"items": {"anyOf": forms}}
         schema["properties"][name] = _bounded(schema["properties"][name], entries)
+
+
+def _other_tool(known: str) -> dict[str, Any]:
+    """A tool that the client does not run: it is left out of the prompt and reported."""
+    kind = {"type": "string", "not": {"const": known}}
+    return {"type": "object", "properties": {"type": kind}, "required": ["type"]}
 
 
 def _refine(schema: dict[str, Any], struct: type[msgspec.Struct], facts: SchemaFacts) -> None:
     """Add to a struct's schema what its types cannot say."""
     properties = schema.get("properties", {})
+    if schema.get("additionalProperties") is False and not facts.field_rules.refuse_unknown:
+        schema["additionalProperties"] = True  # unknown fields are dropped and reported
     for name, keywords in bounds_of(struct, facts).items():
         properties[name] = _bounded(properties[name], keywords)
     for name, row in reference_of(struct).items():
