@@ -37,6 +37,9 @@ def hides_tools(seen: Seen) -> bool:
     return "tool=" not in seen.prompt
 
 
+MARKED = Case(
+    {"type": "ephemeral"}, lambda seen: seen.answer["usage"]["cache_creation_input_tokens"] > 0
+)
 ONE_CALL = Case(
     True,
     lambda seen: num_calls(seen) == 1,
@@ -50,6 +53,7 @@ COUNT: Cases = {
         tools=([TOOL], shown('"name": "find_it"')),
     ),
     "model": unknown_model(),
+    "cache_control": MARKED,
     "tool_choice": Case({"type": "none"}, hides_tools, {"tools": [TOOL]}),
     "thinking": Case({"type": "disabled"}, OFF, engine=thinking),
     "output_config": Case({"effort": "none"}, OFF, engine=thinking),
@@ -71,16 +75,18 @@ MESSAGES: Cases = {
 MESSAGES_CASES: dict[type[msgspec.Struct], Cases] = {
     schemas.CountTokensRequest: COUNT,
     schemas.MessagesRequest: MESSAGES,
-    schemas.PlainBlock: {"text": read()},
+    schemas.PlainBlock: {"text": read(), "cache_control": MARKED},
     schemas.ThinkingBlock: {"thinking": said("reasoning_content")},
     schemas.ToolUseBlock: {
         "id": called("id", "call_9"),
         "name": called("name", "find_it"),
+        "cache_control": MARKED,
         "input": Case({"a": 1}, lambda seen: seen.call["function"]["arguments"] == '{"a": 1}'),
     },
     schemas.ToolResultBlock: {
         "tool_use_id": said("tool_call_id", "call_9"),
         "content": read(),
+        "cache_control": MARKED,
         "is_error": Case(True, shown("Error: ")),
     },
     schemas.UserTurn: {"content": said("content")},
@@ -91,6 +97,7 @@ MESSAGES_CASES: dict[type[msgspec.Struct], Cases] = {
         "description": Case("Finds it.", shown("Finds it.")),
         "input_schema": Case({"type": "object", "title": "yo!"}, shown('"title": "yo!"')),
         "strict": Case(True, is_forced),
+        "cache_control": MARKED,
     },
     schemas.AutoChoice: {"disable_parallel_tool_use": ONE_CALL},
     schemas.AnyChoice: {"disable_parallel_tool_use": ONE_CALL},

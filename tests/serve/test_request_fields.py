@@ -37,6 +37,9 @@ from quickstep.server.anthropic_schema import (
     JsonOutput,
     MessagesRequest,
     OutputConfig,
+    PlainBlock,
+    ToolResultBlock,
+    ToolUseBlock,
 )
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.app import create_app
@@ -75,6 +78,12 @@ WITHOUT_EFFECT: dict[tuple[Struct, Struct, str], str] = {
     (CountTokensRequest, EnabledThinking, "budget_tokens"): "nothing is generated",
     (CountTokensRequest, OutputConfig, "format"): "nothing is generated",
     (CountTokensRequest, JsonOutput, "schema"): "nothing is generated",
+    **{
+        (CountTokensRequest, struct, "cache_control"): "nothing is added to the cache"
+        for struct in (
+            *(CountTokensRequest, CustomToolSpec, PlainBlock, ToolResultBlock, ToolUseBlock),
+        )
+    },
 }
 # What a note needs around it.
 BESIDE_NOTES: dict[tuple[Struct, str], Mapping[str, Any]] = {

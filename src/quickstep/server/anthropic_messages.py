@@ -52,12 +52,20 @@ def begins_answer(fields: CountTokensRequest) -> bool:
 
 def marks_cache(fields: CountTokensRequest) -> bool:
     """Whether the client marks a prefix to be cached. All are; it wants to be told what was."""
-    contents = [fields.system, *(turn.content for turn in fields.messages)]
-    blocks = [block for content in contents if isinstance(content, list) for block in content]
     return (
         fields.cache_control is not None
-        or any(getattr(block, "cache_control", None) is not None for block in blocks)
         or any(tool.get("cache_control") is not None for tool in fields.tools or ())
+        or _is_marked(fields.system)
+        or any(_is_marked(turn.content) for turn in fields.messages)
+    )
+
+
+def _is_marked(content: object) -> bool:
+    """Whether one of the blocks, or of the blocks in a tool's result, carries a mark."""
+    return isinstance(content, list) and any(
+        getattr(block, "cache_control", None) is not None
+        or (isinstance(block, ToolResultBlock) and _is_marked(block.content))
+        for block in content
     )
 
 

@@ -239,6 +239,7 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     mcp_servers: Annotated[
         list[dict[str, Any]] | None, hint("the server makes no outbound requests", passes=([],))
     ] = None
+    output_format: Annotated[Any, refused("send output_config.format")] = None
     speed: Annotated[str | None, hint("there is one speed", passes=("standard",))] = None
 
 

@@ -103,29 +103,51 @@ def findings(value: object, path: str = "") -> Iterator[Finding]:
 
     `path` leads to `value` in the body. Conditional hints are left to the API that reads them.
     """
+    if not _asks(value):  # most requests: no path needs to be written
+        return
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from findings(item, f"{path}[{index}]")
     elif isinstance(value, msgspec.Struct):
         prefix = f"{path}." if path else ""
-        for name, declared in field_classes(type(value)).items():
-            conditional = isinstance(declared, Hint) and declared.conditional
-            if not conditional and not asks_for_nothing(declared, getattr(value, name)):
+        classes, walked = _checked_fields(type(value))
+        for name, declared in classes:
+            if not asks_for_nothing(declared, getattr(value, name)):
                 yield Finding(f"{prefix}{name}", declared)
-        for name in _walked_fields(type(value)):
+        for name in walked:
             yield from findings(getattr(value, name), f"{prefix}{name}")
 
 
+def _asks(value: object) -> bool:
+    """Whether there is anything to find."""
+    if isinstance(value, list):
+        return any(map(_asks, value))
+    if not isinstance(value, msgspec.Struct):
+        return False
+    classes, walked = _checked_fields(type(value))
+    for name, declared in classes:
+        given = getattr(value, name)
+        if given is not None and not asks_for_nothing(declared, given):
+            return True
+    return any(_asks(getattr(value, name)) for name in walked)
+
+
 @cache
-def _walked_fields(struct: type[msgspec.Struct]) -> tuple[str, ...]:
-    """The fields in which a hint or a refusal may be."""
-    return tuple(field.name for field in _fields(struct) if _holds_classes(field.type))
+def _checked_fields(
+    struct: type[msgspec.Struct],
+) -> tuple[tuple[tuple[str, FieldClass], ...], tuple[str, ...]]:
+    """The hints and refusals that are judged by their value, and the fields that may hold more."""
+    classes = tuple(
+        (name, declared)
+        for name, declared in field_classes(struct).items()
+        if not (isinstance(declared, Hint) and declared.conditional)
+    )
+    walked = tuple(field.name for field in _fields(struct) if _holds_classes(field.type))
+    return classes, walked
 
 
 def _holds_classes(declared: inspect.Type) -> bool:
-    return any(
-        field_classes(struct.cls) or _walked_fields(struct.cls) for struct in structs_of(declared)
-    )
+    return any(any(_checked_fields(struct.cls)) for struct in structs_of(declared))
 
 
 def structs_of(declared: inspect.Type) -> Iterator[inspect.StructType]:

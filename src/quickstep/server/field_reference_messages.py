@@ -11,7 +11,8 @@ from quickstep.server.field_rows import Effects, Note
 
 __all__ = ["EFFECTS", "REFUSED_FORMS"]
 
-_MARK = Note("every prefix is cached without a mark, and for no fixed time")
+_MARK = "Has the usage tell what was added to the cache; every prefix is cached without a mark."
+_LIFETIME = Note("prefixes are cached for no fixed time")
 _ONE_CALL = "True keeps the first call only."
 
 EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
@@ -34,7 +35,7 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "top_p": "Keeps the likeliest tokens that together reach this probability.",
         "metadata": "Whom the work is accounted to.",
     },
-    schemas.CacheControl: {"ttl": _MARK},
+    schemas.CacheControl: {"ttl": _LIFETIME},
     schemas.PlainBlock: {
         "text": "The text; blocks are joined by line ends.",
         "cache_control": _MARK,

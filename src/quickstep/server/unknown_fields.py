@@ -6,6 +6,8 @@ name in the items of one list count as one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -23,7 +25,7 @@ def take_out_unknown(content: object, schema: type[msgspec.Struct], path: str = 
     `path` leads to `content` in the body.
     """
     found: dict[str, str] = {}
-    _walk(content, inspect.type_info(schema), path, path, found)
+    _walk(content, _described(schema), path, path, found)
     return list(found.values())
 
 
@@ -49,7 +51,7 @@ def _walk_struct(
     shape: str,
     found: dict[str, str],
 ) -> None:
-    fields = {field.encode_name: field.type for field in struct.fields}
+    fields = _field_types(struct.cls)
     for name in list(content):
         place, form = (f"{at}.{name}" if at else name for at in (path, shape))
         if name in fields:
@@ -58,6 +60,18 @@ def _walk_struct(
             value = content.pop(name)
             if value is not None and len(found) < _MAX_PATHS:  # null is not given
                 found.setdefault(form, place)
+
+
+@cache
+def _described(schema: type[msgspec.Struct]) -> inspect.StructType:
+    described = inspect.type_info(schema)
+    assert isinstance(described, inspect.StructType), "a schema is a struct"
+    return described
+
+
+@cache
+def _field_types(schema: type[msgspec.Struct]) -> Mapping[str, inspect.Type]:
+    return {field.encode_name: field.type for field in _described(schema).fields}
 
 
 def _list_item(declared: inspect.Type) -> inspect.Type | None:
