@@ -22,6 +22,7 @@ from quickstep.server.file_options import BatchOptions, FileOptions
 from quickstep.server.file_store import FileStore
 from quickstep.server.options import ServerOptions
 from quickstep.server.schemas_files import BatchRequest
+from quickstep.server.surface import Answered
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -101,6 +102,14 @@ def test_every_line_is_answered_in_its_file(client: openai.OpenAI, engine: FakeE
     assert engine.submitted[-1].priority == 1000
     written = client.files.retrieve(batch.output_file_id or "")
     assert written.purpose == "batch_output"
+
+
+def test_a_line_tells_which_of_its_fields_have_no_effect(client: openai.OpenAI) -> None:
+    lines = [line("a", colour=1), line("b")]
+    batch = ended(client, begin(client, lines), "completed")
+    found = answers(client, batch.output_file_id)
+    assert found["a"]["response"]["ignored"] == ["colour"]
+    assert "ignored" not in found["b"]["response"]
 
 
 def test_chat_lines_are_answered_as_the_route_answers(client: openai.OpenAI) -> None:
@@ -242,7 +251,7 @@ class Deadly:
         self.died = asyncio.Event()
         self.seen: list[tuple[bytes, int]] = []  # each body sent, and how many ran with it
 
-    async def __call__(self, body: bytes, caller: str = "", added_priority: int = 0) -> object:
+    async def __call__(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
         self.running.add(body)
         died = self.died
         self.seen.append((body, len(self.running)))
@@ -254,7 +263,7 @@ class Deadly:
             self.died = asyncio.Event()
         if died.is_set():
             raise self.death
-        return {}
+        return Answered({})
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: type(death).__name__)
@@ -315,11 +324,11 @@ def test_a_batch_that_runs_out_of_time_says_which_lines_were_left(tmp_path: Path
         input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1m"
     )
 
-    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> object:
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
         assert caller == "ann"
         if b"slow" in body:
             await asyncio.Event().wait()
-        return {"usage": {"prompt_tokens": 3, "completion_tokens": 5}}
+        return Answered({"usage": {"prompt_tokens": 3, "completion_tokens": 5}})
 
     async def run() -> Record:
         jobs = BatchJobs(store, {COMPLETIONS: endpoint}, BatchOptions(concurrency=2))
@@ -348,9 +357,9 @@ def test_a_server_that_stops_ends_its_batches(tmp_path: Path) -> None:
         input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1d"
     )
 
-    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> object:
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
         await asyncio.Event().wait()
-        return {}
+        return Answered({})
 
     async def run() -> list[Record]:
         jobs = BatchJobs(store, {COMPLETIONS: endpoint}, BatchOptions())

@@ -20,6 +20,7 @@ from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_errors import GenerationFailed, error_of
 from quickstep.server.schemas import decode
+from quickstep.server.surface import Answered
 
 __all__ = [
     "AskedBy",
@@ -42,7 +43,7 @@ _BLANK = b" \t\r\n"
 class Endpoint(Protocol):
     """A route without HTTP: `GeneratingRoute.whole` is one."""
 
-    async def __call__(self, body: bytes, caller: str = "", added_priority: int = 0) -> object:
+    async def __call__(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
         """The JSON answer to a body. Raises RequestError, EngineError."""
 
 
@@ -82,11 +83,12 @@ class LineFault(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """What became of a line. `num_tokens` counts the generated ones."""
+    """What became of a line; `ignored` are the fields of its body that have no effect."""
 
     custom_id: str
     status: int
     body: object
+    ignored: tuple[str, ...] = ()
 
     @property
     def succeeded(self) -> bool:
@@ -108,11 +110,13 @@ class LineAnswer:
 
     def text(self) -> bytes:
         """The line, with its end."""
-        response = {
+        response: dict[str, Any] = {
             "status_code": self.status,
             "request_id": f"req_{secrets.token_hex(12)}",
             "body": self.body,
         }
+        if self.ignored:
+            response["ignored"] = self.ignored
         return _written(self.custom_id, response, None)
 
 
@@ -161,13 +165,13 @@ async def answer_line(endpoint: Endpoint, line: BatchLine, asked_by: AskedBy) ->
         RequestError: 429, the engine's queue is full; the same.
     """
     try:
-        body = await endpoint(line.body, asked_by.caller, asked_by.added_priority)
+        answered = await endpoint(line.body, asked_by.caller, asked_by.added_priority)
     except Exception as error:  # a batch's top: whatever fails, fails one line
         if is_passing(error):
             raise
         status, refusal = error_of(error)
         return LineAnswer(line.custom_id, status, refusal)
-    return LineAnswer(line.custom_id, 200, body)
+    return LineAnswer(line.custom_id, 200, answered.body, answered.ignored)
 
 
 def is_passing(error: Exception) -> bool:

@@ -33,7 +33,7 @@ from quickstep.server.prompts import TextPrompt, TokenPrompt, prompt_ids
 from quickstep.server.request_size import check_num_tokens
 from quickstep.server.routes import CLIENT_CLOSED, caller_of
 from quickstep.server.sampling import bounded, label, token_ids_of
-from quickstep.server.surface import Served
+from quickstep.server.surface import Answered, Served
 from quickstep.types import FinishReason, Pooling, SamplingParams
 
 __all__ = ["Embeddings"]
@@ -61,11 +61,13 @@ class Embeddings:
             return Response(status_code=CLIENT_CLOSED)
         return json_response(answer)
 
-    async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> object:
+    async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
         """The JSON answer to a body that came some other way than HTTP: a line of a batch."""
-        fields = FieldReader(self._served.field_rules).decode(body, EmbeddingRequest)
+        reader = FieldReader(self._served.field_rules)
+        fields = reader.decode(body, EmbeddingRequest)
         priority = (fields.priority or 0) + added_priority
-        return await self._embed(msgspec.structs.replace(fields, priority=priority), caller)
+        answer = await self._embed(msgspec.structs.replace(fields, priority=priority), caller)
+        return Answered(answer, reader.ignored)
 
     async def _embed(self, fields: EmbeddingRequest, caller: str) -> EmbeddingList:
         served = self._served

@@ -25,7 +25,7 @@ from quickstep.server.event_stream import EventStream
 from quickstep.server.front_gate import key_name, report_ignored
 from quickstep.server.generation import Generation, open_generation
 from quickstep.server.metrics import Metrics, RequestMeter
-from quickstep.server.surface import Asked, Head, Served, Surface, Writer
+from quickstep.server.surface import Answered, Asked, Head, Served, Surface, Writer
 
 __all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of"]
 
@@ -69,7 +69,7 @@ class GeneratingRoute:
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
 
-    async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> object:
+    async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
         """The JSON answer to a body that came some other way than HTTP: a line of a batch.
 
         `added_priority` lets those who wait go first. Raises RequestError, EngineError.
@@ -90,7 +90,7 @@ class GeneratingRoute:
             await _noted(answer)
         finally:
             await answer.close()
-        return answer.writer.whole()
+        return Answered(answer.writer.whole(), request.ignored)
 
     async def _read(self, body: bytes, caller: str) -> Asked:
         if len(body) <= _INLINE_BYTES:

@@ -29,6 +29,7 @@ from quickstep.server.options import (
 from quickstep.server.schemas import SamplingFields
 
 __all__ = [
+    "Answered",
     "Asked",
     "Head",
     "Served",
@@ -121,6 +122,14 @@ class Asked:
 
     request: GenerationRequest
     writer: Callable[[Generation, Head], Writer]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The JSON answer to a body that came without HTTP; `ignored` are its fields without effect."""
+
+    body: object
+    ignored: tuple[str, ...] = ()
 
 
 class Surface(Protocol):
