@@ -67,7 +67,6 @@ def test_template_options_reach_the_template() -> None:
         ({"role": "robot", "content": "a"}, "messages[0].role"),
         ({"role": "user"}, "messages[0].content"),
         ({"role": "user", "content": 1}, "messages[0].content"),
-        ({"role": "user", "content": "a", "mood": "x"}, "messages[0].mood"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
