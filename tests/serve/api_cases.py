@@ -109,8 +109,10 @@ class Api:
         """The fields of its body."""
         body = self.document["paths"][path][method.lower()]["requestBody"]
         (media,) = body["content"].values()
-        name = media["schema"]["$ref"].rpartition("/")[2]
-        return set(self.document["components"]["schemas"][name]["properties"])
+        forms = media["schema"].get("anyOf", [media["schema"]])
+        names = [form["$ref"].rpartition("/")[2] for form in forms]
+        schemas = self.document["components"]["schemas"]
+        return {field for name in names for field in schemas[name]["properties"]}
 
     def judge(self, case: schemathesis.Case, response: httpx.Response) -> None:
         """Fail on an answer that the document does not allow."""
