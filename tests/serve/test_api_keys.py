@@ -164,7 +164,7 @@ def test_what_is_no_key_is_401(headers: dict[str, str]) -> None:
     assert ask("/v1/models", headers).status_code == 401
 
 
-def test_the_keys_name_is_the_tenant_unless_the_client_names_a_user() -> None:
+def test_the_keys_name_is_the_tenant_and_the_clients_user_a_label_below_it() -> None:
     async def run() -> list[str]:
         engine = FakeEngine()
         async with client_of(create_app(engine, OPTIONS)) as client:
@@ -173,7 +173,7 @@ def test_the_keys_name_is_the_tenant_unless_the_client_names_a_user() -> None:
                 await client.post(COMPLETIONS, json=body, headers={"x-api-key": headers})
         return [item.tenant for item in engine.submitted]
 
-    assert asyncio.run(run()) == ["ann", "key-3", "eve"]
+    assert asyncio.run(run()) == ["ann", "key-3", "bob/eve"]
 
 
 def test_openais_client_comes_in_with_its_key_and_not_with_another() -> None:

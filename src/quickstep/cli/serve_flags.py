@@ -130,6 +130,12 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
         "--api-key-file", metavar="FILE", help="NAME:KEY or NAME=KEY, one in each line"
     )
     group.add_argument(
+        "--share-prefix-cache",
+        action="store_true",
+        help="let prompts of one API key hit those of another; their clients can then find out "
+        "each other's prompts (default: each key has its own part of the cache)",
+    )
+    group.add_argument(
         "--allowed-origins",
         nargs="+",
         default=[],
@@ -209,6 +215,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         ),
         tls=TlsOptions(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs),
         deadlines=Deadlines(args.default_timeout_s, args.max_timeout_s),
+        share_prefix_cache=args.share_prefix_cache,
         ignore_unknown_fields=args.unknown_fields == "warn",
         root_path=args.root_path,
         access_log=args.access_log,

@@ -154,7 +154,9 @@ def told_effort(effort: str | None, path: str, served: Served) -> Mapping[str, A
 
 
 def tenant_of(user: str | None, safety_identifier: str | None, limits: RequestLimits) -> str:
-    """Whom the work is accounted to; `safety_identifier` is OpenAI's new name of `user`."""
+    """The client's label of whom the work is accounted to, below its API key;
+    `safety_identifier` is OpenAI's new name of `user`.
+    """
     identifier = label("safety_identifier", safety_identifier, limits)
     return label("user", user, limits) or identifier
 

@@ -33,6 +33,7 @@ from quickstep.server.routes import CLIENT_CLOSED, caller_of, request_id
 from quickstep.server.sampling import bounded, label, token_ids_of
 from quickstep.server.schemas import decode
 from quickstep.server.surface import Served
+from quickstep.server.tenancy import cache_salt_of, tenant_of_key
 from quickstep.types import FinishReason, Pooling, SamplingParams
 
 __all__ = ["Embeddings"]
@@ -88,9 +89,10 @@ class Embeddings:
     ) -> list[Sequence[float]]:
         engine, limits = self._served.engine, self._served.limits
         pooling = engine.default_pooling if fields.pooling is None else Pooling(fields.pooling)
-        tenant = label("user", fields.user, limits) or caller
+        tenant = tenant_of_key(caller, label("user", fields.user, limits))
         deadline_s = self._served.deadlines.of(_timeout(fields))
-        cache_salt = label("cache_salt", fields.cache_salt, limits)
+        salt = label("cache_salt", fields.cache_salt, limits)
+        cache_salt = cache_salt_of(caller, salt, self._served.shares_prefix_cache)
         meter = self._metrics.embedding_meter([len(prompt) for prompt in prompts])
         streams: list[TokenStream] = []
         try:

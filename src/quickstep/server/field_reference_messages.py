@@ -90,7 +90,9 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "effort": "Turns reasoning off (none), or sets gpt-oss's level; other levels are 400.",
         "format": "Enforces the form of the whole answer by a grammar.",
     },
-    schemas.RequestMetadata: {"user_id": "The tenant to whom the work is accounted."},
+    schemas.RequestMetadata: {
+        "user_id": "To whom the work is accounted, below the name of the API key."
+    },
 }
 
 REFUSALS: Mapping[type[msgspec.Struct], Mapping[str, Refusal]] = {

@@ -100,7 +100,8 @@ class GenerationRequest:
         grammar_field: The client's name of what became `sampling.grammar`.
         grammar_inside_reasoning: Takes its place where the prompt has opened the reasoning.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
-        tenant: Whom the work is accounted to.
+        tenant: The client's own label of whom the work is accounted to; the route puts the name of
+            the API key in front.
         shown: What completions and chat say beside the text.
         deadline_s: Seconds after which what there is is the answer; None for no limit.
         num_kept: Of the `sampling.n` sequences, how many are the answer: those with the highest

@@ -209,6 +209,8 @@ class ServerOptions:
         cors: Which web pages may call.
         tls: The certificate, if there is one.
         deadlines: How long requests may take.
+        share_prefix_cache: Let the prompts of one API key hit the cached prompts of another, whose
+            text they then can guess block by block.
         ignore_unknown_fields: Drop fields that no schema has, and name them in the answer's
             header `x-quickstep-ignored-fields` and in the log, instead of refusing them.
         root_path: The path under which a proxy shows this server, and which it cuts off.
@@ -232,6 +234,7 @@ class ServerOptions:
     cors: CorsOptions = field(default_factory=CorsOptions)
     tls: TlsOptions = field(default_factory=TlsOptions)
     deadlines: Deadlines = field(default_factory=Deadlines)
+    share_prefix_cache: bool = False
     ignore_unknown_fields: bool = False
     root_path: str = ""
     access_log: bool = False

@@ -23,9 +23,10 @@ from quickstep.server.api_errors import json_response
 from quickstep.server.body import ClientDisconnect, read_body, unless_disconnected
 from quickstep.server.event_stream import EventStream
 from quickstep.server.front_gate import key_name
-from quickstep.server.generation import Generation, open_generation
+from quickstep.server.generation import Generation, GenerationRequest, open_generation
 from quickstep.server.metrics import Metrics, RequestMeter
 from quickstep.server.surface import Asked, Head, Served, Surface, Writer
+from quickstep.server.tenancy import cache_salt_of, tenant_of_key
 
 __all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of", "request_id"]
 
@@ -80,9 +81,8 @@ class GeneratingRoute:
             raise RequestError("stream is not supported in a batch", param="stream")
         asked_s = request.deadline_s  # the operator's default is for clients that wait
         request = replace(
-            request,
+            self._owned(request, caller),
             priority=request.priority + added_priority,
-            tenant=request.tenant or caller,
             deadline_s=None if asked_s is None else self._served.deadlines.of(asked_s),
         )
         answer = await self._open(replace(asked, request=request))
@@ -101,8 +101,17 @@ class GeneratingRoute:
         asked = self._surface.parse(body, self._served, caller)
         request = asked.request
         deadline_s = self._served.deadlines.of(request.deadline_s)
-        tenant = request.tenant or caller
-        return replace(asked, request=replace(request, tenant=tenant, deadline_s=deadline_s))
+        request = replace(self._owned(request, caller), deadline_s=deadline_s)
+        return replace(asked, request=request)
+
+    def _owned(self, request: GenerationRequest, caller: str) -> GenerationRequest:
+        """The request as the caller's key may have it: its account, its part of the cache."""
+        is_shared = self._served.shares_prefix_cache
+        return replace(
+            request,
+            tenant=tenant_of_key(caller, request.tenant),
+            cache_salt=cache_salt_of(caller, request.cache_salt, is_shared),
+        )
 
     async def _open(self, asked: Asked) -> _Answer:
         meter = self._metrics.meter(asked.request)

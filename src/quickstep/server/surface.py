@@ -38,7 +38,8 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class Served:
     """What an adapter may look at: the engine's facts, the names it goes by, the limits, how the
-    model writes calls and reasoning, and how long requests may take.
+    model writes calls and reasoning, how long requests may take, and whether the prompts of one
+    API key may hit the cached prompts of another.
     """
 
     engine: ServedEngine
@@ -46,13 +47,21 @@ class Served:
     limits: RequestLimits
     formats: OutputFormats
     deadlines: Deadlines = field(default_factory=Deadlines)
+    shares_prefix_cache: bool = False
 
     @classmethod
     def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
         """What `options` make of an engine that is open. Raises ConfigError."""
         names = options.served_model_names or (engine.model_name,)
         formats = output_formats(engine, options)
-        return cls(engine, names, options.limits, formats, options.deadlines)
+        return cls(
+            engine,
+            names,
+            options.limits,
+            formats,
+            options.deadlines,
+            options.share_prefix_cache,
+        )
 
     def model(self, name: str | None) -> str:
         """The name to answer with. Raises RequestError 404 for a model that is not served."""
