@@ -74,7 +74,7 @@ class SchedulerConfig:
         max_num_batched_tokens: Tokens in a step (T), decode and prefill together.
         max_model_len: Longest sequence in tokens, prompt and output; `EngineConfig.max_model_len`
             resolved for the model and the memory.
-        max_waiting: Queued requests beyond which `add` refuses; None for no limit.
+        max_waiting: Queued sequences beyond which `add` refuses; None for no limit.
         pipeline_depth: Steps in flight: 1 waits for each, 2 plans the next while one runs.
         policy: How a step's tokens are split between phases.
         inter_token_target_s: The step time in seconds that `mixed` keeps prefill chunks under;

@@ -15,7 +15,7 @@ from quickstep.cli.main import main
 from quickstep.cli.parsing import Parser, bytes_size, token_count
 from quickstep.cli.sampling_flags import sampling_params, say_defaults
 from quickstep.cli.serve_flags import input_config, log_setup, server_options, stream_config
-from quickstep.config import EngineConfig, InputConfig, PolicyName, StreamConfig
+from quickstep.config import EngineConfig, InputConfig, PolicyName, SchedulerConfig, StreamConfig
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.options import (
     ConnectionOptions,
@@ -48,7 +48,10 @@ def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_no_flags_give_the_default_configuration() -> None:
-    assert engine_config(parsed("serve"), "demo") == EngineConfig()
+    """A server's queue has a limit; the others answer what they were given, all of it."""
+    served = EngineConfig(scheduler=SchedulerConfig(max_waiting=16_384))
+    assert engine_config(parsed("serve"), "demo") == served
+    assert engine_config(parsed("generate", "a"), "demo") == EngineConfig()
 
 
 def test_every_engine_flag_reaches_the_configuration() -> None:

@@ -19,7 +19,7 @@ from quickstep.core.block_pool import PoolStats
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
-from quickstep.errors import EngineError, RequestError
+from quickstep.errors import EngineError, PromptTooLong, RequestError
 from quickstep.model.sizing import MemoryPlan
 from quickstep.types import (
     FinishReason,
@@ -301,7 +301,7 @@ class FakeEngine:
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
         if len(prompt) >= self.max_model_len:
-            raise RequestError(f"prompt has {len(prompt)} tokens", param="prompt")
+            raise PromptTooLong(len(prompt), self.max_model_len)
         item = Submitted(tuple(prompt), sampling, priority, tenant, cache_salt, deadline_s, pooling)
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")

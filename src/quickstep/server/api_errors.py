@@ -74,8 +74,7 @@ class RouteNotFound(RequestError):
     """A resource of ours that does not exist; `code` says which kind."""
 
     def __init__(self, message: str, *, param: str | None, code: str) -> None:
-        super().__init__(message, param=param, status=404)
-        self.code = code
+        super().__init__(message, param=param, status=404, code=code)
 
 
 def openai_shape(facts: ErrorFacts) -> tuple[int, dict[str, Any]]:
@@ -89,10 +88,12 @@ def openai_shape(facts: ErrorFacts) -> tuple[int, dict[str, Any]]:
     return facts.status, {"error": error}
 
 
-def facts_of(status: int, message: str, param: str | None = None) -> ErrorFacts:
-    """An error with the type and the code that its status has."""
-    kind, code = _TYPES.get(status, _TYPES[400 if status < 500 else 500])
-    return ErrorFacts(status, message, kind, param, code)
+def facts_of(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> ErrorFacts:
+    """An error with the type that its status has, and the code if it has none of its own."""
+    kind, code_of_status = _TYPES.get(status, _TYPES[400 if status < 500 else 500])
+    return ErrorFacts(status, message, kind, param, code or code_of_status)
 
 
 def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
@@ -102,12 +103,8 @@ def error_body(message: str, status: int, param: str | None = None) -> dict[str,
 
 def error_facts(error: Exception) -> ErrorFacts:
     """What to say of any exception; logs those that are our fault."""
-    if isinstance(error, RouteNotFound):
-        return ErrorFacts(
-            error.status, str(error), "invalid_request_error", error.param, error.code
-        )
     if isinstance(error, RequestError):
-        return facts_of(error.status, str(error), error.param)
+        return facts_of(error.status, str(error), error.param, error.code)
     if isinstance(error, GenerationFailed):
         _LOG.warning("a request failed: %s", error)
         return facts_of(500, str(error))

@@ -75,9 +75,8 @@ class LineFault(RequestError):
     """A line that is no request, so that its whole file is refused."""
 
     def __init__(self, number: int, message: str, param: str | None, code: str) -> None:
-        super().__init__(message, param=param)
+        super().__init__(message, param=param, code=code)
         self.number = number
-        self.code = code
 
 
 @dataclass(frozen=True, slots=True)

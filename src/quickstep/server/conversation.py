@@ -75,11 +75,12 @@ def conversation_request(
     served: Served,
     own: Mapping[str, Any],
     renamed: Mapping[str, str],
+    prompt_field: str = "messages",
 ) -> GenerationRequest:
     """The internal request. Raises RequestError that names the client's field.
 
     `own` is what the surface resolved by itself: `max_tokens` (None for not given) and `logprobs`;
-    `renamed` says under which names the client gave them.
+    `renamed` says under which names the client gave them, `prompt_field` where the conversation is.
     """
     grammar = _grammar(conversation, served)
     output = _output(conversation, served)
@@ -96,6 +97,7 @@ def conversation_request(
         deadline_s=deadline_of(fields),
         cache_salt=label("cache_salt", fields.cache_salt, served.limits),
         output=output,
+        prompt_field=prompt_field,
         grammar_field="" if grammar is None else grammar.field,
         grammar_inside_reasoning=None if grammar is None else grammar.inside_reasoning,
     )

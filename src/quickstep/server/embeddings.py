@@ -25,6 +25,7 @@ from quickstep.server.embedding_schema import (
     EmbeddingRequest,
     EmbeddingUsage,
 )
+from quickstep.server.ends import in_clients_words
 from quickstep.server.engine_face import TokenStream
 from quickstep.server.metrics import EmbeddingMeter, Metrics
 from quickstep.server.prompts import TextPrompt, TokenPrompt, prompt_ids
@@ -73,7 +74,10 @@ class Embeddings:
                 f"dimensions is {fields.dimensions}, it must be at least 1", param="dimensions"
             )
         prompts = _prompts(fields, served)
-        ids = [await prompt_ids(served.engine, prompt) for prompt in prompts]
+        try:
+            ids = [await prompt_ids(served.engine, prompt) for prompt in prompts]
+        except RequestError as error:
+            raise in_clients_words(error, "", "input") from None
         check_num_tokens(ids, _SAMPLING, served.engine.max_model_len, served.limits)
         vectors = await self._vectors(ids, fields, caller)
         as_text = fields.encoding_format == "base64"
@@ -110,7 +114,7 @@ class Embeddings:
             vectors = await asyncio.gather(*(_vector(stream, meter) for stream in streams))
             return [_shortened(vector, fields.dimensions) for vector in vectors]
         except RequestError as error:
-            raise _in_clients_words(error) from None
+            raise in_clients_words(error, "", "input") from None
         finally:
             for stream in streams:
                 await stream.aclose()
@@ -185,12 +189,3 @@ def _base64(vector: Sequence[float]) -> str:
 
 def _floats(vector: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(vector)}f", *vector)
-
-
-def _in_clients_words(error: RequestError) -> RequestError:
-    """What the engine says of a prompt is said of the input."""
-    if error.param != "prompt":
-        return error
-    return RequestError(
-        str(error).replace("prompt", "input", 1), param="input", status=error.status
-    )

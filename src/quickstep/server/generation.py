@@ -98,6 +98,7 @@ class GenerationRequest:
         model: The name to answer with.
         output: What to read out of the text beside content; None for nothing.
         grammar_field: The client's name of what became `sampling.grammar`.
+        prompt_field: The client's name of what became `prompts`.
         grammar_inside_reasoning: Takes its place where the prompt has opened the reasoning.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
         tenant: The client's own label of whom the work is accounted to; the route puts the name of
@@ -122,6 +123,7 @@ class GenerationRequest:
     cache_salt: str = ""
     output: OutputReading | None = None
     grammar_field: str = ""
+    prompt_field: str = "prompt"
     grammar_inside_reasoning: Grammar | None = None
     echoed: Mapping[str, Any] = field(default_factory=dict)
     shown: Shown = field(default_factory=Shown)
@@ -323,7 +325,10 @@ async def open_generation(
         RequestError: One of them is refused; then nothing stays submitted.
         EngineError: The engine takes no requests.
     """
-    prompts = [await prompt_ids(engine, prompt) for prompt in request.prompts]
+    try:
+        prompts = [await prompt_ids(engine, prompt) for prompt in request.prompts]
+    except RequestError as error:
+        raise in_clients_words(error, request.grammar_field, request.prompt_field) from None
     request = _behind_prompts(engine, request, prompts)
     await _prepare(engine, request)
     check_num_tokens(prompts, request.sampling, engine.max_model_len, limits)
@@ -336,7 +341,7 @@ async def open_generation(
     except BaseException as error:
         for stream in streams:
             await stream.aclose()
-        raise in_clients_words(error, request.grammar_field) from None
+        raise in_clients_words(error, request.grammar_field, request.prompt_field) from None
     return Generation(request, streams)
 
 

@@ -78,7 +78,7 @@ class Responses:
         )
         own = {"max_tokens": fields.max_output_tokens, "logprobs": _num_logprobs(fields, limits)}
         renamed = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
-        request = conversation_request(conversation, fields, served, own, renamed)
+        request = conversation_request(conversation, fields, served, own, renamed, "input")
         request = replace(
             request,
             tenant=tenant_of(fields.user, fields.safety_identifier, limits),
