@@ -43,6 +43,9 @@ class FakeTokenizer:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [1] * add_special_tokens + list(text.encode())
 
+    def least_tokens(self, text: str) -> int:
+        return len(text.encode())
+
     def token_id(self, text: str) -> int | None:
         return SPECIAL_IDS.get(text)
 

@@ -35,8 +35,9 @@ from quickstep.server.chat_message import message_reader
 from quickstep.server.conversation import Conversation, conversation_request, told_effort
 from quickstep.server.error_shapes import anthropic_shape
 from quickstep.server.frames import event_frame
-from quickstep.server.generation import ChoiceDelta, Generation, prompt_ids
+from quickstep.server.generation import ChoiceDelta, Generation
 from quickstep.server.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
+from quickstep.server.prompts import prompts_ids
 from quickstep.server.refused import Refusal, refuse
 from quickstep.server.response_messages import (
     MessageBlock,
@@ -116,12 +117,17 @@ class CountTokens:
     async def answer(self, request: Request) -> Response:
         """The count. Raises RequestError."""
         body = await request.body()
+        served = self._served
+        conversation = await served.lanes.parse(len(body), lambda: self._asked(body))
+        prompts = [conversation.prompt]
+        (ids,) = await prompts_ids(served.engine, prompts, served.lanes, max_len=None)
+        return json_response(TokenCount(len(ids)), headers=request_id(request))
+
+    def _asked(self, body: bytes) -> Conversation:
         fields = decode(body, CountTokensRequest)
         self._served.model(fields.model)
         refuse(fields, {name: MESSAGES_REFUSED[name] for name in _refused_of(CountTokensRequest)})
-        conversation = _conversation(fields, self._served, len(body))
-        ids = await prompt_ids(self._served.engine, conversation.prompt)
-        return json_response(TokenCount(len(ids)), headers=request_id(request))
+        return _conversation(fields, self._served, len(body))
 
 
 def _refused_of(schema: type[msgspec.Struct]) -> list[str]:

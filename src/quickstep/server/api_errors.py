@@ -25,6 +25,7 @@ __all__ = [
     "ErrorShape",
     "GenerationFailed",
     "RouteNotFound",
+    "ServerBusy",
     "error_body",
     "error_facts",
     "error_of",
@@ -70,6 +71,10 @@ class GenerationFailed(EngineError):
     """The model failed on one request; the server goes on."""
 
 
+class ServerBusy(EngineError):
+    """Too much waits already; the same request may succeed a little later."""
+
+
 class RouteNotFound(RequestError):
     """A resource of ours that does not exist; `code` says which kind."""
 
@@ -108,6 +113,9 @@ def error_facts(error: Exception) -> ErrorFacts:
     if isinstance(error, GenerationFailed):
         _LOG.warning("a request failed: %s", error)
         return facts_of(500, str(error))
+    if isinstance(error, ServerBusy):
+        _LOG.warning("a request was refused: %s", error)
+        return facts_of(503, str(error), code="server_busy")
     if isinstance(error, EngineError):
         _LOG.error("the engine refused a request: %s", error)
         return facts_of(503, str(error))

@@ -202,7 +202,12 @@ class BatchJobs:
         try:
             line = read_line(number, text, (job.batch.request.endpoint,))
         except LineFault as fault:
-            return BatchError(code=fault.code, message=str(fault), param=fault.param, line=number)
+            return BatchError(
+                code=fault.code or "invalid_request",
+                message=str(fault),
+                param=fault.param,
+                line=number,
+            )
         if line.custom_id in ids:
             message = f"line {number}: custom_id {line.custom_id[:100]!r} stands above already"
             return BatchError(

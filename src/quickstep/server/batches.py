@@ -88,7 +88,7 @@ class LocalBatches:
             body = await read_body(request, self._served.limits.body_bytes)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
-        fields = decode(body, BatchRequest)
+        fields = await self._served.lanes.parse(len(body), lambda: decode(body, BatchRequest))
         if fields.endpoint not in self._jobs.urls:
             raise RequestError(
                 f"endpoint is {fields.endpoint[:100]!r}, it must be one of "

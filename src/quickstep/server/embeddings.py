@@ -28,7 +28,7 @@ from quickstep.server.embedding_schema import (
 from quickstep.server.ends import in_clients_words
 from quickstep.server.engine_face import TokenStream
 from quickstep.server.metrics import EmbeddingMeter, Metrics
-from quickstep.server.prompts import TextPrompt, TokenPrompt, prompt_ids
+from quickstep.server.prompts import TextPrompt, TokenPrompt, prompts_ids
 from quickstep.server.request_size import check_num_tokens
 from quickstep.server.routes import CLIENT_CLOSED, caller_of, request_id
 from quickstep.server.sampling import bounded, label, token_ids_of
@@ -39,6 +39,8 @@ from quickstep.types import FinishReason, Pooling, SamplingParams
 
 __all__ = ["Embeddings"]
 
+# Larger answers, in numbers, are written in a thread.
+_INLINE_NUMBERS = 16_384
 _SAMPLING = SamplingParams(max_tokens=1)  # of which nothing is drawn
 
 
@@ -53,32 +55,35 @@ class Embeddings:
         """Answer one request. Raises RequestError, EngineError."""
         try:
             body = await read_body(request, self._served.limits.body_bytes)
-            fields = decode(body, EmbeddingRequest)
-            work = self._embed(fields, caller_of(request))
+            work = self._embed(body, caller_of(request))
             answer = await unless_disconnected(request.receive, work)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
-        return json_response(answer, headers=request_id(request))
+        headers = request_id(request)
+        if sum(len(item.embedding) for item in answer.data) <= _INLINE_NUMBERS:
+            return json_response(answer, headers=headers)
+        return await asyncio.to_thread(lambda: json_response(answer, headers=headers))
 
     async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> object:
         """The JSON answer to a body that came some other way than HTTP: a line of a batch."""
-        fields = decode(body, EmbeddingRequest)
-        priority = (fields.priority or 0) + added_priority
-        return await self._embed(msgspec.structs.replace(fields, priority=priority), caller)
+        return await self._embed(body, caller, added_priority)
 
-    async def _embed(self, fields: EmbeddingRequest, caller: str) -> EmbeddingList:
+    async def _embed(self, body: bytes, caller: str, added_priority: int = 0) -> EmbeddingList:
         served = self._served
+        fields, prompts = await served.lanes.parse(len(body), lambda: _parsed(body, served))
+        priority = (fields.priority or 0) + added_priority
+        fields = msgspec.structs.replace(fields, priority=priority)
         model = served.model(fields.model)
         if fields.dimensions is not None and fields.dimensions < 1:
             raise RequestError(
                 f"dimensions is {fields.dimensions}, it must be at least 1", param="dimensions"
             )
-        prompts = _prompts(fields, served)
+        engine = served.engine
         try:
-            ids = [await prompt_ids(served.engine, prompt) for prompt in prompts]
+            ids = await prompts_ids(engine, prompts, served.lanes, engine.max_model_len)
         except RequestError as error:
             raise in_clients_words(error, "", "input") from None
-        check_num_tokens(ids, _SAMPLING, served.engine.max_model_len, served.limits)
+        check_num_tokens(ids, _SAMPLING, engine.max_model_len, served.limits)
         vectors = await self._vectors(ids, fields, caller)
         as_text = fields.encoding_format == "base64"
         data = [
@@ -119,6 +124,11 @@ class Embeddings:
             for stream in streams:
                 await stream.aclose()
             meter.close()
+
+
+def _parsed(body: bytes, served: Served) -> tuple[EmbeddingRequest, list[TextPrompt | TokenPrompt]]:
+    fields = decode(body, EmbeddingRequest)
+    return fields, _prompts(fields, served)
 
 
 def _prompts(fields: EmbeddingRequest, served: Served) -> list[TextPrompt | TokenPrompt]:

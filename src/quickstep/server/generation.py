@@ -33,9 +33,10 @@ from quickstep.server.prompts import (
     Prompt,
     TextPrompt,
     TokenPrompt,
-    prompt_ids,
+    prompts_ids,
 )
 from quickstep.server.request_size import check_num_tokens
+from quickstep.server.work_lanes import WorkLanes
 from quickstep.types import FinishReason, Grammar, SamplingParams, SequenceTimings, TokenLogprobs
 
 __all__ = [
@@ -52,7 +53,6 @@ __all__ = [
     "Usage",
     "open_generation",
     "opens_reasoning",
-    "prompt_ids",
 ]
 
 _LIMITS = RequestLimits()
@@ -237,6 +237,15 @@ class Generation:
             num_cached_tokens=sum(timings.num_cached_tokens for timings in firsts if timings),
         )
 
+    @property
+    def size(self) -> int:
+        """About how large the answer is: tokens, each with the alternatives that are shown."""
+        sampling = self.request.sampling
+        outputs = sum(len(choice.token_ids) for choice in self.choices)
+        prompts = sum(len(choice.prompt_logprobs) for choice in self.choices)
+        per_prompt_token = 1 + (sampling.prompt_logprobs or 0)
+        return outputs * (1 + (sampling.logprobs or 0)) + prompts * per_prompt_token
+
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """All deltas as they come, added to `choices`.
 
@@ -317,16 +326,21 @@ class Generation:
 
 
 async def open_generation(
-    engine: ServedEngine, request: GenerationRequest, limits: RequestLimits = _LIMITS
+    engine: ServedEngine,
+    request: GenerationRequest,
+    limits: RequestLimits = _LIMITS,
+    lanes: WorkLanes | None = None,
 ) -> Generation:
     """Tokenise and submit every prompt; returns when the engine has taken them all.
 
     Raises:
         RequestError: One of them is refused; then nothing stays submitted.
-        EngineError: The engine takes no requests.
+        EngineError: The engine takes no requests, or too many wait to be tokenised.
     """
     try:
-        prompts = [await prompt_ids(engine, prompt) for prompt in request.prompts]
+        prompts = await prompts_ids(
+            engine, request.prompts, lanes or WorkLanes(), engine.max_model_len
+        )
     except RequestError as error:
         raise in_clients_words(error, request.grammar_field, request.prompt_field) from None
     request = _behind_prompts(engine, request, prompts)

@@ -7,7 +7,6 @@ request whose body is there already. So no route can forget a check.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -22,13 +21,12 @@ from quickstep.server.body import read_body
 from quickstep.server.json_depth import check_json_depth
 from quickstep.server.options import ServerOptions
 from quickstep.server.unknown_fields import Parts, known_part
+from quickstep.server.work_lanes import WorkLanes
 
 __all__ = ["Intake", "taken_in"]
 
 _LOG = logging.getLogger("quickstep.server")
 _CLIENT_CLOSED = 499
-# Shorter bodies are looked at on the event loop: a thread hop costs more.
-_INLINE_BYTES = 64 * 1024
 _HEADER_CHARS = 1024
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -60,7 +58,7 @@ class Intake:
         return known_part(body, schema, parts) if self.ignores_unknown else (body, ())
 
 
-def taken_in(route: ApiRoute, intake: Intake) -> Endpoint:
+def taken_in(route: ApiRoute, intake: Intake, lanes: WorkLanes) -> Endpoint:
     """The route's endpoint behind the checks; as it is if the route takes no JSON."""
     schema, endpoint = route.request, route.endpoint
     if schema is None:
@@ -71,10 +69,9 @@ def taken_in(route: ApiRoute, intake: Intake) -> Endpoint:
             given = await read_body(request, intake.body_bytes)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
-        if len(given) <= _INLINE_BYTES:
-            body, ignored = intake.checked(given, schema, route.parts)
-        else:
-            body, ignored = await asyncio.to_thread(intake.checked, given, schema, route.parts)
+        body, ignored = await lanes.parse(
+            len(given), lambda: intake.checked(given, schema, route.parts)
+        )
         response = await endpoint(Request(request.scope, _replay(body, request.receive)))
         if ignored:
             _LOG.warning("ignored unknown fields of a %s request: %s", route.path, ignored)

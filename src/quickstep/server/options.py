@@ -49,8 +49,7 @@ class RequestLimits:
         label_chars: Characters of `user`, `cache_salt` and the other labels, which logs keep.
         tools: Functions that a request may offer to the model.
         metadata: Entries of `metadata`; keys have at most 64 and values at most 512 characters.
-        detokenized: Tokens of one `/detokenize`: the library turns them into text in one piece,
-            in which nothing else runs.
+        detokenized: Tokens of one `/detokenize`.
     """
 
     body_bytes: int = 4 * 1024 * 1024

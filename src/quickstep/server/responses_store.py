@@ -1,14 +1,14 @@
 """The responses that clients may continue or look up: bounded, in memory, the least used go first.
 
-Owned by the `Responses` surface, used in the event loop only. A response is found by the caller
+Owned by the `Responses` surface, used by any thread. A response is found by the caller
 who made it and by nobody else. What is dropped is as if it had never been.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -46,6 +46,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._stored: OrderedDict[tuple[str, str], tuple[StoredResponse, int]] = OrderedDict()
         self._num_bytes = 0
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -60,25 +61,27 @@ class ResponseStore:
         size = len(_ENCODE((stored.response, stored.messages, stored.input_items)))
         if size > self._max_bytes:
             return
-        self._stored[caller, stored.response.id] = (stored, size)
-        self._num_bytes += size
-        while self._num_bytes > self._max_bytes or len(self._stored) > self._max_responses:
-            _, (_, dropped) = self._stored.popitem(last=False)
-            self._num_bytes -= dropped
+        with self._lock:
+            self._stored[caller, stored.response.id] = (stored, size)
+            self._num_bytes += size
+            while self._num_bytes > self._max_bytes or len(self._stored) > self._max_responses:
+                _, (_, dropped) = self._stored.popitem(last=False)
+                self._num_bytes -= dropped
 
     def get(self, caller: str, response_id: str) -> StoredResponse | None:
-        """The caller's response; it is used now. Any thread may ask."""
+        """The caller's response; it is used now."""
         key = (caller, response_id)
-        found = self._stored.get(key)
-        if found is None:
-            return None
-        with suppress(KeyError):  # deleted meanwhile
+        with self._lock:
+            found = self._stored.get(key)
+            if found is None:
+                return None
             self._stored.move_to_end(key)
-        return found[0]
+            return found[0]
 
     def delete(self, caller: str, response_id: str) -> bool:
         """Whether there was such a response."""
-        found = self._stored.pop((caller, response_id), None)
-        if found is not None:
-            self._num_bytes -= found[1]
-        return found is not None
+        with self._lock:
+            found = self._stored.pop((caller, response_id), None)
+            if found is not None:
+                self._num_bytes -= found[1]
+            return found is not None

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,10 +29,12 @@ from quickstep.server.metrics import Metrics, RequestMeter
 from quickstep.server.surface import Asked, Head, Served, Surface, Writer
 from quickstep.server.tenancy import cache_salt_of, tenant_of_key
 
+_Written = TypeVar("_Written")
+
 __all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of", "request_id"]
 
-# Shorter bodies are parsed on the event loop: a thread hop costs more.
-_INLINE_BYTES = 64 * 1024
+# Larger answers, in tokens with their alternatives, are written in a thread.
+_INLINE_TOKENS = 4096
 CLIENT_CLOSED = 499  # nginx's; nobody reads it, it stands in the access log
 
 
@@ -75,7 +78,9 @@ class GeneratingRoute:
 
         `added_priority` lets those who wait go first. Raises RequestError, EngineError.
         """
-        asked = self._surface.parse(body, self._served, caller)
+        asked = await self._served.lanes.parse(
+            len(body), lambda: self._surface.parse(body, self._served, caller)
+        )
         request = asked.request
         if request.stream:
             raise RequestError("stream is not supported in a batch", param="stream")
@@ -90,12 +95,10 @@ class GeneratingRoute:
             await _noted(answer)
         finally:
             await answer.close()
-        return answer.writer.whole()
+        return await _written_whole(answer, answer.writer.whole)
 
     async def _read(self, body: bytes, caller: str) -> Asked:
-        if len(body) <= _INLINE_BYTES:
-            return self._asked(body, caller)
-        return await asyncio.to_thread(self._asked, body, caller)
+        return await self._served.lanes.parse(len(body), lambda: self._asked(body, caller))
 
     def _asked(self, body: bytes, caller: str) -> Asked:
         asked = self._surface.parse(body, self._served, caller)
@@ -115,7 +118,10 @@ class GeneratingRoute:
 
     async def _open(self, asked: Asked) -> _Answer:
         meter = self._metrics.meter(asked.request)
-        generation = await open_generation(self._served.engine, asked.request, self._served.limits)
+        served = self._served
+        generation = await open_generation(
+            served.engine, asked.request, served.limits, served.lanes
+        )
         head = Head(created=int(time.time()), fingerprint=meter.fingerprint)
         return _Answer(generation, asked.writer(generation, head), meter)
 
@@ -126,7 +132,16 @@ class GeneratingRoute:
             await unless_disconnected(request.receive, _noted(answer))
         finally:
             await answer.close()
-        return json_response(answer.writer.whole(), headers=headers)
+        return await _written_whole(
+            answer, lambda: json_response(answer.writer.whole(), headers=headers)
+        )
+
+
+async def _written_whole(answer: _Answer, write: Callable[[], _Written]) -> _Written:
+    """A complete answer; a large one is written in a thread. It is paid for, so it may wait."""
+    if answer.generation.size <= _INLINE_TOKENS:
+        return write()
+    return await asyncio.to_thread(write)
 
 
 async def _noted(answer: _Answer) -> None:

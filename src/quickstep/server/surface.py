@@ -22,6 +22,7 @@ from quickstep.server.generation import ChoiceDelta, Generation, GenerationReque
 from quickstep.server.options import Deadlines, RequestLimits, ServerOptions
 from quickstep.server.refused import STREAM_OPTIONS_REFUSED, refuse
 from quickstep.server.schemas import SamplingFields
+from quickstep.server.work_lanes import WorkLanes
 
 __all__ = [
     "Asked",
@@ -39,7 +40,7 @@ __all__ = [
 class Served:
     """What an adapter may look at: the engine's facts, the names it goes by, the limits, how the
     model writes calls and reasoning, how long requests may take, and whether the prompts of one
-    API key may hit the cached prompts of another.
+    API key may hit the cached prompts of another; and the threads for what takes longer.
     """
 
     engine: ServedEngine
@@ -48,6 +49,7 @@ class Served:
     formats: OutputFormats
     deadlines: Deadlines = field(default_factory=Deadlines)
     shares_prefix_cache: bool = False
+    lanes: WorkLanes = field(default_factory=WorkLanes)
 
     @classmethod
     def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:

@@ -7,7 +7,6 @@ inputs are worked on in a thread.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import msgspec
@@ -33,8 +32,8 @@ from quickstep.server.surface import Served
 
 __all__ = ["TOKENIZE_REFUSED", "Tokenizing"]
 
-# Shorter inputs are worked on in the event loop: a thread hop costs more.
-_INLINE_LENGTH = 2048
+# Shorter bodies are worked on in the event loop: a thread hop costs more.
+_INLINE_BYTES = 2048
 
 TOKENIZE_REFUSED = {
     "chat_template": Refusal((), "the model's own template is used"),
@@ -98,37 +97,42 @@ class Tokenizing:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a conversation."""
         body = await read_body(request, self._served.limits.body_bytes)
-        fields = decode(body, TokenizeRequest)
-        self._served.model(fields.model)
-        _check_source(fields)
-        refuse(fields, TOKENIZE_REFUSED)
-        return await _off_the_loop(len(body), lambda: json_response(self._tokenized(fields)))
+        return await self._off_the_loop(len(body), lambda: json_response(self._tokenized(body)))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        served = self._served
-        fields = decode(await read_body(request, served.limits.body_bytes), DetokenizeRequest)
-        served.model(fields.model)
-        bounded("tokens", len(fields.tokens), served.limits.detokenized, "entries")
-        tokenizer = served.engine.tokenizer
-        ids = token_ids_of("tokens", fields.tokens, tokenizer.vocab_size)
-
-        def answer() -> Response:
-            text = tokenizer.decode(ids, False)
-            return json_response(Detokenized(prompt=text, content=text))
-
-        return await _off_the_loop(len(ids), answer)
+        body = await read_body(request, self._served.limits.body_bytes)
+        return await self._off_the_loop(len(body), lambda: json_response(self._detokenized(body)))
 
     async def apply_template(self, request: Request) -> Response:
         """The prompt text of a conversation."""
         body = await read_body(request, self._served.limits.body_bytes)
-        fields = decode(body, ApplyTemplateRequest)
-        chat = ChatRequest(**msgspec.structs.asdict(fields))
-        return await _off_the_loop(
-            len(body), lambda: json_response(RenderedPrompt(prompt=self._rendered(chat)))
-        )
 
-    def _tokenized(self, fields: TokenizeRequest) -> Tokenized:
+        def answer() -> Response:
+            fields = decode(body, ApplyTemplateRequest)
+            chat = ChatRequest(**msgspec.structs.asdict(fields))
+            return json_response(RenderedPrompt(prompt=self._rendered(chat)))
+
+        return await self._off_the_loop(len(body), answer)
+
+    async def _off_the_loop(self, size: int, work: Callable[[], Response]) -> Response:
+        return work() if size <= _INLINE_BYTES else await self._served.lanes.run(size, work)
+
+    def _detokenized(self, body: bytes) -> Detokenized:
+        served = self._served
+        fields = decode(body, DetokenizeRequest)
+        served.model(fields.model)
+        bounded("tokens", len(fields.tokens), served.limits.detokenized, "entries")
+        tokenizer = served.engine.tokenizer
+        ids = token_ids_of("tokens", fields.tokens, tokenizer.vocab_size)
+        text = tokenizer.decode(ids, False)
+        return Detokenized(prompt=text, content=text)
+
+    def _tokenized(self, body: bytes) -> Tokenized:
+        fields = decode(body, TokenizeRequest)
+        self._served.model(fields.model)
+        _check_source(fields)
+        refuse(fields, TOKENIZE_REFUSED)
         ids = self._ids(fields)
         tokenizer = self._served.engine.tokenizer
         tokens: list[int | TokenPiece] = [*ids]
@@ -167,10 +171,6 @@ class Tokenizing:
         (prompt,) = Chat().parse(msgspec.json.encode(chat), self._served).prompts
         assert isinstance(prompt, ChatPrompt), "a chat has one prompt, of this kind"
         return rendered(self._served.engine, prompt)
-
-
-async def _off_the_loop(length: int, work: Callable[[], Response]) -> Response:
-    return work() if length <= _INLINE_LENGTH else await asyncio.to_thread(work)
 
 
 def _check_source(fields: TokenizeRequest) -> None:
