@@ -44,7 +44,7 @@ class LocalBatches:
         self._served = served
         self._store = FileStore(options.files)
         endpoints = batch_endpoints(served, metrics)
-        self._jobs = BatchJobs(self._store, endpoints, options.batches)
+        self._jobs = BatchJobs(self._store, endpoints, options.batches, served.limits)
         self._files = Files(self._store, options.connections.upload_s)
 
     def start(self) -> None:

@@ -19,11 +19,21 @@ from typing import TypeVar
 
 from quickstep.server.api_errors import ServerBusy
 
-__all__ = ["INLINE_BYTES", "WorkLanes"]
+__all__ = ["INLINE_BYTES", "WorkLanes", "done_in_thread"]
 
 _Result = TypeVar("_Result")
 # Shorter JSON is parsed on the event loop: a thread hop costs more.
 INLINE_BYTES = 64 * 1024
+
+
+async def done_in_thread(work: Callable[[], _Result]) -> _Result:
+    """`work` in a thread. A cancellation waits for its end, so that its files can be closed."""
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        raise
 
 
 class _Lane:
