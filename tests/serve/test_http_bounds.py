@@ -10,7 +10,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from client import CHAT, COMPLETIONS, MESSAGES
+from client import CHAT, COMPLETIONS, JSON, MESSAGES
 from fake_engine import FakeEngine, Script
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +49,8 @@ def answer_to(*pieces: bytes, options: ServerOptions | None = None) -> tuple[int
 
 
 def head(path: str = "/health", *headers: str, method: str = "GET") -> bytes:
-    return "\r\n".join([f"{method} {path} HTTP/1.1", "host: x", *headers, "", ""]).encode()
+    lines = [f"{method} {path} HTTP/1.1", "host: x", "content-type: application/json", *headers]
+    return "\r\n".join([*lines, "", ""]).encode()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def nested(depth: int) -> bytes:
 @pytest.mark.parametrize(("depth", "status"), [(62, 200), (63, 400), (5000, 400)])
 def test_json_beyond_64_levels_is_400(depth: int, status: int) -> None:
     with live_server(FakeEngine()) as server:
-        response = httpx.post(f"{server.url}{CHAT}", content=nested(depth))
+        response = httpx.post(f"{server.url}{CHAT}", content=nested(depth), headers=JSON)
     assert response.status_code == status, response.text
     if status == 400:
         assert "nested more than 64 levels" in response.json()["error"]["message"]
@@ -150,8 +151,8 @@ def test_limits_of_a_body_are_the_operators() -> None:
     with live_server(FakeEngine(), options) as server:
         url = f"{server.url}{CHAT}"
         assert httpx.post(url, json={"messages": MESSAGES}).status_code == 200
-        assert httpx.post(url, content=nested(2)).status_code == 400
-        assert httpx.post(url, content=b" " * 201).status_code == 413
+        assert httpx.post(url, content=nested(2), headers=JSON).status_code == 400
+        assert httpx.post(url, content=b" " * 201, headers=JSON).status_code == 413
 
 
 def depth_of(value: Any) -> int:

@@ -40,11 +40,13 @@ _LOG = logging.getLogger("quickstep.server")
 _TYPES: Mapping[int, tuple[str, str | None]] = {
     400: ("invalid_request_error", None),
     401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "origin_not_allowed"),
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
     408: ("invalid_request_error", "request_timeout"),
     413: ("invalid_request_error", "request_too_large"),
     414: ("invalid_request_error", "url_too_long"),
+    415: ("invalid_request_error", "unsupported_media_type"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
     431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal_error"),

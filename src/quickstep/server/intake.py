@@ -1,5 +1,5 @@
-"""A request's body on its way to its route: read in time and within the limit, not too deep, and,
-where the operator wants it so, without the fields that nobody knows.
+"""A request's body on its way to its route: JSON by its type, read in time and within the limit,
+not too deep, and, where the operator wants it so, without the fields that nobody knows.
 
 `taken_in` wraps the endpoint of every route with a JSON body; the endpoint then reads from a
 request whose body is there already. So no route can forget a check.
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive
 
 from quickstep.dataclass import dataclass
+from quickstep.errors import RequestError
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.body import read_body
 from quickstep.server.json_depth import check_json_depth
@@ -28,6 +29,7 @@ __all__ = ["Intake", "taken_in"]
 _LOG = logging.getLogger("quickstep.server")
 _CLIENT_CLOSED = 499
 _HEADER_CHARS = 1024
+_JSON = "application/json"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -39,6 +41,7 @@ class Intake:
     body_bytes: int
     json_depth: int
     ignores_unknown: bool
+    root_path: str
 
     @classmethod
     def of(cls, options: ServerOptions) -> Intake:
@@ -48,7 +51,26 @@ class Intake:
             body_bytes=limits.body_bytes,
             json_depth=limits.json_depth,
             ignores_unknown=options.ignore_unknown_fields,
+            root_path=options.root_path,
         )
+
+    def check_type(self, request: Request) -> None:
+        """Raise RequestError 415 unless the body is said to be JSON.
+
+        A page may send other types without its browser asking first. Clients of llama.cpp and
+        Ollama leave the type out, so their routes take any type, but from no page.
+        """
+        path = str(request.scope["path"]).removeprefix(self.root_path)
+        if not path.startswith("/v1/") and "origin" not in request.headers:
+            return
+        given = request.headers.get("content-type", "")
+        kind = given.partition(";")[0].strip().lower()
+        is_json = kind == _JSON or (kind.startswith("application/") and kind.endswith("+json"))
+        if not is_json:
+            shown = (
+                f"the content type is {given[:100]!r}" if given else "the content type is missing"
+            )
+            raise RequestError(f"{shown}; send the header `content-type: {_JSON}`", status=415)
 
     def checked(
         self, body: bytes, schema: type[msgspec.Struct], parts: Parts
@@ -65,6 +87,7 @@ def taken_in(route: ApiRoute, intake: Intake, lanes: WorkLanes) -> Endpoint:
         return endpoint
 
     async def answer(request: Request) -> Response:
+        intake.check_type(request)
         try:
             given = await read_body(request, intake.body_bytes)
         except ClientDisconnect:
