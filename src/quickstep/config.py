@@ -146,7 +146,7 @@ class InputConfig:
         schema_depth: Nested objects and lists of a schema.
         regex_bytes: UTF-8 of a regular expression.
         grammar_s: Processor time in seconds to compile a grammar.
-        template_s: Seconds to render a conversation with the chat template.
+        template_s: Seconds of processor time to render a conversation with the chat template.
     """
 
     schema_bytes: int = 512 * 1024

@@ -102,7 +102,7 @@ def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) 
         *("--default-timeout-s", "5", "--max-timeout-s", "9", "--drain-timeout-s", "1"),
         *("--keep-alive-timeout-s", "1", "--header-timeout-s", "2", "--upload-timeout-s", "3"),
         *("--max-unread-deltas", "7", "--max-unread-bytes", "2k"),
-        *("--slow-reader-timeout-s", "4", "--stream-comment-s", "0"),
+        *("--slow-reader-timeout-s", "4", "--stream-comment-s", "0", "--max-connections", "77"),
         *("--max-body-bytes", "1Ki", "--max-header-bytes", "2Ki", "--max-url-bytes", "3Ki"),
         *("--max-json-depth", "4", "--max-n", "5", "--max-prompts", "6", "--max-stop", "7"),
         *("--max-stop-chars", "8", "--max-logit-bias", "9", "--max-logprobs", "3"),
@@ -117,7 +117,7 @@ def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) 
     assert (options.root_path, options.ignore_unknown_fields) == ("/llm", True)
     assert (options.access_log, options.drain_s) == (True, 1)
     assert options.deadlines == Deadlines(5, 9)
-    assert options.connections == ConnectionOptions(1, 2, 3, 4, 0)
+    assert options.connections == ConnectionOptions(1, 2, 3, 4, 0, 77)
     limits = options.limits
     assert (limits.body_bytes, limits.header_bytes, limits.url_bytes) == (1024, 2048, 3072)
     assert (limits.json_depth, limits.n, limits.prompts) == (4, 5, 6)

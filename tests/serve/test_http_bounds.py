@@ -256,3 +256,38 @@ def test_a_server_without_comments_sends_none() -> None:
         text = httpx.post(f"{server.url}{CHAT}", json=body).text
     assert text.endswith("data: [DONE]\n\n")
     assert not any(line.startswith(":") for line in text.splitlines())
+
+
+def test_a_connection_too_many_is_told_so_and_the_others_are_served(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = ServerOptions(connections=ConnectionOptions(max_connections=3), drain_s=0.0)
+
+    async def run(port: int) -> list[bytes]:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for reader, writer in held:  # each is there, and is answered
+            writer.write(head("/ping"))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        refused = []
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            refused.append(await reader.read())
+            writer.close()
+        for reader, writer in held:
+            writer.write(head("/ping"))
+            assert await reader.readuntil(b"HTTP/1.1 200")
+            writer.close()
+        return refused
+
+    with live_server(FakeEngine(), options) as server:
+        refused = asyncio.run(asyncio.wait_for(run(server.port), DEADLINE_S))
+        until(lambda: len(server.server.server_state.connections) < 3)
+        assert httpx.get(f"{server.url}/ping").status_code == 200
+    for answer in refused:
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == (
+            "too_many_connections"
+        )
+    told = [record for record in caplog.records if "--max-connections" in record.getMessage()]
+    assert len(told) == 1

@@ -6,7 +6,6 @@ files they are says the API key.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from quickstep.errors import RequestError
 from quickstep.server.api_errors import json_response
 from quickstep.server.api_route import ApiRoute
 from quickstep.server.file_store import FileStore, FileWriter, StoredFile
+from quickstep.server.patience import patient_timeout
 from quickstep.server.response_files import DeletedFile, FileList, FileObject
 from quickstep.server.routes import caller_of
 from quickstep.server.schemas import decode_values
@@ -85,7 +85,7 @@ class Files:
 
     async def _uploaded(self, request: Request, writer: FileWriter) -> StoredFile:
         try:
-            async with asyncio.timeout(self._upload_s):
+            async with patient_timeout(self._upload_s):
                 form = await self._form(request, writer)
         except TimeoutError:
             raise RequestError(

@@ -77,7 +77,8 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """How long a client may take over its part of a connection, in seconds.
+    """How many connections there may be, and how long a client may take over its part of one, in
+    seconds.
 
     Attributes:
         keep_alive_s: An idle connection between two requests.
@@ -86,6 +87,7 @@ class ConnectionOptions:
         slow_reader_s: A stream whose client reads nothing more; then the request is ended.
         comment_every_s: A stream that has nothing to say gets a comment this often, so that
             proxies keep it open; 0 for never.
+        max_connections: Open ones at a time; beyond them the answer is 503.
     """
 
     keep_alive_s: float = 5.0
@@ -93,6 +95,7 @@ class ConnectionOptions:
     upload_s: float = 120.0
     slow_reader_s: float = 60.0
     comment_every_s: float = 15.0
+    max_connections: int = 4096
 
     def __post_init__(self) -> None:
         for name in ("keep_alive_s", "header_s", "upload_s", "slow_reader_s"):
