@@ -54,10 +54,11 @@ class PromptTooLong(RequestError):
     def __init__(
         self, num_tokens: int, context: int, *, num_outputs: int = 1, at_least: bool = False
     ) -> None:
-        count = f"at least {num_tokens}" if at_least else str(num_tokens)
+        limit = context - num_outputs
+        more = " (or more: it was not tokenised)" if at_least else ""
         answer = " with 1 output token" if num_outputs else ""
         super().__init__(
-            f"prompt is too long: {count} tokens > {context - num_outputs} maximum; this model's "
+            f"prompt is too long: {num_tokens} tokens > {limit} maximum{more}; this model's "
             f"maximum context length is {context} tokens{answer}; shorten the prompt or raise "
             "--max-model-len",
             param="prompt",
