@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -26,8 +27,6 @@ _NUMBERS = {f"x{place}": {"type": "number"} for place in range(5)}
 _TABLE = {"type": "object", "properties": _NUMBERS, "required": list(_NUMBERS)}
 _TABLES = {f"k{place}": _TABLE for place in range(10)}
 _SCHEMA = {"type": "object", "properties": _TABLES, "required": list(_TABLES)}
-_HUGE = {f"name_{place}": {"type": "string", "maxLength": 9} for place in range(1000)}
-_HUGE_SCHEMA = {"type": "object", "properties": _HUGE}
 
 
 async def _post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | bytes) -> int:
@@ -41,7 +40,11 @@ def _under(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def _huge_schema(client: httpx.AsyncClient) -> list[int]:
-    body = {"prompt": "x", "max_tokens": 8, "response_format": _under(_HUGE_SCHEMA)}
+    """Another one each time, so that it is compiled each time."""
+    names = [f"{secrets.token_hex(4)}_{place}" for place in range(450)]
+    properties = {name: {"type": "string", "maxLength": 9} for name in names}
+    schema = {"type": "object", "properties": properties}
+    body = {"prompt": "x", "max_tokens": 8, "response_format": _under(schema)}
     return [await _post(client, _COMPLETIONS, body)]
 
 
