@@ -18,6 +18,8 @@ import httpx
 from quickstep.bench.served import ServedChild
 
 _TEXT = "def chain(*iterables):\n    for it in iterables:\n        yield from it\n\n"
+_JSON = {"content-type": "application/json"}
+_TOO_LONG = "context_length_exceeded"
 _NUM_CHARS = 4 * 2**20 * 9 // 10
 _LONG = _TEXT * (_NUM_CHARS // len(_TEXT))
 _BODIES = (
@@ -66,8 +68,8 @@ async def _send(url: str, path: str, content: bytes, stop: asyncio.Event) -> int
     num_sent = 0
     with httpx.Client(base_url=url, timeout=120) as client:
         while not stop.is_set():
-            answer = await asyncio.to_thread(client.post, path, content=content)
-            if answer.status_code != 400 or answer.json()["error"]["code"] is not None:
+            answer = await asyncio.to_thread(client.post, path, content=content, headers=_JSON)
+            if answer.status_code != 400 or answer.json()["error"]["code"] != _TOO_LONG:
                 raise RuntimeError(f"a prompt beyond the context was answered with {answer.text}")
             num_sent += 1
     return num_sent

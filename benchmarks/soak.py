@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from benchmarks.soak_requests import SURFACES, Asked, drawn, malformed
+from benchmarks.storm_attacks import JSON
 from quickstep.bench.served import ServedChild
 
 _ABORTED, _MALFORMED = 0.30, 0.05
@@ -94,7 +95,9 @@ def _is_alive(process_id: int) -> bool:
 
 async def _soak(child: ServedChild, book: Book, args: argparse.Namespace) -> list[str]:
     limits = httpx.Limits(max_connections=args.clients + 4)
-    async with httpx.AsyncClient(base_url=child.url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(
+        base_url=child.url, timeout=120, limits=limits, headers=JSON
+    ) as client:
         kinds = [kind for kind in SURFACES if await _is_served(client, kind)]
         print(f"soaking {', '.join(kinds)} for {args.minutes:g} minutes", flush=True)
         until_s = time.monotonic() + args.minutes * 60
@@ -162,7 +165,7 @@ async def _leave(url: str, book: Book, asked: Asked, rng: random.Random) -> None
     loses the places of requests that are cancelled while they connect.
     """
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=120, headers=JSON) as client:
             async with asyncio.timeout(rng.choice([0.0, 0.005, 0.05, 0.3])):
                 status = await _read_some(client, asked, rng.randrange(2000))
     except TimeoutError:

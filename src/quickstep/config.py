@@ -74,7 +74,7 @@ class SchedulerConfig:
         max_num_batched_tokens: Tokens in a step (T), decode and prefill together.
         max_model_len: Longest sequence in tokens, prompt and output; `EngineConfig.max_model_len`
             resolved for the model and the memory.
-        max_waiting: Queued requests beyond which `add` refuses; None for no limit.
+        max_waiting: Queued sequences beyond which `add` refuses; None for no limit.
         pipeline_depth: Steps in flight: 1 waits for each, 2 plans the next while one runs.
         policy: How a step's tokens are split between phases.
         inter_token_target_s: The step time in seconds that `mixed` keeps prefill chunks under;
@@ -146,7 +146,7 @@ class InputConfig:
         schema_depth: Nested objects and lists of a schema.
         regex_bytes: UTF-8 of a regular expression.
         grammar_s: Processor time in seconds to compile a grammar.
-        template_s: Seconds to render a conversation with the chat template.
+        template_s: Seconds of processor time to render a conversation with the chat template.
     """
 
     schema_bytes: int = 512 * 1024

@@ -17,6 +17,7 @@ __all__ = [
     "EngineDied",
     "EngineError",
     "OutOfBlocks",
+    "PromptTooLong",
     "QuickstepError",
     "RequestError",
 ]
@@ -27,12 +28,42 @@ class QuickstepError(Exception):
 
 
 class RequestError(QuickstepError):
-    """The request cannot be served as it stands: `param` names the field, `status` is HTTP's."""
+    """The request cannot be served as it stands: `param` names the field, `status` is HTTP's,
+    `code` is a word for programs (None for the one that the status has).
+    """
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.status = status
+        self.code = code
+
+
+class PromptTooLong(RequestError):
+    """A prompt that the context has no room for, in the words that clients look for: OpenAI's code
+    and sentence, and how Anthropic's message begins.
+    """
+
+    def __init__(
+        self, num_tokens: int, context: int, *, num_outputs: int = 1, at_least: bool = False
+    ) -> None:
+        limit = context - num_outputs
+        more = " (or more: it was not tokenised)" if at_least else ""
+        answer = " with 1 output token" if num_outputs else ""
+        super().__init__(
+            f"prompt is too long: {num_tokens} tokens > {limit} maximum{more}; this model's "
+            f"maximum context length is {context} tokens{answer}; shorten the prompt or raise "
+            "--max-model-len",
+            param="prompt",
+            code="context_length_exceeded",
+        )
 
 
 class EngineError(QuickstepError):

@@ -15,7 +15,7 @@ from quickstep.cli.main import main
 from quickstep.cli.parsing import Parser, bytes_size, token_count
 from quickstep.cli.sampling_flags import sampling_params, say_defaults
 from quickstep.cli.serve_flags import input_config, log_setup, server_options, stream_config
-from quickstep.config import EngineConfig, InputConfig, PolicyName, StreamConfig
+from quickstep.config import EngineConfig, InputConfig, PolicyName, SchedulerConfig, StreamConfig
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.options import (
     AnswerOptions,
@@ -50,7 +50,10 @@ def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_no_flags_give_the_default_configuration() -> None:
-    assert engine_config(parsed("serve"), "demo") == EngineConfig()
+    """A server's queue has a limit; the others answer what they were given, all of it."""
+    served = EngineConfig(scheduler=SchedulerConfig(max_waiting=16_384))
+    assert engine_config(parsed("serve"), "demo") == served
+    assert engine_config(parsed("generate", "a"), "demo") == EngineConfig()
 
 
 def test_every_engine_flag_reaches_the_configuration() -> None:
@@ -107,7 +110,7 @@ def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) 
         *("--default-timeout-s", "5", "--max-timeout-s", "9", "--drain-timeout-s", "1"),
         *("--keep-alive-timeout-s", "1", "--header-timeout-s", "2", "--upload-timeout-s", "3"),
         *("--max-unread-deltas", "7", "--max-unread-bytes", "2k"),
-        *("--slow-reader-timeout-s", "4", "--stream-comment-s", "0"),
+        *("--slow-reader-timeout-s", "4", "--stream-comment-s", "0", "--max-connections", "77"),
         *("--max-body-bytes", "1Ki", "--max-header-bytes", "2Ki", "--max-url-bytes", "3Ki"),
         *("--max-json-depth", "4", "--max-n", "5", "--max-prompts", "6", "--max-stop", "7"),
         *("--max-stop-chars", "8", "--max-logit-bias", "9", "--max-logprobs", "3"),
@@ -122,7 +125,7 @@ def test_every_server_flag_reaches_the_options(monkeypatch: pytest.MonkeyPatch) 
     assert (options.root_path, options.field_rules) == ("/llm", FieldRules(refuse_unknown=True))
     assert (options.access_log, options.drain_s) == (True, 1)
     assert options.deadlines == Deadlines(5, 9)
-    assert options.connections == ConnectionOptions(1, 2, 3, 4, 0)
+    assert options.connections == ConnectionOptions(1, 2, 3, 4, 0, 77)
     limits = options.limits
     assert (limits.body_bytes, limits.header_bytes, limits.url_bytes) == (1024, 2048, 3072)
     assert (limits.json_depth, limits.n, limits.prompts) == (4, 5, 6)

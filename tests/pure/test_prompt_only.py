@@ -135,7 +135,7 @@ def test_a_prompt_that_generates_nothing_may_fill_the_context() -> None:
     assert not world.add(ask("a", max_tokens=1))
     assert world.add(no_output("b"))
     assert world.add(embed("c", Pooling.MEAN))
-    with pytest.raises(RequestError, match="with 0 output tokens the limit is 8"):
+    with pytest.raises(RequestError, match="9 tokens > 8 maximum"):
         world.scheduler.add(no_output("d", (*PROMPT, 0)), world.now)
     finish(world)
 

@@ -19,7 +19,7 @@ def test_an_empty_prompt_is_refused() -> None:
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_both_lengths() -> None:
-    with pytest.raises(RequestError, match=r"40 tokens.*limit is 40; raise --max-model-len"):
+    with pytest.raises(RequestError, match=r"40 tokens > 39 maximum.*is 40 tokens"):
         World(Setup(max_model_len=40)).scheduler.add(ask(prompt=(0,) * 40), 0.0)
 
 
@@ -52,6 +52,21 @@ def test_a_full_queue_refuses_with_429() -> None:
     assert caught.value.status == 429
     world.plan()
     world.scheduler.add(ask("c"), 0.0)
+
+
+def test_every_sequence_of_a_request_counts_in_the_queue() -> None:
+    world = World(Setup(max_waiting=3))
+    world.add(ask("a", n=2))
+    with pytest.raises(RequestError, match="2 sequences wait and the request adds 2") as caught:
+        world.scheduler.add(ask("b", n=2), 0.0)
+    assert caught.value.status == 429
+    world.scheduler.add(ask("c", n=1), 0.0)
+
+
+def test_an_empty_queue_takes_a_request_that_is_larger_than_it() -> None:
+    world = World(Setup(max_waiting=1))
+    world.add(ask("a", n=4))
+    finish(world)
 
 
 # -- how a sequence ends --------------------------------------------------------------------------

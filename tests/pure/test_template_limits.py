@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from datetime import datetime
 from typing import Any
 
@@ -107,6 +109,26 @@ def test_numbers_of_the_data_are_no_widths() -> None:
     tools: list[dict[str, Any]] = [{"id": 10**15}]
     rendered = template(text).render(HELLO, tools=tools, extra={"n": 10**15})
     assert rendered == '[{"id": 1000000000000000}]heLLo1000000000000000'
+
+
+def test_only_the_processor_time_of_the_render_counts() -> None:
+    """Others may work as long as they like meanwhile, and the machine may stand still."""
+
+    def busy(released: threading.Event) -> None:
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < 0.3:
+            pass
+        released.set()
+
+    def now() -> datetime:
+        released = threading.Event()
+        threading.Thread(target=busy, args=(released,)).start()
+        assert released.wait(30)
+        return datetime(2026, 1, 2)
+
+    text = "{% for a in range(9) %}{{ a }}{% endfor %}{{ strftime_now('%Y') }}{{ 'x' | upper }}"
+    waiting = ChatTemplate({"default": text}, {}, now, limit_s=0.2)
+    assert waiting.render(HELLO) == "0123456782026X"
 
 
 def test_what_templates_do_every_day_stays_as_it_is() -> None:

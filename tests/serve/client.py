@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+JSON = {"content-type": "application/json"}
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 

@@ -20,7 +20,7 @@ from quickstep.core.block_pool import PoolStats
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
-from quickstep.errors import EngineError, RequestError
+from quickstep.errors import EngineError, PromptTooLong, RequestError
 from quickstep.model.sizing import MemoryPlan
 from quickstep.types import (
     FinishReason,
@@ -44,6 +44,9 @@ class FakeTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [1] * add_special_tokens + list(text.encode())
+
+    def least_tokens(self, text: str) -> int:
+        return len(text.encode())
 
     def token_id(self, text: str) -> int | None:
         return SPECIAL_IDS.get(text)
@@ -304,7 +307,7 @@ class FakeEngine:
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
         if len(prompt) >= self.max_model_len:
-            raise RequestError(f"prompt has {len(prompt)} tokens", param="prompt")
+            raise PromptTooLong(len(prompt), self.max_model_len)
         item = Submitted(tuple(prompt), sampling, priority, tenant, cache_salt, deadline_s, pooling)
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")

@@ -89,7 +89,10 @@ async def connect(
     """Send a request by hand, so that the connection can be dropped at any byte."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(content)}\r\n\r\n"
+    )
     writer.write(head.encode() + content)
     await writer.drain()
     return reader, writer

@@ -164,7 +164,7 @@ def test_what_is_no_key_is_401(headers: dict[str, str]) -> None:
     assert ask("/v1/models", headers).status_code == 401
 
 
-def test_the_keys_name_is_the_tenant_unless_the_client_names_a_user() -> None:
+def test_the_keys_name_is_the_tenant_and_the_clients_user_a_label_below_it() -> None:
     async def run() -> list[str]:
         engine = FakeEngine()
         async with client_of(create_app(engine, OPTIONS)) as client:
@@ -173,7 +173,7 @@ def test_the_keys_name_is_the_tenant_unless_the_client_names_a_user() -> None:
                 await client.post(COMPLETIONS, json=body, headers={"x-api-key": headers})
         return [item.tenant for item in engine.submitted]
 
-    assert asyncio.run(run()) == ["ann", "key-3", "eve"]
+    assert asyncio.run(run()) == ["ann", "key-3", "bob/eve"]
 
 
 def test_openais_client_comes_in_with_its_key_and_not_with_another() -> None:
@@ -204,7 +204,7 @@ def test_no_keys_let_everybody_in() -> None:
 def test_no_page_of_another_origin_may_call_unless_asked() -> None:
     asking = {"origin": "https://a.example", "access-control-request-method": "POST"}
     refused = ask(CHAT, asking, ServerOptions(), "OPTIONS")
-    assert refused.status_code == 405
+    assert refused.status_code == 403
     assert "access-control-allow-origin" not in refused.headers
 
 
@@ -218,9 +218,9 @@ def test_a_browsers_preflight_needs_no_key_and_names_the_origin() -> None:
     assert allowed.headers["access-control-allow-origin"] == "https://a.example"
     other = ask(CHAT, {**asking, "origin": "https://b.example"}, options, "OPTIONS")
     assert "access-control-allow-origin" not in other.headers
-    assert other.status_code == 400
+    assert other.status_code == 403
     error = other.json()["error"]
-    assert error["type"] == "invalid_request_error"
+    assert error["type"] == "permission_error"
     assert "origin is not allowed" in error["message"]
     locked = ask("/v1/models", {"origin": "https://a.example"}, options)
     assert locked.status_code == 401

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,16 @@ from quickstep.server.batch_jobs import BatchJobs
 from quickstep.server.batch_lines import BatchLine, LineAnswer
 from quickstep.server.batch_record import Batch as Record
 from quickstep.server.batch_run import LineRunner, LineSlots, run_lines
+from quickstep.server.choices import ChoicesSurface
+from quickstep.server.completions import Completions
 from quickstep.server.file_options import BatchOptions, FileOptions
 from quickstep.server.file_store import FileStore
+from quickstep.server.generation import GenerationRequest
+from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
+from quickstep.server.routes import GeneratingRoute
 from quickstep.server.schemas_files import BatchRequest
-from quickstep.server.surface import Answered
+from quickstep.server.surface import Answered, Served
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -273,7 +279,15 @@ def test_a_line_that_its_engine_died_under_is_sent_once_more_and_alone(death: Ex
         runner = LineRunner({COMPLETIONS: endpoint}, LineSlots(4), retry_s=0.0)
         lines = [BatchLine(n, f"{n}", COMPLETIONS, f"{n}".encode()) for n in range(40)]
         found: list[LineAnswer] = []
-        await run_lines(iter(lines), runner.answer, found.append, 8)
+
+        async def each() -> AsyncIterator[BatchLine]:
+            for one in lines:
+                yield one
+
+        async def write(answer: LineAnswer) -> None:
+            found.append(answer)
+
+        await run_lines(each(), runner.answer, write, 8)
         statuses = {answer.custom_id: answer.status for answer in found}
         assert statuses == {line.custom_id: 500 if line.custom_id == "3" else 200 for line in lines}
         for one in lines:
@@ -372,3 +386,122 @@ def test_a_server_that_stops_ends_its_batches(tmp_path: Path) -> None:
         return new
 
     assert [batch.status for batch in asyncio.run(run())] == ["failed", "failed"]
+
+
+def test_a_line_has_the_limits_of_a_body(client: openai.OpenAI) -> None:
+    deep = "[" * 70 + "]" * 70
+    lines: list[object] = [
+        line("fine"),
+        line("large", prompt="a" * (4 * 1024 * 1024)),
+        line("huge", prompt="a" * (9 * 1024 * 1024)),
+        json.dumps(line("deep")).replace('"a"', deep, 1),
+    ]
+    batch = ended(client, begin(client, lines), "failed")
+    assert batch.errors is not None and batch.errors.data is not None
+    found = [(error.code, error.line) for error in batch.errors.data]
+    assert found[:2] == [("request_too_large", 2), ("request_too_large", 3)]
+    assert found[2][1] == 4
+    assert "4194304" in (batch.errors.data[0].message or "")
+    assert "nested" in (batch.errors.data[2].message or "")
+
+
+def test_a_large_line_is_parsed_beside_the_loop(engine: FakeEngine) -> None:
+    """The thread that parses is not the one of the event loop."""
+    parsing: list[int] = []
+    store = FileStore(FileOptions())
+    writer = store.new("", "in", "batch")
+    writer.write(json.dumps(line("a", prompt="b" * 200_000)).encode())
+    request = BatchRequest(
+        input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1d"
+    )
+
+    class Watched(Completions):
+        def parse(self, body: bytes, served: Served) -> GenerationRequest:
+            parsing.append(threading.get_ident())
+            return super().parse(body, served)
+
+    async def run() -> Record:
+        engine = FakeEngine(max_model_len=300_000)
+        served = Served.of(engine, ServerOptions())
+        await engine.start()
+        route = GeneratingRoute(ChoicesSurface(Watched()), served, Metrics(engine, "fake"))
+        jobs = BatchJobs(store, {COMPLETIONS: route.whole}, BatchOptions())
+        batch = jobs.create(Record("", request, "fake", store.now(), window_s=60))
+        while not batch.is_over:
+            await asyncio.sleep(0.01)
+        return batch
+
+    batch = asyncio.run(run())
+    store.close()
+    assert (batch.status, batch.num_completed) == ("completed", 1)
+    assert parsing and parsing != [threading.get_ident()]
+
+
+def test_an_expiring_batch_is_written_in_pieces_beside_the_loop(tmp_path: Path) -> None:
+    num_lines = 1000
+    threads: set[int] = set()
+
+    class Watched(FileStore):
+        def reserve(self, owner: str, num_bytes: int) -> None:
+            threads.add(threading.get_ident())
+            super().reserve(owner, num_bytes)
+
+    store = Watched(FileOptions(tmp_path), now=lambda: 1000.0)
+    writer = store.new("ann", "in", "batch")
+    lines = [line(str(number)) for number in range(num_lines)]
+    writer.write("\n".join(map(json.dumps, lines)).encode())
+    request = BatchRequest(
+        input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1m"
+    )
+    threads.clear()
+
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> object:
+        return await asyncio.Event().wait()
+
+    async def run() -> tuple[Record, int]:
+        jobs = BatchJobs(store, {COMPLETIONS: endpoint}, BatchOptions())
+        batch = jobs.create(Record("ann", request, "fake", store.now() - 60, window_s=60))
+        num_seen = set()
+        while not batch.is_over:
+            num_seen.add(batch.num_failed)
+            await asyncio.sleep(0)
+        return batch, len(num_seen)
+
+    batch, num_turns = asyncio.run(run())
+    assert (batch.status, batch.num_failed) == ("expired", num_lines)
+    assert threads and threading.get_ident() not in threads
+    assert num_turns > 3  # the loop had its turns between the pieces
+
+
+def test_one_keys_batches_leave_places_to_others(tmp_path: Path) -> None:
+    store = FileStore(FileOptions(tmp_path))
+
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> object:
+        return {}
+
+    async def run() -> None:
+        options = BatchOptions(num_active=4, active_per_key=2, num_kept=4)
+        jobs = BatchJobs(store, {COMPLETIONS: endpoint}, options)
+
+        def create(owner: str) -> Record:
+            writer = store.new(owner, "in", "batch")
+            writer.write(json.dumps(line("a")).encode())
+            request = BatchRequest(
+                input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1d"
+            )
+            return jobs.create(Record(owner, request, "fake", store.now(), window_s=60))
+
+        for _ in range(2):
+            create("bob")
+        with pytest.raises(RequestError, match="2 batches of your API key") as refused:
+            create("bob")
+        assert refused.value.status == 429
+        first = create("ann")
+        for _ in range(6):
+            while any(not batch.is_over for batch in jobs.batches("bob")) or not first.is_over:
+                await asyncio.sleep(0.001)
+            create("bob")
+        assert jobs.get("ann", first.id) is first  # bob's own were forgotten
+        await jobs.stop()
+
+    asyncio.run(run())

@@ -10,7 +10,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from client import CHAT, COMPLETIONS, MESSAGES
+from client import CHAT, COMPLETIONS, JSON, MESSAGES
 from fake_engine import FakeEngine, Script
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,7 +49,8 @@ def answer_to(*pieces: bytes, options: ServerOptions | None = None) -> tuple[int
 
 
 def head(path: str = "/health", *headers: str, method: str = "GET") -> bytes:
-    return "\r\n".join([f"{method} {path} HTTP/1.1", "host: x", *headers, "", ""]).encode()
+    lines = [f"{method} {path} HTTP/1.1", "host: x", "content-type: application/json", *headers]
+    return "\r\n".join([*lines, "", ""]).encode()
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def nested(depth: int) -> bytes:
 @pytest.mark.parametrize(("depth", "status"), [(62, 200), (63, 400), (5000, 400)])
 def test_json_beyond_64_levels_is_400(depth: int, status: int) -> None:
     with live_server(FakeEngine()) as server:
-        response = httpx.post(f"{server.url}{CHAT}", content=nested(depth))
+        response = httpx.post(f"{server.url}{CHAT}", content=nested(depth), headers=JSON)
     assert response.status_code == status, response.text
     if status == 400:
         assert "nested more than 64 levels" in response.json()["error"]["message"]
@@ -165,8 +166,8 @@ def test_limits_of_a_body_are_the_operators() -> None:
     with live_server(FakeEngine(), options) as server:
         url = f"{server.url}{CHAT}"
         assert httpx.post(url, json={"messages": MESSAGES}).status_code == 200
-        assert httpx.post(url, content=nested(2)).status_code == 400
-        assert httpx.post(url, content=b" " * 201).status_code == 413
+        assert httpx.post(url, content=nested(2), headers=JSON).status_code == 400
+        assert httpx.post(url, content=b" " * 201, headers=JSON).status_code == 413
 
 
 def depth_of(value: Any) -> int:
@@ -270,3 +271,38 @@ def test_a_server_without_comments_sends_none() -> None:
         text = httpx.post(f"{server.url}{CHAT}", json=body).text
     assert text.endswith("data: [DONE]\n\n")
     assert not any(line.startswith(":") for line in text.splitlines())
+
+
+def test_a_connection_too_many_is_told_so_and_the_others_are_served(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = ServerOptions(connections=ConnectionOptions(max_connections=3), drain_s=0.0)
+
+    async def run(port: int) -> list[bytes]:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for reader, writer in held:  # each is there, and is answered
+            writer.write(head("/ping"))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        refused = []
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            refused.append(await reader.read())
+            writer.close()
+        for reader, writer in held:
+            writer.write(head("/ping"))
+            assert await reader.readuntil(b"HTTP/1.1 200")
+            writer.close()
+        return refused
+
+    with live_server(FakeEngine(), options) as server:
+        refused = asyncio.run(asyncio.wait_for(run(server.port), DEADLINE_S))
+        until(lambda: len(server.server.server_state.connections) < 3)
+        assert httpx.get(f"{server.url}/ping").status_code == 200
+    for answer in refused:
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == (
+            "too_many_connections"
+        )
+    told = [record for record in caplog.records if "--max-connections" in record.getMessage()]
+    assert len(told) == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from client import CHAT, COMPLETIONS, client_of
+from client import CHAT, COMPLETIONS, JSON, client_of
 from fake_engine import FakeEngine, FakeStream, Script, Submitted
 from live_server import live_server
 
@@ -55,7 +55,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     ],
 )
 def test_a_body_that_is_not_the_schemas_json_is_400(body: bytes) -> None:
-    response = ask("POST", COMPLETIONS, content=body)
+    response = ask("POST", COMPLETIONS, content=body, headers=JSON)
     assert response.status_code == 400
     assert error_of(response)["type"] == "invalid_request_error"
 
@@ -63,13 +63,13 @@ def test_a_body_that_is_not_the_schemas_json_is_400(body: bytes) -> None:
 def test_deeply_nested_json_in_a_free_field_is_400() -> None:
     nested = b"[" * 100_000 + b"]" * 100_000
     body = b'{"messages": [{"role": "user", "content": "a"}], "tools": %s}' % nested
-    assert ask("POST", CHAT, content=body).status_code == 400
+    assert ask("POST", CHAT, content=body, headers=JSON).status_code == 400
 
 
 @pytest.mark.parametrize("size", [1001, 5000, 16_001, 100_000])
 def test_a_body_beyond_the_limit_is_413(size: int) -> None:
     options = ServerOptions(limits=RequestLimits(body_bytes=1000))
-    response = ask("POST", CHAT, options=options, content=b"x" * size)
+    response = ask("POST", CHAT, options=options, content=b"x" * size, headers=JSON)
     assert response.status_code == 413
     assert error_of(response)["code"] == "request_too_large"
 
@@ -80,7 +80,7 @@ def test_a_body_of_unknown_length_is_limited_as_well() -> None:
             yield b"x" * 100
 
     options = ServerOptions(limits=RequestLimits(body_bytes=1000))
-    assert ask("POST", CHAT, options=options, content=pieces()).status_code == 413
+    assert ask("POST", CHAT, options=options, content=pieces(), headers=JSON).status_code == 413
 
 
 @pytest.mark.parametrize("path", ["/", "/v1", "/v1/images", "/v1/chat/completions/x"])

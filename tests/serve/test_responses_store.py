@@ -264,3 +264,21 @@ def test_bytes_are_bounded_and_come_back() -> None:
     assert not store.delete("somebody", "b")
     assert store.delete("", "b")
     assert (len(store), store.num_bytes) == (0, 0)
+
+
+def test_one_keys_responses_push_out_no_others_that_has_fewer() -> None:
+    store = ResponseStore(max_responses=3)
+    store.put("ann", stored("first"))
+    for number in range(5):
+        store.put("bob", stored(f"bobs-{number}"))
+    assert store.get("ann", "first") is not None
+    assert [store.get("bob", f"bobs-{number}") is not None for number in range(5)] == [
+        *(False, False, False),
+        *(True, True),
+    ]
+    size = store.num_bytes // 3
+    small = ResponseStore(max_bytes=size * 3 + 20)
+    small.put("ann", stored("first"))
+    for number in range(5):
+        small.put("bob", stored(f"bobs-{number}"))
+    assert small.get("ann", "first") is not None

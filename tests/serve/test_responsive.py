@@ -33,11 +33,12 @@ class Held:
 
 
 class HeldTokenizer(FakeTokenizer):
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: Held, least_chars: int = len(LONG)) -> None:
         self._held = held
+        self._least_chars = least_chars
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) >= len(LONG):
+        if len(text) >= self._least_chars:
             self._held.work()
         return super().encode(text, add_special_tokens)
 
@@ -80,6 +81,57 @@ def test_a_long_prompt_is_tokenised_beside_the_loop() -> None:
     engine = FakeEngine(tokenizer=HeldTokenizer(held), max_model_len=200_000)
     answer = others_are_served_while(engine, held, COMPLETIONS, {"prompt": LONG})
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(("path", "field"), [(COMPLETIONS, "prompt"), ("/v1/embeddings", "input")])
+def test_many_prompts_of_some_length_are_tokenised_beside_the_loop(path: str, field: str) -> None:
+    held = Held()
+    engine = FakeEngine(tokenizer=HeldTokenizer(held, least_chars=2000))
+    answer = others_are_served_while(engine, held, path, {field: ["a" * 2000] * 8})
+    assert answer.status_code == 200
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    class Refusing(FakeTokenizer):
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            raise AssertionError("the text was tokenised")
+
+    async def run() -> httpx.Response:
+        engine = FakeEngine(tokenizer=Refusing(), max_model_len=100)
+        async with client_of(create_app(engine, ServerOptions())) as client:
+            return await client.post(COMPLETIONS, json={"prompt": LONG})
+
+    answer = asyncio.run(run())
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "100000 tokens > 99 maximum (or more" in answer.json()["error"]["message"]
+
+
+def test_large_prompts_leave_threads_to_the_others_and_a_full_queue_is_503() -> None:
+    """One is worked on, 64 wait, the others have no place; a prompt of usual size has one."""
+    held = Held()
+    engine = FakeEngine(
+        tokenizer=HeldTokenizer(held, least_chars=1_100_000), max_model_len=2_000_000
+    )
+
+    async def run() -> tuple[httpx.Response, list[int], list[httpx.Response]]:
+        async with client_of(create_app(engine, ServerOptions())) as client:
+            body = {"prompt": "a" * 1_100_000, "max_tokens": 1}
+            large = [asyncio.create_task(client.post(COMPLETIONS, json=body)) for _ in range(70)]
+            await asyncio.to_thread(held.begun.wait, DEADLINE_S)
+            usual = await client.post(COMPLETIONS, json={"prompt": "a" * 5000})
+            done, _ = await asyncio.wait(large, return_when=asyncio.FIRST_COMPLETED)
+            refused = [task.result() for task in done]
+            held.released.set()
+            return usual, [(await task).status_code for task in large], refused
+
+    usual, statuses, refused = asyncio.run(asyncio.wait_for(run(), 4 * DEADLINE_S))
+    assert usual.status_code == 200
+    assert set(statuses) == {200, 503}
+    for answer in refused:
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "server_busy"
+        assert answer.headers["retry-after"] == "1"
 
 
 def test_a_long_conversation_is_rendered_beside_the_loop() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,7 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         type=bytes_size,
         default=4 * 1024 * 1024,
         metavar="SIZE",
-        help="longest line (default: 4MiB)",
+        help="largest body of a line (default: 4MiB)",
     )
     parser.add_argument("--seed", type=int, help="seeds the draw of seeds for unseeded requests")
     add_format_flags(parser)
@@ -105,7 +105,7 @@ async def _answer_all(
     engine: Engine,
     args: argparse.Namespace,
     lines: Iterator[BatchLine],
-    write: Callable[[LineAnswer], None],
+    write: Callable[[LineAnswer], Awaitable[None]],
 ) -> None:
     from quickstep.server.batch_endpoints import batch_endpoints
     from quickstep.server.batch_run import LineRunner, run_lines
@@ -116,7 +116,13 @@ async def _answer_all(
     served = Served.of(engine, options)
     endpoints = batch_endpoints(served, Metrics(engine, served.names[0]))
     concurrency = args.concurrency or 2 * args.max_num_seqs
-    await run_lines(lines, LineRunner(endpoints, retry_s=_RETRY_S).answer, write, concurrency)
+    answer = LineRunner(endpoints, retry_s=_RETRY_S).answer
+    await run_lines(_each(lines), answer, write, concurrency)
+
+
+async def _each(lines: Iterator[BatchLine]) -> AsyncIterator[BatchLine]:
+    for line in lines:
+        yield line
 
 
 def _server_options(args: argparse.Namespace) -> ServerOptions:
@@ -152,22 +158,20 @@ def _lines(source: Path, max_line_bytes: int, done: Collection[str]) -> Iterator
     """The requests that are not done. Raises ConfigError."""
     from quickstep.server.batch_endpoints import BATCH_URLS
     from quickstep.server.batch_lines import LineFault, numbered_lines, read_line
+    from quickstep.server.options import RequestLimits
 
+    limits = RequestLimits(body_bytes=max_line_bytes)
     try:
         file = source.open("rb")
     except OSError as error:
         raise ConfigError(f"{source} cannot be read: {error.strerror}") from None
     with file:
-        for number, text in numbered_lines(file):
-            if len(text) > max_line_bytes:
-                raise ConfigError(
-                    f"{source} line {number} has {len(text)} bytes, the limit is "
-                    f"{max_line_bytes}; raise --max-body-bytes"
-                )
+        for number, text in numbered_lines(file, limits):
             try:
-                line = read_line(number, text, BATCH_URLS)
+                line = read_line(number, text, BATCH_URLS, limits)
             except LineFault as fault:
-                raise ConfigError(f"{source} {fault}") from None
+                hint = "; raise --max-body-bytes" if fault.code == "request_too_large" else ""
+                raise ConfigError(f"{source} {fault}{hint}") from None
             if line.custom_id not in done:
                 yield line
 
@@ -213,8 +217,8 @@ class _Progress:
 
 def _writer(
     output: BatchOutput, progress: _Progress, show: Callable[[], None]
-) -> Callable[[LineAnswer], None]:
-    def write(answer: LineAnswer) -> None:
+) -> Callable[[LineAnswer], Awaitable[None]]:
+    async def write(answer: LineAnswer) -> None:
         output.write(answer.text())
         progress.add(answer)
         show()

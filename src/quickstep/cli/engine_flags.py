@@ -164,7 +164,8 @@ def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
         "--max-waiting",
         type=positive_int,
         metavar="N",
-        help="requests in the queue beyond which the answer is 429 (default: no limit)",
+        help="sequences in the queue beyond which the answer is 429; a request has n of them "
+        "(default: 16384 for serve, else no limit)",
     )
     group.add_argument(
         "--scheduling-policy",

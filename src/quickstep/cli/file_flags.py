@@ -37,6 +37,20 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
         help="all files together (default: 1GiB)",
     )
     group.add_argument(
+        "--max-files-bytes-per-key",
+        type=bytes_size,
+        default=512 * 1024 * 1024,
+        metavar="SIZE",
+        help="the files of one API key together (default: 512MiB)",
+    )
+    group.add_argument(
+        "--max-files-per-key",
+        type=positive_int,
+        default=500,
+        metavar="N",
+        help="files of one API key (default: %(default)s)",
+    )
+    group.add_argument(
         "--max-stored-responses",
         type=positive_int,
         default=4096,
@@ -67,6 +81,8 @@ def file_options(args: argparse.Namespace) -> FileOptions:
         directory=Path(args.files_dir) if args.files_dir else None,
         file_bytes=args.max_file_bytes,
         total_bytes=args.max_files_bytes,
+        bytes_per_key=args.max_files_bytes_per_key,
+        files_per_key=args.max_files_per_key,
     )
 
 

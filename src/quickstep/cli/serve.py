@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _LOG = logging.getLogger("quickstep.cli")
+_MAX_WAITING = 16_384  # every queue of a server has a limit
 # Packages whose own code imports what no server of ours calls: their command lines, their process
 # supervisors, their web servers, their ready-made tokenizers.
 _FRONT_DOORS = ("prometheus_client", "tokenizers", "uvicorn")
@@ -63,6 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     add_file_flags(parser)
     add_serve_flags(parser)
     add_engine_flags(parser)
+    parser.set_defaults(max_waiting=_MAX_WAITING)
 
 
 def run(args: argparse.Namespace) -> int:

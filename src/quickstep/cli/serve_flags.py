@@ -59,7 +59,7 @@ _INPUTS = (
     ("--max-schema-depth", "schema_depth", positive_int, "32", "levels of a JSON schema"),
     ("--max-regex-bytes", "regex_bytes", bytes_size, "2KiB", "a regular expression"),
     ("--grammar-timeout-s", "grammar_s", float, "2", "processor time to compile a grammar"),
-    ("--template-timeout-s", "template_s", float, "1", "time to render the chat template"),
+    ("--template-timeout-s", "template_s", float, "1", "processor time to render a conversation"),
 )
 _STREAMS = (
     ("--max-unread-deltas", positive_int, "256", "pieces of output"),
@@ -86,6 +86,14 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     _add_access_flags(parser.add_argument_group("access"))
     _add_request_flags(parser.add_argument_group("requests"))
     group = parser.add_argument_group("connections")
+    group.add_argument(
+        "--max-connections",
+        type=positive_int,
+        default=4096,
+        metavar="N",
+        help="open at a time; beyond them the answer is 503 (default: %(default)s, less where the "
+        "process may open fewer files)",
+    )
     for flag, text, default in _SECONDS:
         group.add_argument(
             flag,
@@ -128,6 +136,12 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--api-key-file", metavar="FILE", help="NAME:KEY or NAME=KEY, one in each line"
+    )
+    group.add_argument(
+        "--share-prefix-cache",
+        action="store_true",
+        help="let prompts of one API key hit those of another; their clients can then find out "
+        "each other's prompts (default: each key has its own part of the cache)",
     )
     group.add_argument(
         "--allowed-origins",
@@ -211,6 +225,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         served_model_names=tuple(args.served_model_name),
         limits=_limits(args),
         connections=ConnectionOptions(
+            max_connections=args.max_connections,
             keep_alive_s=args.keep_alive_timeout_s,
             header_s=args.header_timeout_s,
             upload_s=args.upload_timeout_s,
@@ -234,6 +249,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
             always_usage=args.enable_force_include_usage,
             request_metrics=args.enable_per_request_metrics,
         ),
+        share_prefix_cache=args.share_prefix_cache,
         root_path=args.root_path,
         access_log=args.access_log,
         files=file_options(args),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quickstep.config import SchedulerConfig
 from quickstep.dataclass import dataclass
-from quickstep.errors import RequestError
+from quickstep.errors import PromptTooLong, RequestError
 from quickstep.types import Request
 
 __all__ = ["Limits"]
@@ -53,18 +53,14 @@ class Limits:
         if not num_tokens:
             raise RequestError("prompt has no tokens, it needs at least 1", param="prompt")
         least_outputs = 0 if request.prompt_only else 1
-        room = f"prompt has {num_tokens} tokens, with {least_outputs} output tokens"
         if num_tokens + least_outputs > self.max_model_len:
-            raise RequestError(
-                f"{room} the limit is {self.max_model_len}; raise --max-model-len or shorten the"
-                " prompt",
-                param="prompt",
-            )
+            raise PromptTooLong(num_tokens, self.max_model_len, num_outputs=least_outputs)
         if num_tokens + least_outputs > self.pool_tokens:
             raise RequestError(
-                f"{room} the KV cache holds {self.pool_tokens}; raise --num-blocks or shorten the"
-                " prompt",
+                f"prompt has {num_tokens} tokens, with {least_outputs} output tokens the KV cache "
+                f"holds {self.pool_tokens}; raise --num-blocks or shorten the prompt",
                 param="prompt",
+                code="context_length_exceeded",
             )
         if request.sampling.n > self.max_num_seqs:
             raise RequestError(
@@ -72,9 +68,15 @@ class Limits:
                 " lower n or raise --max-num-seqs",
                 param="n",
             )
-        if self.max_waiting is not None and num_waiting >= self.max_waiting:
+        if self.max_waiting is not None and num_waiting:
+            self._check_queue(num_waiting, request.sampling.n, self.max_waiting)
+
+    def _check_queue(self, num_waiting: int, n: int, max_waiting: int) -> None:
+        """Room for `n` more. An empty queue takes any request, else a large `n` would never run."""
+        if num_waiting + n > max_waiting:
+            more = "" if n == 1 else f" and the request adds {n}"
             raise RequestError(
-                f"{num_waiting} sequences wait, the limit is {self.max_waiting};"
+                f"{num_waiting} sequences wait{more}, the limit is {max_waiting};"
                 " send the request again later or raise --max-waiting",
                 status=429,
             )

@@ -101,7 +101,8 @@ class GrammarTrial:
 
         Raises:
             Refusal: It cannot, or the worker died of it.
-            EngineError: No worker can be started.
+            EngineError: No worker can be started, or it had no processor time for too long: that
+                says nothing of the grammar, which may be tried again.
         """
         with self._lock:
             verdict = self._verdicts.pop(source, None)
@@ -120,6 +121,11 @@ class GrammarTrial:
             return self._worker.ask(source, self._limits.wall_s)
         except _WorkerDied as death:
             self._worker = None
+            if death.code == -signal.SIGKILL:
+                raise EngineError(
+                    f"the grammar was not compiled within {self._limits.wall_s:g} s, as the machine"
+                    " is busy or was paused; send the request again"
+                ) from None
             return _verdict_of(death.code, self._limits)
         except BaseException:
             self._worker.end()
@@ -217,8 +223,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _verdict_of(code: int, limits: TrialLimits) -> str:
     if code == -signal.SIGPROF:
         return f"takes more than {limits.cpu_s:g} s to compile"
-    if code == -signal.SIGKILL:
-        return f"did not compile within {limits.wall_s:g} s"
     return "exhausts the compiler: it needs too much memory or is nested too deeply"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from quickstep.errors import RequestError
+from quickstep.errors import PromptTooLong, RequestError
 from quickstep.types import Pooling, SamplingParams
 
 __all__ = ["check_deadline", "check_pooling", "check_sampling", "check_token_ids"]
@@ -25,13 +25,9 @@ def check_token_ids(
         raise RequestError("a prompt is text or a list of integer token ids", param="prompt")
     if not ids:
         raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
-    if len(ids) + (not prompt_only) > max_model_len:
-        room = "" if prompt_only else " with at least one of output"
-        raise RequestError(
-            f"prompt has {len(ids)} tokens, the model takes {max_model_len}{room}; raise "
-            "`--max-model-len` or shorten the prompt",
-            param="prompt",
-        )
+    num_outputs = 0 if prompt_only else 1
+    if len(ids) + num_outputs > max_model_len:
+        raise PromptTooLong(len(ids), max_model_len, num_outputs=num_outputs)
     if any(type(token_id) is not int for token_id in ids):
         raise RequestError("a prompt is text or a list of integer token ids", param="prompt")
     _check_ids("prompt", ids, vocab_size)

@@ -65,7 +65,9 @@ class _Code(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """One checkpoint's environment; threads may render in it at once. `clock` gives seconds."""
+    """One checkpoint's environment; threads may render in it at once. `clock` gives the seconds
+    of the thread that asks.
+    """
 
     code_generator_class = _Code
     intercepted_binops = frozenset({"*", "**", "+", "%"})

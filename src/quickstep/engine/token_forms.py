@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from quickstep.engine.tokenizer import Tokenizer
@@ -112,13 +113,22 @@ class TokenFormFinder:
             return known
         spelled = [self._encode("dry_sequence_breakers", t) for t in (text, " " + text)]
         sought = text.encode()
-        token_bytes = self._tokenizer.token_bytes
-        holding = [(i,) for i in range(self._vocab_size) if sought in token_bytes(i)]
-        found = tuple(dict.fromkeys([*holding, *(ids for ids in spelled if len(ids) > 1)]))
+        tokens, joined = self._vocabulary
+        is_held = sought in joined  # most texts are not, which one search tells
+        holding = [(i,) for i, token in enumerate(tokens) if sought in token] if is_held else []
+        found = (*holding, *dict.fromkeys(ids for ids in spelled if len(ids) > 1))
         self._breakers[text] = found
         while len(self._breakers) > _KEPT:
             self._breakers.popitem(last=False)
         return found
+
+    @cached_property
+    def _vocabulary(self) -> tuple[list[bytes], bytes]:
+        """The bytes of each token, and all of them behind each other; no text holds the byte that
+        is between them.
+        """
+        tokens = [self._tokenizer.token_bytes(i) for i in range(self._vocab_size)]
+        return tokens, b"\xff".join(tokens)
 
     def _reasoning_tokens(
         self, sampling: SamplingParams, prompt: Sequence[int]

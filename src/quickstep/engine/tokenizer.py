@@ -12,6 +12,7 @@ import enum
 import json
 import string
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from tokenizers.tokenizers import Tokenizer as Library
 
 from quickstep.engine.json_file import read_json
+from quickstep.engine.token_bound import TokenBound, token_bound
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.gguf_file import is_gguf
 
@@ -105,6 +107,16 @@ class Tokenizer:
         """How this vocabulary's tokens become text."""
         return self._kind
 
+    def least_tokens(self, text: str) -> int:
+        """Tokens that `text` has at least, at the price of its bytes; 0 where nothing is known."""
+        bound = self._bound
+        return 0 if bound is None else bound.least_tokens(text)
+
+    @cached_property
+    def _bound(self) -> TokenBound | None:
+        """Reads the whole vocabulary, so only a text of some length asks for it."""
+        return token_bound(self._library, self._byte_of_char)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised.
 
@@ -130,12 +142,16 @@ class Tokenizer:
             RequestError: An id is negative or no 32-bit number.
         """
         try:
-            text: str = self._library.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            # The batch call frees the interpreter while it works.
+            [text] = self._library.decode_batch(
+                [list(ids)], skip_special_tokens=skip_special_tokens
+            )
         except (OverflowError, TypeError) as error:
             raise RequestError(
                 f"token ids are integers from 0 to {self.vocab_size - 1}", param="tokens"
             ) from error
-        return text
+        decoded: str = text
+        return decoded
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that is exactly `text`, or None."""

@@ -36,8 +36,9 @@ from quickstep.server.error_shapes import anthropic_shape
 from quickstep.server.field_reader import FieldReader
 from quickstep.server.frames import event_frame
 from quickstep.server.front_gate import report_ignored
-from quickstep.server.generation import ChoiceDelta, Generation, prompt_ids
+from quickstep.server.generation import ChoiceDelta, Generation
 from quickstep.server.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
+from quickstep.server.prompts import prompts_ids
 from quickstep.server.response_messages import (
     CacheCreation,
     MessageBlock,
@@ -114,13 +115,18 @@ class CountTokens:
     async def answer(self, request: Request) -> Response:
         """The count. Raises RequestError."""
         body = await request.body()
-        reader = FieldReader(self._served.field_rules)
+        served = self._served
+        reader = FieldReader(served.field_rules)
+        conversation = await served.lanes.parse(len(body), lambda: self._asked(body, reader))
+        report_ignored(request, reader.ignored)
+        prompts = [conversation.prompt]
+        (ids,) = await prompts_ids(served.engine, prompts, served.lanes, max_len=None)
+        return json_response(TokenCount(len(ids)))
+
+    def _asked(self, body: bytes, reader: FieldReader) -> Conversation:
         fields = reader.decode(body, CountTokensRequest)
         self._served.model(fields.model)
-        conversation = _conversation(fields, self._served, reader, len(body))
-        report_ignored(request, reader.ignored)
-        ids = await prompt_ids(self._served.engine, conversation.prompt)
-        return json_response(TokenCount(len(ids)))
+        return _conversation(fields, self._served, reader, len(body))
 
 
 def _conversation(

@@ -25,6 +25,7 @@ __all__ = [
     "ErrorShape",
     "GenerationFailed",
     "RouteNotFound",
+    "ServerBusy",
     "error_body",
     "error_facts",
     "error_of",
@@ -39,11 +40,13 @@ _LOG = logging.getLogger("quickstep.server")
 _TYPES: Mapping[int, tuple[str, str | None]] = {
     400: ("invalid_request_error", None),
     401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "origin_not_allowed"),
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
     408: ("invalid_request_error", "request_timeout"),
     413: ("invalid_request_error", "request_too_large"),
     414: ("invalid_request_error", "url_too_long"),
+    415: ("invalid_request_error", "unsupported_media_type"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
     431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal_error"),
@@ -70,12 +73,15 @@ class GenerationFailed(EngineError):
     """The model failed on one request; the server goes on."""
 
 
+class ServerBusy(EngineError):
+    """Too much waits already; the same request may succeed a little later."""
+
+
 class RouteNotFound(RequestError):
     """A resource of ours that does not exist; `code` says which kind."""
 
     def __init__(self, message: str, *, param: str | None, code: str) -> None:
-        super().__init__(message, param=param, status=404)
-        self.code = code
+        super().__init__(message, param=param, status=404, code=code)
 
 
 def openai_shape(facts: ErrorFacts) -> tuple[int, dict[str, Any]]:
@@ -89,10 +95,12 @@ def openai_shape(facts: ErrorFacts) -> tuple[int, dict[str, Any]]:
     return facts.status, {"error": error}
 
 
-def facts_of(status: int, message: str, param: str | None = None) -> ErrorFacts:
-    """An error with the type and the code that its status has."""
-    kind, code = _TYPES.get(status, _TYPES[400 if status < 500 else 500])
-    return ErrorFacts(status, message, kind, param, code)
+def facts_of(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> ErrorFacts:
+    """An error with the type that its status has, and the code if it has none of its own."""
+    kind, code_of_status = _TYPES.get(status, _TYPES[400 if status < 500 else 500])
+    return ErrorFacts(status, message, kind, param, code or code_of_status)
 
 
 def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
@@ -102,15 +110,14 @@ def error_body(message: str, status: int, param: str | None = None) -> dict[str,
 
 def error_facts(error: Exception) -> ErrorFacts:
     """What to say of any exception; logs those that are our fault."""
-    if isinstance(error, RouteNotFound):
-        return ErrorFacts(
-            error.status, str(error), "invalid_request_error", error.param, error.code
-        )
     if isinstance(error, RequestError):
-        return facts_of(error.status, str(error), error.param)
+        return facts_of(error.status, str(error), error.param, error.code)
     if isinstance(error, GenerationFailed):
         _LOG.warning("a request failed: %s", error)
         return facts_of(500, str(error))
+    if isinstance(error, ServerBusy):
+        _LOG.warning("a request was refused: %s", error)
+        return facts_of(503, str(error), code="server_busy")
     if isinstance(error, EngineError):
         _LOG.error("the engine refused a request: %s", error)
         return facts_of(503, str(error))

@@ -48,4 +48,5 @@ def whole_app(
     lifespan: Lifespan | None = None,
 ) -> Starlette:
     """All routes. Who calls this starts and stops `batches`."""
-    return routed(api_routes(served, metrics, options, batches), options, lifespan)
+    routes = api_routes(served, metrics, options, batches)
+    return routed(routes, options, served.lanes, lifespan)

@@ -20,6 +20,7 @@ from quickstep.server.intake import Intake, taken_in
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import CorsOptions, ServerOptions
 from quickstep.server.traffic_log import watch
+from quickstep.server.work_lanes import WorkLanes
 
 __all__ = ["Lifespan", "routed", "serving"]
 
@@ -27,15 +28,18 @@ Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 def routed(
-    routes: Sequence[ApiRoute], options: ServerOptions, lifespan: Lifespan | None = None
+    routes: Sequence[ApiRoute],
+    options: ServerOptions,
+    lanes: WorkLanes,
+    lifespan: Lifespan | None = None,
 ) -> Starlette:
-    """The app of these routes."""
+    """The app of these routes; `lanes` are where large bodies are looked at."""
     intake = Intake.of(options)
     app = Starlette(
         routes=[
             route
             for known in routes
-            for route in replace(known, endpoint=taken_in(known, intake)).starlette()
+            for route in replace(known, endpoint=taken_in(known, intake, lanes)).starlette()
         ],
         middleware=[*_cors(options.cors), Middleware(FrontGate, routes=routes, options=options)],
         exception_handlers={

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing
 from dataclasses import field
+from functools import partial
 
 from quickstep.dataclass import dataclass
 from quickstep.errors import QuickstepError, RequestError
@@ -31,13 +34,18 @@ from quickstep.server.batch_record import Batch
 from quickstep.server.batch_run import LineRunner, LineSlots, run_lines
 from quickstep.server.file_options import BatchOptions
 from quickstep.server.file_store import FileStore, FileWriter, StoredFile
+from quickstep.server.options import RequestLimits
 from quickstep.server.response_files import BatchError, BatchStatus
+from quickstep.server.work_lanes import done_in_thread
 
 __all__ = ["BatchJobs"]
 
 _LOG = logging.getLogger("quickstep.server")
 _OUTPUT = "batch_output"
 _MAX_ERRORS = 100
+_PIECE_LINES = 64
+_PIECE_BYTES = 256 * 1024
+_LIMITS = RequestLimits()
 
 
 @dataclass(slots=True)
@@ -49,23 +57,46 @@ class _Job:
     output: FileWriter
     errors: FileWriter
     answered: set[str] = field(default_factory=set)
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def write(self, answer: LineAnswer) -> None:
+    async def write(self, answer: LineAnswer) -> None:
         """A line's answer goes into its file and is counted."""
+        async with self.writing:
+            await done_in_thread(lambda: self._write(answer))
+
+    def _write(self, answer: LineAnswer) -> None:
         (self.output if answer.succeeded else self.errors).write(answer.text())
         self.answered.add(answer.custom_id)
         self.batch.count(answer)
 
+    def expire(self, lines: Iterator[BatchLine]) -> bool:
+        """A piece of the lines goes into the error file, but for those that were answered; False
+        when there are no more.
+        """
+        piece = _piece(lines)
+        for line in piece:
+            if line.custom_id not in self.answered:
+                self.errors.write(expired_line(line.custom_id))
+                self.batch.num_failed += 1
+        return bool(piece)
+
 
 class BatchJobs:
-    """All batches of one server. Everything runs in its event loop."""
+    """All batches of one server. Everything runs in its event loop, but for work on files, which
+    goes into threads a piece at a time.
+    """
 
     def __init__(
-        self, store: FileStore, endpoints: Mapping[str, Endpoint], options: BatchOptions
+        self,
+        store: FileStore,
+        endpoints: Mapping[str, Endpoint],
+        options: BatchOptions,
+        limits: RequestLimits = _LIMITS,
     ) -> None:
         self._store = store
         self._endpoints = endpoints
         self._options = options
+        self._limits = limits
         self._slots = LineSlots(options.concurrency)
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -83,12 +114,21 @@ class BatchJobs:
                 f"{len(self._tasks)} batches are not over, which is the limit; wait for one",
                 status=429,
             )
+        num_own = sum(self._batches[batch_id].owner == batch.owner for batch_id in self._tasks)
+        if batch.owner and num_own >= self._options.active_per_key:
+            raise RequestError(
+                f"{num_own} batches of your API key are not over, which is the limit; wait for one",
+                status=429,
+            )
         expiry = batch.request.output_expires_after
         life_s = None if expiry is None else expiry.seconds
-        output, errors = (
-            self._store.new(batch.owner, f"{batch.id}_{name}.jsonl", _OUTPUT, life_s)
-            for name in ("output", "error")
-        )
+        name = f"{batch.id}_{{}}.jsonl".format
+        output = self._store.new(batch.owner, name("output"), _OUTPUT, life_s)
+        try:
+            errors = self._store.new(batch.owner, name("error"), _OUTPUT, life_s)
+        except RequestError:
+            output.discard()
+            raise
         self._forget_old()
         self._batches[batch.id] = batch
         job = _Job(batch, source, output, errors)
@@ -152,7 +192,7 @@ class BatchJobs:
     async def _answered(self, job: _Job) -> BatchStatus:
         """Check the input, answer its lines; says how the batch ends."""
         batch = job.batch
-        faults, batch.num_lines = await asyncio.to_thread(self._faults, job)
+        faults, batch.num_lines = await done_in_thread(lambda: self._faults(job))
         batch.errors.extend(faults)
         if faults:
             return "failed"
@@ -160,11 +200,11 @@ class BatchJobs:
         left_s = batch.created_at + batch.window_s - self._store.now()
         try:
             async with asyncio.timeout(left_s):
-                await run_lines(
-                    self._read(job), self._answering(job), job.write, self._options.concurrency
-                )
+                async with aclosing(self._lines(job)) as lines:
+                    concurrency = self._options.concurrency
+                    await run_lines(lines, self._answering(job), job.write, concurrency)
         except TimeoutError:
-            self._expire_rest(job)
+            await self._expire_rest(job)
             return "expired"
         batch.enter("finalizing", self._store.now())
         return "completed"
@@ -184,7 +224,7 @@ class BatchJobs:
         ids: set[str] = set()
         num_lines = 0
         with self._store.path(job.source).open("rb") as file:
-            for number, text in numbered_lines(file):
+            for number, text in numbered_lines(file, self._limits):
                 num_lines += 1
                 fault = self._fault(job, number, text, ids)
                 if fault is not None:
@@ -200,9 +240,14 @@ class BatchJobs:
 
     def _fault(self, job: _Job, number: int, text: bytes, ids: set[str]) -> BatchError | None:
         try:
-            line = read_line(number, text, (job.batch.request.endpoint,))
+            line = read_line(number, text, (job.batch.request.endpoint,), self._limits)
         except LineFault as fault:
-            return BatchError(code=fault.code, message=str(fault), param=fault.param, line=number)
+            return BatchError(
+                code=fault.code or "invalid_request",
+                message=str(fault),
+                param=fault.param,
+                line=number,
+            )
         if line.custom_id in ids:
             message = f"line {number}: custom_id {line.custom_id[:100]!r} stands above already"
             return BatchError(
@@ -213,15 +258,20 @@ class BatchJobs:
 
     def _read(self, job: _Job) -> Iterator[BatchLine]:
         with self._store.path(job.source).open("rb") as file:
-            for number, text in numbered_lines(file):
-                yield read_line(number, text, self._endpoints)
+            for number, text in numbered_lines(file, self._limits):
+                yield read_line(number, text, self._endpoints, self._limits)
 
-    def _expire_rest(self, job: _Job) -> None:
+    async def _lines(self, job: _Job) -> AsyncGenerator[BatchLine, None]:
+        lines = self._read(job)
+        while piece := await done_in_thread(partial(_piece, lines)):
+            for line in piece:
+                yield line
+
+    async def _expire_rest(self, job: _Job) -> None:
         """The lines that were not answered go into the error file."""
-        for line in self._read(job):
-            if line.custom_id not in job.answered:
-                job.errors.write(expired_line(line.custom_id))
-                job.batch.num_failed += 1
+        lines = self._read(job)
+        while await done_in_thread(partial(job.expire, lines)):
+            pass
 
     def _finish(self, job: _Job, status: BatchStatus, error: BatchError | None = None) -> None:
         """Let the files be found, and end."""
@@ -241,9 +291,25 @@ class BatchJobs:
         )
 
     def _forget_old(self) -> None:
-        over = [batch.id for batch in self._batches.values() if batch.is_over]
-        for batch_id in over[: max(0, len(self._batches) + 1 - self._options.num_kept)]:
-            del self._batches[batch_id]
+        """One key's batches push out no other's that has fewer."""
+        over = [batch for batch in self._batches.values() if batch.is_over]
+        while over and len(self._batches) >= self._options.num_kept:
+            ((owner, _),) = Counter(batch.owner for batch in over).most_common(1)
+            first = next(batch for batch in over if batch.owner == owner)
+            over.remove(first)
+            del self._batches[first.id]
+
+
+def _piece(lines: Iterator[BatchLine]) -> list[BatchLine]:
+    """The next lines, no more than a thread reads in a moment; [] at the end."""
+    piece: list[BatchLine] = []
+    num_bytes = 0
+    for line in lines:
+        piece.append(line)
+        num_bytes += len(line.body)
+        if len(piece) == _PIECE_LINES or num_bytes >= _PIECE_BYTES:
+            break
+    return piece
 
 
 def _kept(writer: FileWriter) -> str | None:

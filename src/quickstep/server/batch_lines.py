@@ -10,15 +10,18 @@ by the surfaces' own routes (`Endpoint`), so that a line has the bits of the ser
 
 from __future__ import annotations
 
+import itertools
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, BinaryIO, Literal, Protocol
 
 import msgspec
 
 from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_errors import GenerationFailed, error_of
+from quickstep.server.json_depth import check_json_depth
+from quickstep.server.options import RequestLimits
 from quickstep.server.schemas import decode
 from quickstep.server.surface import Answered
 
@@ -36,7 +39,9 @@ __all__ = [
 ]
 
 _ENCODE = msgspec.json.Encoder().encode
+_LIMITS = RequestLimits()
 _CUSTOM_ID_CHARS = 512
+_ENVELOPE_BYTES = 8 * 1024  # of a line around its body: the id, each character escaped, and the url
 _BLANK = b" \t\r\n"
 
 
@@ -76,9 +81,8 @@ class LineFault(RequestError):
     """A line that is no request, so that its whole file is refused."""
 
     def __init__(self, number: int, message: str, param: str | None, code: str) -> None:
-        super().__init__(message, param=param)
+        super().__init__(message, param=param, code=code)
         self.number = number
-        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +124,33 @@ class LineAnswer:
         return _written(self.custom_id, response, None)
 
 
-def numbered_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Lines from 1, without the blank ones."""
-    for number, text in enumerate(lines, 1):
+def numbered_lines(file: BinaryIO, limits: RequestLimits) -> Iterator[tuple[int, bytes]]:
+    """Lines from 1, without the blank ones; of one that is too long, only so much that
+    `read_line` sees it.
+    """
+    longest = limits.body_bytes + _ENVELOPE_BYTES
+    for number in itertools.count(1):
+        text = file.readline(longest + 1)
+        if not text:
+            return
+        end = text
+        while len(end) > longest and not end.endswith(b"\n"):
+            end = file.readline(longest + 1)
         stripped = text.strip(_BLANK)
         if stripped:
             yield number, stripped
 
 
-def read_line(number: int, text: bytes, urls: Collection[str]) -> BatchLine:
-    """A line of an input file, whose url must be one of `urls`. Raises LineFault."""
+def read_line(
+    number: int, text: bytes, urls: Collection[str], limits: RequestLimits = _LIMITS
+) -> BatchLine:
+    """A line of an input file, whose url must be one of `urls`, and whose body is as large and as
+    deep as that of a request over HTTP may be. Raises LineFault.
+    """
+    if len(text) > limits.body_bytes + _ENVELOPE_BYTES:
+        raise _too_large(number, f"more than {limits.body_bytes} bytes", limits)
     try:
+        check_json_depth(text, limits.json_depth + 1)
         fields = decode(text, _LineFields)
     except RequestError as error:
         code = "invalid_json_line" if error.param is None else "invalid_request"
@@ -152,9 +172,16 @@ def read_line(number: int, text: bytes, urls: Collection[str]) -> BatchLine:
             "invalid_url",
         )
     body = bytes(fields.body)
+    if len(body) > limits.body_bytes:
+        raise _too_large(number, f"{len(body)} bytes", limits)
     if not body.startswith(b"{"):
         raise LineFault(number, f"line {number}: body is not an object", "body", "invalid_body")
     return BatchLine(number, fields.custom_id, fields.url, body)
+
+
+def _too_large(number: int, size: str, limits: RequestLimits) -> LineFault:
+    message = f"line {number}: body has {size}, the limit is {limits.body_bytes}"
+    return LineFault(number, message, "body", "request_too_large")
 
 
 async def answer_line(endpoint: Endpoint, line: BatchLine, asked_by: AskedBy) -> LineAnswer:

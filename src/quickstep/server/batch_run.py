@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import field
 
@@ -125,9 +125,9 @@ class LineRunner:
 
 
 async def run_lines(
-    lines: Iterator[BatchLine],
+    lines: AsyncIterator[BatchLine],
     answer: Callable[[BatchLine], Awaitable[LineAnswer]],
-    write: Callable[[LineAnswer], None],
+    write: Callable[[LineAnswer], Awaitable[None]],
     concurrency: int,
 ) -> None:
     """Answer every line, `concurrency` at a time, and write each answer as it comes.
@@ -135,10 +135,15 @@ async def run_lines(
     A cancellation, or an error of `lines`, `answer` or `write`, ends the lines that run; what was
     written by then is whole.
     """
+    reading = asyncio.Lock()  # the workers share the iterator: every line goes to one of them
+
+    async def next_line() -> BatchLine | None:
+        async with reading:
+            return await anext(lines, None)
 
     async def work() -> None:
-        for line in lines:  # the workers share the iterator: every line goes to one of them
-            write(await answer(line))
+        while (line := await next_line()) is not None:
+            await write(await answer(line))
 
     workers = [asyncio.create_task(work()) for _ in range(concurrency)]
     try:

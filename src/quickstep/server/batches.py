@@ -46,7 +46,7 @@ class LocalBatches:
         self._served = served
         self._store = FileStore(options.files)
         endpoints = batch_endpoints(served, metrics)
-        self._jobs = BatchJobs(self._store, endpoints, options.batches)
+        self._jobs = BatchJobs(self._store, endpoints, options.batches, served.limits)
         self._files = Files(self._store, options.connections.upload_s)
 
     def start(self) -> None:
@@ -91,7 +91,9 @@ class LocalBatches:
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
         reader = FieldReader(self._served.field_rules)
-        fields = reader.decode(body, BatchRequest)
+        fields = await self._served.lanes.parse(
+            len(body), lambda: reader.decode(body, BatchRequest)
+        )
         report_ignored(request, reader.ignored)
         if fields.endpoint not in self._jobs.urls:
             raise RequestError(

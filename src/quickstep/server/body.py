@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from quickstep.errors import RequestError
 from quickstep.server.options import ConnectionOptions
+from quickstep.server.patience import patient_timeout
 
 __all__ = ["ClientDisconnect", "read_body", "unless_disconnected"]
 
@@ -29,7 +30,7 @@ async def read_body(request: Request, limit: int) -> bytes:
     connections: ConnectionOptions | None = request.scope.get("state", {}).get("connections")
     upload_s = None if connections is None else connections.upload_s
     try:
-        async with asyncio.timeout(upload_s):
+        async with patient_timeout(upload_s):
             return await _read(request, limit)
     except TimeoutError:
         raise RequestError(

@@ -77,11 +77,12 @@ def conversation_request(
     served: Served,
     own: Mapping[str, Any],
     renamed: Mapping[str, str],
+    prompt_field: str = "messages",
 ) -> GenerationRequest:
     """The internal request. Raises RequestError that names the client's field.
 
     `own` is what the surface resolved by itself: `max_tokens` (None for not given) and `logprobs`;
-    `renamed` says under which names the client gave them.
+    `renamed` says under which names the client gave them, `prompt_field` where the conversation is.
     """
     grammar = _grammar(conversation, served)
     output = _output(conversation, served)
@@ -98,6 +99,7 @@ def conversation_request(
         deadline_s=deadline_of(fields),
         cache_salt=label("cache_salt", fields.cache_salt, served.limits),
         output=output,
+        prompt_field=prompt_field,
         grammar_field="" if grammar is None else grammar.field,
         grammar_inside_reasoning=None if grammar is None else grammar.inside_reasoning,
     )
@@ -179,7 +181,9 @@ def _template_reads(name: str, served: Served) -> bool:
 
 
 def tenant_of(user: str | None, safety_identifier: str | None, limits: RequestLimits) -> str:
-    """Whom the work is accounted to; `safety_identifier` is OpenAI's new name of `user`."""
+    """The client's label of whom the work is accounted to, below its API key;
+    `safety_identifier` is OpenAI's new name of `user`.
+    """
     identifier = label("safety_identifier", safety_identifier, limits)
     return label("user", user, limits) or identifier
 

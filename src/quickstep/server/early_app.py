@@ -44,7 +44,7 @@ class EarlyApp:
         self._served = Served.of(engine, options)
         self._metrics = Metrics(engine, self._served.names[0])
         routes = first_routes(self._served, self._metrics, options)
-        self._first = routed(routes, options, self.lifespan)
+        self._first = routed(routes, options, self._served.lanes, self.lifespan)
         self._first_paths = frozenset(
             (route.method, path.encode()) for route in routes for path in route.paths
         )

@@ -25,19 +25,23 @@ from quickstep.server.embedding_schema import (
     EmbeddingRequest,
     EmbeddingUsage,
 )
+from quickstep.server.ends import in_clients_words
 from quickstep.server.engine_face import TokenStream
 from quickstep.server.field_reader import FieldReader
 from quickstep.server.front_gate import report_ignored
 from quickstep.server.metrics import EmbeddingMeter, Metrics
-from quickstep.server.prompts import TextPrompt, TokenPrompt, prompt_ids
+from quickstep.server.prompts import TextPrompt, TokenPrompt, prompts_ids
 from quickstep.server.request_size import check_num_tokens
 from quickstep.server.routes import CLIENT_CLOSED, caller_of
 from quickstep.server.sampling import bounded, label, token_ids_of
 from quickstep.server.surface import Answered, Served
+from quickstep.server.tenancy import cache_salt_of, tenant_of_key
 from quickstep.types import FinishReason, Pooling, SamplingParams
 
 __all__ = ["Embeddings"]
 
+# Larger answers, in numbers, are written in a thread.
+_INLINE_NUMBERS = 16_384
 _SAMPLING = SamplingParams(max_tokens=1)  # of which nothing is drawn
 
 
@@ -53,32 +57,39 @@ class Embeddings:
         try:
             body = await read_body(request, self._served.limits.body_bytes)
             reader = FieldReader(self._served.field_rules)
-            fields = reader.decode(body, EmbeddingRequest)
-            report_ignored(request, reader.ignored)
-            work = self._embed(fields, caller_of(request))
+            work = self._embed(body, reader, caller_of(request))
             answer = await unless_disconnected(request.receive, work)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
-        return json_response(answer)
+        report_ignored(request, reader.ignored)
+        if sum(len(item.embedding) for item in answer.data) <= _INLINE_NUMBERS:
+            return json_response(answer)
+        return await asyncio.to_thread(json_response, answer)
 
     async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
         """The JSON answer to a body that came some other way than HTTP: a line of a batch."""
         reader = FieldReader(self._served.field_rules)
-        fields = reader.decode(body, EmbeddingRequest)
-        priority = (fields.priority or 0) + added_priority
-        answer = await self._embed(msgspec.structs.replace(fields, priority=priority), caller)
+        answer = await self._embed(body, reader, caller, added_priority)
         return Answered(answer, reader.ignored)
 
-    async def _embed(self, fields: EmbeddingRequest, caller: str) -> EmbeddingList:
+    async def _embed(
+        self, body: bytes, reader: FieldReader, caller: str, added_priority: int = 0
+    ) -> EmbeddingList:
         served = self._served
+        fields, prompts = await served.lanes.parse(len(body), lambda: _parsed(body, reader, served))
+        priority = (fields.priority or 0) + added_priority
+        fields = msgspec.structs.replace(fields, priority=priority)
         model = served.model(fields.model)
         if fields.dimensions is not None and fields.dimensions < 1:
             raise RequestError(
                 f"dimensions is {fields.dimensions}, it must be at least 1", param="dimensions"
             )
-        prompts = _prompts(fields, served)
-        ids = [await prompt_ids(served.engine, prompt) for prompt in prompts]
-        check_num_tokens(ids, _SAMPLING, served.engine.max_model_len, served.limits)
+        engine = served.engine
+        try:
+            ids = await prompts_ids(engine, prompts, served.lanes, engine.max_model_len)
+        except RequestError as error:
+            raise in_clients_words(error, "", "input") from None
+        check_num_tokens(ids, _SAMPLING, engine.max_model_len, served.limits)
         vectors = await self._vectors(ids, fields, caller)
         as_text = fields.encoding_format == "base64"
         data = [
@@ -93,9 +104,10 @@ class Embeddings:
     ) -> list[Sequence[float]]:
         engine, limits = self._served.engine, self._served.limits
         pooling = engine.default_pooling if fields.pooling is None else Pooling(fields.pooling)
-        tenant = label("user", fields.user, limits) or caller
+        tenant = tenant_of_key(caller, label("user", fields.user, limits))
         deadline_s = self._served.deadlines.of(_timeout(fields))
-        cache_salt = label("cache_salt", fields.cache_salt, limits)
+        salt = label("cache_salt", fields.cache_salt, limits)
+        cache_salt = cache_salt_of(caller, salt, self._served.shares_prefix_cache)
         meter = self._metrics.embedding_meter([len(prompt) for prompt in prompts])
         streams: list[TokenStream] = []
         try:
@@ -113,11 +125,18 @@ class Embeddings:
             vectors = await asyncio.gather(*(_vector(stream, meter) for stream in streams))
             return [_shortened(vector, fields.dimensions) for vector in vectors]
         except RequestError as error:
-            raise _in_clients_words(error) from None
+            raise in_clients_words(error, "", "input") from None
         finally:
             for stream in streams:
                 await stream.aclose()
             meter.close()
+
+
+def _parsed(
+    body: bytes, reader: FieldReader, served: Served
+) -> tuple[EmbeddingRequest, list[TextPrompt | TokenPrompt]]:
+    fields = reader.decode(body, EmbeddingRequest)
+    return fields, _prompts(fields, served)
 
 
 def _prompts(fields: EmbeddingRequest, served: Served) -> list[TextPrompt | TokenPrompt]:
@@ -188,12 +207,3 @@ def _base64(vector: Sequence[float]) -> str:
 
 def _floats(vector: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(vector)}f", *vector)
-
-
-def _in_clients_words(error: RequestError) -> RequestError:
-    """What the engine says of a prompt is said of the input."""
-    if error.param != "prompt":
-        return error
-    return RequestError(
-        str(error).replace("prompt", "input", 1), param="input", status=error.status
-    )

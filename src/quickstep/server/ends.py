@@ -13,6 +13,7 @@ from quickstep.types import FinishReason, SamplingParams
 
 __all__ = ["check_end", "in_clients_words"]
 
+_NAMES_OF_PROMPTS = ("prompt", "messages")  # the engine's and the chat template's
 _MAY_FORBID_ALL = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "grammar")
 
 
@@ -33,12 +34,20 @@ def check_end(delta: Delta, sampling: SamplingParams, grammar_field: str) -> Non
             raise in_clients_words(error, grammar_field)
 
 
-def in_clients_words(error: BaseException, grammar_field: str) -> BaseException:
-    """A refused grammar under the name of the client's field; any other error as it is."""
-    if not isinstance(error, RequestError) or error.param != "grammar":
+def in_clients_words(
+    error: BaseException, grammar_field: str, prompt_field: str = "prompt"
+) -> BaseException:
+    """A refused grammar or prompt under the name of the client's field; any other error as it
+    is.
+    """
+    if not isinstance(error, RequestError):
         return error
-    message = str(error).removeprefix("the ").replace("grammar", grammar_field, 1)
-    return RequestError(message, param=grammar_field, status=error.status)
+    if error.param in _NAMES_OF_PROMPTS:
+        error.param = prompt_field
+    elif error.param == "grammar":
+        message = str(error).removeprefix("the ").replace("grammar", grammar_field, 1)
+        return RequestError(message, param=grammar_field, status=error.status, code=error.code)
+    return error
 
 
 def _blamed(why: str, sampling: SamplingParams) -> str | None:

@@ -69,6 +69,9 @@ class Vocabulary(Protocol):
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves the token out."""
 
+    def least_tokens(self, text: str) -> int:
+        """Tokens that a text has at least, known without tokenising it; 0 for unknown."""
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
 

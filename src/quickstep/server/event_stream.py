@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from quickstep.server.body import ClientDisconnect, unless_disconnected
 from quickstep.server.options import ConnectionOptions
+from quickstep.server.patience import NUM_SLICES, patient_timeout
 
 __all__ = ["EventStream"]
 
@@ -119,19 +120,26 @@ class _PacedSend:
             if self._is_sending:
                 if waited_s >= patience_s:
                     raise SlowReader
-                await asyncio.sleep(patience_s - waited_s)
+                await self._sleep(patience_s - waited_s)
             elif not silence_s:
-                await asyncio.sleep(patience_s)
+                await self._sleep(patience_s)
             elif waited_s >= silence_s:
                 await self._comment(patience_s)
             else:
-                await asyncio.sleep(min(silence_s - waited_s, patience_s))
+                await self._sleep(min(silence_s - waited_s, patience_s))
+
+    async def _sleep(self, seconds: float) -> None:
+        """At most a slice of the patience; a pause of this process does not count."""
+        asked_s = min(seconds, self._connections.slow_reader_s / NUM_SLICES)
+        began_s = self._loop.time()
+        await asyncio.sleep(asked_s)
+        self._since_s += max(0.0, self._loop.time() - began_s - asked_s)
 
     async def _comment(self, patience_s: float) -> None:
         """Beside `body`: a frame may come meanwhile, and each is sent whole."""
         self._since_s = self._loop.time()
         try:
-            async with asyncio.timeout(patience_s):
+            async with patient_timeout(patience_s):
                 await self._send(
                     {"type": "http.response.body", "body": _COMMENT, "more_body": True}
                 )

@@ -62,10 +62,10 @@ _SAMPLING: Effects = {
     "structured_outputs": "Enforces the form of the whole output by one of several grammars.",
     "stream": "Sends the answer as server-sent events while it is generated.",
     "stream_options": "What the stream tells beside the text; needs stream: true.",
-    "user": "The tenant to whom the work is accounted.",
+    "user": "To whom the work is accounted, below the name of the API key.",
     "priority": "A lower number goes first, and may take the place of a running higher one; "
     "0 if not given.",
-    "cache_salt": "Cached prefixes are shared only with requests of the same salt.",
+    "cache_salt": "Cached prefixes are shared only with requests of the same API key and salt.",
 }
 _COMPLETION: Effects = {
     "prompt": "What to continue: a text, token ids, or a list of either.",

@@ -86,7 +86,9 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "effort": "Turns reasoning off (none), or sets the level where the chat template has one.",
         "format": "Enforces the form of the whole answer by a grammar.",
     },
-    schemas.RequestMetadata: {"user_id": "The tenant to whom the work is accounted."},
+    schemas.RequestMetadata: {
+        "user_id": "To whom the work is accounted, below the name of the API key."
+    },
 }
 
 REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = {

@@ -23,14 +23,14 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "model": _MODEL,
         "encoding_format": "Numbers, or the base64 of little-endian float32; float if not given.",
         "dimensions": "Keeps the first ones and scales them to length 1 again.",
-        "user": "The tenant to whom the work is accounted.",
+        "user": "To whom the work is accounted, below the name of the API key.",
         "pooling": "How the hidden states become one vector; the model's card decides if not "
         "given, else the last token's state.",
         "add_special_tokens": "Whether the tokenizer adds its special tokens; true if not given.",
         "priority": "A lower number goes first, and may take the place of a running higher one; "
         "0 if not given.",
         "timeout_s": "After this many seconds the answer is the error 408.",
-        "cache_salt": "Cached prefixes are shared only with requests of the same salt.",
+        "cache_salt": "Cached prefixes are shared only with requests of the same API key and salt.",
     },
     schemas_files.BatchRequest: {
         "input_file_id": "The file of requests; 400 or 404 if this key has no such file.",

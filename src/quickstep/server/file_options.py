@@ -18,12 +18,16 @@ class FileOptions:
         file_bytes: Largest upload.
         total_bytes: All files together.
         num_files: How many.
+        bytes_per_key: The files of one API key together. Without keys only the totals count.
+        files_per_key: How many.
     """
 
     directory: Path | None = None
     file_bytes: int = 100 * 1024 * 1024
     total_bytes: int = 1024 * 1024 * 1024
     num_files: int = 1000
+    bytes_per_key: int = 512 * 1024 * 1024
+    files_per_key: int = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,9 @@ class BatchOptions:
         concurrency: Lines of all batches that the engine has at a time.
         num_lines: Requests of one batch, as many as OpenAI takes.
         num_active: Batches that are not over, of all clients.
-        num_kept: Batches that are remembered; those that ended longest ago are forgotten.
+        active_per_key: The same of one API key.
+        num_kept: Batches that are remembered; of the key that has most, the one that ended first
+            is forgotten.
         added_priority: What the lines' priority is raised by; lower goes first, so live requests
             do.
         num_tries: How often a line is sent to an engine that takes none (it restarts, say).
@@ -44,6 +50,7 @@ class BatchOptions:
     concurrency: int = 32
     num_lines: int = 50_000
     num_active: int = 64
+    active_per_key: int = 32
     num_kept: int = 1000
     added_priority: int = 1000
     num_tries: int = 240

@@ -6,6 +6,7 @@
 Ids are drawn here and cannot be guessed; a client's file name is a label and never a path. With a
 directory of the operator's, files outlive the server; otherwise they stand in a private temporary
 one that `close` removes. Disk work of any size belongs into a thread: the caller's business.
+Room is reserved before it is used, in all and for the owner, whose open writers count as files.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import re
 import secrets
 import shutil
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -47,7 +50,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileStore:
-    """All files of one server. `open` it; used from one thread at a time."""
+    """All files of one server. `open` it; used in the event loop, but for what writers do."""
 
     def __init__(self, options: FileOptions, now: Callable[[], float] = time.time) -> None:
         self._options = options
@@ -55,7 +58,9 @@ class FileStore:
         self._directory = options.directory
         self._is_temporary = options.directory is None
         self._files: dict[str, StoredFile] = {}
-        self._held_bytes = 0
+        self._lock = threading.Lock()  # writers of any thread reserve
+        self._held_bytes: Counter[str] = Counter()  # by owner
+        self._num_writers: Counter[str] = Counter()
 
     def open(self) -> None:
         """Take in the files of the operator's directory. Raises ConfigError."""
@@ -69,7 +74,8 @@ class FileStore:
             raise ConfigError(f"--files-dir {self._directory} cannot be used: {error}") from None
         known = [file for file in known if _ID.fullmatch(file.id) and self.path(file).is_file()]
         self._files = {file.id: file for file in sorted(known, key=lambda file: file.created_at)}
-        self._held_bytes = sum(file.num_bytes for file in known)
+        for file in known:
+            self._held_bytes[file.owner] += file.num_bytes
 
     def close(self) -> None:
         """Remove what is temporary."""
@@ -92,21 +98,29 @@ class FileStore:
     ) -> FileWriter:
         """A file to be written. Raises RequestError if there are too many."""
         self._drop_expired()
-        if len(self._files) >= self._options.num_files:
+        num_files = len(self._files) + self._num_writers.total()
+        if num_files >= self._options.num_files:
             raise RequestError(
-                f"the server holds {len(self._files)} files, which is its limit; delete some",
+                f"the server holds {num_files} files, which is its limit; delete some",
                 status=413,
+            )
+        num_own = sum(file.owner == owner for file in self._files.values())
+        num_own += self._num_writers[owner]
+        if owner and num_own >= self._options.files_per_key:
+            raise RequestError(
+                f"your API key holds {num_own} files, which is its limit; delete some", status=413
             )
         now = self.now()
         file = StoredFile(
             id=f"file-{secrets.token_hex(16)}",
             owner=owner,
-            name=_CONTROL.sub("_", name)[:_NAME_CHARS] or "file",
+            name=_label(name),
             purpose=purpose,
             num_bytes=0,
             created_at=now,
             expires_at=None if expires_after_s is None else now + expires_after_s,
         )
+        self._num_writers[owner] += 1
         return FileWriter(self, file)
 
     def get(self, owner: str, file_id: str, param: str = "file_id") -> StoredFile:
@@ -127,7 +141,7 @@ class FileStore:
     def delete(self, file: StoredFile) -> None:
         """Forget a file; who has it open reads on."""
         if self._files.pop(file.id, None) is not None:
-            self.release(file.num_bytes)
+            self.release(file.owner, file.num_bytes)
         self.path(file).unlink(missing_ok=True)
         self._record(file).unlink(missing_ok=True)
 
@@ -135,19 +149,25 @@ class FileStore:
         """Where its content is."""
         return self._place() / file.id
 
-    def reserve(self, num_bytes: int) -> None:
+    def reserve(self, owner: str, num_bytes: int) -> None:
         """Room for what is about to be written. Raises RequestError 413."""
-        if self._held_bytes + num_bytes > self._options.total_bytes:
-            raise RequestError(
-                f"the server's files would take more than {self._options.total_bytes} bytes; "
-                "delete some",
-                status=413,
+        with self._lock:
+            _check_room(
+                "the server's", self._held_bytes.total(), num_bytes, self._options.total_bytes
             )
-        self._held_bytes += num_bytes
+            if owner:
+                per_key = self._options.bytes_per_key
+                _check_room("your API key's", self._held_bytes[owner], num_bytes, per_key)
+            self._held_bytes[owner] += num_bytes
 
-    def release(self, num_bytes: int) -> None:
-        """What was reserved is not wanted any more."""
-        self._held_bytes -= num_bytes
+    def release(self, owner: str, num_bytes: int) -> None:
+        """What was reserved is not needed any more."""
+        with self._lock:
+            self._held_bytes[owner] -= num_bytes
+
+    def close_writer(self, owner: str) -> None:
+        """A writer has ended."""
+        self._num_writers[owner] -= 1
 
     def add(self, file: StoredFile) -> None:
         """A file is written."""
@@ -170,14 +190,23 @@ class FileStore:
                 self.delete(file)
 
 
+def _check_room(whose: str, held: int, num_bytes: int, limit: int) -> None:
+    if held + num_bytes > limit:
+        raise RequestError(
+            f"{whose} files would take more than {limit} bytes; delete some",
+            status=413,
+        )
+
+
 class FileWriter:
-    """A file that nobody sees until `commit`; `discard` forgets it."""
+    """A file that nobody sees until `commit`; `discard` forgets it. One of them ends it."""
 
     def __init__(self, store: FileStore, file: StoredFile) -> None:
         self._store = store
         self._file = file
         self._content: BinaryIO | None = None
         self._reserved_bytes = 0
+        self._is_open = True
 
     @property
     def is_empty(self) -> bool:
@@ -192,9 +221,20 @@ class FileWriter:
         content.flush()
 
     def reserve(self, num_bytes: int) -> None:
-        """Room for a `fill`. Raises RequestError 413."""
-        self._store.reserve(num_bytes)
+        """More room. Raises RequestError 413."""
+        self._store.reserve(self._file.owner, num_bytes)
         self._reserved_bytes += num_bytes
+
+    def resize(self, num_bytes: int) -> None:
+        """Exactly so much room, for a `fill`. Raises RequestError 413."""
+        self._store.release(self._file.owner, self._reserved_bytes)
+        self._reserved_bytes = 0
+        self.reserve(num_bytes)
+
+    def describe(self, name: str, expires_after_s: int | None) -> None:
+        """What an upload says of itself after its writer was opened."""
+        expires_at = None if expires_after_s is None else self._file.created_at + expires_after_s
+        self._file = msgspec.structs.replace(self._file, name=_label(name), expires_at=expires_at)
 
     def fill(self, source: BinaryIO) -> None:
         """Append as many bytes as were reserved; any thread may do it."""
@@ -205,20 +245,31 @@ class FileWriter:
         self._opened().close()
         file = msgspec.structs.replace(self._file, num_bytes=self._reserved_bytes)
         self._store.add(file)
+        self._end()
         return file
 
     def discard(self) -> None:
         """As if it had never been."""
-        self._store.release(self._reserved_bytes)
+        self._store.release(self._file.owner, self._reserved_bytes)
         self._reserved_bytes = 0
+        self._end()
         if self._content is not None:
             self._content.close()
             self._store.path(self._file).unlink(missing_ok=True)
+
+    def _end(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._store.close_writer(self._file.owner)
 
     def _opened(self) -> BinaryIO:
         if self._content is None:
             self._content = _created(self._store.path(self._file))
         return self._content
+
+
+def _label(name: str) -> str:
+    return _CONTROL.sub("_", name)[:_NAME_CHARS] or "file"
 
 
 def _created(path: Path) -> BinaryIO:

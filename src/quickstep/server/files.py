@@ -6,9 +6,8 @@ files they are says the API key.
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from starlette.datastructures import FormData, UploadFile
@@ -19,11 +18,13 @@ from starlette.responses import FileResponse, Response
 from quickstep.errors import RequestError
 from quickstep.server.api_errors import json_response
 from quickstep.server.api_route import ApiRoute
-from quickstep.server.file_store import FileStore, StoredFile
+from quickstep.server.file_store import FileStore, FileWriter, StoredFile
+from quickstep.server.patience import patient_timeout
 from quickstep.server.response_files import DeletedFile, FileList, FileObject
 from quickstep.server.routes import caller_of
 from quickstep.server.schemas import decode_values
 from quickstep.server.schemas_files import FileForm, FileQuery
+from quickstep.server.work_lanes import done_in_thread
 
 __all__ = ["Files", "page_of"]
 
@@ -70,21 +71,30 @@ class Files:
         ]
 
     async def upload(self, request: Request) -> Response:
-        """Keep the file of a form."""
+        """Keep the file of a form. Its room is there before its first byte is taken."""
+        writer = self._store.new(caller_of(request), "", _PURPOSE)
         try:
-            async with asyncio.timeout(self._upload_s):
-                form = await self._form(request)
+            stored = await self._uploaded(request, writer)
         except ClientDisconnect:
+            writer.discard()
             return Response(status_code=_CLIENT_CLOSED)
+        except BaseException:
+            writer.discard()
+            raise
+        return json_response(_shown(stored))
+
+    async def _uploaded(self, request: Request, writer: FileWriter) -> StoredFile:
+        try:
+            async with patient_timeout(self._upload_s):
+                form = await self._form(request, writer)
         except TimeoutError:
             raise RequestError(
                 f"the file did not arrive within {self._upload_s:g} s; send it faster", status=408
             ) from None
         try:
-            stored = await self._kept(caller_of(request), form)
+            return await self._kept(writer, form)
         finally:
             await form.close()
-        return json_response(_shown(stored))
 
     async def files(self, request: Request) -> Response:
         """The files of this key, the newest first unless asked otherwise."""
@@ -118,15 +128,15 @@ class Files:
     def _asked(self, request: Request) -> StoredFile:
         return self._store.get(caller_of(request), request.path_params["file_id"])
 
-    async def _form(self, request: Request) -> FormData:
-        """The parsed form. Raises RequestError."""
+    async def _form(self, request: Request, writer: FileWriter) -> FormData:
+        """The parsed form, for which `writer` reserves room. Raises RequestError."""
         kind = request.headers.get("content-type", "")
         if not kind.lower().startswith("multipart/form-data"):
             raise RequestError("send the file as multipart/form-data, in the field `file`")
         limit = self._store.file_bytes + _FORM_BYTES
         parser = MultiPartParser(
             request.headers,
-            _bounded(request.stream(), limit),
+            _bounded(request, limit, writer),
             max_files=1,
             max_fields=_FORM_FIELDS,
             max_part_size=_FIELD_BYTES,
@@ -136,7 +146,7 @@ class Files:
         except MultiPartException as error:
             raise RequestError(f"the form cannot be read: {error.message}") from None
 
-    async def _kept(self, owner: str, form: FormData) -> StoredFile:
+    async def _kept(self, writer: FileWriter, form: FormData) -> StoredFile:
         upload = form.get("file")
         fields = decode_values(
             _nested({name: value for name, value in form.multi_items() if name != "file"}),
@@ -157,14 +167,10 @@ class Files:
                 status=413,
             )
         life_s = None if fields.expires_after is None else fields.expires_after.seconds
-        writer = self._store.new(owner, upload.filename or "", _PURPOSE, life_s)
-        try:
-            writer.reserve(size)
-            await asyncio.to_thread(writer.fill, upload.file)
-            return writer.commit()
-        except BaseException:
-            writer.discard()
-            raise
+        writer.describe(upload.filename or "", life_s)
+        writer.resize(size)
+        await done_in_thread(lambda: writer.fill(upload.file))
+        return writer.commit()
 
 
 def page_of(items: list[Any], after: str | None, limit: int) -> tuple[list[Any], bool]:
@@ -179,21 +185,34 @@ def page_of(items: list[Any], after: str | None, limit: int) -> tuple[list[Any],
     return page, begin + len(page) < len(items)
 
 
-async def _bounded(chunks: AsyncIterator[bytes], limit: int) -> AsyncGenerator[bytes, None]:
-    """The chunks, up to a limit. Raises RequestError 413.
+async def _bounded(request: Request, limit: int, writer: FileWriter) -> AsyncGenerator[bytes, None]:
+    """The chunks of the body, up to a limit; `writer` reserves room for them beforehand, as far as
+    the client says how many there are. Raises RequestError 413.
 
     A client reads the answer only once it has sent everything, so that a little more than the
     limit is dropped first; of much more, the connection is simply closed.
     """
-    size = 0
-    async for chunk in chunks:
+    announced = request.headers.get("content-length", "")
+    expected = int(announced) if announced.isdecimal() else 0
+    if expected > limit:
+        raise _too_large(limit)
+    reserved, size = max(0, expected - _FORM_BYTES), 0
+    writer.reserve(reserved)
+    async for chunk in request.stream():
         size += len(chunk)
+        if size - _FORM_BYTES > reserved and size <= limit:
+            writer.reserve(size - _FORM_BYTES - reserved)
+            reserved = size - _FORM_BYTES
         if size <= limit:
             yield chunk
         elif size > limit * _DRAINED_LIMITS:
             break
     if size > limit:
-        raise RequestError(f"the upload is larger than {limit} bytes; split the file", status=413)
+        raise _too_large(limit)
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(f"the upload is larger than {limit} bytes; split the file", status=413)
 
 
 def _nested(fields: Mapping[str, object]) -> dict[str, object]:

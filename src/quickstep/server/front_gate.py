@@ -1,4 +1,7 @@
-"""The gate that every request passes before its route: size of its head, key, then the log.
+"""The gate that every request passes before its route: size of its head, origin, key, then the log.
+
+Any web page can have its browser send requests here, so a request that names its origin is refused
+unless the operator allows that origin, or the page is this server's own.
 
 It reads the path as the client wrote it, so that no spelling (`//health`, `%2e`, a slash at the
 end, another case) passes for a probe's: whatever is not a probe's path byte for byte needs a key,
@@ -20,7 +23,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -46,6 +49,7 @@ _IGNORED_CHARS = 1024
 _MAX_REPORTED = 4096
 _CHALLENGE = {"www-authenticate": "Bearer"}
 _BEARER = b"bearer "
+_PORTS = {b"http": b":80", b"https": b":443"}
 
 
 class FrontGate:
@@ -57,6 +61,7 @@ class FrontGate:
         self._keys = options.api_keys
         self._limits = options.limits
         self._connections = options.connections
+        self._origins = frozenset(origin.lower().encode() for origin in options.cors.origins)
         self._root = options.root_path.encode()
         self._access_log = options.access_log
         self._reported = _Reported()
@@ -92,6 +97,7 @@ class FrontGate:
             state["error_shape"] = shape
         try:
             check_head(scope, self._limits)
+            _check_origin(scope, self._origins)
             if self._keys and (scope["method"], path) not in self._probes:
                 state["api_key_name"] = self._owner(scope)
         except RequestError as error:
@@ -139,6 +145,34 @@ def check_head(scope: Scope, limits: RequestLimits) -> None:
         raise RequestError(
             f"the headers have {num_bytes} bytes, the limit is {limits.header_bytes}", status=431
         )
+
+
+def _check_origin(scope: Scope, allowed: Collection[bytes]) -> None:
+    """Raise RequestError 403 for a page of another origin, unless it is one of `allowed`."""
+    origins = [value.strip().lower() for name, value in scope["headers"] if name == b"origin"]
+    if not origins or b"*" in allowed:
+        return
+    hosts = [value.strip().lower() for name, value in scope["headers"] if name == b"host"]
+    for origin in origins:
+        if origin not in allowed and [_authority(origin)] != [_with_port(origin, h) for h in hosts]:
+            shown = ascii(origin[:100].decode("latin-1"))
+            raise RequestError(
+                f"pages of the origin {shown} may not call; the operator may allow it with "
+                "--allowed-origins",
+                status=403,
+            )
+
+
+def _authority(origin: bytes) -> bytes | None:
+    """Host and port of `http://host`; None for what is no such origin, such as `null`."""
+    scheme, separator, authority = origin.partition(b"://")
+    return _with_port(origin, authority) if separator and scheme in _PORTS else None
+
+
+def _with_port(origin: bytes, authority: bytes) -> bytes:
+    """A host with its port, which browsers leave out if it is the scheme's own."""
+    has_port = authority.rpartition(b":")[2].isdigit() and not authority.endswith(b"]")
+    return authority if has_port else authority + _PORTS.get(origin.partition(b":")[0], b"")
 
 
 def _probes(routes: Iterable[ApiRoute]) -> Iterable[tuple[str, bytes]]:

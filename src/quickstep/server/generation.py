@@ -33,9 +33,10 @@ from quickstep.server.prompts import (
     Prompt,
     TextPrompt,
     TokenPrompt,
-    prompt_ids,
+    prompts_ids,
 )
 from quickstep.server.request_size import check_num_tokens
+from quickstep.server.work_lanes import WorkLanes
 from quickstep.types import FinishReason, Grammar, SamplingParams, SequenceTimings, TokenLogprobs
 
 __all__ = [
@@ -52,7 +53,6 @@ __all__ = [
     "Usage",
     "open_generation",
     "opens_reasoning",
-    "prompt_ids",
 ]
 
 _LIMITS = RequestLimits()
@@ -102,9 +102,11 @@ class GenerationRequest:
         model: The name to answer with.
         output: What to read out of the text beside content; None for nothing.
         grammar_field: The client's name of what became `sampling.grammar`.
+        prompt_field: The client's name of what became `prompts`.
         grammar_inside_reasoning: Takes its place where the prompt has opened the reasoning.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
-        tenant: Whom the work is accounted to.
+        tenant: The client's own label of whom the work is accounted to; the route puts the name of
+            the API key in front.
         shown: What completions and chat say beside the text.
         deadline_s: Seconds after which what there is is the answer; None for no limit.
         num_kept: Of the `sampling.n` sequences, how many are the answer: those with the highest
@@ -127,6 +129,7 @@ class GenerationRequest:
     cache_salt: str = ""
     output: OutputReading | None = None
     grammar_field: str = ""
+    prompt_field: str = "prompt"
     grammar_inside_reasoning: Grammar | None = None
     echoed: Mapping[str, Any] = field(default_factory=dict)
     shown: Shown = field(default_factory=Shown)
@@ -242,6 +245,15 @@ class Generation:
             num_cached_tokens=sum(timings.num_cached_tokens for timings in firsts if timings),
         )
 
+    @property
+    def size(self) -> int:
+        """About how large the answer is: tokens, each with the alternatives that are shown."""
+        sampling = self.request.sampling
+        outputs = sum(len(choice.token_ids) for choice in self.choices)
+        prompts = sum(len(choice.prompt_logprobs) for choice in self.choices)
+        per_prompt_token = 1 + (sampling.prompt_logprobs or 0)
+        return outputs * (1 + (sampling.logprobs or 0)) + prompts * per_prompt_token
+
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """All deltas as they come, added to `choices`.
 
@@ -322,17 +334,25 @@ class Generation:
 
 
 async def open_generation(
-    engine: ServedEngine, request: GenerationRequest, limits: RequestLimits = _LIMITS
+    engine: ServedEngine,
+    request: GenerationRequest,
+    limits: RequestLimits = _LIMITS,
+    lanes: WorkLanes | None = None,
 ) -> Generation:
     """Tokenise and submit every prompt; returns when the engine has taken them all.
 
     Raises:
         RequestError: One of them is refused; then nothing stays submitted.
-        EngineError: The engine takes no requests.
+        EngineError: The engine takes no requests, or too many wait to be tokenised.
     """
-    prompts = [await prompt_ids(engine, prompt) for prompt in request.prompts]
-    if request.truncate_prompt_tokens is not None:
-        prompts = [ids[-request.truncate_prompt_tokens :] for ids in prompts]
+    truncated = request.truncate_prompt_tokens
+    longest = engine.max_model_len if truncated is None else None
+    try:
+        prompts = await prompts_ids(engine, request.prompts, lanes or WorkLanes(), longest)
+    except RequestError as error:
+        raise in_clients_words(error, request.grammar_field, request.prompt_field) from None
+    if truncated is not None:
+        prompts = [ids[-truncated:] for ids in prompts]
     request = _behind_prompts(engine, request, prompts)
     await _prepare(engine, request)
     check_num_tokens(prompts, request.sampling, engine.max_model_len, limits)
@@ -345,7 +365,7 @@ async def open_generation(
     except BaseException as error:
         for stream in streams:
             await stream.aclose()
-        raise in_clients_words(error, request.grammar_field) from None
+        raise in_clients_words(error, request.grammar_field, request.prompt_field) from None
     return Generation(request, streams)
 
 

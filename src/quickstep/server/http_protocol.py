@@ -1,13 +1,15 @@
 """HTTP/1.1 with bounds: uvicorn's protocol, which itself waits for ever and keeps any header.
 
 The head of a request has to come in time and within its size; what is refused before there is a
-request is answered here, in OpenAI's shape. A connection that the server has closed but whose
-client reads nothing is cut. Routes find `abort_connection` in the request's state.
+request is answered here, in OpenAI's shape; so is a connection beyond the limit of open ones. A
+connection that the server has closed but whose client reads nothing is cut. Routes find
+`abort_connection` in the request's state.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import msgspec
@@ -16,13 +18,42 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from quickstep.errors import RequestError
-from quickstep.server.api_errors import error_body
+from quickstep.server.api_errors import error_of
 from quickstep.server.front_gate import check_head, request_id
 from quickstep.server.options import ConnectionOptions, RequestLimits
+from quickstep.server.patience import PatientTimer
 
 __all__ = ["BoundedProtocol", "bounded_protocol"]
 
+_LOG = logging.getLogger("quickstep.server")
 _LINGER_S = 2.0
+_LOG_EVERY_S = 10.0
+_MAX_REFUSED = 256  # connections at a time that are told why; the others are cut
+
+
+class _Places:
+    """Who may connect: one for all connections of a server."""
+
+    def __init__(self, max_connections: int) -> None:
+        self.max_connections = max_connections
+        self._num_refused = 0
+        self._logged_s = -_LOG_EVERY_S
+
+    def refused(self, now: float) -> RequestError:
+        """What to say to one connection too many; the log says it now and then."""
+        self._num_refused += 1
+        if now - self._logged_s >= _LOG_EVERY_S:
+            _LOG.warning(
+                "refused %d connections: %d are open, which is --max-connections",
+                self._num_refused,
+                self.max_connections,
+            )
+            self._logged_s, self._num_refused = now, 0
+        return RequestError(
+            f"{self.max_connections} connections are open, which is the limit; try again later",
+            status=503,
+            code="too_many_connections",
+        )
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -36,20 +67,30 @@ class BoundedProtocol(HttpToolsProtocol):
         *,
         limits: RequestLimits,
         connections: ConnectionOptions,
+        places: _Places,
     ) -> None:
         super().__init__(config, server_state, app_state)
         self._limits = limits
         self._connections = connections
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._places = places
+        self._head_timer: PatientTimer | None = None
         self._head_bytes = 0
         self._in_head = True
         self._heard = False
         self._refusal: RequestError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The clock of the first request runs."""
+        """The clock of the first request runs, if there is a place."""
         super().connection_made(transport)
-        self._await_head()
+        num_over = len(self.connections) - self._places.max_connections
+        if num_over <= 0:
+            self._await_head()
+            return
+        refusal = self._places.refused(self.loop.time())
+        if num_over > _MAX_REFUSED:
+            self.transport.abort()
+        else:
+            self._answer(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is awaited any more."""
@@ -123,7 +164,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self._connections.header_s, self._head_is_late)
+            header_s = self._connections.header_s
+            self._head_timer = PatientTimer(self.loop, header_s, self._head_is_late)
 
     def _stop_awaiting_head(self) -> None:
         if self._head_timer is not None:
@@ -151,9 +193,10 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.keep_alive = False  # the request before it is answered, then this ends
             return
-        body = msgspec.json.encode(error_body(str(error), error.status))
+        body = msgspec.json.encode(error_of(error)[1])
+        retry = "retry-after: 1\r\n" if error.status == 503 else ""
         head = (
-            "content-type: application/json\r\n"
+            f"content-type: application/json\r\n{retry}"
             f"x-request-id: {request_id(self.headers or ())}\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
@@ -170,6 +213,7 @@ def bounded_protocol(
     limits: RequestLimits, connections: ConnectionOptions
 ) -> type[asyncio.Protocol]:
     """The protocol class that uvicorn makes connections of, with its bounds."""
+    places = _Places(connections.max_connections)
 
     class Protocol(BoundedProtocol):
         def __init__(
@@ -180,7 +224,12 @@ def bounded_protocol(
             _loop: asyncio.AbstractEventLoop | None = None,
         ) -> None:
             super().__init__(
-                config, server_state, app_state, limits=limits, connections=connections
+                config,
+                server_state,
+                app_state,
+                limits=limits,
+                connections=connections,
+                places=places,
             )
 
     return Protocol

@@ -39,15 +39,17 @@ _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _STATUSES: Mapping[int, str] = {
     400: "The request is wrong; the error names the field.",
     401: "The API key is missing or wrong.",
+    403: "The request comes from a web page of an origin that is not allowed.",
     404: "There is no such route, model or other resource.",
     405: "The route has other methods.",
     408: "The body came too slowly, or an embedding took longer than timeout_s.",
     413: "The body is too large.",
     414: "The URL is too long.",
+    415: "The body is not said to be JSON.",
     431: "The headers are too large.",
     429: "Too many requests wait; retry after the header's seconds.",
     500: "The server failed on this request.",
-    503: "The engine takes no requests now.",
+    503: "The engine takes no requests now, or too much waits to be read.",
 }
 # Which keywords of JSON Schema concern values of which type.
 _KEYWORDS: Mapping[str, frozenset[str]] = {

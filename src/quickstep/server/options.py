@@ -52,8 +52,7 @@ class RequestLimits:
         label_chars: Characters of `user`, `cache_salt` and the other labels, which logs keep.
         tools: Functions that a request may offer to the model.
         metadata: Entries of `metadata`; keys have at most 64 and values at most 512 characters.
-        detokenized: Tokens of one `/detokenize`: the library turns them into text in one piece,
-            in which nothing else runs.
+        detokenized: Tokens of one `/detokenize`.
     """
 
     body_bytes: int = 4 * 1024 * 1024
@@ -82,7 +81,8 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """How long a client may take over its part of a connection, in seconds.
+    """How many connections there may be, and how long a client may take over its part of one, in
+    seconds.
 
     Attributes:
         keep_alive_s: An idle connection between two requests.
@@ -91,6 +91,7 @@ class ConnectionOptions:
         slow_reader_s: A stream whose client reads nothing more; then the request is ended.
         comment_every_s: A stream that has nothing to say gets a comment this often, so that
             proxies keep it open; 0 for never.
+        max_connections: Open ones at a time; beyond them the answer is 503.
     """
 
     keep_alive_s: float = 5.0
@@ -98,6 +99,7 @@ class ConnectionOptions:
     upload_s: float = 120.0
     slow_reader_s: float = 60.0
     comment_every_s: float = 15.0
+    max_connections: int = 4096
 
     def __post_init__(self) -> None:
         for name in ("keep_alive_s", "header_s", "upload_s", "slow_reader_s"):
@@ -242,6 +244,8 @@ class ServerOptions:
         deadlines: How long requests may take.
         field_rules: What becomes of fields that have no effect.
         answers: What answers hold beyond what was asked for.
+        share_prefix_cache: Let the prompts of one API key hit the cached prompts of another, whose
+            text they then can guess block by block.
         root_path: The path under which a proxy shows this server, and which it cuts off.
         access_log: One log line per request.
         files: Where clients' files stand, and how much of them.
@@ -265,6 +269,7 @@ class ServerOptions:
     deadlines: Deadlines = field(default_factory=Deadlines)
     field_rules: FieldRules = field(default_factory=FieldRules)
     answers: AnswerOptions = field(default_factory=AnswerOptions)
+    share_prefix_cache: bool = False
     root_path: str = ""
     access_log: bool = False
     files: FileOptions = field(default_factory=FileOptions)

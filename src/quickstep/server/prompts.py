@@ -1,19 +1,20 @@
 """The forms of a prompt, and how each becomes the tokens that the model reads.
 
-A surface makes prompts, `generation` has them tokenised before it submits them. Prompts of some
-length are rendered and tokenised in a thread, so that the event loop goes on.
+A surface makes prompts, `generation` has them tokenised before it submits them. Prompts that
+together have some length are rendered and tokenised in a thread, so that the event loop goes on;
+a text that cannot fit the context is refused before it is tokenised.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
 from quickstep.dataclass import dataclass
-from quickstep.errors import RequestError
+from quickstep.errors import PromptTooLong, RequestError
 from quickstep.server.engine_face import ServedEngine
+from quickstep.server.work_lanes import WorkLanes
 
 __all__ = [
     "ChatPrompt",
@@ -21,12 +22,13 @@ __all__ = [
     "Prompt",
     "TextPrompt",
     "TokenPrompt",
-    "prompt_ids",
+    "prompts_ids",
     "rendered",
 ]
 
 # Shorter prompts are rendered and tokenised on the event loop: a thread hop costs more.
 _INLINE_CHARS = 2048
+_CHARS_OF_A_CALL = 64  # what the shortest prompt costs beside its text
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +76,61 @@ class InfillPrompt:
 Prompt = TextPrompt | TokenPrompt | ChatPrompt | InfillPrompt
 
 
-async def prompt_ids(engine: ServedEngine, prompt: Prompt) -> Sequence[int]:
-    """The tokens of a prompt. Raises RequestError if the template refuses it."""
-    if isinstance(prompt, TokenPrompt):
-        return prompt.token_ids
-    if _num_chars(prompt) <= _INLINE_CHARS:
-        return _encode(engine, prompt)
-    return await asyncio.to_thread(_encode, engine, prompt)
+async def prompts_ids(
+    engine: ServedEngine, prompts: Sequence[Prompt], lanes: WorkLanes, max_len: int | None
+) -> list[Sequence[int]]:
+    """The tokens of a request's prompts. `max_len` is the context that each has to fit, as far as
+    that is known beforehand; None for any length.
+
+    Raises:
+        RequestError: A prompt is too long, or the template refuses it.
+        ServerBusy: Too many prompts wait.
+    """
+    num_chars = sum(map(_num_chars, prompts))
+
+    def work() -> list[Sequence[int]]:
+        return [_ids(engine, prompt, max_len) for prompt in prompts]
+
+    return work() if num_chars <= _INLINE_CHARS else await lanes.run(num_chars, work)
 
 
-def _num_chars(prompt: TextPrompt | ChatPrompt | InfillPrompt) -> int:
+def _num_chars(prompt: Prompt) -> int:
     match prompt:
+        case TokenPrompt():
+            return 0
         case TextPrompt(text=text):
-            return len(text)
+            return max(len(text), _CHARS_OF_A_CALL)
         case ChatPrompt(num_chars=num_chars):
             return num_chars
         case InfillPrompt(before=before, behind=behind):
             return len(before) + len(behind)
 
 
-def _encode(engine: ServedEngine, prompt: TextPrompt | ChatPrompt | InfillPrompt) -> Sequence[int]:
+def _ids(engine: ServedEngine, prompt: Prompt, max_len: int | None) -> Sequence[int]:
     encode = engine.tokenizer.encode
+    if isinstance(prompt, TokenPrompt):
+        return prompt.token_ids
     if isinstance(prompt, TextPrompt):
+        _check_fits(engine, prompt.text, max_len)
         return encode(prompt.text, prompt.add_special_tokens)
     if isinstance(prompt, InfillPrompt):
+        _check_fits(engine, prompt.before + prompt.behind, max_len)
         before, behind, middle = prompt.marker_ids
         texts = (encode(prompt.before, False), encode(prompt.behind, False))
         opening = encode("", prompt.add_special_tokens)
         return [*opening, before, *texts[0], behind, *texts[1], middle]
-    # the template has written the special tokens already
-    return encode(rendered(engine, prompt), False)
+    text = rendered(engine, prompt)
+    _check_fits(engine, text, max_len)
+    return encode(text, False)  # the template has written the special tokens already
+
+
+def _check_fits(engine: ServedEngine, text: str, max_len: int | None) -> None:
+    """Raise PromptTooLong for a text that has too many bytes for any tokens that fit."""
+    if max_len is None or len(text) <= max_len:
+        return
+    least = engine.tokenizer.least_tokens(text)
+    if least > max_len:
+        raise PromptTooLong(least, max_len, at_least=True)
 
 
 def rendered(engine: ServedEngine, prompt: ChatPrompt) -> str:

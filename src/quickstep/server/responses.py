@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -86,7 +87,7 @@ class Responses:
             "logprobs": _num_logprobs(fields, served, reader),
         }
         renamed = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
-        request = conversation_request(conversation, fields, served, own, renamed)
+        request = conversation_request(conversation, fields, served, own, renamed, "input")
         request = replace(
             request,
             tenant=tenant_of(fields.user, fields.safety_identifier, limits),
@@ -135,7 +136,8 @@ class StoredResponses:
     async def retrieve(self, request: Request) -> Response:
         """A finished response."""
         _no_queries(request, ("include",))
-        return json_response(self._stored(request).response)
+        response = self._stored(request).response
+        return await asyncio.to_thread(json_response, response)  # as large as any answer
 
     async def delete(self, request: Request) -> Response:
         """Forget a response."""
@@ -157,7 +159,7 @@ class StoredResponses:
             last_id=page[-1]["id"] if page else None,
             has_more=start + query.limit < len(items),
         )
-        return json_response(listed)
+        return await asyncio.to_thread(json_response, listed)  # as large as any request
 
     def _stored(self, request: Request) -> StoredResponse:
         response_id: str = request.path_params["response_id"]

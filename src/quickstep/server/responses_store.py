@@ -1,14 +1,15 @@
-"""The responses that clients may continue or look up: bounded, in memory, the least used go first.
+"""The responses that clients may continue or look up: bounded, in memory, the least used go first,
+of the caller who holds most.
 
-Owned by the `Responses` surface, used in the event loop only. A response is found by the caller
+Owned by the `Responses` surface, used by any thread. A response is found by the caller
 who made it and by nobody else. What is dropped is as if it had never been.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import threading
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -45,7 +46,8 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._stored: OrderedDict[tuple[str, str], tuple[StoredResponse, int]] = OrderedDict()
-        self._num_bytes = 0
+        self._held: Counter[str] = Counter()  # bytes by caller
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -53,32 +55,46 @@ class ResponseStore:
     @property
     def num_bytes(self) -> int:
         """Of all that is stored."""
-        return self._num_bytes
+        return self._held.total()
 
     def put(self, caller: str, stored: StoredResponse) -> None:
         """Keep a response; one that is larger than everything is not kept."""
         size = len(_ENCODE((stored.response, stored.messages, stored.input_items)))
         if size > self._max_bytes:
             return
-        self._stored[caller, stored.response.id] = (stored, size)
-        self._num_bytes += size
-        while self._num_bytes > self._max_bytes or len(self._stored) > self._max_responses:
-            _, (_, dropped) = self._stored.popitem(last=False)
-            self._num_bytes -= dropped
+        with self._lock:
+            self._stored[caller, stored.response.id] = (stored, size)
+            self._held[caller] += size
+            while len(self._stored) > self._max_responses:
+                counts = Counter(name for name, _ in self._stored)
+                self._drop_first(counts.most_common(1)[0][0])
+            while self._held.total() > self._max_bytes:
+                self._drop_first(self._held.most_common(1)[0][0])
 
     def get(self, caller: str, response_id: str) -> StoredResponse | None:
-        """The caller's response; it is used now. Any thread may ask."""
+        """The caller's response; it is used now."""
         key = (caller, response_id)
-        found = self._stored.get(key)
-        if found is None:
-            return None
-        with suppress(KeyError):  # deleted meanwhile
+        with self._lock:
+            found = self._stored.get(key)
+            if found is None:
+                return None
             self._stored.move_to_end(key)
-        return found[0]
+            return found[0]
 
     def delete(self, caller: str, response_id: str) -> bool:
         """Whether there was such a response."""
-        found = self._stored.pop((caller, response_id), None)
-        if found is not None:
-            self._num_bytes -= found[1]
-        return found is not None
+        with self._lock:
+            if (caller, response_id) not in self._stored:
+                return False
+            self._drop((caller, response_id))
+            return True
+
+    def _drop_first(self, caller: str) -> None:
+        """The one of a caller that was used longest ago."""
+        self._drop(next(key for key in self._stored if key[0] == caller))
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        _, size = self._stored.pop(key)
+        self._held[key[0]] -= size
+        if not self._held[key[0]]:
+            del self._held[key[0]]

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,14 +24,17 @@ from quickstep.server.api_errors import json_response
 from quickstep.server.body import ClientDisconnect, read_body, unless_disconnected
 from quickstep.server.event_stream import EventStream
 from quickstep.server.front_gate import key_name, report_ignored
-from quickstep.server.generation import Generation, open_generation
+from quickstep.server.generation import Generation, GenerationRequest, open_generation
 from quickstep.server.metrics import Metrics, RequestMeter
 from quickstep.server.surface import Answered, Asked, Head, Served, Surface, Writer
+from quickstep.server.tenancy import cache_salt_of, tenant_of_key
+
+_Written = TypeVar("_Written")
 
 __all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of"]
 
-# Shorter bodies are parsed on the event loop: a thread hop costs more.
-_INLINE_BYTES = 64 * 1024
+# Larger answers, in tokens with their alternatives, are written in a thread.
+_INLINE_TOKENS = 4096
 CLIENT_CLOSED = 499  # nginx's; nobody reads it, it stands in the access log
 
 
@@ -74,15 +78,16 @@ class GeneratingRoute:
 
         `added_priority` lets those who wait go first. Raises RequestError, EngineError.
         """
-        asked = self._surface.parse(body, self._served, caller)
+        asked = await self._served.lanes.parse(
+            len(body), lambda: self._surface.parse(body, self._served, caller)
+        )
         request = asked.request
         if request.stream:
             raise RequestError("stream is not supported in a batch", param="stream")
         asked_s = request.deadline_s  # the operator's default is for clients that wait
         request = replace(
-            request,
+            self._owned(request, caller),
             priority=request.priority + added_priority,
-            tenant=request.tenant or caller,
             deadline_s=None if asked_s is None else self._served.deadlines.of(asked_s),
         )
         answer = await self._open(replace(asked, request=request))
@@ -90,23 +95,34 @@ class GeneratingRoute:
             await _noted(answer)
         finally:
             await answer.close()
-        return Answered(answer.writer.whole(), request.ignored)
+        body_of_answer = await _written_whole(answer, answer.writer.whole)
+        return Answered(body_of_answer, request.ignored)
 
     async def _read(self, body: bytes, caller: str) -> Asked:
-        if len(body) <= _INLINE_BYTES:
-            return self._asked(body, caller)
-        return await asyncio.to_thread(self._asked, body, caller)
+        return await self._served.lanes.parse(len(body), lambda: self._asked(body, caller))
 
     def _asked(self, body: bytes, caller: str) -> Asked:
         asked = self._surface.parse(body, self._served, caller)
         request = asked.request
         deadline_s = self._served.deadlines.of(request.deadline_s)
-        tenant = request.tenant or caller
-        return replace(asked, request=replace(request, tenant=tenant, deadline_s=deadline_s))
+        request = replace(self._owned(request, caller), deadline_s=deadline_s)
+        return replace(asked, request=request)
+
+    def _owned(self, request: GenerationRequest, caller: str) -> GenerationRequest:
+        """The request as the caller's key may have it: its account, its part of the cache."""
+        is_shared = self._served.shares_prefix_cache
+        return replace(
+            request,
+            tenant=tenant_of_key(caller, request.tenant),
+            cache_salt=cache_salt_of(caller, request.cache_salt, is_shared),
+        )
 
     async def _open(self, asked: Asked) -> _Answer:
         meter = self._metrics.meter(asked.request)
-        generation = await open_generation(self._served.engine, asked.request, self._served.limits)
+        served = self._served
+        generation = await open_generation(
+            served.engine, asked.request, served.limits, served.lanes
+        )
         head = Head(created=int(time.time()), fingerprint=meter.fingerprint)
         return _Answer(generation, asked.writer(generation, head), meter)
 
@@ -115,7 +131,14 @@ class GeneratingRoute:
             await unless_disconnected(request.receive, _noted(answer))
         finally:
             await answer.close()
-        return json_response(answer.writer.whole())
+        return await _written_whole(answer, lambda: json_response(answer.writer.whole()))
+
+
+async def _written_whole(answer: _Answer, write: Callable[[], _Written]) -> _Written:
+    """A complete answer; a large one is written in a thread. It is paid for, so it may wait."""
+    if answer.generation.size <= _INLINE_TOKENS:
+        return write()
+    return await asyncio.to_thread(write)
 
 
 async def _noted(answer: _Answer) -> None:

@@ -27,6 +27,7 @@ from quickstep.server.options import (
     ServerOptions,
 )
 from quickstep.server.schemas import SamplingFields
+from quickstep.server.work_lanes import WorkLanes
 
 __all__ = [
     "Answered",
@@ -45,7 +46,8 @@ __all__ = [
 class Served:
     """What an adapter may look at: the engine's facts, the names it goes by, the limits, how the
     model writes calls and reasoning, how long requests may take, what becomes of fields without
-    effect, and what answers hold beyond what was asked for.
+    effect, what answers hold beyond what was asked for, whether the prompts of one API key may hit
+    the cached prompts of another; and the threads for what takes longer.
     """
 
     engine: ServedEngine
@@ -55,6 +57,8 @@ class Served:
     deadlines: Deadlines = field(default_factory=Deadlines)
     field_rules: FieldRules = field(default_factory=FieldRules)
     answers: AnswerOptions = field(default_factory=AnswerOptions)
+    shares_prefix_cache: bool = False
+    lanes: WorkLanes = field(default_factory=WorkLanes)
 
     @classmethod
     def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
@@ -69,6 +73,7 @@ class Served:
             options.deadlines,
             options.field_rules,
             options.answers,
+            options.share_prefix_cache,
         )
 
     def model(self, name: str | None) -> str:

@@ -7,7 +7,6 @@ inputs are worked on in a thread.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -41,8 +40,8 @@ from quickstep.server.surface import Served
 
 __all__ = ["Tokenizing"]
 
-# Shorter inputs are worked on in the event loop: a thread hop costs more.
-_INLINE_LENGTH = 2048
+# Shorter bodies are worked on in the event loop: a thread hop costs more.
+_INLINE_BYTES = 2048
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)
 
 _SOURCES = ("prompt", "messages", "content")
@@ -108,28 +107,16 @@ class Tokenizing:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a conversation."""
         body = await read_body(request, self._served.limits.body_bytes)
-        fields = self._read(request, body, TokenizeRequest)
-        self._served.model(fields.model)
-        _check_source(fields)
-        return await _off_the_loop(
-            len(body), lambda: json_response(self._tokenized(request, fields))
+        return await self._off_the_loop(
+            len(body), lambda: json_response(self._tokenized(request, body))
         )
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        served = self._served
-        body = await read_body(request, served.limits.body_bytes)
-        fields = self._read(request, body, DetokenizeRequest)
-        served.model(fields.model)
-        bounded("tokens", len(fields.tokens), served.limits.detokenized, "entries")
-        tokenizer = served.engine.tokenizer
-        ids = token_ids_of("tokens", fields.tokens, tokenizer.vocab_size)
-
-        def answer() -> Response:
-            text = tokenizer.decode(ids, False)
-            return json_response(Detokenized(prompt=text, content=text))
-
-        return await _off_the_loop(len(ids), answer)
+        body = await read_body(request, self._served.limits.body_bytes)
+        return await self._off_the_loop(
+            len(body), lambda: json_response(self._detokenized(request, body))
+        )
 
     async def info(self, _: Request) -> Response:
         """The vocabulary's special tokens and the chat template."""
@@ -152,11 +139,16 @@ class Tokenizing:
     async def apply_template(self, request: Request) -> Response:
         """The prompt text of a conversation."""
         body = await read_body(request, self._served.limits.body_bytes)
-        fields = self._read(request, body, ApplyTemplateRequest)
-        chat = ChatRequest(**msgspec.structs.asdict(fields))
-        return await _off_the_loop(
-            len(body), lambda: json_response(RenderedPrompt(prompt=self._rendered(request, chat)))
-        )
+
+        def answer() -> Response:
+            fields = self._read(request, body, ApplyTemplateRequest)
+            chat = ChatRequest(**msgspec.structs.asdict(fields))
+            return json_response(RenderedPrompt(prompt=self._rendered(request, chat)))
+
+        return await self._off_the_loop(len(body), answer)
+
+    async def _off_the_loop(self, size: int, work: Callable[[], Response]) -> Response:
+        return work() if size <= _INLINE_BYTES else await self._served.lanes.run(size, work)
 
     def _read(self, request: Request, body: bytes, schema: type[_Schema]) -> _Schema:
         reader = FieldReader(self._served.field_rules)
@@ -164,7 +156,20 @@ class Tokenizing:
         report_ignored(request, reader.ignored)
         return fields
 
-    def _tokenized(self, request: Request, fields: TokenizeRequest) -> Tokenized:
+    def _detokenized(self, request: Request, body: bytes) -> Detokenized:
+        served = self._served
+        fields = self._read(request, body, DetokenizeRequest)
+        served.model(fields.model)
+        bounded("tokens", len(fields.tokens), served.limits.detokenized, "entries")
+        tokenizer = served.engine.tokenizer
+        ids = token_ids_of("tokens", fields.tokens, tokenizer.vocab_size)
+        text = tokenizer.decode(ids, False)
+        return Detokenized(prompt=text, content=text)
+
+    def _tokenized(self, request: Request, body: bytes) -> Tokenized:
+        fields = self._read(request, body, TokenizeRequest)
+        self._served.model(fields.model)
+        _check_source(fields)
         ids = self._ids(request, fields)
         tokenizer = self._served.engine.tokenizer
         tokens: list[int | TokenPiece] = [*ids]
@@ -205,10 +210,6 @@ class Tokenizing:
         (prompt,) = parsed.prompts
         assert isinstance(prompt, ChatPrompt), "a chat has one prompt, of this kind"
         return rendered(self._served.engine, prompt)
-
-
-async def _off_the_loop(length: int, work: Callable[[], Response]) -> Response:
-    return work() if length <= _INLINE_LENGTH else await asyncio.to_thread(work)
 
 
 def _check_source(fields: TokenizeRequest) -> None:

@@ -140,6 +140,7 @@ class Refused(WireMessage, frozen=True):
     message: str
     param: str | None
     status: int
+    code: str | None = None
 
 
 class DeltaNote(WireMessage, frozen=True):

@@ -371,11 +371,11 @@ class RemoteEngine:
                 self._step_log.add_sequence(record)
             case Accepted(number=number):
                 self._streams.accept(number)
-            case Refused(number=number, message=reason, param=param, status=status):
+            case Refused(number=number, message=reason, param=param, status=status, code=code):
                 if status >= 500:
                     self._streams.refuse(number, EngineError(reason))
                 else:
-                    refusal = RequestError(reason, param=param, status=status)
+                    refusal = RequestError(reason, param=param, status=status, code=code)
                     self._streams.refuse(number, refusal)
             case StatsNote(stats=stats):
                 self._note_stats(stats)

@@ -231,8 +231,8 @@ class EngineService:
 
     def _refuse(self, number: int, error: BaseException) -> None:
         match error:
-            case RequestError(param=param, status=status):
-                self._sender.put(Refused(number, str(error), param, status))
+            case RequestError(param=param, status=status, code=code):
+                self._sender.put(Refused(number, str(error), param, status, code))
             case EngineError():
                 self._sender.put(Refused(number, str(error), None, 503))
             case _:

@@ -1,0 +1,135 @@
+"""Requests that are made to hold up everybody else, each of them within the API.
+
+`benchmarks.storm` measures what a healthy stream feels of them, `tests/serve/test_storm.py` checks
+that each is answered and harms nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import httpx
+
+__all__ = ["ATTACKS", "JSON", "Attack"]
+
+JSON = {"content-type": "application/json"}
+# Runs one attack and returns the statuses of its answers.
+Attack = Callable[[httpx.AsyncClient], Awaitable[list[int]]]
+
+_COMPLETIONS = "/v1/completions"
+_MIB = 2**20
+_OVER = frozenset({"completed", "failed", "expired", "cancelled"})
+_NUMBERS = {f"x{place}": {"type": "number"} for place in range(5)}
+_TABLE = {"type": "object", "properties": _NUMBERS, "required": list(_NUMBERS)}
+_TABLES = {f"k{place}": _TABLE for place in range(10)}
+_SCHEMA = {"type": "object", "properties": _TABLES, "required": list(_TABLES)}
+
+
+async def _post(client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | bytes) -> int:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return (await client.post(path, content=content, headers=JSON)).status_code
+
+
+def _under(schema: Mapping[str, Any]) -> dict[str, Any]:
+    form = {"name": "a", "schema": schema, "strict": True}
+    return {"type": "json_schema", "json_schema": form}
+
+
+async def _huge_schema(client: httpx.AsyncClient) -> list[int]:
+    """Another one each time, so that it is compiled each time."""
+    names = [f"{secrets.token_hex(4)}_{place}" for place in range(450)]
+    properties = {name: {"type": "string", "maxLength": 9} for name in names}
+    schema = {"type": "object", "properties": properties}
+    body = {"prompt": "x", "max_tokens": 8, "response_format": _under(schema)}
+    return [await _post(client, _COMPLETIONS, body)]
+
+
+async def _many_grammars(client: httpx.AsyncClient) -> list[int]:
+    body = {"prompt": "x", "max_tokens": 300, "n": 32, "response_format": _under(_SCHEMA)}
+    return [await _post(client, _COMPLETIONS, body)]
+
+
+async def _many_prompts(client: httpx.AsyncClient) -> list[int]:
+    """Blanks, which take long to tokenise and are few tokens."""
+    body = {"prompt": [" " * 2000] * 256, "max_tokens": 1}
+    return [await _post(client, _COMPLETIONS, body)]
+
+
+async def _large_prompts(client: httpx.AsyncClient) -> list[int]:
+    text = "a" * (4 * _MIB - 1000)
+    bodies = (
+        (_COMPLETIONS, {"prompt": text, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/embeddings", {"input": [text[: _MIB // 2]] * 4}),
+        (_COMPLETIONS, {"prompt": [1] * (2 * _MIB // 2), "max_tokens": 1}),
+        ("/tokenize", {"prompt": text[:_MIB]}),
+    )
+    sent = (_post(client, path, body) for path, body in bodies)
+    return list(await asyncio.gather(*sent))
+
+
+async def _cached_head(client: httpx.AsyncClient) -> list[int]:
+    """Many requests wait whose long prompt is in the cache, and that do not fit together."""
+    prompt = [17 + place % 900 for place in range(1500)]
+    bodies = [
+        {"prompt": [*prompt, place], "max_tokens": 40, "ignore_eos": True} for place in range(12)
+    ]
+    first = await _post(client, _COMPLETIONS, bodies[0])
+    return [first, *await asyncio.gather(*(_post(client, _COMPLETIONS, body) for body in bodies))]
+
+
+async def _giant_line(client: httpx.AsyncClient) -> list[int]:
+    turns = [{"role": "user", "content": "a"}] * (12 * _MIB // 36)
+    return await _batch(client, [_line("1", {"messages": turns, "max_tokens": 1})], "24h")
+
+
+async def _expiring_batch(client: httpx.AsyncClient) -> list[int]:
+    lines = [_line(str(place), {"prompt": "x" * 200, "max_tokens": 16}) for place in range(5000)]
+    return await _batch(client, lines, "1m")
+
+
+def _line(custom_id: str, body: Mapping[str, Any]) -> bytes:
+    url = "/v1/chat/completions" if "messages" in body else _COMPLETIONS
+    line = {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+    return json.dumps(line).encode() + b"\n"
+
+
+async def _batch(client: httpx.AsyncClient, lines: list[bytes], window: str) -> list[int]:
+    """Upload the lines, have them answered, read what was written; until it is over."""
+    url = json.loads(lines[0])["url"]
+    form = {"file": ("in.jsonl", b"".join(lines))}
+    kept = await client.post("/v1/files", data={"purpose": "batch"}, files=form)
+    if kept.status_code != 200:
+        return [kept.status_code]
+    file_id = kept.json()["id"]
+    asked = {"input_file_id": file_id, "endpoint": url, "completion_window": window}
+    begun = await client.post("/v1/batches", json=asked)
+    statuses = [kept.status_code, begun.status_code]
+    if begun.status_code != 200:
+        return statuses
+    batch = begun.json()
+    while batch["status"] not in _OVER:
+        await asyncio.sleep(0.2)
+        batch = (await client.get(f"/v1/batches/{batch['id']}")).json()
+    for name in ("error_file_id", "output_file_id"):
+        if batch[name] is not None:
+            written = await client.get(f"/v1/files/{batch[name]}/content")
+            statuses.append(written.status_code)
+            await client.delete(f"/v1/files/{batch[name]}")
+    await client.delete(f"/v1/files/{file_id}")
+    return statuses
+
+
+ATTACKS: Mapping[str, Attack] = {
+    "huge schema": _huge_schema,
+    "n=32 with a grammar": _many_grammars,
+    "256 prompts": _many_prompts,
+    "4 MiB prompts": _large_prompts,
+    "long cached head": _cached_head,
+    "giant batch line": _giant_line,
+    "expiring batch": _expiring_batch,
+}

@@ -1,0 +1,82 @@
+"""Work that grows with a client's input: lanes by size, each with its own threads and limit."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from quickstep.server.api_errors import ServerBusy
+from quickstep.server.work_lanes import WorkLanes
+
+LARGE = 4 * 1024 * 1024
+DEADLINE_S = 30.0
+
+
+def test_large_work_takes_no_thread_of_small_work() -> None:
+    released = threading.Event()
+
+    async def run() -> None:
+        lanes = WorkLanes()
+        large = [
+            asyncio.ensure_future(lanes.run(LARGE, lambda: released.wait(DEADLINE_S)))
+            for _ in range(8)
+        ]
+        for size in (1, 64 * 1024, 1024 * 1024):
+            assert await lanes.run(size, lambda: "done") == "done"
+        assert not any(task.done() for task in large)
+        released.set()
+        assert all(await asyncio.gather(*large))
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+def test_beyond_the_limit_nothing_waits() -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        begun.set()
+        return released.wait(DEADLINE_S)
+
+    async def run() -> None:
+        lanes = WorkLanes(max_waiting=(1, 1, 1))
+        large = [asyncio.ensure_future(lanes.run(LARGE, hold)) for _ in range(2)]
+        await asyncio.to_thread(begun.wait, DEADLINE_S)
+        with pytest.raises(ServerBusy, match="send the request again later"):
+            await lanes.run(LARGE, hold)
+        released.set()
+        assert all(await asyncio.gather(*large))
+        assert await lanes.run(LARGE, lambda: 1) == 1
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+def test_cancelled_work_does_not_begin_and_frees_its_place() -> None:
+    released, ran = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        lanes = WorkLanes(max_waiting=(1, 1, 1))
+        first = asyncio.ensure_future(lanes.run(LARGE, lambda: released.wait(DEADLINE_S)))
+        second = asyncio.ensure_future(lanes.run(LARGE, ran.set))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        third = asyncio.ensure_future(lanes.run(LARGE, lambda: "third"))
+        await asyncio.sleep(0)
+        released.set()
+        assert await first
+        assert await third == "third"
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+    assert not ran.is_set()
+
+
+def test_short_json_is_parsed_at_once_and_long_json_in_a_thread() -> None:
+    async def run() -> None:
+        lanes = WorkLanes()
+        here = threading.get_ident()
+        assert await lanes.parse(1000, threading.get_ident) == here
+        assert await lanes.parse(100_000, threading.get_ident) != here
+
+    asyncio.run(run())
