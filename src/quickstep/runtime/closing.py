@@ -27,8 +27,8 @@ __all__ = ["ClosingGuard", "ClosingStart"]
 # Of the room beyond the ending, a quarter may be drawn without a look; the last of it never.
 _KEPT_ROOM = 32
 _ROOM_PER_TOKEN = 4
-_LEFT_PER_RETRY = 8  # after a look that found no end, an eighth of what is left goes without one
-_START_STATES = 256  # looked at when a grammar is compiled
+_LEFT_PER_RETRY = 2  # after a look that found no end, half of what is left goes without one
+_START_STATES = 1024  # looked at when a grammar is compiled
 _MAX_STATES = 48  # looked at for one token
 
 
