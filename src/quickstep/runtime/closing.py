@@ -22,7 +22,7 @@ from quickstep.runtime.closing_search import ClosingSearch, ClosingVocabulary, E
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["ClosingGuard", "ClosingStart"]
+__all__ = ["ClosingGuard", "ClosingStart", "start_ending"]
 
 # Of the room beyond the ending, a quarter may be drawn without a look; the last of it never.
 _KEPT_ROOM = 32
@@ -46,10 +46,12 @@ class ClosingStart:
     vocabulary: ClosingVocabulary
     ending: Ending | None
 
-    @classmethod
-    def of(cls, matcher: LLMatcher, vocabulary: ClosingVocabulary) -> ClosingStart:
-        """Search the ending: some milliseconds, no work for a step."""
-        return cls(matcher, vocabulary, ClosingSearch(matcher, vocabulary, _START_STATES).ending())
+
+def start_ending(matcher: LLMatcher, vocabulary: ClosingVocabulary) -> Ending | None:
+    """The ending from a grammar's start. Some milliseconds, at worst some hundred: not for a step,
+    nor for a process that runs steps.
+    """
+    return ClosingSearch(matcher, vocabulary, _START_STATES).ending()
 
 
 class ClosingGuard:
