@@ -28,6 +28,7 @@ __all__ = ["ClosingGuard", "ClosingStart", "start_ending"]
 _KEPT_ROOM = 32
 _ROOM_PER_TOKEN = 4
 _LEFT_PER_RETRY = 2  # after a look that found no end, half of what is left goes without one
+_NEVER = -1  # tokens left
 _START_STATES = 1024  # looked at when a grammar is compiled
 _MAX_STATES = 48  # looked at for one token
 
@@ -99,9 +100,13 @@ class ClosingGuard:
     def _take(self, ending: Ending | None) -> None:
         """Keep the ending while tokens are scarce; else, or without one, say when to look again."""
         num_left = self._num_left
-        if ending is None or ending.num_tokens > num_left:
+        if ending is None:
             self._ending = None
             self._next_look = num_left - max(1, num_left // _LEFT_PER_RETRY)
+            return
+        if ending.num_tokens > num_left:  # further on it is no nearer
+            self._ending = None
+            self._next_look = _NEVER
             return
         if not self._fits(ending, num_left):
             self._num_ends = 0  # it just fits without the end token

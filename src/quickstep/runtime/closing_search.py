@@ -44,7 +44,7 @@ _LONGER = 2  # steps that a path may take more, and yet be spelled in fewer toke
 _MARKER = 0xFF  # in forced bytes: a special token follows
 _FIRST_MARKER = 256  # in a path, a special token is this plus its id
 _TRIED_PLACES = 24  # of a known ending, from one state
-_TRIED_BYTES = 4096  # of known endings, from all states of a search
+_TRIED_BYTES = 2048  # of known endings, from all states of a search
 _NEAR = 64  # bytes at the beginning of a known ending among which any place is tried
 _FIRST_LOOK = 8  # bytes by which most wrong places show
 _KEPT_COUNTS = 4096  # of tokens for pieces of text
@@ -391,12 +391,11 @@ class ClosingSearch:
         return int.from_bytes(mask[start : start + 32], "little")
 
     def _joined(self, walker: _Walker, path: str, allowed: int, forced: bytes) -> Ending | None:
-        """The shortest ending by `path` and then the end of a known one."""
-        found: list[Ending] = []
+        """An ending by `path` and then the end of a known one, as short as it has."""
         for known, ids in self._known:
             for place in _places(known.path, allowed, forced):
                 if self._num_tried >= _TRIED_BYTES:
-                    break
+                    return None
                 is_end, num_fitting = walker.completes(ids[place:])
                 self._num_tried += 1 + num_fitting
                 if walker.is_lost:
@@ -405,9 +404,8 @@ class ClosingSearch:
                     end = known.last(len(known.path) - place)
                     joined = self._vocabulary.spell(path, end)
                     if joined is not None:
-                        found.append(joined)
-                        break
-        return min(found, key=lambda ending: ending.num_tokens, default=None)
+                        return joined
+        return None
 
     def _ways(
         self, walker: _Walker, path: str, mask: bytes, allowed: int, forced: bytes
