@@ -121,15 +121,29 @@ def test_calls_in_a_stream_have_openais_shape() -> None:
     body = {"tools": [TOOL], "stream": True}
     parts = chunks(post(body, engine_saying(CALL)).text)
     deltas = [part["choices"][0]["delta"] for part in parts]
-    (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
-    (call,) = calls
-    assert call.pop("id").startswith("call_")
-    assert call == {
+    pieces = [piece for delta in deltas for piece in delta.get("tool_calls", [])]
+    first, *later = pieces
+    assert first.pop("id").startswith("call_")
+    assert first == {
         "index": 0,
         "type": "function",
-        "function": {"name": "get_weather", "arguments": ARGUMENTS},
+        "function": {"name": "get_weather", "arguments": ""},
     }
+    assert len(later) > 10
+    assert [one.keys() for one in later] == [{"index", "function"}] * len(later)
+    assert "".join(one["function"]["arguments"] for one in later) == ARGUMENTS
     assert parts[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_call_in_one_delta_is_streamed_as_its_name_and_then_its_arguments() -> None:
+    engine = FakeEngine(script=Script(words=(f"Well.\n{CALL}",)))
+    parts = chunks(post({"tools": [TOOL], "stream": True}, engine).text)
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    said = [delta for delta in deltas if delta and "role" not in delta]
+    assert said[0] == {"content": "Well."}
+    assert [len(delta["tool_calls"]) for delta in said[1:]] == [1, 1]
+    names = [delta["tool_calls"][0]["function"].get("name") for delta in said[1:]]
+    assert names == ["get_weather", None]
 
 
 def test_tools_are_shown_to_the_model_unless_the_choice_is_none() -> None:
@@ -154,12 +168,28 @@ def test_parallel_tool_calls_false_keeps_the_first_call() -> None:
         assert said["content"] == "a\n\n\nb"
 
 
-def test_a_call_that_the_limit_cut_is_content() -> None:
-    cut = CALL[:40]
+@pytest.mark.parametrize("end", [40, 60])
+def test_a_call_that_the_limit_cut_has_partial_arguments(end: int) -> None:
+    cut = CALL[:end]
     said = message_of(cut, tools=[TOOL], max_tokens=len(pieces(cut)))
     assert said["finish_reason"] == "length"
-    assert said["content"] == cut
-    assert "tool_calls" not in said
+    assert said["content"] is None
+    (call,) = said["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert call["function"]["arguments"] == cut.partition('"arguments": ')[2]
+
+
+def test_the_markup_of_a_call_whose_name_was_cut_is_no_content() -> None:
+    said = message_of(CALL[:25], tools=[TOOL], max_tokens=len(pieces(CALL[:25])))
+    assert (said["finish_reason"], said["content"]) == ("length", "")
+
+
+def test_broken_arguments_of_an_earlier_call_are_accepted_as_their_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "cu'}}
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    engine = FakeEngine()
+    assert post({"messages": messages, "tools": [TOOL]}, engine).status_code == 200
+    assert '{"a": "cu' in bytes(engine.submitted[-1].prompt).decode()
 
 
 def test_complete_calls_do_not_hide_that_the_limit_was_reached() -> None:
@@ -189,11 +219,11 @@ def test_an_error_in_the_stream_is_still_one() -> None:
 def test_reasoning_is_a_field_of_its_own_streamed_as_whole() -> None:
     text = f"<think>\nSão Paulo?\n</think>\n\nYes.\n{CALL}"
     said = message_of(text, THINKING, tools=[TOOL])
-    assert said["reasoning_content"] == "São Paulo?"
+    assert said["reasoning_content"] == said["reasoning"] == "São Paulo?"
     assert said["content"] == "Yes."
     parts = chunks(post({"tools": [TOOL], "stream": True}, engine_saying(text, THINKING)).text)
     deltas = [part["choices"][0]["delta"] for part in parts]
-    for name in ("reasoning_content", "content"):
+    for name in ("reasoning_content", "reasoning", "content"):
         assert "".join(delta.get(name, "") for delta in deltas) == said[name]
 
 

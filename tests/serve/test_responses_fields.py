@@ -47,7 +47,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         said({"type": "input_text", "text": "x", "prompt_cache_breakpoint": {"mode": "explicit"}}),
         "input[0].content[0].prompt_cache_breakpoint",
     ),
-    (item("function_call", **{**CALLED, "arguments": "{"}), "input[0].arguments"),
     (item("function_call", **CALLED, caller={"type": "program"}), "input[0].caller"),
     (item("function_call", **CALLED, namespace="n"), "input[0].namespace"),
     (item("function_call_output", output="x"), "input[0].call_id"),

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-import msgspec
-
 from quickstep.dataclass import dataclass
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
@@ -125,14 +123,10 @@ def check_shows_calls(served: Served, path: str) -> None:
         )
 
 
-def past_call(call_id: str, name: str, arguments: str, path: str) -> dict[str, Any]:
-    """An earlier call for the template; its arguments stay the text that the model wrote, once it
-    is known to be JSON. `path` is where the client has them.
+def past_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """An earlier call for the template; its arguments stay the text that the model wrote, be it the
+    JSON of an object or not: a call may have been cut.
     """
-    try:
-        msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        raise RequestError(f"{path} is not the JSON text of an object", param=path) from None
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 

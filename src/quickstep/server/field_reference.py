@@ -150,6 +150,7 @@ _EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "name": "Given to the chat template.",
         "tool_calls": "The calls that the model made; 400 if the template cannot write them.",
         "reasoning_content": "Given to the chat template, which may leave it out.",
+        "reasoning": "Another name of reasoning_content.",
     },
     schemas.ToolMessage: {
         "content": "What the tool gave back.",
