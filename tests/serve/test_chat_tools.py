@@ -275,8 +275,10 @@ def function(**fields: Any) -> list[dict[str, Any]]:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": named("other")}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {**named("get_weather"), "x": 1}}, "tool_choice"),
-        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+        (
+            {"tools": [TOOL], "structured_outputs": {"grammar": 'start: "a"'}},
+            "structured_outputs.grammar",
+        ),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": 1}, "tool_choice"),
@@ -343,33 +345,62 @@ def test_a_function_that_the_format_cannot_spell_is_refused_by_name() -> None:
     assert response.json()["error"]["param"] == "tools"
 
 
-def test_a_grammar_is_refused_where_the_prompt_opens_the_reasoning() -> None:
-    asked = {"role": "assistant", "content": "<think>\n"}
-    body = {"messages": [*MESSAGES, asked], "response_format": {"type": "json_object"}}
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+GRAMMARS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"regex": "a"}},
+    {"tools": [STRICT]},
+    {"tools": [TOOL], "tool_choice": "required"},
+    {"tools": [TOOL], "response_format": {"type": "json_object"}},
+]
+
+
+@pytest.mark.parametrize("fields", GRAMMARS)
+@pytest.mark.parametrize("begun", [None, "<think>\n", "<think>\nIt is"])
+def test_a_grammar_begins_behind_the_reasoning(fields: dict[str, Any], begun: str | None) -> None:
     engine = engine_saying("x", THINKING)
-    response = post({**body, "add_generation_prompt": False}, engine)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "response_format"
-    assert not engine.submitted
-    assert post(body, engine).status_code == 200
+    messages = MESSAGES if begun is None else [*MESSAGES, {"role": "assistant", "content": begun}]
+    body = {"messages": messages, "continue_final_message": begun is not None, **fields}
+    assert post({**body, "thinking_budget": 20}, engine).status_code == 200
+    sampling = engine.submitted[0].sampling
+    assert sampling.grammar is not None
+    assert sampling.reasoning_tags == ("<think>", "</think>")
+    assert sampling.inside_reasoning is (begun is not None)
+    assert "think" not in sampling.grammar.text
 
 
-def test_a_strict_function_is_enforced_behind_the_reasoning_that_the_prompt_opens() -> None:
-    tool = {"type": "function", "function": {**TOOL["function"], "strict": True}}
-    asked = {"role": "assistant", "content": "<think>\n"}
-    engine = engine_saying("x", THINKING)
-    for messages, opened in ((MESSAGES, False), ([*MESSAGES, asked], True)):
-        body = {"messages": messages, "continue_final_message": opened, "tools": [tool]}
-        assert post(body, engine).status_code == 200
-        grammar = engine.submitted[-1].sampling.grammar
-        assert grammar is not None
-        assert ("start: until_closed answer" in grammar.text) is opened
+def test_a_model_without_reasoning_begins_with_the_grammar() -> None:
+    engine = FakeEngine()
+    assert post(GRAMMARS[0], engine).status_code == 200
+    assert engine.submitted[0].sampling.reasoning_tags is None
 
 
-def test_a_grammar_is_refused_for_messages_in_channels() -> None:
+def test_tools_beside_a_response_format_are_calls_or_an_answer_under_the_schema() -> None:
+    engine = engine_saying(CALL)
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    assert post({"tools": [TOOL], "response_format": form}, engine).status_code == 200
+    grammar = engine.submitted[0].sampling.grammar
+    assert grammar is not None
+    assert grammar.text.startswith('start: call ("\\n" call)* | answer\nanswer: %json {')
+    forced = {"tools": [TOOL], "response_format": form, "tool_choice": "required"}
+    assert post(forced, engine).status_code == 200
+    grammar = engine.submitted[1].sampling.grammar
+    assert grammar is not None
+    assert "answer" not in grammar.text
+
+
+def test_a_grammar_for_messages_in_channels_is_of_the_final_one() -> None:
     engine = engine_saying("x", "{{ tools }}<|channel|>analysis")
     response = post({"response_format": {"type": "json_object"}}, engine)
-    assert response.json()["error"]["param"] == "response_format"
+    assert response.status_code == 200
+    grammar = engine.submitted[0].sampling.grammar
+    assert grammar is not None
+    assert grammar.text.splitlines()[0].endswith('final<|message|>" answer)')
+    rules = {"structured_outputs": {"grammar": 'start: "a"'}}
+    response = post(rules, engine)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "structured_outputs.grammar"
 
 
 @pytest.mark.parametrize(

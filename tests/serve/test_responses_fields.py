@@ -70,7 +70,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"text": {"format": {"type": "json_schema", "name": "s"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
     ({"text": {"format": SCHEMA}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
-    ({"text": {"format": SCHEMA}, "tools": [TOOL]}, "text.format.schema"),
     ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
     ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
     ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),

@@ -19,7 +19,7 @@ from quickstep.server.sampling import bounded, deadline_of, label, sampling_para
 from quickstep.server.schemas import SamplingFields
 from quickstep.server.structured import AskedGrammar
 from quickstep.server.surface import Served
-from quickstep.server.tools import OfferedTools
+from quickstep.server.tools import OfferedTools, with_answer
 from quickstep.types import SamplingParams
 
 __all__ = [
@@ -87,6 +87,10 @@ def conversation_request(
         del values["max_tokens"]
     values["shown_special_token_ids"] = _markers(output, served)
     values["grammar"] = None if grammar is None else grammar.grammar
+    reasoning = served.formats.reasoning
+    if grammar is not None and reasoning is not None and reasoning.opening:
+        values["reasoning_tags"] = (reasoning.opening, reasoning.closing)
+    values["inside_reasoning"] = output is not None and output.inside_reasoning
     return GenerationRequest(
         model=served.model(fields.model),
         prompts=(conversation.prompt,),
@@ -97,7 +101,6 @@ def conversation_request(
         output=output,
         prompt_field=prompt_field,
         grammar_field="" if grammar is None else grammar.field,
-        grammar_inside_reasoning=None if grammar is None else grammar.inside_reasoning,
     )
 
 
@@ -168,20 +171,12 @@ def checked_metadata(metadata: dict[str, str], limits: RequestLimits) -> dict[st
 
 
 def _grammar(conversation: Conversation, served: Served) -> AskedGrammar | None:
-    """The grammar of the message: of its calls, or of its content."""
+    """The grammar of the message behind its reasoning: of its calls, of its content, or of both."""
     asked, offered = conversation.asked, conversation.offered
-    if asked is not None and offered.tools:
-        raise RequestError(
-            f"{asked.field} cannot go with tools that may be called; send tool_choice none",
-            param=asked.field,
-        )
-    if asked is not None and served.formats.reasoning is REASONING_FORMATS["harmony"]:
-        raise RequestError(
-            f"{asked.field} is not supported: {served.engine.model_name} writes its messages into "
-            "channels",
-            param=asked.field,
-        )
-    return asked or offered.grammar
+    if asked is None or offered.must_call:
+        return offered.grammar
+    in_channels = served.formats.reasoning is REASONING_FORMATS["harmony"]
+    return with_answer(asked, offered, served) if offered.tools or in_channels else asked
 
 
 def check_continues(message: Mapping[str, Any], path: str) -> None:
