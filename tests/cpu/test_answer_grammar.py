@@ -80,7 +80,7 @@ def wished_text(compiler, tokenizer, grammar, wish, seed=1, inside=False, with_r
         assert isinstance(sample, Sample), sample
         state.record(sample.token_id)
         if sample.token_id == end:
-            return b"".join(map(tokenizer.token_bytes, tokens)).decode()
+            return b"".join(map(tokenizer.token_bytes, tokens)).decode(errors="replace")
         tokens.append(sample.token_id)
         if sample.token_id == wanted[0]:
             wanted.pop(0)
@@ -259,13 +259,12 @@ def test_an_answer_under_a_grammar_or_a_call_is_written_as_the_model_wants_it(
     assert (found.name, json.loads(found.arguments)) == ("find-it", json.loads(arguments))
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "harmony", "pythonic"])
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "pythonic"])
 @pytest.mark.parametrize("wish", ["Sure, I can", "[1]", '{"b": "x"}', "<tool_call>{no}"])
 def test_what_is_neither_a_call_nor_the_answer_is_not_written(compiler, tokenizer, name, wish):
     known = FORMATS[name]
-    in_tags = known.spelling.thoughts is None
     grammar = grammar_of(known, answer=STRUCTURED[0][0])
-    text = wished_text(compiler, tokenizer, grammar, wish, with_reasoning=in_tags)
+    text = wished_text(compiler, tokenizer, grammar, wish)
     assert text is not None
     message = read(text, known)
     check_calls(message, known)

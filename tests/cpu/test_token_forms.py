@@ -74,6 +74,16 @@ def test_the_prompts_end_tells_whether_the_reasoning_is_open(text, is_open):
         assert tracker.place in (Place.GAP, Place.BEHIND)
 
 
+def test_a_grammar_follows_reasoning_unless_the_prompt_has_closed_it():
+    fields = {"grammar": Grammar.of_json_object(), "reasoning_tags": ("<think>", "</think>")}
+    for text, is_open in (("hello", False), ("<think>\n", True)):
+        found = forms(ids_of(text), **fields).reasoning
+        assert found is not None and found.starts_open is is_open
+    assert forms(ids_of("hello<think> It"), **fields, inside_reasoning=True).reasoning.starts_open
+    assert forms(ids_of("<think>\n\n</think>\n\n"), **fields).reasoning is None
+    assert forms(ids_of("<think>\n"), grammar=Grammar.of_json_object()).reasoning is None
+
+
 def test_a_budget_needs_reasoning():
     finder = TokenFormFinder(TOKENIZER, 4096, 512, None)
     with pytest.raises(RequestError, match="thinking_budget is not supported"):

@@ -140,8 +140,11 @@ class TokenFormFinder:
         if tags is None and self._reasoning is not None:
             tags = (self._reasoning.opening, self._reasoning.closing)
         found = self._tag_tokens(check_reasoning_tags(tags, "the model"))
-        end = self._tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
-        is_open = sampling.inside_reasoning or end.rstrip().endswith(found.opening.decode())
+        end = self._tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False).rstrip()
+        is_open = sampling.inside_reasoning or end.endswith(found.opening.decode())
+        is_over = not is_open and end.endswith(found.closing.decode())
+        if is_over and sampling.thinking_budget is None:
+            return None  # the template has turned the reasoning off: the grammar begins at once
         return replace(found, starts_open=is_open)
 
     def _tag_tokens(self, tags: tuple[str, str]) -> ReasoningTokens:
