@@ -155,11 +155,8 @@ class TokenFormFinder:
             return known
         opening, closing = (tag.encode() for tag in tags)
         is_piece = _pieces_of(opening, closing)
-        pieces: dict[int, bytes] = {}
-        for token_id in range(self._vocab_size):
-            text = self._tokenizer.token_bytes(token_id)
-            if is_piece.search(text):
-                pieces[token_id] = text
+        tokens, _ = self._vocabulary
+        pieces = {place: text for place, text in enumerate(tokens) if is_piece.search(text)}
         closing_ids = self._encode("reasoning_tags", tags[1])
         found = ReasoningTokens(opening, closing, closing_ids, MappingProxyType(pieces))
         self._tags[tags] = found
