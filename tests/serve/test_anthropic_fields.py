@@ -88,7 +88,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"user_id": "x" * 513}}, "metadata.user_id has 513 characters"),
     ({"output_config": {"effort": "high"}}, "output_config.effort high is not supported"),
     ({"thinking": {"type": "adaptive"}}, "thinking.type adaptive is not supported"),
-    ({"output_config": JSON_OUTPUT, "tools": [TOOL]}, "output_config.format.schema cannot go"),
 ]
 
 
@@ -180,12 +179,22 @@ def test_thinking_that_cannot_be_honoured_is_refused(
     assert message in refusal_of(told("</think>", thinking=thinking)[0])
 
 
-def test_no_budget_without_tags_or_beside_a_grammar() -> None:
+def test_no_budget_without_tags() -> None:
     thinking = {"type": "enabled", "budget_tokens": 20}
     harmony = told("<|channel|>analysis", thinking=thinking)[0]
     assert "sets no reasoning apart by tags" in refusal_of(harmony)
-    response = told("</think>", thinking=thinking, output_config=JSON_OUTPUT)[0]
-    assert "thinking.budget_tokens cannot go with a grammar" in refusal_of(response)
+
+
+def test_a_budget_bounds_the_reasoning_before_a_grammar() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 20}
+    engine = FakeEngine()
+    engine.chat_template = FakeTemplate(formats_of("{{ tools }}</think>"))
+    body = {"thinking": thinking, "output_config": JSON_OUTPUT}
+    assert post(body, engine).status_code == 200
+    sampling = engine.submitted[0].sampling
+    assert sampling.thinking_budget == 20
+    assert sampling.reasoning_tags == ("<think>", "</think>")
+    assert sampling.grammar is not None
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,14 @@ from quickstep.server.conversation import Conversation, conversation_request, to
 from quickstep.server.error_shapes import anthropic_shape
 from quickstep.server.frames import event_frame
 from quickstep.server.generation import ChoiceDelta, Generation
-from quickstep.server.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
+from quickstep.server.message_blocks import (
+    Block,
+    BlockKind,
+    BlockNews,
+    Blocks,
+    Change,
+    partial_object,
+)
 from quickstep.server.prompts import prompts_ids
 from quickstep.server.refused import Refusal, refuse
 from quickstep.server.response_messages import (
@@ -305,8 +312,7 @@ def _event(name: str, /, **content: object) -> bytes:
 
 def _content(block: Block) -> MessageBlock:
     if block.call is not None:
-        arguments = msgspec.json.decode(block.text, type=dict[str, Any])
-        return ToolUseContent(block.call.call_id, block.call.name, arguments)
+        return ToolUseContent(block.call.call_id, block.call.name, partial_object(block.text))
     if block.kind is BlockKind.REASONING:
         return ThinkingContent(block.text)
     return TextContent(block.text)

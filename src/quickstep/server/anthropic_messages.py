@@ -122,7 +122,7 @@ def _tool_use(block: ToolUseBlock, path: str) -> _Message:
             f"{path}.caller is not supported: only the model calls", param=f"{path}.caller"
         )
     arguments = json.dumps(block.input, ensure_ascii=False)
-    return past_call(block.id, block.name, arguments, f"{path}.input")
+    return past_call(block.id, block.name, arguments)
 
 
 def _check_toolset(name: str | None, path: str) -> None:

@@ -234,6 +234,7 @@ class AssistantMessage(
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: Any = None
