@@ -15,7 +15,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["NEEDED", "Environment", "cpu_flags", "fault_of_environment", "prepare", "vllm_preloads"]
+__all__ = ["NEEDED", "Environment", "fault_of_environment", "prepare", "vllm_preloads"]
 
 _REQUIREMENTS = Path(__file__).parent / "requirements"
 
@@ -109,14 +109,6 @@ def fault_of_environment(environment: Environment) -> str | None:
     if ready.read_text() != _pinned(environment.name):
         return f"{environment.directory} was set up with other versions"
     return None
-
-
-def cpu_flags() -> frozenset[str]:
-    """The instruction sets of this machine, as Linux names them."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = (line.partition(":")[2] for line in lines if line.startswith("flags"))
-    return frozenset(next(flags, "").split())
 
 
 def vllm_preloads(environment: Environment) -> list[str]:
