@@ -289,3 +289,18 @@ def test_a_server_that_refuses_is_left_out_at_once_with_its_reason(tmp_path, cap
     assert results["vllm bf16"].faults
     assert not results["vllm bf16"].rounds
     assert "vllm bf16: " in capsys.readouterr().err
+
+
+def test_an_interrupted_start_leaves_no_process(tmp_path, monkeypatch):
+    started = []
+
+    def interrupted(port, api, requests):
+        started.append(port)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.peers.servers.send_all", interrupted)
+    plan = EmptyLaunch("w1", 0, 1, 4, 1.0, TOKENS, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        measure(plan, [contestant("vllm", "bf16")], LoadedServers())
+    [reply] = send_all(started[0], Api.OPENAI, [PeerRequest((1,), 1)])
+    assert "ConnectionRefusedError" in reply.error
