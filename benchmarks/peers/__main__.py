@@ -30,7 +30,7 @@ from benchmarks.peers.checkpoints import (
 from benchmarks.peers.client import Api, send_all
 from benchmarks.peers.contestants import PRECISIONS, VARIED, Contestant, Launch, group_of, select
 from benchmarks.peers.environments import NEEDED, Environment, fault_of_environment, prepare
-from benchmarks.peers.report import HEADLINES, Measured, ratio_table, value_table
+from benchmarks.peers.report import HEADLINES, LEGEND, Measured, ratio_table, value_table
 from benchmarks.peers.rounds import LoadedServers, Plan, measure
 from benchmarks.peers.servers import PeerServer
 from benchmarks.peers.workloads import PeerRequest
@@ -149,7 +149,9 @@ def _measure_all(
     groups: dict[str, list[Contestant]] = {}
     for one in contestants:
         groups.setdefault(group_of(one.precision), []).append(one)
-    parts = [(group, name) for group in groups for name in args.workloads]
+    # footprint ends the loaded servers, so it comes last
+    workloads = sorted(args.workloads, key=lambda name: name == "footprint")
+    parts = [(group, name) for group in groups for name in workloads]
     started_s = time.monotonic()
     token_ids = plain_tokens(checkpoint_path(args.shape, args.cache, args.seed))
     loaded = LoadedServers()
@@ -191,8 +193,10 @@ def _head(args: argparse.Namespace, contestants: list[Contestant]) -> str:
         *(f"- {Environment(name, args.cache / name).versions()}" for name in sorted(names)),
         f"{args.shape} with random weights, {args.threads} threads, greedy, seed {args.seed}. All "
         "over HTTP on this machine, one client; OpenVINO and transformers have no server of this "
-        "kind and run behind a front of ours, which costs",
+        "kind and run behind a front of ours. With no engine behind it, front and client take",
         *_front_costs(args),
+        "",
+        LEGEND,
     ]
     text = "\n".join(lines)
     print(text, file=sys.stderr, flush=True)

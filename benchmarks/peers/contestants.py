@@ -166,6 +166,7 @@ def _vllm(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
         "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GIB.get(workload, 2)),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{one.threads - 1}",
         "LD_PRELOAD": ":".join(vllm_preloads(one.environment)),
+        "DO_NOT_TRACK": "1",
     }
     return command, environment
 
