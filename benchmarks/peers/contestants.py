@@ -195,7 +195,8 @@ def _llama_cpp(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
     """Slots and context sized to the workload: it reserves both, and writes them at its start.
 
     A single stream gets one slot of 4,096 tokens. The cache of past prompts in host memory is off,
-    since no prompt returns; a cold start skips the warm-up run and the fit to a GPU's memory.
+    since no prompt returns; a cold start skips the warm-up run and the fit to a GPU's memory, and
+    does not map the file of weights that are packed anew, which would be resident twice.
     """
     slots = int(one.variant or 0) or min(_SLOTS.get(workload, 1), size.num_streams)
     length = -(-size.max_len // _LLAMA_CONTEXT_STEP) * _LLAMA_CONTEXT_STEP
@@ -205,6 +206,8 @@ def _llama_cpp(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
     command += ["-np", str(slots), "-c", str(context), "-cram", "0", "-fit", "off"]
     if workload == "footprint":
         command += ["--no-warmup"]
+        if one.precision != "bf16":
+            command += ["--load-mode", "none"]
     return command, {}
 
 

@@ -50,6 +50,12 @@ _LLAMA_CPP_FLAGS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
 )
 
+# GCC 12 declares that the call reads the first 8 bytes of the configuration, and drops the stores
+# to the others: on a CPU with AMX every quantised product then is an illegal instruction.
+_TILE_SOURCE = "ggml/src/ggml-cpu/amx/mmq.cpp"
+_TILE_CALL = "    _tile_loadconfig(&tc);\n"
+_TILE_STORES = '    __asm__ volatile("" : : "r"(&tc) : "memory");\n'
+
 
 @dataclass(frozen=True, slots=True)
 class Environment:
@@ -137,7 +143,7 @@ def _pinned(name: str) -> str:
     """Stands for everything that an environment is made from."""
     parts = [_requirements(name).read_text()]
     if name == "llama_cpp":
-        parts += [_LLAMA_CPP, *_LLAMA_CPP_FLAGS]
+        parts += [_LLAMA_CPP, *_LLAMA_CPP_FLAGS, _TILE_STORES]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -157,10 +163,20 @@ def _build_llama_cpp(environment: Environment) -> None:
     source = directory / "source"
     source.unlink(missing_ok=True)
     source.symlink_to(unpacked / "vendor" / "llama.cpp")
+    _keep_tile_stores(source / _TILE_SOURCE)
     _run("cmake", "-S", str(source), "-B", str(directory / "build"), *_LLAMA_CPP_FLAGS)
     targets = ("llama-server", "llama-quantize")
     jobs = str(os.cpu_count() or 1)
     _run("cmake", "--build", str(directory / "build"), "-j", jobs, "--target", *targets)
+
+
+def _keep_tile_stores(file: Path) -> None:
+    """Idempotent."""
+    text = file.read_text()
+    if text.count(_TILE_CALL) != 1:
+        raise ValueError(f"{file} is not the source that the fix of AMX's tiles was written for")
+    if _TILE_STORES not in text:
+        file.write_text(text.replace(_TILE_CALL, _TILE_STORES + _TILE_CALL))
 
 
 def _run(*command: str) -> None:
