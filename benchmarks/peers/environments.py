@@ -81,7 +81,7 @@ class Environment:
             shown = subprocess.run(command, capture_output=True, text=True, check=True)
             lines = (shown.stdout + shown.stderr).splitlines()
             built = next((line for line in lines if line.startswith("version")), "version unknown")
-            return f"llama.cpp {built.removeprefix('version: ')} of {_LLAMA_CPP}"
+            return f"llama.cpp {built.removeprefix('version: ')} of {_LLAMA_CPP}, AMX tiles fixed"
         program = (
             "import sys; from importlib.metadata import version;"
             "print(', '.join(f'{name} {version(name)}' for name in sys.argv[1:]))"
