@@ -71,9 +71,11 @@ MINUTES ?= 10
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
-# Quickstep beside vLLM, OpenVINO, llama.cpp and transformers, interleaved; sets them up first (GBs).
+# Quickstep beside vLLM, OpenVINO, llama.cpp and transformers, in turns, for about three hours; sets
+# them up first (GBs). `make peers PEERS=--quick` takes 10 minutes once they are set up.
+PEERS ?= --workloads w1 w2 w3 w4 footprint
 peers: $(READY)
-	$(BIN)/python -m benchmarks.peers --workloads w1 w2 w3 w4 footprint
+	$(BIN)/python -m benchmarks.peers $(PEERS)
 
 # On a machine with an NVIDIA GPU, with the Python that has its torch: make gpu PYTHON=python3
 gpu:

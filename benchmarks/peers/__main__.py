@@ -28,9 +28,9 @@ from benchmarks.peers.checkpoints import (
     plain_tokens,
 )
 from benchmarks.peers.client import Api, send_all
-from benchmarks.peers.contestants import PRECISIONS, Contestant, Launch, group_of, select
+from benchmarks.peers.contestants import PRECISIONS, VARIED, Contestant, Launch, group_of, select
 from benchmarks.peers.environments import NEEDED, Environment, fault_of_environment, prepare
-from benchmarks.peers.report import HEADLINES, Measured, ratio_table, value_table
+from benchmarks.peers.report import HEADLINES, LEGEND, Measured, ratio_table, value_table
 from benchmarks.peers.rounds import LoadedServers, Plan, measure
 from benchmarks.peers.servers import PeerServer
 from benchmarks.peers.workloads import PeerRequest
@@ -81,7 +81,9 @@ def _arguments() -> argparse.Namespace:
     add("--engines", nargs="+", choices=[*PRECISIONS], default=engines)
     precisions = ["bf16", "f16", "int8", "int4"]
     add("--precisions", nargs="+", choices=precisions, default=precisions)
-    add("--slots", nargs="+", type=int, default=[], help="numbers of llama.cpp's slots to compare")
+    knobs = ", ".join(f"{engine} ({setting})" for engine, setting in VARIED.items())
+    text = f"such as llama_cpp=4,16: a contestant for each value of a setting; of {knobs}"
+    add("--vary", nargs="+", default=[], metavar="ENGINE=VALUES", help=text)
     add("--rounds", type=int, default=5)
     add("--minutes", type=float, help="no round begins after its workload's part of this time")
     add("--requests", type=int, default=64, help="of w2 and w4; half for w3")
@@ -92,6 +94,12 @@ def _arguments() -> argparse.Namespace:
     add("--cache", type=Path, default=Path.home() / ".cache" / "quickstep-peers")
     add("--out", type=Path, help="the report; the figures of every round go next to it as JSON")
     args = parser.parse_args()
+    args.varied = {}
+    for text in args.vary:
+        engine, _, values = text.partition("=")
+        if engine not in VARIED or not values:
+            parser.error(f"--vary is {text!r}, it must be ENGINE=VALUES with one of {knobs}")
+        args.varied[engine] = values.split(",")
     if args.quick:
         args.workloads = ["w1", "footprint"]
         args.minutes = args.minutes or 10.0
@@ -108,7 +116,7 @@ def _check(args: argparse.Namespace) -> int:
             fault = fault_of_environment(environment)
             print(f"{engine}: {fault or environment.versions()}")
             missing += [fault] if fault else []
-    for engine, precision, _ in select(args.engines, args.precisions, ()):
+    for engine, precision, _ in select(args.engines, args.precisions, {}):
         path = converted_path(checkpoint, engine, precision)
         print(f"{engine} {precision}: {path}{'' if path.exists() else ' is missing'}")
         missing += [] if path.exists() else [str(path)]
@@ -121,12 +129,12 @@ def _prepare(args: argparse.Namespace) -> list[Contestant]:
     args.cache.mkdir(parents=True, exist_ok=True)
     checkpoint = make_checkpoint(args.shape, args.cache, args.seed)
     found = []
-    for engine, precision, slots in select(args.engines, args.precisions, args.slots):
+    for engine, precision, variant in select(args.engines, args.precisions, args.varied):
         environments = [prepare(name, args.cache) for name in NEEDED[engine]]
         environments = environments or [Environment(engine, args.cache)]
         # the last one converts checkpoints, the first one runs the engine
         model = convert(checkpoint, engine, precision, environments[-1])
-        found.append(Contestant(engine, precision, model, environments[0], args.threads, slots))
+        found.append(Contestant(engine, precision, model, environments[0], args.threads, variant))
     return found
 
 
@@ -141,7 +149,9 @@ def _measure_all(
     groups: dict[str, list[Contestant]] = {}
     for one in contestants:
         groups.setdefault(group_of(one.precision), []).append(one)
-    parts = [(group, name) for group in groups for name in args.workloads]
+    # footprint ends the loaded servers, so it comes last
+    workloads = sorted(args.workloads, key=lambda name: name == "footprint")
+    parts = [(group, name) for group in groups for name in workloads]
     started_s = time.monotonic()
     token_ids = plain_tokens(checkpoint_path(args.shape, args.cache, args.seed))
     loaded = LoadedServers()
@@ -183,8 +193,10 @@ def _head(args: argparse.Namespace, contestants: list[Contestant]) -> str:
         *(f"- {Environment(name, args.cache / name).versions()}" for name in sorted(names)),
         f"{args.shape} with random weights, {args.threads} threads, greedy, seed {args.seed}. All "
         "over HTTP on this machine, one client; OpenVINO and transformers have no server of this "
-        "kind and run behind a front of ours, which costs",
+        "kind and run behind a front of ours. With no engine behind it, front and client take",
         *_front_costs(args),
+        "",
+        LEGEND,
     ]
     text = "\n".join(lines)
     print(text, file=sys.stderr, flush=True)

@@ -11,15 +11,24 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.peers.client import Api
-from benchmarks.peers.environments import Environment, cpu_flags, vllm_preloads
+from benchmarks.peers.environments import Environment, vllm_preloads
 from benchmarks.peers.workloads import WorkloadSize
 
-__all__ = ["PRECISIONS", "Contestant", "Launch", "group_of", "launch_of", "select"]
+__all__ = [
+    "PRECISIONS",
+    "VARIED",
+    "Contestant",
+    "Launch",
+    "group_of",
+    "launch_of",
+    "process_environment",
+    "select",
+]
 
 _FRONTS = Path(__file__).parent / "fronts"
 _SOURCE = Path(__file__).parents[2] / "src"
@@ -34,10 +43,19 @@ PRECISIONS = {
     "quickstep_front": ("bf16", "int8", "int4"),
 }
 
+# The setting of each engine that readers are most likely to want otherwise; `--vary` makes
+# contestants of several values.
+VARIED = {
+    "llama_cpp": "slots",
+    "openvino": "precision hint",
+    "vllm": "batched tokens",
+    "transformers": "batch",
+}
+
 # The longest sequence that engines with a paged KV cache are told to expect; llama.cpp reserves its
 # context, so it is told what the workload needs.
 _MAX_MODEL_LEN = 4096
-# Streams that llama.cpp decodes at once where a workload has more; `--slots` tries others.
+# Streams that llama.cpp decodes at once where a workload has more.
 _SLOTS = {"w2": 16, "w3": 4, "w4": 8}
 _LLAMA_CONTEXT_STEP = 256
 _CACHE_GIB = {"footprint": 1, "proof": 1}
@@ -45,25 +63,20 @@ _CACHE_GIB = {"footprint": 1, "proof": 1}
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """An engine at a precision; `slots` is llama.cpp's number of them, None for its best known."""
+    """An engine at a precision; `variant` is the value of its `VARIED` setting, None for ours."""
 
     engine: str
     precision: str
     model: Path
     environment: Environment
     threads: int
-    slots: int | None = None
+    variant: str | None = None
 
     @property
     def name(self) -> str:
         """As tables show it."""
-        more = "" if self.slots is None else f" {self.slots} slots"
+        more = "" if self.variant is None else f" ({VARIED[self.engine]} {self.variant})"
         return f"{self.engine} {self.precision}{more}"
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether ratios are those of this one to the others."""
-        return self.engine == "quickstep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +98,15 @@ class Launch:
 
 
 def select(
-    engines: Sequence[str], precisions: Sequence[str], slots: Sequence[int]
-) -> list[tuple[str, str, int | None]]:
-    """Engine, precision and slots of every contestant that was chosen."""
+    engines: Sequence[str], precisions: Sequence[str], varied: Mapping[str, Sequence[str]]
+) -> list[tuple[str, str, str | None]]:
+    """Engine, precision and variant of every contestant that was chosen."""
     return [
-        (engine, precision, count)
+        (engine, precision, variant)
         for engine in engines
         for precision in PRECISIONS[engine]
         if precision in precisions
-        for count in (slots if engine == "llama_cpp" and slots else (None,))
+        for variant in varied.get(engine) or (None,)
     ]
 
 
@@ -146,19 +159,21 @@ def _vllm(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
     command = [str(one.environment.python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(one.model), "--served-model-name", "model", "--dtype", "bfloat16"]
     command += ["--max-model-len", str(_MAX_MODEL_LEN), "--max-num-seqs", "64"]
-    command += ["--max-num-batched-tokens", "2048", "--enable-prefix-caching"]
+    command += ["--max-num-batched-tokens", one.variant or "2048"]
+    command += ["--enable-prefix-caching"]
     command += ["--disable-uvicorn-access-log"]
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GIB.get(workload, 2)),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{one.threads - 1}",
         "LD_PRELOAD": ":".join(vllm_preloads(one.environment)),
+        "DO_NOT_TRACK": "1",
     }
     return command, environment
 
 
 def _openvino(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
     """Continuous batching with 2,048 tokens a step for its default of 256, the latency hint, and
-    bf16 where the CPU multiplies it.
+    the precision that it takes by itself on this CPU (bf16 where there are instructions for it).
     """
     scheduler = {
         "max_num_batched_tokens": 2048,
@@ -168,8 +183,8 @@ def _openvino(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
         "enable_prefix_caching": True,
     }
     properties = {"PERFORMANCE_HINT": "LATENCY"}
-    if cpu_flags() & {"avx512_bf16", "amx_bf16"}:
-        properties["INFERENCE_PRECISION_HINT"] = "bf16"
+    if one.variant is not None:
+        properties["INFERENCE_PRECISION_HINT"] = one.variant
     command = [str(one.environment.python), str(_FRONTS / "openvino_front.py")]
     command += ["--model", str(one.model), "--threads", str(one.threads)]
     command += ["--scheduler", json.dumps(scheduler), "--properties", json.dumps(properties)]
@@ -180,9 +195,10 @@ def _llama_cpp(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
     """Slots and context sized to the workload: it reserves both, and writes them at its start.
 
     A single stream gets one slot of 4,096 tokens. The cache of past prompts in host memory is off,
-    since no prompt returns; a cold start skips the warm-up run and the fit to a GPU's memory.
+    since no prompt returns; a cold start skips the warm-up run and the fit to a GPU's memory, and
+    does not map the file of weights that are packed anew, which would be resident twice.
     """
-    slots = one.slots or min(_SLOTS.get(workload, 1), size.num_streams)
+    slots = int(one.variant or 0) or min(_SLOTS.get(workload, 1), size.num_streams)
     length = -(-size.max_len // _LLAMA_CONTEXT_STEP) * _LLAMA_CONTEXT_STEP
     context = _MAX_MODEL_LEN if slots == 1 else slots * length
     command = [str(one.environment.llama_server), "-m", str(one.model), "--no-webui"]
@@ -190,13 +206,16 @@ def _llama_cpp(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
     command += ["-np", str(slots), "-c", str(context), "-cram", "0", "-fit", "off"]
     if workload == "footprint":
         command += ["--no-warmup"]
+        if one.precision != "bf16":
+            command += ["--load-mode", "none"]
     return command, {}
 
 
 def _transformers(one: Contestant, workload: str, size: WorkloadSize) -> _Started:
     """Static batches of 16, its attention through PyTorch."""
     command = [str(one.environment.python), str(_FRONTS / "transformers_front.py")]
-    command += ["--model", str(one.model), "--threads", str(one.threads), "--batch", "16"]
+    command += ["--model", str(one.model), "--threads", str(one.threads)]
+    command += ["--batch", one.variant or "16"]
     return command, {}
 
 

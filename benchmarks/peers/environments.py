@@ -15,7 +15,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["NEEDED", "Environment", "cpu_flags", "fault_of_environment", "prepare", "vllm_preloads"]
+__all__ = ["NEEDED", "Environment", "fault_of_environment", "prepare", "vllm_preloads"]
 
 _REQUIREMENTS = Path(__file__).parent / "requirements"
 
@@ -50,6 +50,12 @@ _LLAMA_CPP_FLAGS = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
 )
 
+# GCC 12 declares that the call reads the first 8 bytes of the configuration, and drops the stores
+# to the others: on a CPU with AMX every quantised product then is an illegal instruction.
+_TILE_SOURCE = "ggml/src/ggml-cpu/amx/mmq.cpp"
+_TILE_CALL = "    _tile_loadconfig(&tc);\n"
+_TILE_STORES = '    __asm__ volatile("" : : "r"(&tc) : "memory");\n'
+
 
 @dataclass(frozen=True, slots=True)
 class Environment:
@@ -75,7 +81,7 @@ class Environment:
             shown = subprocess.run(command, capture_output=True, text=True, check=True)
             lines = (shown.stdout + shown.stderr).splitlines()
             built = next((line for line in lines if line.startswith("version")), "version unknown")
-            return f"llama.cpp {built.removeprefix('version: ')} of {_LLAMA_CPP}"
+            return f"llama.cpp {built.removeprefix('version: ')} of {_LLAMA_CPP}, AMX tiles fixed"
         program = (
             "import sys; from importlib.metadata import version;"
             "print(', '.join(f'{name} {version(name)}' for name in sys.argv[1:]))"
@@ -111,14 +117,6 @@ def fault_of_environment(environment: Environment) -> str | None:
     return None
 
 
-def cpu_flags() -> frozenset[str]:
-    """The instruction sets of this machine, as Linux names them."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = (line.partition(":")[2] for line in lines if line.startswith("flags"))
-    return frozenset(next(flags, "").split())
-
-
 def vllm_preloads(environment: Environment) -> list[str]:
     """The libraries that vLLM asks to preload: its environment's OpenMP, the system's tcmalloc.
 
@@ -145,7 +143,7 @@ def _pinned(name: str) -> str:
     """Stands for everything that an environment is made from."""
     parts = [_requirements(name).read_text()]
     if name == "llama_cpp":
-        parts += [_LLAMA_CPP, *_LLAMA_CPP_FLAGS]
+        parts += [_LLAMA_CPP, *_LLAMA_CPP_FLAGS, _TILE_STORES]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -165,10 +163,20 @@ def _build_llama_cpp(environment: Environment) -> None:
     source = directory / "source"
     source.unlink(missing_ok=True)
     source.symlink_to(unpacked / "vendor" / "llama.cpp")
+    _keep_tile_stores(source / _TILE_SOURCE)
     _run("cmake", "-S", str(source), "-B", str(directory / "build"), *_LLAMA_CPP_FLAGS)
     targets = ("llama-server", "llama-quantize")
     jobs = str(os.cpu_count() or 1)
     _run("cmake", "--build", str(directory / "build"), "-j", jobs, "--target", *targets)
+
+
+def _keep_tile_stores(file: Path) -> None:
+    """Idempotent."""
+    text = file.read_text()
+    if text.count(_TILE_CALL) != 1:
+        raise ValueError(f"{file} is not the source that the fix of AMX's tiles was written for")
+    if _TILE_STORES not in text:
+        file.write_text(text.replace(_TILE_CALL, _TILE_STORES + _TILE_CALL))
 
 
 def _run(*command: str) -> None:

@@ -13,7 +13,14 @@ from dataclasses import dataclass, field
 from benchmarks.peers.client import Reply
 from quickstep.bench.serve import percentile
 
-__all__ = ["HEADLINES", "Measured", "figures", "ratio_table", "value_table"]
+__all__ = ["HEADLINES", "LEGEND", "Measured", "figures", "ratio_table", "value_table"]
+
+LEGEND = """\
+int8 and int4 are each engine's own: W8A8 with the output projection in bf16 (vLLM), weights of 8
+or 4 bits (OpenVINO), Q8_0 and Q4_0 (llama.cpp), `--quantization` (Quickstep). OpenVINO's bf16 has
+its weights in fp16; f16 is compared with Quickstep's bf16. A ratio is Quickstep's figure over the
+peer's in the same round. `rss_gb` adds the peaks of all processes, mapped files included;
+`anonymous_gb` is what no file backs."""
 
 # The figures that a workload is judged by, lower is better.
 HEADLINES: Mapping[str, tuple[str, ...]] = {

@@ -147,15 +147,16 @@ def _turn(
     plan: Plan, server: PeerServer, requests: Sequence[PeerRequest], label: str
 ) -> dict[str, float] | str:
     """A server's figures, or why its round is invalid. It is held again afterwards."""
+    wake = plan.short(f"wake {label}")
     server.resume()
-    send_all(server.port, server.api, [plan.short(f"wake {label}")])
+    [awake] = send_all(server.port, server.api, [wake])
     replies = send_all(server.port, server.api, requests)
     memory = server.memory()
     server.hold()
-    faults = [fault_of(one, reply) for one, reply in zip(requests, replies, strict=True)]
-    wrong = [fault for fault in faults if fault is not None]
+    checked = [(wake, awake), *zip(requests, replies, strict=True)]
+    wrong = [fault for one, reply in checked if (fault := fault_of(one, reply)) is not None]
     if wrong:
-        return f"{len(wrong)} of {len(requests)} requests, first: {wrong[0]}"
+        return f"{len(wrong)} of {len(checked)} requests, first: {wrong[0]}"
     return {**figures(replies), **memory}
 
 

@@ -64,25 +64,32 @@ class PeerServer:
                 env=process_environment(self.launch),
                 start_new_session=True,
             )
+        try:
+            first_s = self._first_token(first, started_s)
+        except BaseException:  # an interrupted start leaves no process either
+            self.close()
+            raise
+        self.cold_start_s = first_s - started_s
+
+    def _first_token(self, first: PeerRequest, started_s: float) -> float:
+        """When the first token of `first` came; it is sent until the server has loaded."""
         while True:
             self._check(started_s)
             if _listens(self._port):  # a request to a server that does not listen costs it time
                 [reply] = send_all(self._port, self.api, [first])
                 fault = fault_of(first, reply)
                 if fault is None:
-                    break
+                    return reply.marks[0]
                 if reply.status not in _LOADING:
-                    self.close()
                     raise ServerFailed(f"{self._name}: {fault}")
             time.sleep(_POLL_S)
-        self.cold_start_s = reply.marks[0] - started_s
 
     def _check(self, started_s: float) -> None:
+        """Raises ServerFailed if it has ended or takes too long."""
         assert self._process is not None
         code = self._process.poll()
         if code is not None or time.perf_counter() - started_s > _START_S:
             why = f"ended with {code}" if code is not None else f"had no token in {_START_S:.0f} s"
-            self.close()
             raise ServerFailed(f"{self._name}: its server {why}, see {self._log_path}")
 
     def memory(self) -> dict[str, float]:

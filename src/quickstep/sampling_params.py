@@ -104,16 +104,20 @@ def _json(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTokens:
-    """The tags around a model's reasoning in token ids, in each spelling that a tag may have.
+    """The tags around a model's reasoning, and the tokens in which they can be written.
 
     Attributes:
-        openings: Any of these begins the reasoning.
-        closings: Any of these ends it; the first is what a spent budget writes.
+        opening: Begins the reasoning, as bytes of text.
+        closing: Ends it.
+        closing_ids: The tokens that write the closing tag.
+        pieces: The bytes of each token in which a part of a tag may stand, or white space only.
         starts_open: The prompt has opened the reasoning.
     """
 
-    openings: tuple[tuple[int, ...], ...]
-    closings: tuple[tuple[int, ...], ...]
+    opening: bytes
+    closing: bytes
+    closing_ids: tuple[int, ...]
+    pieces: Mapping[int, bytes]
     starts_open: bool = False
 
 
@@ -124,7 +128,8 @@ class TokenForms:
     Attributes:
         bad_words: The token sequences that may not be completed.
         dry_breakers: The token sequences that end a repetition.
-        reasoning: The tags that `thinking_budget` counts between.
+        reasoning: The tags that `thinking_budget` counts between and a grammar follows; None where
+            neither is the case.
         max_tokens: Output tokens that there is room for: `max_tokens`, or less by the context.
     """
 
@@ -194,7 +199,10 @@ class SamplingParams:
             token of one is banned where the output ends in the tokens before it, unless nothing
             else may follow.
         thinking_budget: Tokens inside the reasoning after which its end is written; None for any.
-        reasoning_tags: Texts that open and close the reasoning; None takes the chat template's.
+        reasoning_tags: Texts that open and close the reasoning; None takes the chat template's. A
+            grammar begins behind the reasoning of a request that has tags or a budget for it, and
+            with the output of any other.
+        inside_reasoning: The prompt has begun the reasoning; otherwise its end tells.
         in_tokens: The texts in token ids; the engine sets it.
 
     Raises:
@@ -233,6 +241,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     thinking_budget: int | None = None
     reasoning_tags: tuple[str, str] | None = None
+    inside_reasoning: bool = False
     in_tokens: TokenForms | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
@@ -285,11 +294,6 @@ class SamplingParams:
             raise RequestError(
                 "allowed_token_ids cannot go with a grammar, which allows tokens by itself",
                 param="allowed_token_ids",
-            )
-        if self.thinking_budget is not None:
-            raise RequestError(
-                "thinking_budget cannot go with a grammar, which leaves no room for reasoning",
-                param="thinking_budget",
             )
 
 

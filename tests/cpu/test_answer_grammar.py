@@ -14,12 +14,13 @@ from test_call_grammar import FORMATS
 from tiny_checkpoint import write_checkpoint
 
 from quickstep.engine.grammars import GrammarCompiler
+from quickstep.engine.token_forms import TokenFormFinder
 from quickstep.engine.tokenizer import Tokenizer
-from quickstep.engine.tool_calls.answer_grammar import answer_grammar
+from quickstep.engine.tool_calls.answer_grammar import NotNestable, answer_grammar
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS, message_grammar
 from quickstep.engine.tool_calls.parser import MessageParser
 from quickstep.runtime.sampler import Sample, sample_row
-from quickstep.types import SamplingParams
+from quickstep.types import Grammar, SamplingParams
 
 VOCAB_SIZE = 264
 LIMIT = 500
@@ -50,16 +51,22 @@ def compiler(tokenizer):
     return GrammarCompiler(tokenizer, VOCAB_SIZE)
 
 
-def grammar_of(known, one_call=False, thoughts=THINK, inside=False):
-    tags = None if thoughts is None else (thoughts.opening, thoughts.closing)
-    return answer_grammar(known.spelling, FUNCTIONS, one_call, lambda text: None, tags, inside)
+def grammar_of(known, one_call=False, answer=None):
+    return answer_grammar(known.spelling, FUNCTIONS, one_call, lambda text: None, answer)
 
 
-def wished_text(compiler, tokenizer, grammar, wish, seed=1):
+def wished_text(compiler, tokenizer, grammar, wish, seed=1, inside=False, with_reasoning=True):
     """What a model writes that wants `wish` and takes what it may have instead; None if the limit
     cuts it. A byte that it may not write it wants again behind the one that it was given.
     """
-    params = SamplingParams(grammar=grammar, temperature=0.0, max_tokens=LIMIT)
+    params = SamplingParams(
+        grammar=grammar,
+        temperature=0.0,
+        max_tokens=LIMIT,
+        reasoning_tags=(THINK.opening, THINK.closing) if with_reasoning else None,
+        inside_reasoning=inside,
+    )
+    params = TokenFormFinder(tokenizer, VOCAB_SIZE, 4096, None).find(params, (1,))
     state = state_for(compiler, tokenizer, params, vocab_size=VOCAB_SIZE)
     (end,) = tokenizer.eos_token_ids
     ids = [tokenizer.encode(char, add_special_tokens=False) for char in wish]  # none is special
@@ -73,7 +80,7 @@ def wished_text(compiler, tokenizer, grammar, wish, seed=1):
         assert isinstance(sample, Sample), sample
         state.record(sample.token_id)
         if sample.token_id == end:
-            return b"".join(map(tokenizer.token_bytes, tokens)).decode()
+            return b"".join(map(tokenizer.token_bytes, tokens)).decode(errors="replace")
         tokens.append(sample.token_id)
         if sample.token_id == wanted[0]:
             wanted.pop(0)
@@ -145,8 +152,9 @@ def test_whatever_is_written_is_content_or_a_call_that_fits(
     known = FORMATS[name]
     wish = data.draw(wishes(known))
     one_call = data.draw(st.booleans())
-    grammar = grammar_of(known, one_call, inside=inside)
-    text = wished_text(compiler, tokenizer, grammar, wish, data.draw(st.integers(0, 3)))
+    grammar, seed = grammar_of(known, one_call), data.draw(st.integers(0, 3))
+    in_tags = known.spelling.thoughts is None
+    text = wished_text(compiler, tokenizer, grammar, wish, seed, inside and in_tags, in_tags)
     if text is not None:
         message = read(text, known, inside=inside)
         check_calls(message, known)
@@ -189,8 +197,8 @@ def test_an_answer_without_a_call_is_unchanged(compiler, tokenizer, name, answer
     assert wished_text(compiler, tokenizer, grammar_of(known), answer) == answer
     inside = answer.removeprefix("<think>")
     if inside != answer:
-        grammar = grammar_of(known, inside=True)
-        assert wished_text(compiler, tokenizer, grammar, inside) == inside
+        grammar = grammar_of(known)
+        assert wished_text(compiler, tokenizer, grammar, inside, inside=True) == inside
 
 
 def test_an_answer_in_channels_is_unchanged(compiler, tokenizer):
@@ -213,10 +221,56 @@ def test_several_calls_with_text_between_them(compiler, tokenizer):
 
 def test_markers_that_are_special_tokens_end_the_text(compiler, tokenizer):
     known = FORMATS["mistral, named"]
-    ids = {"[TOOL_CALLS]": 7, "[ARGS]": 8, "[THINK]": 9, "[/THINK]": 10}
-    tags = ("[THINK]", "[/THINK]")
-    text = answer_grammar(known.spelling, FUNCTIONS, False, ids.get, tags).text
-    assert "start: answer | <[9]> until_closed answer | <[9]> ANYTHING" in text
-    assert "until_closed: ANYTHING <[10]>" in text
+    ids = {"[TOOL_CALLS]": 7, "[ARGS]": 8}
+    text = answer_grammar(known.spelling, FUNCTIONS, False, ids.get).text
     assert "answer_opening: TEXT <[7]>" in text
     assert 'function_0: "find-it" <[8]> function_0_arguments' in text
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+STRUCTURED = [
+    (Grammar.of_json_schema({**SCHEMA, "additionalProperties": False}), '{"b": 12}'),
+    (Grammar.of_json_object(), '{"c": [1, {}]}'),
+    (Grammar.of_regex("[a-z]+/[0-9]\\.x"), "ab/7.x"),
+    (Grammar.of_choice(['yes "indeed"', "no"]), 'yes "indeed"'),
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("answer", "text"), STRUCTURED)
+def test_an_answer_under_a_grammar_or_a_call_is_written_as_the_model_wants_it(
+    compiler, tokenizer, name, answer, text
+):
+    known = FORMATS[name]
+    grammar = grammar_of(known, answer=answer)
+    in_tags = known.spelling.thoughts is None
+    thought = "<think>hm</think>"
+    wish = thought + text
+    if not in_tags:
+        thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+        wish = f"{thought}<|channel|>final<|message|>{text}"
+    assert wished_text(compiler, tokenizer, grammar, wish, with_reasoning=in_tags) == wish
+    message = read(wish, known)
+    assert (message.content, message.reasoning, message.calls) == (text, "hm", ())
+    arguments = '{"text": "a", "n": 1}'
+    call = thought + written_call(known, "find-it", arguments, 'text="a", n=1')
+    assert wished_text(compiler, tokenizer, grammar, call, with_reasoning=in_tags) == call
+    (found,) = read(call, known).calls
+    assert (found.name, json.loads(found.arguments)) == ("find-it", json.loads(arguments))
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "pythonic"])
+@pytest.mark.parametrize("wish", ["Sure, I can", "[1]", '{"b": "x"}', "<tool_call>{no}"])
+def test_what_is_neither_a_call_nor_the_answer_is_not_written(compiler, tokenizer, name, wish):
+    known = FORMATS[name]
+    grammar = grammar_of(known, answer=STRUCTURED[0][0])
+    text = wished_text(compiler, tokenizer, grammar, wish)
+    assert text is not None
+    message = read(text, known)
+    check_calls(message, known)
+    assert message.calls or set(json.loads(message.content)) == {"b"}
+
+
+def test_a_grammar_of_rules_cannot_be_part_of_another():
+    with pytest.raises(NotNestable, match="lark"):
+        grammar_of(FORMATS["hermes"], answer=Grammar.of_lark('start: "x"'))

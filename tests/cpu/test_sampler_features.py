@@ -4,6 +4,7 @@ its law over many seeds, and all of them as functions of the tokens alone.
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -216,12 +217,13 @@ def test_bad_words_give_way_where_nothing_else_may_follow():
     assert token_of(logits_of(1)[0].numpy(), state_of(sampling)) == 4
 
 
-TAGS = ReasoningTokens(openings=((10,), (11, 12)), closings=((20, 21), (22,)))
+PIECES = {10: b"<o>", 11: b"<", 12: b"o>", 2: b"\n", 20: b"</", 21: b"c>", 22: b"x</c>\n"}
+TAGS = ReasoningTokens(b"<o>", b"</c>", (20, 21), PIECES)
 
 
 def reasoned(budget, starts_open, preferred, num_tokens=12):
     """Greedy tokens where the model would write `preferred` in turn."""
-    tags = ReasoningTokens(TAGS.openings, TAGS.closings, starts_open)
+    tags = replace(TAGS, starts_open=starts_open)
     sampling = SamplingParams(
         temperature=0.0, thinking_budget=budget, in_tokens=TokenForms(reasoning=tags)
     )
@@ -286,7 +288,7 @@ everything = st.builds(
         TokenForms(
             bad_words=((3,), (4, 5), (6, 7, 8)),
             dry_breakers=((9,), (1, 2)),
-            reasoning=ReasoningTokens(TAGS.openings, TAGS.closings, starts_open=True),
+            reasoning=replace(TAGS, starts_open=True),
         )
     ),
 )

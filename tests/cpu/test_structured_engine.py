@@ -132,6 +132,24 @@ def test_submit_refuses_what_cannot_be_enforced(checkpoint):
     asyncio.run(whole())
 
 
+def test_a_stream_says_what_is_enforced_less_strictly(checkpoint):
+    overlapping = {"oneOf": [{"type": "integer"}, {"type": "number", "maximum": 9}]}
+
+    async def whole():
+        engine = open_engine(EngineConfig(load=LoadConfig(model=str(checkpoint), num_threads=1)))
+        await engine.start()
+        try:
+            for schema, ignored in ((overlapping, ("oneOf",)), (SCHEMA, ())):
+                sampling = SamplingParams(grammar=Grammar.of_json_schema(schema), max_tokens=9)
+                async with engine.submit("a", sampling) as stream:
+                    await stream.accepted()
+                    assert stream.ignored == ignored
+        finally:
+            await engine.stop()
+
+    asyncio.run(whole())
+
+
 def test_more_grammars_are_in_flight_than_are_kept(checkpoint):
     async def whole():
         config = EngineConfig(

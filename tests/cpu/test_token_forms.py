@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from quickstep.engine.token_forms import TokenFormFinder
 from quickstep.engine.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
+from quickstep.runtime.reasoning import Place, ReasoningTracker
 from quickstep.types import Grammar, SamplingParams
 
 DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"
@@ -66,14 +68,20 @@ def test_the_room_for_output_is_the_contexts():
 def test_the_prompts_end_tells_whether_the_reasoning_is_open(text, is_open):
     found = forms(ids_of("hello" + text), thinking_budget=3).reasoning
     assert found is not None and found.starts_open is is_open
-    assert found.closings[0] == ids_of("</think>")
+    assert found.closing_ids == ids_of("</think>")
     for beside in ("so.</think>\n\n", "\n</think>Yes", "</think> "):
-        ids = ids_of("It is " + beside)
-        assert any(
-            ids[i : i + len(closing)] == closing
-            for closing in found.closings
-            for i in range(len(ids))
-        )
+        tracker = ReasoningTracker(replace(found, starts_open=True), ids_of("It is " + beside))
+        assert tracker.place in (Place.GAP, Place.BEHIND)
+
+
+def test_a_grammar_follows_reasoning_unless_the_prompt_has_closed_it():
+    fields = {"grammar": Grammar.of_json_object(), "reasoning_tags": ("<think>", "</think>")}
+    for text, is_open in (("hello", False), ("<think>\n", True)):
+        found = forms(ids_of(text), **fields).reasoning
+        assert found is not None and found.starts_open is is_open
+    assert forms(ids_of("hello<think> It"), **fields, inside_reasoning=True).reasoning.starts_open
+    assert forms(ids_of("<think>\n\n</think>\n\n"), **fields).reasoning is None
+    assert forms(ids_of("<think>\n"), grammar=Grammar.of_json_object()).reasoning is None
 
 
 def test_a_budget_needs_reasoning():

@@ -183,7 +183,9 @@ def test_every_change_of_logits_is_numpys():
     forms = TokenForms(
         bad_words=((7,), (3, 9), (17, 11, 12)),
         dry_breakers=((2,),),
-        reasoning=ReasoningTokens(openings=((1,),), closings=((4, 5),), starts_open=True),
+        reasoning=ReasoningTokens(
+            b"<", b"/>", (4, 5), {1: b"<", 4: b"/", 5: b">"}, starts_open=True
+        ),
     )
     words = {"bad_words": ("x",), "in_tokens": forms}
     samplings = [

@@ -10,6 +10,7 @@ from quickstep.engine.tool_calls.formats import (
     TOOL_CALL_FORMATS,
     message_grammar,
 )
+from quickstep.engine.tool_calls.message_delta import CallDelta
 from quickstep.engine.tool_calls.parser import MessageParser
 
 
@@ -31,15 +32,33 @@ def new_parser(tool_calls=None, reasoning=None, inside=False):
 
 
 def parse(deltas, tool_calls=None, reasoning=None, inside=False):
-    """What all deltas add up to; a string is one delta. Checks indices and ids on the way."""
+    """What all deltas add up to; a string is one delta. Checks the pieces of calls on the way."""
     parser = new_parser(tool_calls, reasoning, inside)
     deltas = [deltas] if isinstance(deltas, str) else deltas
-    found = [*map(parser.feed, deltas), parser.finish()]
-    calls = [call for delta in found for call in delta.calls]
-    assert [call.index for call in calls] == list(range(len(calls)))
-    assert [call.call_id for call in calls] == [f"call{n}" for n in range(len(calls))]
+    return added_up([*map(parser.feed, deltas), parser.finish()])
+
+
+def added_up(found):
+    """The message that deltas add up to, whose calls come one after the other."""
+    calls = []
+    is_open = False
+    for part in (part for delta in found for part in delta.parts):
+        if not isinstance(part, CallDelta):
+            assert not is_open, "a call is complete before anything else comes"
+        elif part.name:
+            assert (part.index, part.call_id) == (len(calls), f"call{len(calls)}")
+            assert not part.arguments
+            assert not is_open
+            is_open = True
+            calls.append((part.name, ""))
+        else:
+            assert part.index == len(calls) - 1
+            assert is_open, "nothing follows the last piece of a call"
+            is_open = not part.is_last
+            calls[-1] = calls[-1][0], calls[-1][1] + part.arguments
+    assert not is_open
     return Parsed(
         "".join(delta.content for delta in found),
         "".join(delta.reasoning for delta in found),
-        tuple((call.name, call.arguments) for call in calls),
+        tuple(calls),
     )

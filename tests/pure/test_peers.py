@@ -209,9 +209,9 @@ def test_two_rounds_establish_nothing():
     assert row[0] == "unclear"
 
 
-def contestant(engine: str, precision: str, slots: int | None = None) -> Contestant:
+def contestant(engine: str, precision: str, variant: str | None = None) -> Contestant:
     environment = Environment(engine, Path("/nowhere") / engine)
-    return Contestant(engine, precision, Path("/nowhere/model"), environment, 2, slots)
+    return Contestant(engine, precision, Path("/nowhere/model"), environment, 2, variant)
 
 
 def after(command: tuple[str, ...], flag: str) -> str:
@@ -226,14 +226,21 @@ def test_llama_cpp_reserves_one_slot_and_4096_tokens_for_one_stream(workload):
 
 def test_llama_cpp_reserves_what_its_slots_need():
     size = WorkloadSize(64, 1100)
-    launch = launch_of(contestant("llama_cpp", "int4", slots=8), "w2", size)
+    launch = launch_of(contestant("llama_cpp", "int4", variant="8"), "w2", size)
     assert (after(launch.command, "-np"), after(launch.command, "-c")) == ("8", str(8 * 1280))
 
 
+def test_variants_are_contestants_of_their_own():
+    found = select(["quickstep", "llama_cpp"], ["f16"], {"llama_cpp": ["4", "16"]})
+    names = [contestant(*one).name for one in found]
+    assert names == ["llama_cpp f16 (slots 4)", "llama_cpp f16 (slots 16)"]
+
+
 def test_every_engine_has_a_command_line_for_every_workload():
-    for engine, precision, slots in select([*PRECISIONS], ["bf16", "f16", "int8", "int4"], [4]):
+    precisions = ["bf16", "f16", "int8", "int4"]
+    for engine, precision, variant in select([*PRECISIONS], precisions, {"llama_cpp": ["4", "8"]}):
         for workload in ("w1", "w2", "w3", "w4", "footprint", "proof"):
-            one = contestant(engine, precision, slots)
+            one = contestant(engine, precision, variant)
             launch = launch_of(one, workload, WorkloadSize(8, 1000))
             assert str(one.model) in launch.described(Path("/elsewhere"))
 
@@ -282,3 +289,18 @@ def test_a_server_that_refuses_is_left_out_at_once_with_its_reason(tmp_path, cap
     assert results["vllm bf16"].faults
     assert not results["vllm bf16"].rounds
     assert "vllm bf16: " in capsys.readouterr().err
+
+
+def test_an_interrupted_start_leaves_no_process(tmp_path, monkeypatch):
+    started = []
+
+    def interrupted(port, api, requests):
+        started.append(port)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.peers.servers.send_all", interrupted)
+    plan = EmptyLaunch("w1", 0, 1, 4, 1.0, TOKENS, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        measure(plan, [contestant("vllm", "bf16")], LoadedServers())
+    [reply] = send_all(started[0], Api.OPENAI, [PeerRequest((1,), 1)])
+    assert "ConnectionRefusedError" in reply.error

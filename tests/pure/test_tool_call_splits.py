@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from parsed_message import new_parser, parse
 
 from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS
+from quickstep.engine.tool_calls.message_delta import joined
 
 BAR = "\uff5c"
 CALL = '{"name": "f", "arguments": {"a": "}é\\"\\n{[😀", "b": [1, {"c": null}]}}'
@@ -68,8 +70,6 @@ def test_any_split_gives_what_the_whole_text_gives(name, data):
     whole = parse(text, name, reasoning, inside)
     assert parse(split(text, cuts), name, reasoning, inside) == whole
     assert parse(list(text), name, reasoning, inside) == whole
-    for _, arguments in whole.calls:
-        assert isinstance(json.loads(arguments), dict)
 
 
 @pytest.mark.parametrize("name", sorted(set(TOOL_CALL_FORMATS) - {"harmony"}))
@@ -77,9 +77,22 @@ def test_any_split_gives_what_the_whole_text_gives(name, data):
 @given(data=st.data())
 def test_without_a_call_nothing_is_lost(name, data):
     text, cuts = data.draw(texts_and_cuts(name))
+    text += "~\n~"  # so that the end cuts no markup
     parsed = parse(split(text, cuts), name)
     if not parsed.calls:
         assert parsed.content == text
+
+
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_each_piece_is_what_comes_next_of_the_message(name, data):
+    text, cuts = data.draw(texts_and_cuts(name))
+    parser = new_parser(name)
+    deltas = [*map(parser.feed, split(text, cuts)), parser.finish()]
+    whole = new_parser(name)
+    parts = whole.feed(text).followed_by(whole.finish()).parts
+    assert joined(part for delta in deltas for part in delta.parts) == parts
 
 
 values = st.recursive(
@@ -137,6 +150,34 @@ def test_written_calls_are_read_back(name, calls, indent, step):
     assert parsed.content == ""
 
 
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+@settings(max_examples=30, deadline=None)
+@given(calls, st.sampled_from([None, 1]), st.sampled_from(["", "Well then.\n"]))
+def test_calls_cut_anywhere_are_a_beginning_of_the_calls_and_leave_no_markup(
+    name, calls, indent, before
+):
+    calls = [(f, {k: v for k, v in args.items() if k.isidentifier()}) for f, args in calls]
+    if name == "pythonic":
+        before = ""
+    text = written(name, calls, indent)
+    if name == "harmony":
+        before = before and f"<|channel|>final<|message|>{before}<|end|><|start|>assistant"
+    whole = parse(before + text, name)
+    for end in range(len(before) + 1, len(before + text)):
+        cut = parse((before + text)[:end], name)
+        *done, last = cut.calls or [None]
+        assert list(whole.calls[: len(done)]) == done
+        if last is not None:
+            function, arguments = whole.calls[len(done)]
+            assert last[0] == function
+            assert name == "pythonic" or arguments.startswith(last[1])
+        # a marker that has just begun is none yet, nor is it clear what a list without one is
+        unopened = cut.content.removeprefix(whole.content).strip()
+        markers = TOOL_CALL_FORMATS[name].markers
+        begins_marker = any(marker.startswith(unopened) for marker in markers)
+        assert begins_marker or (name == "pythonic" and last is None)
+
+
 MEGABYTE = 1 << 20
 ADVERSARIAL = {
     "hermes": ("<tool_call", "<tool_call>", "<tool_call>{", '<tool_call>{"name":', " \n"),
@@ -147,17 +188,18 @@ ADVERSARIAL = {
     "granite": ("[", "<|tool_call|>[", '<tool_call>[{"name": "f"}, '),
     "harmony": ("<|channel|>", "<|channel|>analysis", "<|start|>assistant<|message|", "<|channel"),
 }
+CALLED = re.compile(r"f\(|ARGS|\"f\"")  # words that begin calls
 ATTACKS = [(name, word) for name, words in ADVERSARIAL.items() for word in words]
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "word"), ATTACKS)
 def test_a_megabyte_of_almost_markers_goes_through_whole(name, word):
-    text = word * (MEGABYTE // len(word.encode()))
+    text = word * (MEGABYTE // len(word.encode())) + "~\n~"
     parsed = parse(text, name)
-    if name != "harmony":
+    if name != "harmony" and not parsed.calls:
         assert parsed.content == text
-    assert not parsed.calls
+    assert (not parsed.calls) or CALLED.search(word)
 
 
 @pytest.mark.timeout(120)
@@ -166,14 +208,17 @@ def test_a_megabyte_of_almost_markers_goes_through_whole(name, word):
     [
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "', "\\n"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [', "1, "),
+        ("hermes", '<tool_call>{"arguments": {"a": [', "1, "),
         ("pythonic", "[f(a='", "\\'"),
         ("hermes", "", "\n "),
     ],
 )
-def test_a_megabyte_held_back_in_small_deltas_comes_out_in_the_end(name, head, body):
-    text = head + body * (MEGABYTE // len(body))
+def test_a_megabyte_in_small_deltas_comes_out(name, head, body):
+    text = head + body * (MEGABYTE // len(body)) + "~"
     deltas = [text[at : at + 64] for at in range(0, len(text), 64)]
-    assert parse(deltas, name).content == text
+    parsed = parse(deltas, name)
+    ((_, arguments),) = parsed.calls or [("", "")]
+    assert text == parsed.content or arguments.endswith(text.partition('"a": ')[2][1:][-1000:])
 
 
 def num_calls(name, text):

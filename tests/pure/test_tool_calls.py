@@ -8,6 +8,7 @@ import pytest
 from parsed_message import Parsed, new_parser, parse
 
 from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS
+from quickstep.engine.tool_calls.message_delta import CallDelta
 
 F, G = ("f", '{"a": 1}'), ("g", "{}")
 WEATHER = ("get_weather", '{"city": "São Paulo", "days": [1, 2]}')
@@ -114,50 +115,110 @@ def test_calls_are_found_and_the_text_around_them_is_content(name, text, content
     assert parse(text, name) == Parsed(content, "", tuple(calls))
 
 
-MALFORMED = [
-    ("hermes", "<tool_call>"),
+NO_CALLS = [
     ("hermes", "<tool_call>{'name': 'f'}</tool_call>"),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": "[1]"}</tool_call>'),
     ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\n"}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\x"}}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {}} or so</tool_call>'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 70 + "]" * 70 + "}}"),
     ("llama3_json", '{"answer": 42}'),
     ("llama3_json", '{"name": "Bob"}'),
     ("llama3_json", '<|python_tag|>brave_search.call(query="x")'),
-    ("llama3_json", '{"name": "f", "parameters": {"a": 1}'),
-    ("pythonic", "[f(a=1), g("),
     ("pythonic", "[1, 2, 3]"),
     ("pythonic", "[]"),
     ("pythonic", "[f(1)]"),
     ("pythonic", "[f(a=__import__('os'))]"),
-    ("pythonic", "[f(a=1, a=2)]"),
-    ("pythonic", "[f(a='\\ud800')]"),
-    ("pythonic", "[f(a=" + "[" * 70 + "]" * 70 + ")]"),
     ("pythonic", "[link](https://example.org)"),
-    ("mistral", "[TOOL_CALLS]"),
     ("mistral", "[TOOL_CALLS] []"),
-    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}'),
-    ("mistral", "[TOOL_CALLS]f[ARGS]{"),
-    ("deepseek_v3", V3.replace('{"a": 1}', "{a}").partition("\n<")[0]),
-    ("deepseek_v3", V31[:40]),
+    ("mistral", "[TOOL_CALLS] f x"),
     ("granite", "<|tool_call|>none"),
     ("granite", '[{"name": "f"'),
 ]
 
 
-@pytest.mark.parametrize(("name", "text"), MALFORMED)
+@pytest.mark.parametrize(("name", "text"), NO_CALLS)
 def test_what_is_no_call_is_content_to_the_letter(name, text):
     for around in (text, f"so: {text} \n", f"\n {text}"):
         assert parse(around, name) == Parsed(around)
+
+
+def hermes(arguments, behind="}</tool_call>"):
+    return f'<tool_call>{{"name": "f", "arguments": {arguments}{behind}'
+
+
+NESTED = '{"a": ' + "[" * 70 + "]" * 70 + "}"
+BEGUN = [
+    ("hermes", hermes('{"a": 1}', "</tool_call>"), '{"a": 1}'),
+    ("hermes", hermes('{"a": 1', "</tool_call>"), '{"a": 1'),
+    ("hermes", hermes("[1]"), "[1]"),
+    ("hermes", hermes('"[1]"'), "[1]"),
+    ("hermes", hermes('{"a": 01}'), '{"a": 01}'),
+    ("hermes", hermes('{"a": NaN}'), '{"a": NaN}'),
+    ("hermes", hermes('{"a": "\n"}'), '{"a": "\n"}'),
+    ("hermes", hermes('{"a": "\\x"}'), '{"a": "\\x"}'),
+    ("hermes", hermes("{'a': 'b'}"), "{'a': 'b'}"),
+    ("hermes", hermes(NESTED), NESTED),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 01}}', '{"a": 01}'),
+    ("pythonic", "[f(a=1, a=2)]", '{"a": 1, "a": 2}'),
+    ("pythonic", "[f(a='\\ud800')]", "{\"a\": '\\ud800')]"),
+    ("pythonic", "[f(a=1, b=g(2))]", '{"a": 1, "b": g(2))]'),
+    ("mistral", "[TOOL_CALLS]f[ARGS]oops", "oops"),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1[TOOL_CALLS]{no}', '{"a": 1'),
+    ("deepseek_v3", V31.partition("}")[0] + V31[V31.index("}") + 1 :], '{"a": 1'),
+    ("deepseek_v3", V3.replace('{"a": 1}', "oops"), "oops\n"),
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {"a": 1</tool_call>', '{"a": 1'),
+    ("harmony", "<|channel|>commentary to=functions.f <|message|>not json<|call|>", "not json"),
+    ("harmony", "<|channel|>commentary to=functions.f <|message|>{", "{"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "arguments"), BEGUN)
+def test_a_call_that_has_begun_keeps_its_arguments_as_they_stand(name, text, arguments):
+    parsed = parse(text, name)
+    assert parsed.calls[0] == ("f", arguments)
+    assert "<" not in parsed.content
+
+
+def test_text_behind_a_call_that_broke_off_is_content_and_its_closing_tag_is_not():
+    g = hermes("{}", "} or so</tool_call> </tool_call>")
+    assert parse(f"a {g}", "hermes") == Parsed("a  or so </tool_call>", "", (("f", "{}"),))
+    assert parse(hermes("{}", "}\nfine"), "hermes") == Parsed("fine", "", (("f", "{}"),))
+
+
+# texts that the limit cut, and what is left of the call
+CUT = [
+    ("hermes", "<tool_call>", None),
+    ("hermes", '<tool_call>{"na', None),
+    ("hermes", '<tool_call>{"name": "f', None),
+    ("hermes", '<tool_call>{"name": "f"', ""),
+    ("hermes", hermes("", ""), ""),
+    ("hermes", hermes('{"a": [tr', ""), '{"a": [tr'),
+    ("hermes", hermes('{"a": "\\', ""), '{"a": "\\'),
+    ("hermes", hermes("{}", "}</tool_ca"), "{}"),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}', '{"a": 1}'),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}; {"na', '{"a": 1}'),
+    ("llama3_json", '<|python_tag|>{"name": "f"', None),
+    ("pythonic", "[f(a=1), g(", '{"a": 1}'),
+    ("pythonic", "[f(a=1, b='x", '{"a": 1, "b": \'x'),
+    ("mistral", "[TOOL_CALLS]", None),
+    ("mistral", "[TOOL_CALLS]f", None),
+    ("mistral", "[TOOL_CALLS]f[AR", ""),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}', "{}"),
+    ("mistral", "[TOOL_CALLS]f[ARGS]{", "{"),
+    ("deepseek_v3", V31[:40], None),
+    ("deepseek_v3", V31[: V31.index("}")], '{"a": 1'),
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {"a"', '{"a"'),
+    ("harmony", "<|channel|>commentary to=functions.f", None),
+    ("harmony", '<|channel|>commentary to=functions.f <|message|>{"a', '{"a'),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "arguments"), CUT)
+def test_a_call_that_was_cut_has_partial_arguments_and_leaves_no_markup(name, text, arguments):
+    calls = () if arguments is None else (("f", arguments),)
+    assert parse(text, name) == Parsed("", "", calls)
+    if name not in ("llama3_json", "pythonic") or text.startswith("<"):
+        assert parse(f"Well.\n{text}", name) == Parsed("Well.", "", calls)
 
 
 def test_a_malformed_call_does_not_hide_the_next_one():
@@ -179,11 +240,40 @@ def test_text_is_held_only_while_it_may_be_a_call():
     assert parser.feed("ine").content == "ine"
 
 
-def test_a_call_comes_as_soon_as_it_is_closed():
+def test_a_call_begins_with_its_name_and_its_arguments_come_as_they_are_written():
     parser = new_parser("hermes")
-    assert not parser.feed('<tool_call>{"name": "g", "arguments": {}}</tool_call').calls
-    (call,) = parser.feed(">").calls
-    assert (call.index, call.call_id, call.name, call.arguments) == (0, "call0", "g", "{}")
+    assert not parser.feed('<tool_call>{"name": "f').parts
+    assert parser.feed('"').parts == (CallDelta(0, call_id="call0", name="f"),)
+    assert not parser.feed(', "arguments": ').parts
+    assert parser.feed('{"a": "x').parts == (CallDelta(0, '{"a": "x'),)
+    assert parser.feed(' y"').parts == (CallDelta(0, ' y"'),)
+    assert parser.feed("}").parts == (CallDelta(0, "}"),)
+    assert parser.feed("}").parts == (CallDelta(0, is_last=True),)
+    assert not parser.feed("\n</tool_call>").parts
+
+
+STREAMED = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "long', '{"a": "long'),
+    ("llama3_json", '{"name": "f", "parameters": {"a": "long', '{"a": "long'),
+    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": "long', '{"a": "long'),
+    ("pythonic", "[f(a=1, b='done', c='lo", '{"a": 1, "b": "done", "c": '),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "long', '{"a": "long'),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": "long', '{"a": "long'),
+    ("deepseek_v3", V3[: V3.index("1")], '{"a": '),
+    ("deepseek_v3", V31[: V31.index("1")], '{"a": '),
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {"a": "long', '{"a": "long'),
+    ("granite", '[{"name": "f", "arguments": {"a": "long', '{"a": "long'),
+    ("harmony", HARMONY[: HARMONY.index("1")], '{"a": '),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "arguments"), STREAMED)
+def test_arguments_come_before_their_end_is_there_in_every_format(name, text, arguments):
+    parser = new_parser(name)
+    deltas = [parser.feed(char) for char in text]
+    first, *later = (part for delta in deltas for part in delta.parts)
+    assert first == CallDelta(0, call_id="call0", name="f")
+    assert "".join(part.arguments for part in later) == arguments
 
 
 THOUGHT = [
@@ -230,9 +320,7 @@ def test_a_harmony_call_without_tools_is_content():
 @pytest.mark.parametrize(
     "text",
     [
-        "<|channel|>commentary to=functions.f <|message|>not json<|call|>",
         "<|channel|>commentary to=python<|message|>print(1)",
-        "<|channel|>commentary to=functions.f <|message|>{",
         "<|channel|>analysis\nnothing",
     ],
 )

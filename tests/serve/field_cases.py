@@ -224,6 +224,7 @@ OPENAI_CASES: dict[type[msgspec.Struct], Cases] = {
         "name": said("name"),
         "tool_calls": Case([CALL], lambda seen: seen.call["id"] == "call_9"),
         "reasoning_content": said("reasoning_content"),
+        "reasoning": Case("hm", said("reasoning_content", "hm").holds),
     },
     schemas.ToolMessage: {
         "content": said("content"),

@@ -80,7 +80,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": ["x"] * 17}, "stop_sequences has 17 entries"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"metadata": {"user_id": "x" * 513}}, "metadata.user_id has 513 characters"),
-    ({"output_config": JSON_OUTPUT, "tools": [TOOL]}, "output_config.format.schema cannot go"),
 ]
 
 
@@ -170,12 +169,22 @@ def test_thinking_and_effort_may_stand_together() -> None:
     assert "enable_thinking=True" in prompt
 
 
-def test_no_budget_without_tags_or_beside_a_grammar() -> None:
+def test_no_budget_without_tags() -> None:
     thinking = {"type": "enabled", "budget_tokens": 20}
     harmony = told("<|channel|>analysis", thinking=thinking)[0]
     assert harmony.headers["x-quickstep-ignored"] == "thinking.budget_tokens"
-    response = told("</think>", thinking=thinking, output_config=JSON_OUTPUT)[0]
-    assert "thinking.budget_tokens cannot go with a grammar" in refusal_of(response)
+
+
+def test_a_budget_bounds_the_reasoning_before_a_grammar() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 20}
+    engine = FakeEngine()
+    engine.chat_template = FakeTemplate(formats_of("{{ tools }}</think>"))
+    body = {"thinking": thinking, "output_config": JSON_OUTPUT}
+    assert post(body, engine).status_code == 200
+    sampling = engine.submitted[0].sampling
+    assert sampling.thinking_budget == 20
+    assert sampling.reasoning_tags == ("<think>", "</think>")
+    assert sampling.grammar is not None
 
 
 @pytest.mark.parametrize(

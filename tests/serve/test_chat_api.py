@@ -77,13 +77,6 @@ def test_template_options_reach_the_template() -> None:
         ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, "messages[0].audio"),
         ({"role": "tool", "content": "a"}, "messages[0].tool_call_id"),
         ({"role": "function", "name": "f", "content": "a"}, "messages[0].role"),
-        (
-            {
-                "role": "assistant",
-                "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}],
-            },
-            "messages[0].tool_calls[0].function.arguments",
-        ),
     ],
 )
 def test_a_wrong_message_is_400_with_its_path(message: dict[str, Any], param: str) -> None:

@@ -121,15 +121,29 @@ def test_calls_in_a_stream_have_openais_shape() -> None:
     body = {"tools": [TOOL], "stream": True}
     parts = chunks(post(body, engine_saying(CALL)).text)
     deltas = [part["choices"][0]["delta"] for part in parts]
-    (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
-    (call,) = calls
-    assert call.pop("id").startswith("call_")
-    assert call == {
+    pieces = [piece for delta in deltas for piece in delta.get("tool_calls", [])]
+    first, *later = pieces
+    assert first.pop("id").startswith("call_")
+    assert first == {
         "index": 0,
         "type": "function",
-        "function": {"name": "get_weather", "arguments": ARGUMENTS},
+        "function": {"name": "get_weather", "arguments": ""},
     }
+    assert len(later) > 10
+    assert [one.keys() for one in later] == [{"index", "function"}] * len(later)
+    assert "".join(one["function"]["arguments"] for one in later) == ARGUMENTS
     assert parts[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_call_in_one_delta_is_streamed_as_its_name_and_then_its_arguments() -> None:
+    engine = FakeEngine(script=Script(words=(f"Well.\n{CALL}",)))
+    parts = chunks(post({"tools": [TOOL], "stream": True}, engine).text)
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    said = [delta for delta in deltas if delta and "role" not in delta]
+    assert said[0] == {"content": "Well."}
+    assert [len(delta["tool_calls"]) for delta in said[1:]] == [1, 1]
+    names = [delta["tool_calls"][0]["function"].get("name") for delta in said[1:]]
+    assert names == ["get_weather", None]
 
 
 def test_tools_are_shown_to_the_model_unless_the_choice_is_none() -> None:
@@ -154,12 +168,28 @@ def test_parallel_tool_calls_false_keeps_the_first_call() -> None:
         assert said["content"] == "a\n\n\nb"
 
 
-def test_a_call_that_the_limit_cut_is_content() -> None:
-    cut = CALL[:40]
+@pytest.mark.parametrize("end", [40, 60])
+def test_a_call_that_the_limit_cut_has_partial_arguments(end: int) -> None:
+    cut = CALL[:end]
     said = message_of(cut, tools=[TOOL], max_tokens=len(pieces(cut)))
     assert said["finish_reason"] == "length"
-    assert said["content"] == cut
-    assert "tool_calls" not in said
+    assert said["content"] is None
+    (call,) = said["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert call["function"]["arguments"] == cut.partition('"arguments": ')[2]
+
+
+def test_the_markup_of_a_call_whose_name_was_cut_is_no_content() -> None:
+    said = message_of(CALL[:25], tools=[TOOL], max_tokens=len(pieces(CALL[:25])))
+    assert (said["finish_reason"], said["content"]) == ("length", "")
+
+
+def test_broken_arguments_of_an_earlier_call_are_accepted_as_their_text() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "cu'}}
+    messages = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}]
+    engine = FakeEngine()
+    assert post({"messages": messages, "tools": [TOOL]}, engine).status_code == 200
+    assert '{"a": "cu' in bytes(engine.submitted[-1].prompt).decode()
 
 
 def test_complete_calls_do_not_hide_that_the_limit_was_reached() -> None:
@@ -189,11 +219,11 @@ def test_an_error_in_the_stream_is_still_one() -> None:
 def test_reasoning_is_a_field_of_its_own_streamed_as_whole() -> None:
     text = f"<think>\nSão Paulo?\n</think>\n\nYes.\n{CALL}"
     said = message_of(text, THINKING, tools=[TOOL])
-    assert said["reasoning_content"] == "São Paulo?"
+    assert said["reasoning_content"] == said["reasoning"] == "São Paulo?"
     assert said["content"] == "Yes."
     parts = chunks(post({"tools": [TOOL], "stream": True}, engine_saying(text, THINKING)).text)
     deltas = [part["choices"][0]["delta"] for part in parts]
-    for name in ("reasoning_content", "content"):
+    for name in ("reasoning_content", "reasoning", "content"):
         assert "".join(delta.get(name, "") for delta in deltas) == said[name]
 
 
@@ -245,8 +275,10 @@ def function(**fields: Any) -> list[dict[str, Any]]:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": named("other")}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {**named("get_weather"), "x": 1}}, "tool_choice"),
-        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+        (
+            {"tools": [TOOL], "structured_outputs": {"grammar": 'start: "a"'}},
+            "structured_outputs.grammar",
+        ),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": 1}, "tool_choice"),
@@ -311,33 +343,62 @@ def test_a_function_that_the_format_cannot_spell_is_refused_by_name() -> None:
     assert response.json()["error"]["param"] == "tools"
 
 
-def test_a_grammar_is_refused_where_the_prompt_opens_the_reasoning() -> None:
-    asked = {"role": "assistant", "content": "<think>\n"}
-    body = {"messages": [*MESSAGES, asked], "response_format": {"type": "json_object"}}
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+GRAMMARS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"regex": "a"}},
+    {"tools": [STRICT]},
+    {"tools": [TOOL], "tool_choice": "required"},
+    {"tools": [TOOL], "response_format": {"type": "json_object"}},
+]
+
+
+@pytest.mark.parametrize("fields", GRAMMARS)
+@pytest.mark.parametrize("begun", [None, "<think>\n", "<think>\nIt is"])
+def test_a_grammar_begins_behind_the_reasoning(fields: dict[str, Any], begun: str | None) -> None:
     engine = engine_saying("x", THINKING)
-    response = post({**body, "add_generation_prompt": False}, engine)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "response_format"
-    assert not engine.submitted
-    assert post(body, engine).status_code == 200
+    messages = MESSAGES if begun is None else [*MESSAGES, {"role": "assistant", "content": begun}]
+    body = {"messages": messages, "continue_final_message": begun is not None, **fields}
+    assert post({**body, "thinking_budget": 20}, engine).status_code == 200
+    sampling = engine.submitted[0].sampling
+    assert sampling.grammar is not None
+    assert sampling.reasoning_tags == ("<think>", "</think>")
+    assert sampling.inside_reasoning is (begun is not None)
+    assert "think" not in sampling.grammar.text
 
 
-def test_a_strict_function_is_enforced_behind_the_reasoning_that_the_prompt_opens() -> None:
-    tool = {"type": "function", "function": {**TOOL["function"], "strict": True}}
-    asked = {"role": "assistant", "content": "<think>\n"}
-    engine = engine_saying("x", THINKING)
-    for messages, opened in ((MESSAGES, False), ([*MESSAGES, asked], True)):
-        body = {"messages": messages, "continue_final_message": opened, "tools": [tool]}
-        assert post(body, engine).status_code == 200
-        grammar = engine.submitted[-1].sampling.grammar
-        assert grammar is not None
-        assert ("start: until_closed answer" in grammar.text) is opened
+def test_a_model_without_reasoning_begins_with_the_grammar() -> None:
+    engine = FakeEngine()
+    assert post(GRAMMARS[0], engine).status_code == 200
+    assert engine.submitted[0].sampling.reasoning_tags is None
 
 
-def test_a_grammar_is_refused_for_messages_in_channels() -> None:
+def test_tools_beside_a_response_format_are_calls_or_an_answer_under_the_schema() -> None:
+    engine = engine_saying(CALL)
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    assert post({"tools": [TOOL], "response_format": form}, engine).status_code == 200
+    grammar = engine.submitted[0].sampling.grammar
+    assert grammar is not None
+    assert grammar.text.startswith('start: call ("\\n" call)* | answer\nanswer: %json {')
+    forced = {"tools": [TOOL], "response_format": form, "tool_choice": "required"}
+    assert post(forced, engine).status_code == 200
+    grammar = engine.submitted[1].sampling.grammar
+    assert grammar is not None
+    assert "answer" not in grammar.text
+
+
+def test_a_grammar_for_messages_in_channels_is_of_the_final_one() -> None:
     engine = engine_saying("x", "{{ tools }}<|channel|>analysis")
     response = post({"response_format": {"type": "json_object"}}, engine)
-    assert response.json()["error"]["param"] == "response_format"
+    assert response.status_code == 200
+    grammar = engine.submitted[0].sampling.grammar
+    assert grammar is not None
+    assert grammar.text.splitlines()[0].endswith('final<|message|>" answer)')
+    rules = {"structured_outputs": {"grammar": 'start: "a"'}}
+    response = post(rules, engine)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "structured_outputs.grammar"
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,12 @@ def test_a_grammar_is_prepared_in_the_engine_or_refused(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="uniqueItems") as caught:
             await refused.accepted()
         assert caught.value.param == "grammar"
+        overlapping = {"oneOf": [{"type": "integer"}, {"type": "number", "maximum": 9}]}
+        relaxed = SamplingParams(max_tokens=9, grammar=Grammar.of_json_schema(overlapping))
+        stream = engine.submit("a", relaxed)
+        await stream.accepted()
+        assert stream.ignored == ("oneOf",)
+        assert await read(stream)
         assert engine.stats().num_requests == 0
 
     run(tmp_path, test)

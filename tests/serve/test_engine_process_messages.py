@@ -49,7 +49,7 @@ st.register_type_strategy(
         logit_bias=st.dictionaries(st.integers(0, 2**31), FLOATS, max_size=3).map(MappingProxyType),
         allowed_token_ids=SHORT_IDS,
         seed=st.none() | INTS,
-        max_tokens=st.none() | st.integers(8, 2**31),
+        max_tokens=st.none() | st.integers(8, 2**31 - 1),
         min_tokens=st.integers(0, 8),
         stop=st.lists(TEXTS.filter(bool), max_size=3).map(tuple),
         stop_token_ids=SHORT_IDS,

@@ -14,6 +14,7 @@ from surface_calls import ANTHROPIC, RESPONSES, events
 
 from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.server.app import create_app
+from quickstep.server.message_blocks import partial_object
 from quickstep.types import FinishReason
 
 TEMPLATE = "{% for tool in tools %}<tool_call>{% endfor %}{{ '<think></think>' }}"
@@ -78,7 +79,7 @@ def assembled_message(told: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
             block, delta = message["content"][data["index"]], data["delta"]
             if delta["type"] == "input_json_delta":
                 inputs[data["index"]] = inputs.get(data["index"], "") + delta["partial_json"]
-                block["input"] = json.loads(inputs[data["index"]])
+                block["input"] = partial_object(inputs[data["index"]])
             else:
                 field = delta["type"].removesuffix("_delta")
                 block[field] += delta[field]
@@ -263,3 +264,42 @@ def test_fields_that_forbid_every_token_are_named() -> None:
             return error
 
     assert asyncio.run(run())["param"] == "allowed_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("text", "members"),
+    [
+        ('{"a": [1, {"b": "]"}]}', {"a": [1, {"b": "]"}]}),
+        ('{"a": "x", "b": "cu', {"a": "x"}),
+        ('{"a": {"b": 1, "c"', {"a": {"b": 1}}),
+        ('{"a": [true, fal', {"a": [True]}),
+        ('{"a": "x\\', {}),
+        ("{", {}),
+        ("", {}),
+        ("[1]", {}),
+        ("oops", {}),
+    ],
+)
+def test_arguments_that_were_cut_keep_the_members_that_are_there(
+    text: str, members: dict[str, Any]
+) -> None:
+    assert partial_object(text) == members
+
+
+CUT = Script(words=(CALL[: CALL.index("Paulo")],), reason=FinishReason.MAX_TOKENS)
+
+
+def test_a_call_that_the_limit_cut_is_a_call_with_what_there_is_on_every_surface() -> None:
+    whole, told = answers(ANTHROPIC, CUT)
+    assert [one["type"] for one in whole["content"]] == ["tool_use"]
+    assert whole["stop_reason"] == "max_tokens"
+    said = [data["delta"] for name, data in told if name == "content_block_delta"]
+    assert [one["type"] for one in said] == ["input_json_delta"]
+    assert said[0]["partial_json"] == '{"city": "São '
+    whole, told = answers(RESPONSES, CUT)
+    assert whole["status"] == "incomplete"
+    (item,) = whole["output"]
+    assert (item["type"], item["status"]) == ("function_call", "incomplete")
+    assert item["arguments"] == '{"city": "São '
+    (done,) = [data for name, data in told if name.endswith("arguments.done")]
+    assert done["arguments"] == item["arguments"]

@@ -71,8 +71,10 @@ def test_a_budget_is_refused_where_no_tags_set_the_reasoning_apart(template: str
     assert error["message"].startswith("thinking_budget is not supported: ")
 
 
-def test_a_budget_and_a_grammar_contradict_each_other() -> None:
+def test_a_budget_bounds_the_reasoning_before_a_grammar() -> None:
     fields = {"thinking_budget": 7, "response_format": {"type": "json_object"}}
-    response = post(CHAT, fields, thinking("x</think>"))
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "thinking_budget"
+    engine = thinking("x</think>")
+    assert post(CHAT, fields, engine).status_code == 200
+    sampling = engine.submitted[0].sampling
+    assert (sampling.thinking_budget, sampling.reasoning_tags) == (7, ("<think>", "</think>"))
+    assert sampling.grammar is not None

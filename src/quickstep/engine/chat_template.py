@@ -59,6 +59,16 @@ class _Arguments(dict[str, Any]):
         return other + self._text
 
 
+class _BrokenArguments(str):
+    """Arguments that are not the JSON of an object, since the model was cut or wrote something
+    else: their text, and without any member for a template that goes through those.
+    """
+
+    def items(self) -> tuple[tuple[str, Any], ...]:
+        """No members."""
+        return ()
+
+
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}...{% endgeneration %}` marks an answer for training; here it is plain."""
 
@@ -300,20 +310,18 @@ def _plain_tool_call(call: Any) -> Any:
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         text = function["arguments"].strip() or "{}"
-        function["arguments"] = _Arguments(_json_object(text), text)
+        members = _members(text)
+        if members is None:
+            function["arguments"] = _BrokenArguments(text)
+        else:
+            function["arguments"] = _Arguments(members, text)
     return {**call, "function": function}
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _members(text: str) -> dict[str, Any] | None:
+    """The members of the object that a text is the JSON of; None if it is something else."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(
-            f"the arguments of a tool call are not JSON: {error}", param="messages"
-        ) from error
-    if not isinstance(value, dict):
-        raise RequestError(
-            f"the arguments of a tool call are a JSON {type(value).__name__}, not an object",
-            param="messages",
-        )
-    return value
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -3,7 +3,8 @@
 llguidance works within limits of its own, but it is native code: a grammar can exhaust its stack
 or the machine's memory, which no caller can catch. So each new grammar is compiled in a worker
 first (`grammar_trial_worker`), with a limit of processor time, of memory and half of the stack
-that it has here. A worker that dies of a grammar has answered: the grammar is refused, the next
+that it has here. The search for the shortest text runs there as well: it is Python, and here would
+keep steps waiting. A worker that dies of a grammar has answered: the grammar is refused, the next
 one gets another worker. Verdicts are kept, the last used ones.
 
 The worker starts with the first grammar and ends with its owner: its standard input closes.
@@ -31,7 +32,7 @@ from quickstep.engine.grammar_source import GrammarLimits, GrammarSource
 from quickstep.engine.grammar_vocabulary import GrammarVocabulary
 from quickstep.errors import EngineError
 
-__all__ = ["GrammarTrial", "TrialLimits", "TrialOpening", "read_frame", "write_frame"]
+__all__ = ["GrammarTrial", "TrialLimits", "TrialOpening", "Verdict", "read_frame", "write_frame"]
 
 _COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.grammar_trial_worker")
 _LENGTH_BYTES = 4
@@ -65,6 +66,19 @@ class TrialOpening(msgspec.Struct, frozen=True, array_like=True):
     memory_bytes: int
 
 
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker answers.
+
+    Attributes:
+        refusal: Why the grammar is refused, "" if it is not.
+        ending: The path of a text that completes it (`runtime.closing_search.Ending`), as its
+            characters' codes; None if none was found.
+    """
+
+    refusal: str
+    ending: list[int] | None = None
+
+
 class GrammarTrial:
     """The worker and its verdicts. Any thread may call `check`; trials run one at a time.
 
@@ -82,7 +96,7 @@ class GrammarTrial:
         self._limits = limits
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
-        self._verdicts: OrderedDict[GrammarSource, str] = OrderedDict()
+        self._verdicts: OrderedDict[GrammarSource, Verdict] = OrderedDict()
         self._num_started = 0
 
     @property
@@ -96,8 +110,8 @@ class GrammarTrial:
         worker = self._worker
         return None if worker is None else worker.process_id
 
-    def check(self, source: GrammarSource) -> None:
-        """Return if the grammar can be compiled.
+    def check(self, source: GrammarSource) -> str | None:
+        """The path of a text that completes the grammar, if one was found; it can be compiled.
 
         Raises:
             Refusal: It cannot, or the worker died of it.
@@ -111,10 +125,11 @@ class GrammarTrial:
             self._verdicts[source] = verdict
             while len(self._verdicts) > self._limits.kept:
                 self._verdicts.popitem(last=False)
-        if verdict:
-            raise Refusal(verdict)
+        if verdict.refusal:
+            raise Refusal(verdict.refusal)
+        return None if verdict.ending is None else "".join(map(chr, verdict.ending))
 
-    def _tried(self, source: GrammarSource) -> str:
+    def _tried(self, source: GrammarSource) -> Verdict:
         if self._worker is None:
             self._worker = self._start()
         try:
@@ -126,7 +141,7 @@ class GrammarTrial:
                     f"the grammar was not compiled within {self._limits.wall_s:g} s, as the machine"
                     " is busy or was paused; send the request again"
                 ) from None
-            return _verdict_of(death.code, self._limits)
+            return Verdict(_refusal_of(death.code, self._limits))
         except BaseException:
             self._worker.end()
             self._worker = None
@@ -186,9 +201,10 @@ class _Worker:
         """Have it read the vocabulary. Raises _WorkerDied."""
         self._exchange(msgspec.msgpack.encode(opening), timeout_s)
 
-    def ask(self, source: GrammarSource, timeout_s: float) -> str:
-        """Why the grammar is refused, "" if it is not. Raises _WorkerDied."""
-        return self._exchange(msgspec.msgpack.encode(source), timeout_s).decode()
+    def ask(self, source: GrammarSource, timeout_s: float) -> Verdict:
+        """The verdict on a grammar. Raises _WorkerDied."""
+        answer = self._exchange(msgspec.msgpack.encode(source), timeout_s)
+        return msgspec.msgpack.decode(answer, type=Verdict)
 
     def end(self) -> None:
         """Kill it."""
@@ -220,7 +236,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _verdict_of(code: int, limits: TrialLimits) -> str:
+def _refusal_of(code: int, limits: TrialLimits) -> str:
     if code == -signal.SIGPROF:
         return f"takes more than {limits.cpu_s:g} s to compile"
     return "exhausts the compiler: it needs too much memory or is nested too deeply"

@@ -19,11 +19,13 @@ import msgspec
 
 from quickstep.engine.grammar_build import Refusal, build_matcher, reason_of
 from quickstep.engine.grammar_source import GrammarSource
-from quickstep.engine.grammar_trial import TrialOpening, read_frame, write_frame
-from quickstep.engine.grammar_vocabulary import grammar_vocabulary
+from quickstep.engine.grammar_trial import TrialOpening, Verdict, read_frame, write_frame
+from quickstep.engine.grammar_vocabulary import byte_vocabulary, grammar_vocabulary
+from quickstep.runtime.closing import start_ending
+from quickstep.runtime.closing_search import ClosingVocabulary
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
 __all__ = ["main"]
 
@@ -55,30 +57,52 @@ def _half_stack() -> int:
 def _serve() -> None:
     try:
         opening = msgspec.msgpack.decode(read_frame(_STDIN), type=TrialOpening)
-        vocabulary = grammar_vocabulary(opening.vocabulary, None)
+        worker = _Trial(opening)
         limit = _address_space() + opening.memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         write_frame(_STDOUT, b"")
         while True:
             source = msgspec.msgpack.decode(read_frame(_STDIN), type=GrammarSource)
             signal.setitimer(signal.ITIMER_PROF, opening.cpu_s)
-            verdict = _tried(source, vocabulary, opening)
+            verdict = worker.verdict(source)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            write_frame(_STDOUT, verdict.encode(errors="replace"))
+            write_frame(_STDOUT, msgspec.msgpack.encode(verdict))
     except (EOFError, BrokenPipeError):
         pass
     except MemoryError:
         os.abort()
 
 
-def _tried(source: GrammarSource, vocabulary: LLTokenizer, opening: TrialOpening) -> str:
-    try:
-        matcher = build_matcher(source, vocabulary, opening.grammar_limits)
-    except Refusal as refusal:
-        return str(refusal)
-    walked = matcher.deep_copy()
-    _walk(walked, len(opening.vocabulary.tokens))
-    return f"cannot be followed: {reason_of(walked.get_error())}" if walked.is_error() else ""
+class _Trial:
+    """Compiles what it is sent, over the model's vocabulary and over bytes."""
+
+    def __init__(self, opening: TrialOpening) -> None:
+        words = opening.vocabulary
+        self._limits = opening.grammar_limits
+        self._vocab_size = len(words.tokens)
+        self._vocabulary = grammar_vocabulary(words, None)
+        self._byte_vocabulary = byte_vocabulary(words)
+        self._closing_vocabulary = ClosingVocabulary(words.tokens, words.special_token_ids)
+
+    def verdict(self, source: GrammarSource) -> Verdict:
+        """Whether the grammar can be compiled and followed, and a text that completes it."""
+        try:
+            matcher = build_matcher(source, self._vocabulary, self._limits)
+            over_bytes = build_matcher(source, self._byte_vocabulary, self._limits)
+        except Refusal as refusal:
+            return Verdict(_printable(str(refusal)))
+        walked = matcher.deep_copy()
+        _walk(walked, self._vocab_size)
+        if walked.is_error():
+            reason = reason_of(walked.get_error())
+            return Verdict(_printable(f"cannot be followed: {reason}"))
+        ending = start_ending(over_bytes, self._closing_vocabulary)
+        return Verdict("", None if ending is None else list(map(ord, ending.path)))
+
+
+def _printable(text: str) -> str:
+    """Without halves of surrogate pairs, which no encoding takes."""
+    return text.encode(errors="replace").decode()
 
 
 def _walk(matcher: LLMatcher, vocab_size: int) -> None:

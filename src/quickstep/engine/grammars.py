@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from quickstep.engine.grammar_build import Refusal, build_matcher
-from quickstep.engine.grammar_source import GrammarLimits, GrammarSource, grammar_source
+from quickstep.engine.grammar_source import GrammarLimits, grammar_source
 from quickstep.engine.grammar_trial import GrammarTrial, TrialLimits
 from quickstep.engine.grammar_vocabulary import (
     GrammarVocabulary,
@@ -155,26 +155,22 @@ class GrammarCompiler:
             self._last_used.popitem(last=False)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
-        source, ignored = self._tried(grammar)
-        matcher = build_matcher(source, self._vocabulary, self._limits)
-        over_bytes = build_matcher(source, self._byte_vocabulary, self._limits)
-        closing = ClosingStart.of(over_bytes, self._closing_vocabulary)
-        return CompiledGrammar(matcher, closing, ignored)
-
-    def _tried(self, grammar: Grammar) -> tuple[GrammarSource, tuple[str, ...]]:
-        """What passed the trial, and the keywords that it takes less strictly. Raises Refusal."""
         source = grammar_source(grammar, self._limits)
+        ignored: tuple[str, ...] = ()
         try:
-            self._trial.check(source)
+            path = self._trial.check(source)
         except Refusal as refusal:
             if _ONE_OF not in str(refusal):
                 raise
-        else:
-            return source, ()
-        source = grammar_source(grammar, self._limits, one_of_as_any_of=True)
-        self._trial.check(source)
-        _LOGGER.warning("a schema has a oneOf that is enforced as anyOf: branches may overlap")
-        return source, ("oneOf",)
+            source = grammar_source(grammar, self._limits, one_of_as_any_of=True)
+            path = self._trial.check(source)
+            ignored = ("oneOf",)
+            _LOGGER.warning("a schema has a oneOf that is enforced as anyOf: branches may overlap")
+        vocabulary = self._closing_vocabulary
+        matcher = build_matcher(source, self._vocabulary, self._limits)
+        over_bytes = build_matcher(source, self._byte_vocabulary, self._limits)
+        ending = None if path is None else vocabulary.spell(path)
+        return CompiledGrammar(matcher, ClosingStart(over_bytes, vocabulary, ending), ignored)
 
     @cached_property
     def _words(self) -> GrammarVocabulary:

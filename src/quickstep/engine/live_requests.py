@@ -86,6 +86,7 @@ class LiveRequests:
         """Open the stream of a request that the scheduler took; hold its grammar until its end."""
         sampling, prompt = request.sampling, request.prompt_token_ids
         stream = Stream(request.request_id, prompt, request.seed, sampling.n, owner, bounds)
+        stream.ignored = () if grammar is None else grammar.ignored
         at_start = sampling.skip_special_tokens and all(map(self._tokenizer.is_special, prompt))
         texts = [OutputText(self._tokenizer, sampling, at_start) for _ in range(sampling.n)]
         self._live[request.request_id] = _LiveRequest(request, stream, texts, grammar)

@@ -88,6 +88,8 @@ class Stream:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.seed = seed
+        # what the engine takes less strictly than the request says; known once it has accepted
+        self.ignored: tuple[str, ...] = ()
         self._num_running = num_sequences
         self._owner = owner
         self._bounds = bounds

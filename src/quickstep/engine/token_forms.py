@@ -3,15 +3,17 @@ around the reasoning.
 
 `Engine.submit` asks for it once per request; the sampler reads the answer. A text may be spelled
 in several ways beside its neighbours, so each spelling that the tokenizer has for it counts. What
-is found for DRY's breakers is kept, since it takes a look at the whole vocabulary.
+is found for DRY's breakers and for tags is kept, since it takes a look at the whole vocabulary.
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from quickstep.engine.tokenizer import Tokenizer
@@ -27,11 +29,8 @@ __all__ = ["TokenFormFinder", "check_reasoning_tags"]
 
 Spelling = tuple[int, ...]
 
-_KEPT = 64  # texts of breakers whose tokens are kept
+_KEPT = 64  # texts of breakers, and pairs of tags, whose tokens are kept
 _PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of the reasoning
-# what may stand beside a tag and share a token with it
-_BEFORE_TAG = ("", "\n", "\n\n", ".\n", " ")
-_BEHIND_TAG = ("", "\n", "\n\n", " ", "a")
 
 
 class TokenFormFinder:
@@ -49,6 +48,7 @@ class TokenFormFinder:
         self._max_model_len = max_model_len
         self._reasoning = reasoning
         self._breakers: OrderedDict[str, tuple[Spelling, ...]] = OrderedDict()
+        self._tags: OrderedDict[tuple[str, str], ReasoningTokens] = OrderedDict()
 
     @classmethod
     def of_model(cls, model: LoadedModel) -> TokenFormFinder:
@@ -133,36 +133,36 @@ class TokenFormFinder:
     def _reasoning_tokens(
         self, sampling: SamplingParams, prompt: Sequence[int]
     ) -> ReasoningTokens | None:
-        if sampling.thinking_budget is None:
+        has_grammar = sampling.grammar is not None and sampling.reasoning_tags is not None
+        if sampling.thinking_budget is None and not has_grammar:
             return None
         tags = sampling.reasoning_tags
         if tags is None and self._reasoning is not None:
             tags = (self._reasoning.opening, self._reasoning.closing)
-        opening, closing = check_reasoning_tags(tags, "the model")
-        end = self._tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
-        return ReasoningTokens(
-            openings=self._tag_spellings(opening),
-            closings=self._tag_spellings(closing),
-            starts_open=end.rstrip().endswith(opening),
-        )
+        found = self._tag_tokens(check_reasoning_tags(tags, "the model"))
+        end = self._tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False).rstrip()
+        is_open = sampling.inside_reasoning or end.endswith(found.opening.decode())
+        is_over = not is_open and end.endswith(found.closing.decode())
+        if is_over and sampling.thinking_budget is None:
+            return None  # the template has turned the reasoning off: the grammar begins at once
+        return replace(found, starts_open=is_open)
 
-    def _tag_spellings(self, tag: str) -> tuple[Spelling, ...]:
-        """The tag's tokens, first by itself, then as they are beside white space and words."""
-        texts = (before + tag + behind for before in _BEFORE_TAG for behind in _BEHIND_TAG)
-        spellings = (self._tokens_over(text, tag) for text in texts)
-        return tuple(dict.fromkeys([self._encode("thinking_budget", tag), *spellings]))
-
-    def _tokens_over(self, text: str, part: str) -> Spelling:
-        """Of the tokens of `text`, those in which a part of it stands."""
-        start = len(text[: text.index(part)].encode())
-        end = start + len(part.encode())
-        found, place = [], 0
-        for token_id in self._encode("thinking_budget", text):
-            size = len(self._tokenizer.token_bytes(token_id))
-            if place < end and place + size > start:
-                found.append(token_id)
-            place += size
-        return tuple(found)
+    def _tag_tokens(self, tags: tuple[str, str]) -> ReasoningTokens:
+        """The tags in tokens; kept, since it takes a look at the whole vocabulary."""
+        known = self._tags.get(tags)
+        if known is not None:
+            self._tags.move_to_end(tags)
+            return known
+        opening, closing = (tag.encode() for tag in tags)
+        is_piece = _pieces_of(opening, closing)
+        tokens, _ = self._vocabulary
+        pieces = {place: text for place, text in enumerate(tokens) if is_piece.search(text)}
+        closing_ids = self._encode("reasoning_tags", tags[1])
+        found = ReasoningTokens(opening, closing, closing_ids, MappingProxyType(pieces))
+        self._tags[tags] = found
+        while len(self._tags) > _KEPT:
+            self._tags.popitem(last=False)
+        return found
 
     def _encode(self, param: str, text: str) -> Spelling:
         try:
@@ -170,6 +170,19 @@ class TokenFormFinder:
         except RequestError as error:
             raise RequestError(f"{param}: {error}", param=param) from error
         return tuple(ids)
+
+
+def _pieces_of(*tags: bytes) -> re.Pattern[bytes]:
+    """Finds the texts that may stand in a tag, with or without neighbours, or are white space."""
+    ways = [rb"\A[ \t\n\r]+\Z"]
+    for tag in tags:
+        size = len(tag)
+        ends = (re.escape(tag[:end]) + rb"\Z" for end in range(1, size))
+        begins = (rb"\A" + re.escape(tag[start:]) for start in range(1, size))
+        inner = {tag[a:b] for a in range(1, size) for b in range(a + 1, size)}
+        ways += [re.escape(tag), *ends, *begins]
+        ways += [rb"\A" + re.escape(text) + rb"\Z" for text in sorted(inner)]
+    return re.compile(b"|".join(ways))
 
 
 def check_reasoning_tags(tags: tuple[str, str] | None, model_name: str) -> tuple[str, str]:

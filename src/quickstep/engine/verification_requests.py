@@ -174,8 +174,7 @@ def _with_features(
     words = tuple(
         tuple(draws.choices(draws.choice(documents), k=draws.randint(1, 2))) for _ in range(8)
     )
-    tags = [(draws.randrange(vocabulary.size),) for _ in range(3)]
-    thinks = "thinking" in chosen and not follows_grammar
+    thinks = "thinking" in chosen
     return replace(
         sampling,
         temperature=0.8 if {"typical", "xtc"} & set(chosen) else sampling.temperature,
@@ -190,11 +189,22 @@ def _with_features(
         in_tokens=TokenForms(
             bad_words=words if "bad words" in chosen else (),
             dry_breakers=words[:3],
-            reasoning=ReasoningTokens(
-                openings=(tags[0],),
-                closings=((*tags[1], *tags[2]), tags[1]),
-                starts_open=draws.random() < 0.7,
-            ),
+            reasoning=_reasoning(draws, vocabulary) if thinks else None,
             max_tokens=sampling.max_tokens,
         ),
+    )
+
+
+def _reasoning(draws: random.Random, vocabulary: Vocabulary) -> ReasoningTokens:
+    """Tags of any tokens; the closing one has two, or comes in one."""
+    opening, first, second, closing, blank = draws.sample(range(vocabulary.size), 5)
+    pieces = {
+        opening: b"<think>",
+        first: b"</",
+        second: b"think>",
+        closing: b"</think>",
+        blank: b"\n",
+    }
+    return ReasoningTokens(
+        b"<think>", b"</think>", (first, second), pieces, starts_open=draws.random() < 0.7
     )

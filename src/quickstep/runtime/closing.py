@@ -22,13 +22,14 @@ from quickstep.runtime.closing_search import ClosingSearch, ClosingVocabulary, E
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["ClosingGuard", "ClosingStart"]
+__all__ = ["ClosingGuard", "ClosingStart", "start_ending"]
 
 # Of the room beyond the ending, a quarter may be drawn without a look; the last of it never.
 _KEPT_ROOM = 32
 _ROOM_PER_TOKEN = 4
-_LEFT_PER_RETRY = 8  # after a look that found no end, an eighth of what is left goes without one
-_START_STATES = 256  # looked at when a grammar is compiled
+_LEFT_PER_RETRY = 2  # after a look that found no end, half of what is left goes without one
+_NEVER = -1  # tokens left
+_START_STATES = 1024  # looked at when a grammar is compiled
 _MAX_STATES = 48  # looked at for one token
 
 
@@ -46,10 +47,12 @@ class ClosingStart:
     vocabulary: ClosingVocabulary
     ending: Ending | None
 
-    @classmethod
-    def of(cls, matcher: LLMatcher, vocabulary: ClosingVocabulary) -> ClosingStart:
-        """Search the ending: some milliseconds, no work for a step."""
-        return cls(matcher, vocabulary, ClosingSearch(matcher, vocabulary, _START_STATES).ending())
+
+def start_ending(matcher: LLMatcher, vocabulary: ClosingVocabulary) -> Ending | None:
+    """The ending from a grammar's start. Some milliseconds, at worst some hundred: not for a step,
+    nor for a process that runs steps.
+    """
+    return ClosingSearch(matcher, vocabulary, _START_STATES).ending()
 
 
 class ClosingGuard:
@@ -97,9 +100,13 @@ class ClosingGuard:
     def _take(self, ending: Ending | None) -> None:
         """Keep the ending while tokens are scarce; else, or without one, say when to look again."""
         num_left = self._num_left
-        if ending is None or ending.num_tokens > num_left:
+        if ending is None:
             self._ending = None
             self._next_look = num_left - max(1, num_left // _LEFT_PER_RETRY)
+            return
+        if ending.num_tokens > num_left:  # further on it is no nearer
+            self._ending = None
+            self._next_look = _NEVER
             return
         if not self._fits(ending, num_left):
             self._num_ends = 0  # it just fits without the end token

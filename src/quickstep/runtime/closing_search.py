@@ -17,7 +17,7 @@ search finds is a function of the matcher's tokens, the known endings and `max_s
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,10 +33,9 @@ _MANY = 24  # bytes allowed: more of them only inside a string, or in free text
 _FEW = 4  # markers of a format (allowed tokens that are no bytes), or signs in a pattern
 _LONGEST_RUN = 64  # of one character, taken in one step
 _QUOTE = ord('"')
-_DIGITS = frozenset(b"0123456789")
+_COMMA = ord(",")
 _SAMPLES = b" a"  # stand for all characters where many are allowed
 _EMPTY_VALUES = ('""', "{}", "[]")  # often one token
-_CLOSERS = b'}],"'
 _OPENERS, _SEPARATORS = frozenset("{["), frozenset(",:")
 _BRACKETS = frozenset("}]")  # where one of these may follow, nothing leads to the end sooner
 _STRUCTURE = frozenset('{}[],:"')
@@ -44,10 +43,22 @@ _LATE = 4  # tokens by which a path is too late, once another has begun the next
 _LONGER = 2  # steps that a path may take more, and yet be spelled in fewer tokens
 _MARKER = 0xFF  # in forced bytes: a special token follows
 _FIRST_MARKER = 256  # in a path, a special token is this plus its id
-# Places of a known ending that are tried from one state, and from all states of a search.
-_TRIED_PLACES = 24
-_MAX_TRIED = 192
+_TRIED_PLACES = 24  # of a known ending, from one state
+_TRIED_BYTES = 2048  # of known endings, from all states of a search
 _NEAR = 64  # bytes at the beginning of a known ending among which any place is tried
+_FIRST_LOOK = 8  # bytes by which most wrong places show
+_KEPT_COUNTS = 4096  # of tokens for pieces of text
+
+
+def _bits(texts: Iterable[int]) -> int:
+    """A set of bytes as the bits of a number."""
+    return sum(1 << byte for byte in texts)
+
+
+_SIGN_BITS = _bits(byte for byte in range(128) if not chr(byte).isalnum())
+_DIGIT_BITS = _bits(b"0123456789")
+_BRACKET_BITS = _bits(b"}]")
+_CLOSER_BITS = _bits(b'}],"')
 
 
 def byte_tokens(tokens: Sequence[bytes], special_ids: Collection[int]) -> list[bytes]:
@@ -95,7 +106,7 @@ class Ending:
         """What is left once the first token is written."""
         cell = self._cells[-1]
         assert cell is not None and cell[0], "a complete grammar has nothing to write"
-        return self._last(len(self.path) - cell[2])
+        return self.last(len(self.path) - cell[2])
 
     def tokens(self) -> list[int]:
         """The tokens that spell the text."""
@@ -106,12 +117,13 @@ class Ending:
             rest = rest.after_first_token()
         return spelled
 
-    def _last(self, num_items: int) -> Ending:
+    def last(self, num_items: int) -> Ending:
+        """The end of it."""
         return Ending(self.path[len(self.path) - num_items :], self._cells[: num_items + 1])
 
 
 class ClosingVocabulary:
-    """A vocabulary's ordinary tokens by their bytes; one per model, read only once built."""
+    """A vocabulary's ordinary tokens by their bytes; one per model, for any thread."""
 
     def __init__(self, tokens: Sequence[bytes], special_ids: Collection[int]) -> None:
         self._tokens = tokens
@@ -119,6 +131,7 @@ class ClosingVocabulary:
         self.first_byte_id = _first_byte_id(len(tokens))
         self._id_of_text: dict[str, int] = {}
         self._longest: dict[str, int] = {}  # piece with these first two bytes
+        self._counts: dict[str, int | None] = {}  # what `num_tokens` has found
         for token_id, token in enumerate(tokens):
             if 0 < len(token) <= _LONGEST_PIECE and token_id not in self._special_ids:
                 text = token.decode("latin-1")
@@ -177,17 +190,23 @@ class ClosingVocabulary:
         if len(path) == 1:
             is_known = ord(path) >= _FIRST_MARKER or path in self._id_of_text
             return 1 if is_known else None
+        if path in self._counts:
+            return self._counts[path]
         spelled = self.spell(path)
-        return None if spelled is None else spelled.num_tokens
+        count = None if spelled is None else spelled.num_tokens
+        if len(self._counts) >= _KEPT_COUNTS:
+            self._counts = {}
+        self._counts[path] = count
+        return count
 
 
 class _Progress(NamedTuple):
-    """How far a path has come, more or less (strings are not told apart): members and items begun,
-    brackets open, bytes of the value at its end. Of two that are equally far and allow the same
-    the shorter one is enough.
+    """How far a path has come, more or less (strings are not told apart): of each open level the
+    members and items begun, the brackets open, the bytes of the value at its end. Of two that are
+    equally far and allow the same the shorter one is enough.
     """
 
-    num_begun: int = 0
+    num_begun: tuple[int, ...] = (0,)
     is_open: str = ""
     size: int = 0
 
@@ -197,11 +216,33 @@ class _Progress(NamedTuple):
             size = 0 if item in _STRUCTURE else size + 1
             if item in _OPENERS:
                 is_open += item
+                num_begun = (*num_begun, 0)
             elif item in _BRACKETS:
                 is_open = is_open[:-1]
+                num_begun = num_begun[:-1] or (0,)
             elif item in _SEPARATORS:
-                num_begun += 1
+                num_begun = (*num_begun[:-1], num_begun[-1] + 1)
         return _Progress(num_begun, is_open, size)
+
+
+class _FirstCosts:
+    """What it cost the first path to begin so many members and items of a level."""
+
+    def __init__(self) -> None:
+        self._costs: dict[tuple[int, ...], int] = {}
+
+    def add(self, num_begun: tuple[int, ...], cost: int) -> None:
+        """Note a path, which has begun what its outer levels have begun as well."""
+        for depth in range(1, len(num_begun) + 1):
+            self._costs.setdefault(num_begun[:depth], cost)
+
+    def is_late(self, num_begun: tuple[int, ...], cost: int, late: int) -> bool:
+        """Whether another path was further on some level, for `late` tokens less."""
+        costs = self._costs
+        return any(
+            costs.get((*num_begun[:depth], num_begun[depth] + 1), cost) + late < cost
+            for depth in range(len(num_begun))
+        )
 
 
 class _State(NamedTuple):
@@ -240,13 +281,15 @@ class _Walker:
         self._path = path[: shared + num_more]
         return len(self._path) == len(path)
 
-    def completes(self, more: str) -> bool:
-        """Whether `more` completes the grammar from here."""
-        num_more = self._advance(more)
-        is_end = num_more == len(more) and bool(self.matcher.is_accepting())
-        if num_more:
-            self.matcher.rollback(num_more)
-        return is_end
+    def completes(self, ids: list[int]) -> tuple[bool, int]:
+        """Whether these tokens complete the grammar from here, and how many of them fit."""
+        taken: int = self.matcher.try_consume_tokens(ids[:_FIRST_LOOK])
+        if taken == _FIRST_LOOK < len(ids):
+            taken += self.matcher.try_consume_tokens(ids[_FIRST_LOOK:])
+        is_end = taken == len(ids) and bool(self.matcher.is_accepting())
+        if taken:
+            self.matcher.rollback(taken)
+        return is_end, taken
 
     def _advance(self, more: str) -> int:
         if not more:
@@ -258,7 +301,7 @@ class _Walker:
 class ClosingSearch:
     """One search from one state of a matcher over bytes, which it leaves as it is.
 
-    `max_states` bounds the states that are looked at, some 20 microseconds each. With `known`
+    `max_states` bounds the states that are looked at, some 30 microseconds each. With `known`
     endings, of earlier states of the same matcher, a way into one of them is enough.
     """
 
@@ -272,22 +315,26 @@ class ClosingSearch:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._max_states = max_states
-        self._known = known
+        self._known = [(ending, vocabulary.byte_ids(ending.path)) for ending in known]
         self._num_tried = 0
 
     def ending(self) -> Ending | None:
         """What completes the grammar, empty where it is complete; None if nothing was found."""
-        found = self._search(is_greedy=False) or self._search(is_greedy=True)
+        found = self._search(_LATE)
+        if not found and not self._known:
+            found = self._search(0) or self._search(0, is_greedy=True)
         return min(found, key=lambda ending: ending.num_tokens, default=None)
 
-    def _search(self, is_greedy: bool) -> list[Ending]:
-        """Ways to an end. Greedy: whatever leads on first, for a grammar with many ways."""
+    def _search(self, late: int, is_greedy: bool = False) -> list[Ending]:
+        """Ways to an end. `late` tokens behind another a path is dropped: the fewer, the sooner a
+        grammar with many ways is through. Greedy: whatever leads on first.
+        """
         walker = _Walker(self._matcher, self._vocabulary)
         found: list[Ending] = []
         found_cost = 0  # of the first
         waiting = [_State(0, 0, 0, "", _Progress())]
         seen: set[tuple[bytes, _Progress]] = set()
-        first_cost: dict[int, int] = {}  # of the first path that began so many members and items
+        first_costs = _FirstCosts()
         number = 0
         for _ in range(self._max_states):
             if not waiting or (found and waiting[0].cost > found_cost + _LONGER):
@@ -312,8 +359,8 @@ class ClosingSearch:
             if matcher.is_error():
                 break
             key = (mask, progress)
-            first_cost.setdefault(progress.num_begun, state.cost)
-            is_late = state.cost > first_cost.get(progress.num_begun + 1, state.cost) + _LATE
+            first_costs.add(progress.num_begun, state.cost)
+            is_late = first_costs.is_late(progress.num_begun, state.cost, late)
             if key in seen or (is_late and not is_greedy):
                 continue
             seen.add(key)
@@ -323,6 +370,8 @@ class ClosingSearch:
                 joined = self._joined(walker, state.path, allowed, forced)
                 if joined is not None:
                     return [joined]
+                if self._num_tried >= _TRIED_BYTES:
+                    break
             ways = self._ways(walker, state.path, mask, allowed, forced)
             for way in reversed(ways) if is_greedy else ways:
                 fits = len(state.path) + len(way) <= _MAX_BYTES
@@ -336,35 +385,30 @@ class ClosingSearch:
                 heapq.heappush(waiting, _State(order, number, cost, state.path + way, after))
         return found
 
-    def _allowed(self, mask: bytes) -> list[int]:
-        """The bytes that may come next, ascending."""
+    def _allowed(self, mask: bytes) -> int:
+        """The bytes that may come next, as bits."""
         start = self._vocabulary.first_byte_id // 8
-        bits = np.frombuffer(mask, dtype=np.uint8)[start : start + 32]
-        found: list[int] = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
-        return found
+        return int.from_bytes(mask[start : start + 32], "little")
 
-    def _joined(
-        self, walker: _Walker, path: str, allowed: Sequence[int], forced: bytes
-    ) -> Ending | None:
-        """The shortest ending by `path` and then the end of a known one."""
-        found: list[Ending] = []
-        for known in self._known:
+    def _joined(self, walker: _Walker, path: str, allowed: int, forced: bytes) -> Ending | None:
+        """An ending by `path` and then the end of a known one, as short as it has."""
+        for known, ids in self._known:
             for place in _places(known.path, allowed, forced):
-                if self._num_tried == _MAX_TRIED:
+                if self._num_tried >= _TRIED_BYTES:
                     return None
-                self._num_tried += 1
-                if walker.completes(known.path[place:]):
-                    end = known._last(len(known.path) - place)
-                    joined = self._vocabulary.spell(path, end)
-                    if joined is not None:
-                        found.append(joined)
-                        break
+                is_end, num_fitting = walker.completes(ids[place:])
+                self._num_tried += 1 + num_fitting
                 if walker.is_lost:
                     return None
-        return min(found, key=lambda ending: ending.num_tokens, default=None)
+                if is_end:
+                    end = known.last(len(known.path) - place)
+                    joined = self._vocabulary.spell(path, end)
+                    if joined is not None:
+                        return joined
+        return None
 
     def _ways(
-        self, walker: _Walker, path: str, mask: bytes, allowed: Sequence[int], forced: bytes
+        self, walker: _Walker, path: str, mask: bytes, allowed: int, forced: bytes
     ) -> list[str]:
         """What to try next, the likeliest to end soon first."""
         if forced and _MARKER not in forced:
@@ -373,23 +417,22 @@ class ClosingSearch:
             bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
             markers = np.flatnonzero(bits[: self._vocabulary.first_byte_id])[:_FEW].tolist()
             return [chr(_FIRST_MARKER + token_id) for token_id in markers]
-        if len(allowed) > _MANY:
-            if _QUOTE in allowed:
+        if allowed.bit_count() > _MANY:
+            if allowed >> _QUOTE & 1:
                 return ['"']
-            last = ord(path[-1]) if path else -1
-            if last in allowed and last in _SAMPLES:
+            last = ord(path[-1]) if path else 0
+            if last in _SAMPLES and allowed >> last & 1:
                 signs = [way for way in _samples(allowed) if ord(way) not in _SAMPLES]
                 return [self._longer_run(walker, path), *signs]
             return _samples(allowed)
-        closing = [byte for byte in allowed if chr(byte) in _BRACKETS]
-        if closing or ord(",") in allowed:
-            return [chr(byte) for byte in closing or allowed if byte in _CLOSERS]
-        digits = [byte for byte in allowed if byte in _DIGITS]
-        others = [byte for byte in allowed if byte not in _DIGITS]
+        closing = allowed & _BRACKET_BITS
+        if closing or allowed >> _COMMA & 1:
+            return _characters(closing or allowed & _CLOSER_BITS)
+        digits = _characters(allowed & _DIGIT_BITS)
         if len(digits) > 3:
             digits = [digits[-1], digits[0]]
-        empty = [pair for pair in _EMPTY_VALUES if ord(pair[0]) in others]
-        return [*empty, *map(chr, others + digits)]
+        empty = [pair for pair in _EMPTY_VALUES if allowed >> ord(pair[0]) & 1]
+        return [*empty, *_characters(allowed & ~_DIGIT_BITS), *digits]
 
     def _longer_run(self, walker: _Walker, path: str) -> str:
         """A character again, in strides, since a long text has few tokens."""
@@ -400,14 +443,24 @@ class ClosingSearch:
         return run if fits else path[-1]
 
 
-def _samples(allowed: Sequence[int]) -> list[str]:
+def _characters(allowed: int) -> list[str]:
+    """A set of bytes, ascending."""
+    found: list[str] = []
+    while allowed:
+        found.append(chr((allowed & -allowed).bit_length() - 1))
+        allowed &= allowed - 1
+    return found
+
+
+def _samples(allowed: int) -> list[str]:
     """A few of many characters: of a pattern's, the signs, since one of them may be its end."""
-    signs = [byte for byte in allowed if byte < 128 and not chr(byte).isalnum()]
-    ends = [byte for byte in signs if byte not in _SAMPLES] if len(signs) <= _FEW else []
-    return [chr(b) for b in [*_SAMPLES, *ends] if b in allowed] or [chr(allowed[0])]
+    signs = _characters(allowed & _SIGN_BITS)
+    ends = [sign for sign in signs if ord(sign) not in _SAMPLES] if len(signs) <= _FEW else []
+    found = [chr(byte) for byte in _SAMPLES if allowed >> byte & 1]
+    return [*found, *ends] or _characters(allowed)[:1]
 
 
-def _places(known: str, allowed: Sequence[int], forced: bytes) -> Iterator[int]:
+def _places(known: str, allowed: int, forced: bytes) -> Iterator[int]:
     """Where a known ending may go on from a state, those nearest to its end first."""
     if forced:
         if _MARKER in forced:
@@ -424,14 +477,16 @@ def _places(known: str, allowed: Sequence[int], forced: bytes) -> Iterator[int]:
     near = min(_NEAR, len(known) - num_closers)
     first = max(len(known) - _TRIED_PLACES // 2, len(known) - num_closers, near)
     places = [*range(len(known) - 1, first - 1, -1), *range(near - 1, -1, -1)]
-    follows = frozenset(map(chr, allowed))
-    if len(allowed) > _MANY:  # inside a string most places would only be more of it
-        follows = frozenset('"') if _QUOTE in allowed else follows
+    # inside a string most places would only be more of it
+    is_text = allowed.bit_count() > _MANY and allowed >> _QUOTE & 1
     tried = 0
     for place in places:
-        is_at_start = place == 0 and ord(known[0]) in allowed
-        if is_at_start or known[place] in follows:
-            yield place
-            tried += 1
-            if tried == _TRIED_PLACES:
-                return
+        follows = ord(known[place])
+        if follows >= _FIRST_MARKER or not allowed >> follows & 1:
+            continue
+        if is_text and follows != _QUOTE and place:
+            continue
+        yield place
+        tried += 1
+        if tried == _TRIED_PLACES:
+            return

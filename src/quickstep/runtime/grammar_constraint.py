@@ -22,7 +22,7 @@ from quickstep.types import Admission, Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["GrammarConstraint", "NewMatcher", "constraint_of"]
+__all__ = ["GrammarConstraint", "GrammarStart", "NewMatcher", "grammar_start"]
 
 # A matcher of its own for one sequence, at the grammar's start, and how it is brought to its end.
 # Raises RequestError.
@@ -98,10 +98,44 @@ class GrammarConstraint:
             self.failure = f"the grammar cannot be followed: {matcher.stop_reason()}"
 
 
-def constraint_of(
+class GrammarStart:
+    """What a sequence's constraint starts with: a matcher that stays at the grammar's start."""
+
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        closing: ClosingStart,
+        end_ids: npt.NDArray[np.int64],
+        vocab_size: int,
+    ) -> None:
+        self._matcher = matcher
+        self._closing = closing
+        self.end_ids = end_ids
+        self.vocab_size = vocab_size
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether no text at all is complete."""
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def num_to_end(self) -> int | None:
+        """The tokens of the shortest text that is known; None without any."""
+        ending = self._closing.ending
+        return None if ending is None else ending.num_tokens
+
+    def constraint(self, max_tokens: int | None) -> GrammarConstraint:
+        """A constraint that begins here, with so many tokens left."""
+        guard = None
+        if max_tokens is not None:
+            guard = ClosingGuard(self._closing, max_tokens, self.end_ids.tolist())
+        return GrammarConstraint(self._matcher.deep_copy(), self.end_ids, self.vocab_size, guard)
+
+
+def grammar_start(
     admission: Admission, vocab_size: int, new_matcher: NewMatcher | None
-) -> GrammarConstraint | None:
-    """The constraint of a sequence that becomes resident, its outputs replayed.
+) -> GrammarStart | None:
+    """What the sequence's grammar starts with; None without a grammar.
 
     Raises:
         RequestError: The grammar is not one, or nothing here can compile it.
@@ -113,14 +147,7 @@ def constraint_of(
         raise RequestError("grammar is not supported by this engine", param="grammar")
     ends = sorted(i for i in admission.eos_token_ids if 0 <= i < vocab_size)
     matcher, closing = new_matcher(grammar)
-    in_tokens = admission.sampling.in_tokens
-    limit = admission.sampling.max_tokens if in_tokens is None else in_tokens.max_tokens
-    guard = None if limit is None else ClosingGuard(closing, limit, ends)
-    end_ids = np.array(ends, dtype=np.int64)
-    constraint = GrammarConstraint(matcher, end_ids, vocab_size, guard)
-    for token_id in admission.token_ids[admission.prompt_len :]:
-        constraint.record(token_id)
-    return constraint
+    return GrammarStart(matcher, closing, np.array(ends, dtype=np.int64), vocab_size)
 
 
 def _first_line(text: str) -> str:

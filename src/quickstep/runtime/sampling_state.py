@@ -16,7 +16,7 @@ import numpy.typing as npt
 from quickstep.errors import RequestError
 from quickstep.runtime.bad_words import BadWords
 from quickstep.runtime.dry import DryPenalty
-from quickstep.runtime.grammar_constraint import GrammarConstraint, NewMatcher, constraint_of
+from quickstep.runtime.grammar_constraint import GrammarConstraint, NewMatcher, grammar_start
 from quickstep.runtime.logit_changes import (
     NO_BANS,
     Bans,
@@ -26,8 +26,9 @@ from quickstep.runtime.logit_changes import (
     edits_of,
 )
 from quickstep.runtime.penalties import Penalties
+from quickstep.runtime.reasoned_grammar import ReasonedGrammar
 from quickstep.runtime.thinking_budget import ThinkingBudget
-from quickstep.sampling_params import TokenForms
+from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import Admission, SamplingParams
 
 __all__ = ["SamplingState"]
@@ -54,7 +55,7 @@ class SamplingState:
         self._biases = np.array(list(sampling.logit_bias.values()), dtype=np.float64)
         self._allowed_ids = _ids_in(vocab_size, sampling.allowed_token_ids, "allowed_token_ids")
         self._end_ids = _end_ids(admission, vocab_size)
-        self._grammar: GrammarConstraint | None = constraint_of(admission, vocab_size, new_matcher)
+        self._grammar = _grammar(admission, vocab_size, new_matcher)
         self._allowed_bits = (
             bits_of_ids(self._allowed_ids, vocab_size) if self._allowed_ids.size else None
         )
@@ -178,6 +179,28 @@ class SamplingState:
             self._penalties.record(token_id)
 
 
+def _grammar(
+    admission: Admission, vocab_size: int, new_matcher: NewMatcher | None
+) -> GrammarConstraint | ReasonedGrammar | None:
+    """The grammar's constraint, behind the reasoning where there is one, its outputs replayed."""
+    start = grammar_start(admission, vocab_size, new_matcher)
+    if start is None:
+        return None
+    sampling = admission.sampling
+    in_tokens = sampling.in_tokens
+    limit = sampling.max_tokens if in_tokens is None else in_tokens.max_tokens
+    tags = None if in_tokens is None else in_tokens.reasoning
+    grammar: GrammarConstraint | ReasonedGrammar
+    if tags is None:
+        grammar = start.constraint(limit)
+    else:
+        _check_closing(tags, vocab_size)
+        grammar = ReasonedGrammar(start, tags, limit)
+    for token_id in admission.token_ids[admission.prompt_len :]:
+        grammar.record(token_id)
+    return grammar
+
+
 def _penalties(admission: Admission) -> Penalties | None:
     sampling, token_ids, prompt_len = admission.sampling, admission.token_ids, admission.prompt_len
     additive = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
@@ -213,6 +236,7 @@ def _token_forms(sampling: SamplingParams) -> TokenForms:
         "bad_words": bool(sampling.bad_words),
         "dry_sequence_breakers": bool(has_breakers),
         "thinking_budget": sampling.thinking_budget is not None,
+        "reasoning_tags": sampling.grammar is not None and sampling.reasoning_tags is not None,
     }
     for param, is_needed in needed.items():
         if is_needed:
@@ -240,7 +264,15 @@ def _thinking(
     budget, tags = admission.sampling.thinking_budget, in_tokens.reasoning
     if budget is None:
         return None
-    if tags is None or max(tags.closings[0]) >= vocab_size:
+    if tags is None:
         raise RequestError("thinking_budget has no tag to write", param="thinking_budget")
+    _check_closing(tags, vocab_size)
     outputs = admission.token_ids[admission.prompt_len :]
     return ThinkingBudget(budget, tags, outputs)
+
+
+def _check_closing(tags: ReasoningTokens, vocab_size: int) -> None:
+    if max(tags.closing_ids) >= vocab_size:
+        raise RequestError(
+            "reasoning_tags has a closing tag that is no token of the model", param="reasoning_tags"
+        )

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -37,7 +36,14 @@ from quickstep.server.field_reader import FieldReader
 from quickstep.server.frames import event_frame
 from quickstep.server.front_gate import report_ignored
 from quickstep.server.generation import ChoiceDelta, Generation
-from quickstep.server.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
+from quickstep.server.message_blocks import (
+    Block,
+    BlockKind,
+    BlockNews,
+    Blocks,
+    Change,
+    partial_object,
+)
 from quickstep.server.prompts import prompts_ids
 from quickstep.server.response_messages import (
     CacheCreation,
@@ -300,8 +306,7 @@ def _event(name: str, /, **content: object) -> bytes:
 
 def _content(block: Block) -> MessageBlock:
     if block.call is not None:
-        arguments = msgspec.json.decode(block.text, type=dict[str, Any])
-        return ToolUseContent(block.call.call_id, block.call.name, arguments)
+        return ToolUseContent(block.call.call_id, block.call.name, partial_object(block.text))
     if block.kind is BlockKind.REASONING:
         return ThinkingContent(block.text)
     return TextContent(block.text)

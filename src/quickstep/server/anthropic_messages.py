@@ -135,7 +135,7 @@ def _assistant(turn: AssistantTurn, path: str, served: Served) -> _Message:
 
 def _tool_use(block: ToolUseBlock, path: str) -> _Message:
     arguments = json.dumps(block.input, ensure_ascii=False)
-    return past_call(block.id, block.name, arguments, f"{path}.input")
+    return past_call(block.id, block.name, arguments)
 
 
 def _text(content: str | Sequence[PlainBlock | OpaqueBlock], path: str) -> str:

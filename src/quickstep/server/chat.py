@@ -192,10 +192,13 @@ def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
             _tool_call(call, f"{path}.tool_calls[{index}]")
             for index, call in enumerate(message.tool_calls)
         ]
-    if message.reasoning_content is not None:
-        plain["reasoning_content"] = message.reasoning_content
+    reasoning = (
+        message.reasoning if message.reasoning_content is None else message.reasoning_content
+    )
+    if reasoning is not None:
+        plain["reasoning_content"] = reasoning
         if not plain["content"]:  # gpt-oss's name of it, beside calls only
-            plain["thinking"] = message.reasoning_content
+            plain["thinking"] = reasoning
     return plain
 
 
@@ -204,7 +207,7 @@ def _tool_call(call: ToolCall, path: str) -> dict[str, Any]:
         kind = f"{path}.type"
         raise RequestError(f"{kind} {call.type[:64]} is not supported; send function", param=kind)
     function = call.function
-    return past_call(call.id, function.name, function.arguments, f"{path}.function.arguments")
+    return past_call(call.id, function.name, function.arguments)
 
 
 def _text(content: Content, path: str) -> str:

@@ -2,7 +2,8 @@
 
 `MessageReader` reads one choice's text, for every surface. `ChatRendering` belongs to one request
 and holds one reader per choice; `chat` makes it, `choices` calls it. A stream's words add up to
-the whole message.
+the whole message. Reasoning has two names, since clients read either: `reasoning_content` and
+`reasoning`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import Any
 
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import message_grammar
-from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
+from quickstep.engine.tool_calls.message_delta import (
+    CallDelta,
+    ContentDelta,
+    FunctionCall,
+    MessageDelta,
+    MessagePart,
+    ReasoningDelta,
+)
 from quickstep.engine.tool_calls.parser import MessageParser
 from quickstep.server.completion_choice import prompt_logprobs_json
 from quickstep.server.engine_face import Vocabulary
@@ -34,13 +42,13 @@ class MessageReader:
     def read(self, text: str, ended: bool) -> MessageDelta:
         """What becomes certain with `text`, the last of its text if `ended`."""
         if self._parser is None:
-            return MessageDelta(content=text)
+            return MessageDelta((ContentDelta(text),) if text else ())
         delta = self._parser.feed(text)
         if ended:
             delta = delta.followed_by(self._parser.finish())
         if self._one_call:
             delta = delta.with_first_call_only()
-        self.has_calls |= bool(delta.calls)
+        self.has_calls |= any(isinstance(part, CallDelta) for part in delta.parts)
         return delta
 
 
@@ -71,23 +79,30 @@ class ChatRendering:
             beside["prompt_logprobs"] = prompt_logprobs_json(scores, num_top, self._tokenizer)
         return beside
 
-    def news(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
-        """What became certain of the message, with the new tokens' logprobs."""
+    def news(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+        """What became certain of the message, with the new tokens' logprobs beside the first word.
+
+        A call's first piece has its name and no arguments; those follow in a word of their own.
+        """
         ended = delta.finish_reason is not None
         said = self._messages[choice.index].read(delta.text, ended)
-        words: dict[str, Any] = {}
-        if said.reasoning:
-            words["reasoning_content"] = said.reasoning
-        if said.content:
-            words["content"] = said.content
-        if said.calls:
-            words["tool_calls"] = [{"index": call.index, **_call(call)} for call in said.calls]
+        words: list[dict[str, Any]] = []
+        for part in said.parts:
+            word = _word(part)
+            joins = words and {"tool_calls", *words[-1]}.isdisjoint({*word})
+            if joins and "tool_calls" not in words[-1]:
+                words[-1] |= word
+            elif word:
+                words.append(word)
         shows_tokens = self._shown.logprobs is not None or self._shown.token_ids
-        if not words and not (shows_tokens and delta.token_ids):
-            return None
-        logprobs = self._listed(delta.logprobs)
-        word = {"delta": words or {"content": ""}, "logprobs": logprobs}
-        return {**word, **self._token_ids(delta.token_ids)}
+        if not words and shows_tokens and delta.token_ids:
+            words.append({"content": ""})
+        listed, token_ids = self._listed(delta.logprobs), self._token_ids(delta.token_ids)
+        none = None if listed is None else self._listed(())
+        return [
+            {"delta": word, "logprobs": none if place else listed, **({} if place else token_ids)}
+            for place, word in enumerate(words)
+        ]
 
     def ending(self) -> dict[str, Any]:
         """No content."""
@@ -99,7 +114,7 @@ class ChatRendering:
         content = self._shown.before + said.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if said.reasoning:
-            message["reasoning_content"] = said.reasoning
+            message |= _reasoning(said.reasoning)
         if said.calls:
             message["content"] = content or None
             message["tool_calls"] = [_call(call) for call in said.calls]
@@ -164,6 +179,26 @@ def _call_ids(short: bool, prefix: str) -> Callable[[], str]:
     return lambda: f"{prefix}{uuid.uuid4().hex[:24]}"
 
 
-def _call(call: CallDelta) -> dict[str, Any]:
+def _reasoning(text: str) -> dict[str, str]:
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(call: FunctionCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.call_id, "type": "function", "function": function}
+
+
+def _word(part: MessagePart) -> dict[str, Any]:
+    """A stream's word for a part; the last piece of a call may say nothing."""
+    match part:
+        case ContentDelta(text=text):
+            return {"content": text}
+        case ReasoningDelta(text=text):
+            return _reasoning(text)
+        case CallDelta(name="", arguments=""):
+            return {}
+        case CallDelta(name="", arguments=arguments):
+            return {"tool_calls": [{"index": part.index, "function": {"arguments": arguments}}]}
+        case CallDelta(call_id=call_id, name=name):
+            begun = _call(FunctionCall(call_id, name, ""))
+            return {"tool_calls": [{"index": part.index, **begun}]}

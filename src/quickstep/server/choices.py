@@ -34,8 +34,8 @@ class Rendering(Protocol):
     def beside(self) -> Mapping[str, Any]:
         """What stands beside the choices, in a stream in the opening chunk."""
 
-    def news(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
-        """A stream's word for a delta, without `index` and `finish_reason`; None for nothing."""
+    def news(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+        """A stream's words for a delta, each without `index` and `finish_reason`."""
 
     def ending(self) -> dict[str, Any]:
         """A stream's empty word beside the finish reason."""
@@ -109,8 +109,7 @@ class _ChoicesWriter:
     def news(self, item: ChoiceDelta) -> Iterator[bytes]:
         """The news of a delta, and its choice's end."""
         choice = self._generation.choices[item.choice]
-        said = self._rendering.news(choice, item.delta)
-        if said is not None:
+        for said in self._rendering.news(choice, item.delta):
             yield self._chunk({"index": choice.index, **said, "finish_reason": None})
         if item.delta.finish_reason is not None:
             reason = self._rendering.finish_reason(choice)

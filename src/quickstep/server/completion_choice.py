@@ -35,17 +35,17 @@ class CompletionRendering:
         """Nothing: every choice carries its own."""
         return {}
 
-    def news(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+    def news(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
         """New text, with the new tokens' logprobs; the prompt first, once it is scored."""
         if delta.finish_reason is None and not delta.token_ids and not delta.text:
-            return None
+            return []
         shows_tokens = self._shown.logprobs is not None or self._shown.token_ids
         is_first = choice.index not in self._begun
         with_prompt = is_first and (self._shown.echo or self._shown.token_ids)
         if not delta.text and not with_prompt and not (shows_tokens and delta.token_ids):
-            return None
+            return []
         self._begun.add(choice.index)
-        return self._said(choice, delta.text, delta.logprobs, delta.token_ids, is_first)
+        return [self._said(choice, delta.text, delta.logprobs, delta.token_ids, is_first)]
 
     def ending(self) -> dict[str, Any]:
         """No text."""

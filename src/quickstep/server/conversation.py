@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
-import msgspec
-
 from quickstep.dataclass import dataclass
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
@@ -22,7 +20,7 @@ from quickstep.server.sampling import bounded, deadline_of, label, sampling_para
 from quickstep.server.schemas import SamplingFields
 from quickstep.server.structured import AskedGrammar
 from quickstep.server.surface import Served
-from quickstep.server.tools import OfferedTools
+from quickstep.server.tools import OfferedTools, with_answer
 from quickstep.types import SamplingParams
 
 __all__ = [
@@ -91,6 +89,10 @@ def conversation_request(
         del values["max_tokens"]
     values["shown_special_token_ids"] = _markers(output, served)
     values["grammar"] = None if grammar is None else grammar.grammar
+    reasoning = served.formats.reasoning
+    if grammar is not None and reasoning is not None and reasoning.opening:
+        values["reasoning_tags"] = (reasoning.opening, reasoning.closing)
+    values["inside_reasoning"] = output is not None and output.inside_reasoning
     return GenerationRequest(
         model=served.model(fields.model),
         prompts=(conversation.prompt,),
@@ -101,7 +103,6 @@ def conversation_request(
         output=output,
         prompt_field=prompt_field,
         grammar_field="" if grammar is None else grammar.field,
-        grammar_inside_reasoning=None if grammar is None else grammar.inside_reasoning,
     )
 
 
@@ -127,14 +128,10 @@ def check_shows_calls(served: Served, path: str) -> None:
         )
 
 
-def past_call(call_id: str, name: str, arguments: str, path: str) -> dict[str, Any]:
-    """An earlier call for the template; its arguments stay the text that the model wrote, once it
-    is known to be JSON. `path` is where the client has them.
+def past_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """An earlier call for the template; its arguments stay the text that the model wrote, be it the
+    JSON of an object or not: a call may have been cut.
     """
-    try:
-        msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        raise RequestError(f"{path} is not the JSON text of an object", param=path) from None
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 
@@ -199,20 +196,12 @@ def checked_metadata(metadata: dict[str, str], limits: RequestLimits) -> dict[st
 
 
 def _grammar(conversation: Conversation, served: Served) -> AskedGrammar | None:
-    """The grammar of the message: of its calls, or of its content."""
+    """The grammar of the message behind its reasoning: of its calls, of its content, or of both."""
     asked, offered = conversation.asked, conversation.offered
-    if asked is not None and offered.tools:
-        raise RequestError(
-            f"{asked.field} cannot go with tools that may be called; send tool_choice none",
-            param=asked.field,
-        )
-    if asked is not None and served.formats.reasoning is REASONING_FORMATS["harmony"]:
-        raise RequestError(
-            f"{asked.field} is not supported: {served.engine.model_name} writes its messages into "
-            "channels",
-            param=asked.field,
-        )
-    return asked or offered.grammar
+    if asked is None or offered.must_call:
+        return offered.grammar
+    in_channels = served.formats.reasoning is REASONING_FORMATS["harmony"]
+    return with_answer(asked, offered, served) if offered.tools or in_channels else asked
 
 
 def check_continues(message: Mapping[str, Any], path: str) -> None:

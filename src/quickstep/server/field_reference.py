@@ -40,7 +40,7 @@ _SAMPLING: Effects = {
     "dry_sequence_breakers": "Texts over which no repetition reaches.",
     "bad_words": "Texts that are not written, with or without a space before them.",
     "thinking_budget": "Tokens inside the reasoning after which its closing tag is written; "
-    "refused where the model's reasoning has no tags, and beside a grammar.",
+    "refused where the model's reasoning has no tags.",
     "timeout_s": "Seconds after which what was generated is the answer, with finish_reason length.",
     "presence_penalty": "Subtracted from the logit of every token generated before.",
     "frequency_penalty": "Subtracted from a token's logit for each time it was generated.",
@@ -150,6 +150,7 @@ _EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "name": "Given to the chat template.",
         "tool_calls": "The calls that the model made; 400 if the template cannot write them.",
         "reasoning_content": "Given to the chat template, which may leave it out.",
+        "reasoning": "Another name of reasoning_content.",
     },
     schemas.ToolMessage: {
         "content": "What the tool gave back.",
@@ -164,7 +165,7 @@ _EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
     },
     schemas.CalledFunction: {
         "name": "Given to the chat template.",
-        "arguments": "Given to the chat template; it must be the JSON text of an object.",
+        "arguments": "Given to the chat template; mostly the JSON text of an object.",
     },
     schemas.FunctionTool: {"function": "The function that may be called."},
     schemas.FunctionSpec: {

@@ -54,7 +54,7 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "type": "Says that this is an earlier call.",
         "call_id": "Given to the chat template.",
         "name": "Given to the chat template.",
-        "arguments": "Given to the chat template; it must be the JSON text of an object.",
+        "arguments": "Given to the chat template; mostly the JSON text of an object.",
         "id": _ID,
         "status": _STATUS,
     },

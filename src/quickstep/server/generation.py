@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import field, replace
+from dataclasses import field
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,7 @@ from quickstep.server.prompts import (
 )
 from quickstep.server.request_size import check_num_tokens
 from quickstep.server.work_lanes import WorkLanes
-from quickstep.types import FinishReason, Grammar, SamplingParams, SequenceTimings, TokenLogprobs
+from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 
 __all__ = [
     "ChatPrompt",
@@ -103,7 +103,6 @@ class GenerationRequest:
         output: What to read out of the text beside content; None for nothing.
         grammar_field: The client's name of what became `sampling.grammar`.
         prompt_field: The client's name of what became `prompts`.
-        grammar_inside_reasoning: Takes its place where the prompt has opened the reasoning.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
         tenant: The client's own label of whom the work is accounted to; the route puts the name of
             the API key in front.
@@ -130,7 +129,6 @@ class GenerationRequest:
     output: OutputReading | None = None
     grammar_field: str = ""
     prompt_field: str = "prompt"
-    grammar_inside_reasoning: Grammar | None = None
     echoed: Mapping[str, Any] = field(default_factory=dict)
     shown: Shown = field(default_factory=Shown)
     deadline_s: float | None = None
@@ -353,7 +351,6 @@ async def open_generation(
         raise in_clients_words(error, request.grammar_field, request.prompt_field) from None
     if truncated is not None:
         prompts = [ids[-truncated:] for ids in prompts]
-    request = _behind_prompts(engine, request, prompts)
     await _prepare(engine, request)
     check_num_tokens(prompts, request.sampling, engine.max_model_len, limits)
     streams: list[TokenStream] = []
@@ -391,26 +388,6 @@ async def _prepare(engine: ServedEngine, request: GenerationRequest) -> None:
         await engine.prepare(request.sampling)
     except RequestError as error:
         raise in_clients_words(error, request.grammar_field) from None
-
-
-def _behind_prompts(
-    engine: ServedEngine, request: GenerationRequest, prompts: Sequence[Sequence[int]]
-) -> GenerationRequest:
-    """A grammar begins with the output: inside the reasoning, where the prompt has opened it."""
-    if request.sampling.grammar is None or request.output is None:
-        return request
-    if not any(opens_reasoning(request.output, engine.tokenizer, prompt) for prompt in prompts):
-        return request
-    if request.grammar_inside_reasoning is None:
-        field = request.grammar_field
-        raise RequestError(
-            f"{field} is not supported where the chat template opens the reasoning; turn that off "
-            "with chat_template_kwargs",
-            param=field,
-        )
-    return replace(
-        request, sampling=replace(request.sampling, grammar=request.grammar_inside_reasoning)
-    )
 
 
 def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequence[int]) -> bool:

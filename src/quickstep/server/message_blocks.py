@@ -9,16 +9,25 @@ feed it the same deltas whether they stream or not: what a stream tells adds up 
 from __future__ import annotations
 
 import enum
+import re
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import field
+from typing import Any
+
+import msgspec
 
 from quickstep.dataclass import dataclass
 from quickstep.engine.stream import Delta
-from quickstep.engine.tool_calls.message_delta import CallDelta
+from quickstep.engine.tool_calls.message_delta import CallDelta, ContentDelta, ReasoningDelta
 from quickstep.server.chat_message import MessageReader
 from quickstep.types import FinishReason, TokenLogprobs
 
-__all__ = ["Block", "BlockKind", "BlockNews", "Blocks", "Change"]
+__all__ = ["Block", "BlockKind", "BlockNews", "Blocks", "Change", "partial_object"]
+
+# brackets, strings and other values of a JSON text
+_JSON_PIECES = re.compile(r'[][{},]|"(?:[^"\\]|\\.)*+"|[^][{},:"\s]++', re.DOTALL)
+_MAX_CUTS = 8  # behind a cut stand at most a key, a colon and a value that has begun
 
 
 class BlockKind(enum.Enum):
@@ -30,7 +39,7 @@ class BlockKind(enum.Enum):
 
 
 class Change(enum.Enum):
-    """What happens to a block; a call is opened, grown and closed in one go."""
+    """What happens to a block."""
 
     OPENED = "opened"
     GREW = "grew"
@@ -39,7 +48,10 @@ class Change(enum.Enum):
 
 @dataclass(slots=True)
 class Block:
-    """A block, growing. `call` is None unless it is one; its text is then the arguments."""
+    """A block, growing. `call` has the id and the name of one; its text is then the arguments.
+
+    `cut`: its end is missing.
+    """
 
     index: int
     kind: BlockKind
@@ -98,15 +110,19 @@ class Blocks:
         self._logprobs.extend(delta.logprobs)
         reason = delta.finish_reason
         said = self._reader.read(delta.text, reason is not None)
-        news: list[BlockNews] = []
-        if said.reasoning:
-            news += self._grow(BlockKind.REASONING, said.reasoning)
-        if self._open is not None and self._open.kind is BlockKind.REASONING:
+        first = said.parts[0] if said.parts else None
+        is_thinking = self._open is not None and self._open.kind is BlockKind.REASONING
+        if is_thinking or isinstance(first, ReasoningDelta):
             self.num_reasoning_tokens += len(delta.token_ids)
-        if said.content:
-            news += self._grow(BlockKind.TEXT, said.content)
-        for call in said.calls:
-            news += self._call(call)
+        news: list[BlockNews] = []
+        for part in said.parts:
+            match part:
+                case ReasoningDelta(text=text):
+                    news += self._grow(BlockKind.REASONING, text)
+                case ContentDelta(text=text):
+                    news += self._grow(BlockKind.TEXT, text)
+                case CallDelta():
+                    news += self._call(part)
         if reason is not None:
             self.last = delta
             if self._never_empty and not self.blocks:
@@ -127,13 +143,19 @@ class Blocks:
         block.logprobs.extend(logprobs)
         yield BlockNews(Change.GREW, block, text, logprobs)
 
-    def _call(self, call: CallDelta) -> Iterator[BlockNews]:
-        yield from self._close()
+    def _call(self, piece: CallDelta) -> Iterator[BlockNews]:
+        """A piece of a call, whose pieces follow each other."""
         self._logprobs.clear()
-        block = self._add(Block(len(self.blocks), BlockKind.CALL, call, [call.arguments]))
-        yield BlockNews(Change.OPENED, block)
-        yield BlockNews(Change.GREW, block, call.arguments)
-        yield from self._close()
+        if piece.name:
+            yield from self._close()
+            block = self._add(Block(len(self.blocks), BlockKind.CALL, piece))
+            yield BlockNews(Change.OPENED, block)
+        if piece.arguments:
+            block = self.blocks[-1]
+            block.pieces.append(piece.arguments)
+            yield BlockNews(Change.GREW, block, piece.arguments)
+        if piece.is_last:
+            yield from self._close(cut=_object(self.blocks[-1].text) is None)
 
     def _add(self, block: Block) -> Block:
         self.blocks.append(block)
@@ -145,3 +167,41 @@ class Blocks:
         if block is not None:
             block.cut = cut
             yield BlockNews(Change.CLOSED, block)
+
+
+def partial_object(text: str) -> dict[str, Any]:
+    """The members of an object that a text is the JSON of, or its beginning: those that are there.
+
+    An answer whose schema has an object has no other place for arguments that the limit cut.
+    """
+    complete = _object(text)
+    if complete is not None:
+        return complete
+    for end, closing in reversed(_ends_of_values(text)):
+        partial = _object(text[:end] + closing)
+        if partial is not None:
+            return partial
+    return {}
+
+
+def _ends_of_values(text: str) -> list[tuple[int, str]]:
+    """The last places where a text can be cut off, and the brackets that are open there."""
+    places: deque[tuple[int, str]] = deque(maxlen=_MAX_CUTS)
+    closing: list[str] = []
+    for found in _JSON_PIECES.finditer(text):
+        piece = found.group()
+        if piece in ("{", "["):
+            closing.append("}" if piece == "{" else "]")
+        elif piece in ("}", "]") and closing:
+            closing.pop()
+        if closing and piece != ",":
+            places.append((found.end(), "".join(reversed(closing))))
+    return list(places)
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

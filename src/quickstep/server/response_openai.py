@@ -89,6 +89,7 @@ class AnsweredMessage(msgspec.Struct, frozen=True):
     content: str | None
     refusal: None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
 
 
@@ -181,6 +182,7 @@ class MessageNews(msgspec.Struct, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[StreamedToolCall] | UnsetType = UNSET
 
 

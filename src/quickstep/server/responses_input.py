@@ -114,8 +114,7 @@ def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[s
                 turns.assistant("reasoning_content", _reasoning(item, path))
             case FunctionCallItem():
                 check_shows_calls(served, path)
-                arguments = f"{path}.arguments"
-                turns.call(past_call(item.call_id, item.name, item.arguments, arguments))
+                turns.call(past_call(item.call_id, item.name, item.arguments))
             case FunctionCallOutputItem():
                 content = _text(item.output, f"{path}.output")
                 turns.add({"role": "tool", "tool_call_id": item.call_id, "content": content})

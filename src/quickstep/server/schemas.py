@@ -247,6 +247,7 @@ class AssistantMessage(
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: Annotated[str | None, refused("the model has no refusals", passes=("",))] = None
     annotations: Annotated[list[Any] | None, hint("the model reads text only", passes=([],))] = None
     audio: Annotated[Any, refused("the model gives text only")] = None

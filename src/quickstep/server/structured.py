@@ -22,15 +22,10 @@ __all__ = ["AskedGrammar", "asked_grammar"]
 
 @dataclass(frozen=True, slots=True)
 class AskedGrammar:
-    """A grammar, and the path of the client's field.
-
-    `inside_reasoning` is the grammar for a prompt that has opened the reasoning; None where there
-    is none that could hold from there.
-    """
+    """A grammar, and the path of the client's field."""
 
     grammar: Grammar
     field: str
-    inside_reasoning: Grammar | None = None
 
 
 def asked_grammar(fields: SamplingFields) -> AskedGrammar | None:

@@ -2,21 +2,21 @@
 
 A refusal names the field by its path. `tool_choice` required or a function's name is enforced by
 a grammar, in which all arguments fit. Where the model may choose, `strict` is: the grammar is then
-of text or calls, and the arguments of functions that are not strict are any object.
+of text or calls, and the arguments of functions that are not strict are any object. With a grammar
+of the answer beside tools, a message is such an answer or calls.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from quickstep.dataclass import dataclass
-from quickstep.engine.tool_calls.answer_grammar import answer_grammar
+from quickstep.engine.tool_calls.answer_grammar import NotNestable, answer_grammar
 from quickstep.engine.tool_calls.call_grammar import call_grammar
-from quickstep.engine.tool_calls.formats import ToolCallFormat
+from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, ToolCallFormat
 from quickstep.errors import RequestError
 from quickstep.server.field_reader import FieldReader
 from quickstep.server.sampling import bounded
@@ -33,6 +33,7 @@ __all__ = [
     "is_left_out",
     "offer",
     "offered_tools",
+    "with_answer",
 ]
 
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -41,14 +42,20 @@ _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """The tools that the model is shown, and the grammar of its calls, if they have one.
+    """The tools that the model is shown, and the grammar of its message, if that has one.
 
-    `one_call`: a second call of a message is dropped.
+    Attributes:
+        grammar: Of calls where one is forced, of text or calls where functions are strict.
+        one_call: A second call of a message is dropped.
+        must_call: The message is nothing but calls.
+        functions: What may be called, for a grammar: `parameters` None where they are free.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
     grammar: AskedGrammar | None = None
     one_call: bool = False
+    must_call: bool = False
+    functions: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +143,37 @@ def offer(
     one_call = one_call or (choice.names is not None and len(choice.names) == 1)
     tools = tuple({"type": "function", "function": described} for described in shown.values())
     strict = frozenset(function.name for function in functions if function.strict)
+    loose = tuple(
+        described if name in strict else {**described, "parameters": None}
+        for name, described in shown.items()
+    )
     asked: AskedGrammar | None = None
     if forced:
         asked = _forced_calls(forced, one_call, known, served)
     elif strict:
-        loose = [
-            described if name in strict else {**described, "parameters": None}
-            for name, described in shown.items()
-        ]
-        asked = _possible_calls(loose, one_call, known, served)
-    return OfferedTools(tools, asked, one_call)
+        grammar = answer_grammar(known.spelling, loose, one_call, _special_ids(served))
+        asked = AskedGrammar(grammar, "tools")
+    return OfferedTools(tools, asked, one_call, bool(forced), loose)
+
+
+def with_answer(answer: AskedGrammar, offered: OfferedTools, served: Served) -> AskedGrammar:
+    """The grammar of a message that is an answer under a grammar, or calls where some are offered.
+
+    Raises:
+        RequestError: A call cannot be spelled, or the answer's grammar cannot be part of another.
+    """
+    known = _checked_format(served) if offered.functions else TOOL_CALL_FORMATS["harmony"]
+    try:
+        grammar = answer_grammar(
+            known.spelling,
+            offered.functions,
+            offered.one_call,
+            _special_ids(served),
+            answer.grammar,
+        )
+    except NotNestable as error:
+        raise RequestError(f"{answer.field} {error}", param=answer.field) from None
+    return AskedGrammar(grammar, answer.field)
 
 
 def _forced_functions(
@@ -210,19 +238,6 @@ def _forced_calls(
     """The grammar of calls only. Raises RequestError for a function that it cannot spell."""
     grammar = call_grammar(known.spelling, functions, one_call, _special_ids(served))
     return AskedGrammar(grammar, "tools")
-
-
-def _possible_calls(
-    functions: Sequence[Mapping[str, Any]], one_call: bool, known: ToolCallFormat, served: Served
-) -> AskedGrammar:
-    """The grammar of text or calls. Raises RequestError for a function that it cannot spell."""
-    reasoning = served.formats.reasoning
-    thoughts = (reasoning.opening, reasoning.closing) if reasoning and reasoning.opening else None
-    spelled = partial(
-        answer_grammar, known.spelling, functions, one_call, _special_ids(served), thoughts
-    )
-    inside = None if thoughts is None else spelled(inside_thoughts=True)
-    return AskedGrammar(spelled(), "tools", inside)
 
 
 def _special_ids(served: Served) -> Callable[[str], int | None]:

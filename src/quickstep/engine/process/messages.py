@@ -126,9 +126,10 @@ class OpenRefused(WireMessage, frozen=True):
 
 
 class Accepted(WireMessage, frozen=True):
-    """The engine has queued the request; deltas follow."""
+    """The engine has queued the request; deltas follow. `ignored` as in `Stream`."""
 
     number: int
+    ignored: tuple[str, ...] = ()
 
 
 class Refused(WireMessage, frozen=True):

@@ -369,8 +369,8 @@ class RemoteEngine:
                 self._step_log.add_step(record)
             case SequenceNote(record=record):
                 self._step_log.add_sequence(record)
-            case Accepted(number=number):
-                self._streams.accept(number)
+            case Accepted(number=number, ignored=ignored):
+                self._streams.accept(number, ignored)
             case Refused(number=number, message=reason, param=param, status=status, code=code):
                 if status >= 500:
                     self._streams.refuse(number, EngineError(reason))

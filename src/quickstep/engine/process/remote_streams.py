@@ -43,6 +43,11 @@ class RemoteStream:
         """The noise seed that is used, given or drawn."""
         return self._stream.seed
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """What the engine takes less strictly than the request says; known once it accepted."""
+        return self._stream.ignored
+
     def __aiter__(self) -> Self:
         return self
 
@@ -75,9 +80,10 @@ class RemoteStream:
         """Append (the engine's client only)."""
         self._stream.put(delta)
 
-    def decide(self, refusal: QuickstepError | None) -> None:
+    def decide(self, refusal: QuickstepError | None, ignored: tuple[str, ...] = ()) -> None:
         """The engine's verdict; the first one counts (the engine's client only)."""
         if not self._decided.is_set():
+            self._stream.ignored = ignored
             self._refusal = refusal
             self._decided.set()
 
@@ -140,11 +146,11 @@ class RemoteStreams:
         self._empty.clear()
         return number, remote
 
-    def accept(self, number: int) -> None:
+    def accept(self, number: int, ignored: tuple[str, ...]) -> None:
         """The engine has taken the request."""
         self._undecided.discard(number)
         if number in self._live:
-            self._live[number].stream.decide(None)
+            self._live[number].stream.decide(None, ignored)
 
     def refuse(self, number: int, error: QuickstepError) -> None:
         """The engine has not; its stream raises `error`, or ends with it if it had been taken."""

@@ -208,7 +208,7 @@ class EngineService:
             self._refuse(number, error)
         else:
             self._streams[number] = stream
-            self._sender.put(Accepted(number))
+            self._sender.put(Accepted(number, stream.ignored))
             self._start(self._pump(number, stream), self._pumps)
         self._stats_due.set()
 

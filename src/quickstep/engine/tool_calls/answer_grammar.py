@@ -3,13 +3,14 @@
 For functions that are `strict` where the model may choose. All text is free up to what the
 format's reader takes for the opening of a call; from there on the call is spelled:
 
-    [thoughts] text                                  no call
-    [thoughts] (text OPENING calls)* text            an opening that may stand anywhere
-    [thoughts] calls                                 calls that begin the message without a marker
+    text                                  no call
+    (text OPENING calls)* text            an opening that may stand anywhere
+    calls                                 calls that begin the message without a marker
 
-So whatever is drawn reads back as content, or as calls whose arguments fit. A lazy rule ends with
+So whatever is sampled reads back as content, or as calls whose arguments fit. A lazy rule ends with
 its first match, hence the opening is never part of the text; a special token is in no text anyway.
-Called by the server.
+Where the answer has a grammar of its own, the message is such an answer or calls. The reasoning
+before the message is none of the grammar's, but for channels. Called by the server.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from quickstep.engine.json_form import ONE_LINE
 from quickstep.engine.tool_calls.call_grammar import (
     CallSpelling,
     CallWriting,
@@ -27,10 +29,11 @@ from quickstep.engine.tool_calls.call_grammar import (
 )
 from quickstep.types import Grammar
 
-__all__ = ["answer_grammar"]
+__all__ = ["NotNestable", "answer_grammar"]
 
 _ANY = "(.|\\n)*"
 _CHANNELS = ("analysis", "commentary", "final")  # of parts that are no calls
+_FORM = {**ONE_LINE, "lenient": False}
 _SPACE = "[ \\t\\n\\r]*"
 
 
@@ -39,22 +42,58 @@ def answer_grammar(
     functions: Sequence[Mapping[str, Any]],
     one_call: bool,
     special_id: Callable[[str], int | None],
-    thoughts: tuple[str, str] | None = None,
-    inside_thoughts: bool = False,
+    answer: Grammar | None = None,
 ) -> Grammar:
-    """Text or calls of `functions` (`name`, `parameters`, None for any object).
+    """Text, or an answer under a grammar, or calls of `functions`.
 
-    `thoughts` are the markers of the reasoning that may stand before, `inside_thoughts` says that
-    the prompt has opened it. `special_id` is that of `call_grammar`.
+    A function has a `name` and `parameters`, None for any object; `special_id` is that of
+    `call_grammar`.
 
     Raises:
         RequestError: The format cannot spell a function's name or its parameters.
+        NotNestable: The answer's grammar cannot be part of another one.
     """
     writing = CallWriting(special_id)
+    rule = None if answer is None else _rule_of(answer)
     if spelling.thoughts is not None:
-        return _of_channels(writing, spelling, functions)
-    answer = _Answer(writing, spelling, functions, one_call)
-    return answer.grammar(thoughts, inside_thoughts)
+        return _of_channels(writing, spelling, functions, rule)
+    if rule is None:
+        return _Answer(writing, spelling, functions, one_call).grammar()
+    calls = writing.message(spelling, functions, one_call)
+    lines = [f"start: {calls} | answer", f"answer: {rule}", *writing.lines]
+    return Grammar.of_lark("\n".join(lines) + "\n")
+
+
+class NotNestable(ValueError):
+    """A grammar that cannot be part of another one."""
+
+
+def _rule_of(grammar: Grammar) -> str:
+    """What a grammar matches, as the right side of a rule. Raises NotNestable."""
+    match grammar.kind:
+        case "json_schema" | "json_object":
+            schema = _schema_of(grammar)
+            return f"%json {json.dumps({**schema, 'x-guidance': _FORM}, ensure_ascii=False)}"
+        case "regex" if grammar.text:
+            pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", grammar.text)
+            return f"/{pattern}/".replace("\n", "\\n")
+        case "choice":
+            texts = json.loads(grammar.text)
+            if texts and all(isinstance(text, str) and text for text in texts):
+                return " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    raise NotNestable(
+        f"is a grammar of the kind {grammar.kind}, which cannot go with tools or channels; send a "
+        "schema, or tool_choice none"
+    )
+
+
+def _schema_of(grammar: Grammar) -> dict[str, Any]:
+    if grammar.kind == "json_object":
+        return {"type": "object"}
+    schema = json.loads(grammar.text)
+    if not isinstance(schema, dict):
+        raise NotNestable("is no JSON schema: it must be an object")
+    return schema
 
 
 class _Answer:
@@ -73,38 +112,16 @@ class _Answer:
         self._one_call = one_call
         self._begin, self._call = _without_opening(spelling)
 
-    def grammar(self, thoughts: tuple[str, str] | None, inside: bool) -> Grammar:
+    def grammar(self) -> Grammar:
         """All rules."""
         lines = self._writing.lines
-        start = ["answer"]
-        if thoughts is not None:
-            start = self._with_thoughts(*thoughts, inside)
         lines += [
-            f"start: {' | '.join(start)}",
+            "start: answer",
             *self._message("answer", "TEXT"),
             f"TEXT: {self._text(without_anchor=True)}",
         ]
         self._write_calls()
         return Grammar.of_lark("\n".join(lines) + "\n")
-
-    def _with_thoughts(self, opening: str, closing: str, inside: bool) -> list[str]:
-        """What the message may be: the reasoning goes up to its closing marker, or to the end."""
-        lines, special_id = self._writing.lines, self._writing.special_id
-        until = f"ANYTHING {self._marker(closing)}"
-        lines += [f"ANYTHING: /{_ANY}/", f"until_closed{self._lazy(closing)}: {until}"]
-        if inside:
-            return ["until_closed answer", "ANYTHING"]
-        if special_id(opening) is not None:
-            marker = self._marker(opening)
-            return ["answer", f"{marker} until_closed answer", f"{marker} ANYTHING"]
-        tag = f"/{_SPACE}{_pattern(opening)}/"
-        lines += [
-            f"THINKING: {tag} /{_ANY}/",
-            f"thought{self._lazy(closing)}: THINKING {self._marker(closing)}",
-            f"FIRST: {self._text(without_anchor=True)} & ~/{_SPACE}{_pattern(opening)}{_ANY}/",
-            *self._message("first", "FIRST"),
-        ]
-        return ["first", "thought answer", "THINKING"]
 
     def _message(self, rule: str, text: str) -> list[str]:
         """A message that begins with `text`."""
@@ -168,9 +185,6 @@ class _Answer:
     def _marker(self, text: str) -> str:
         return self._writing.texts([text])[0]
 
-    def _lazy(self, marker: str) -> str:
-        return "[lazy]" if self._writing.special_id(marker) is None else ""
-
 
 def _without_opening(
     spelling: CallSpelling,
@@ -185,13 +199,17 @@ def _without_opening(
 
 
 def _of_channels(
-    writing: CallWriting, spelling: CallSpelling, functions: Sequence[Mapping[str, Any]]
+    writing: CallWriting,
+    spelling: CallSpelling,
+    functions: Sequence[Mapping[str, Any]],
+    answer: str | None,
 ) -> Grammar:
     """Harmony: parts with a header and a body, the last of which may be a call.
 
         part (<|end|> <|start|> "assistant" part)*      part: <|channel|> CHANNEL <|message|> text
 
-    `other_openings` are the markers of headers, which stand in no text.
+    `other_openings` are the markers of headers, which stand in no text. `answer` is the rule of
+    what the final channel holds; None for text.
     """
     assert spelling.thoughts is not None, "a format with channels has one of thoughts"
     (channel, _, message), (end, *following) = spelling.thoughts
@@ -201,14 +219,24 @@ def _of_channels(
     if hidden:
         text += f" & ~/{_ANY}({'|'.join(map(_pattern, hidden))}){_ANY}/"
     lazy = "[lazy]" if special_id(end) is None else ""
-    headers = [" ".join(writing.texts([channel, name, message])) for name in _CHANNELS]
-    writing.calls(spelling.call, functions)
+    free = _CHANNELS if answer is None else _CHANNELS[:-1]
+    headers = [" ".join(writing.texts([channel, name, message])) for name in free]
+    ways = ["header TEXT"]
+    lines = []
+    if answer is not None:
+        final = " ".join(writing.texts([channel, _CHANNELS[-1], message]))
+        ways = [f"{final} answer"]
+        lines.append(f"answer: {answer}")
+    if functions:
+        writing.calls(spelling.call, functions)
+        ways.append("call")
     lines = [
-        "start: part* (header TEXT | call)",
+        f"start: part* ({' | '.join(ways)})",
         f"part: header ended {' '.join(writing.texts(following))}",
         f"header: {' | '.join(headers)}",
         f"ended{lazy}: TEXT {writing.texts([end])[0]}",
         f"TEXT: {text}",
+        *lines,
         *writing.lines,
     ]
     return Grammar.of_lark("\n".join(lines) + "\n")

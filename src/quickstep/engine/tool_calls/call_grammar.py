@@ -72,19 +72,15 @@ def call_grammar(
         RequestError: The format cannot spell a function's name or its parameters.
     """
     writing = CallWriting(special_id)
-    calls = ["call"]
-    if spelling.repeats and not one_call:
-        calls.append(f"({' '.join([*writing.texts(spelling.separator), 'call'])})*")
-    start = [*writing.texts(spelling.begin), *calls, *writing.texts(spelling.end)]
+    message = writing.message(spelling, functions, one_call)
     if spelling.thoughts is not None:
         opening, closing = spelling.thoughts
         # special tokens never match a text, others could pass for the closing marker
         text = "/(.|\\n)*/" if special_id(closing[0]) is not None else "/[^<]*/"
         parts = [*writing.texts(opening), text, *writing.texts(closing)]
-        writing.lines.append(f"thoughts: {' '.join(parts)}")
-        start.insert(0, "thoughts?")
-    writing.calls(spelling.call, functions)
-    return Grammar.of_lark("\n".join([f"start: {' '.join(start)}", *writing.lines]) + "\n")
+        writing.lines.insert(0, f"thoughts: {' '.join(parts)}")
+        message = f"thoughts? {message}"
+    return Grammar.of_lark("\n".join([f"start: {message}", *writing.lines]) + "\n")
 
 
 class CallWriting:
@@ -107,13 +103,27 @@ class CallWriting:
             plain = ""
         return [*words, _quoted(plain)] if plain else words
 
+    def message(
+        self, spelling: CallSpelling, functions: Sequence[Mapping[str, Any]], one_call: bool
+    ) -> str:
+        """A message of calls only, as a part of a rule; writes the rules of its calls."""
+        calls = ["call"]
+        if spelling.repeats and not one_call:
+            calls.append(f"({' '.join([*self.texts(spelling.separator), 'call'])})*")
+        self.calls(spelling.call, functions)
+        return " ".join([*self.texts(spelling.begin), *calls, *self.texts(spelling.end)])
+
     def calls(self, call: Sequence[str | Slot], functions: Sequence[Mapping[str, Any]]) -> None:
         """The rules `call`, and `function_0`, `function_0_arguments`, ..."""
         rules = [f"function_{index}" for index in range(len(functions))]
         self.lines.append(f"call: {' | '.join(rules)}")
         for rule, function in zip(rules, functions, strict=True):
             before, after = around_arguments(call, function["name"])
-            parts = [*self.texts(before), f"{rule}_arguments", *self.texts(after)]
+            head = self.texts(before)
+            if head[0].startswith('"{') and len(head[0]) > len('"{"'):
+                # a lexeme of its own, so that an answer in JSON may begin in the same way
+                head[0] = f'"{{" "{head[0][2:]}'
+            parts = [*head, f"{rule}_arguments", *self.texts(after)]
             self.lines.append(f"{rule}: {' '.join(parts)}")
             if Slot.KEYWORDS in call:
                 self.lines += pythonic_arguments(function, rule)

@@ -15,9 +15,8 @@ from __future__ import annotations
 import re
 
 from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
-from quickstep.engine.tool_calls.json_text import json_object, known_name
-from quickstep.engine.tool_calls.message_delta import FunctionCall
-from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
+from quickstep.engine.tool_calls.json_text import arguments_text, known_name
+from quickstep.engine.tool_calls.reader import Found, Malformed, Markers, Parsing, Reader
 
 __all__ = ["DEEPSEEK_FENCED", "DEEPSEEK_MARKERS", "DEEPSEEK_PLAIN", "deepseek"]
 
@@ -50,26 +49,27 @@ DEEPSEEK_FENCED = CallSpelling(
     openings=(_CALLS,),
     other_openings=(_CALL,),
 )
-_OPENING = Markers(_CALLS, _CALL)
+_OPENING, _STOPS = Markers(_CALLS, _CALL), Markers(_CALL, _CALL_END, _CALLS_END)
+_FENCED_STOPS = Markers("```", *_STOPS.texts)
 _NAME_CHARS = re.compile(r"[^<\s`{}]++")
 
 
 def deepseek(reader: Reader) -> Parsing[None]:
     """The grammar of a message."""
     while (marker := (yield from reader.content_until(_OPENING))) is not None:
-        more = yield from reader.attempt(_call(reader, opened=marker == _CALL))
-        while more:
+        opened = marker == _CALL
+        while (yield from reader.attempt(_call(reader, opened), is_marked=True)) is Found.CALLS:
             yield from reader.space()
-            if (yield from reader.literal(_CALLS_END)):
-                reader.accept(())
+            if (yield from reader.markup(_CALLS_END)):
+                reader.drop()
                 break
-            if not (yield from reader.literal(_CALL)):
+            if not (yield from reader.markup(_CALL)):
                 reader.reject()
                 break
-            more = yield from reader.attempt(_call(reader, opened=True))
+            opened = True
 
 
-def _call(reader: Reader, opened: bool) -> Parsing[list[FunctionCall]]:
+def _call(reader: Reader, opened: bool) -> Parsing[None]:
     yield from reader.space()
     if not opened:
         yield from reader.expect(_CALL)
@@ -80,14 +80,17 @@ def _call(reader: Reader, opened: bool) -> Parsing[list[FunctionCall]]:
     if fenced:
         name = yield from reader.span(_NAME_CHARS)
         yield from reader.space()
-        fenced = yield from reader.literal("```")
-        yield from reader.literal("json")
+        fenced = yield from reader.markup("```")
+        yield from reader.markup("json")
         yield from reader.space()
-    arguments = yield from json_object(reader)
+    if not fenced and (yield from reader.peek()) != "{":
+        raise Malformed
+    reader.begin_call(known_name(name))
+    yield from arguments_text(reader, _FENCED_STOPS if fenced else _STOPS)
+    reader.end_call()
     yield from reader.space()
     if fenced:
-        yield from reader.literal("```")
+        yield from reader.markup("```")
         yield from reader.space()
-    if not (yield from reader.literal(_CALL_END)) and (yield from reader.peek()):
+    if not (yield from reader.markup(_CALL_END)) and (yield from reader.peek()):
         raise Malformed
-    return [FunctionCall(known_name(name), arguments)]

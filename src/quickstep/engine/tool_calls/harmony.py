@@ -14,9 +14,8 @@ import re
 
 from quickstep.dataclass import dataclass
 from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
-from quickstep.engine.tool_calls.json_text import json_object, known_name
-from quickstep.engine.tool_calls.message_delta import FunctionCall
-from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
+from quickstep.engine.tool_calls.json_text import arguments_text, known_name
+from quickstep.engine.tool_calls.reader import Found, Malformed, Markers, Parsing, Reader
 
 __all__ = ["HARMONY_MARKERS", "HARMONY_SPELLING", "harmony"]
 
@@ -70,22 +69,23 @@ def harmony(reader: Reader, with_tools: bool) -> Parsing[None]:
 
 def _part(reader: Reader, marker: str, with_tools: bool) -> Parsing[str | None]:
     """Read a part from behind `marker`; the marker that the next one begins with, or None."""
-    section = reader.content
-    try:
+    header = _Header("", "")
+
+    def headed() -> Parsing[None]:
+        nonlocal header
         header = yield from _header(reader, marker)
         if header.recipient:
-            reader.accept([(yield from _call(reader, header.recipient, with_tools))])
-        else:
-            reader.drop()
-            section = reader.reasoning if header.channel == "analysis" else reader.content
-            section.break_line()
-    except Malformed:
-        reader.reject()
+            yield from _call(reader, header.recipient, with_tools)
+
+    section = reader.content
+    found = yield from reader.attempt(headed(), is_marked=True)
+    if found is Found.CALLS and not header.recipient:
+        section = reader.reasoning if header.channel == "analysis" else reader.content
+        section.break_line()
     closing = yield from reader.text_until(section, _CLOSING)
     if closing in _ENDS:
         reader.drop()
         reader.reasoning.cut()
-        reader.content.cut()
         closing = yield from reader.content_until(_OPENING)
     return closing
 
@@ -102,9 +102,9 @@ def _header(reader: Reader, marker: str) -> Parsing[_Header]:
                 recipient = word.removeprefix(_RECIPIENT)
             elif marker == _CHANNEL and not channel:
                 channel = word
-        if (yield from reader.literal(_MESSAGE)):
+        if (yield from reader.markup(_MESSAGE)):
             return _Header(channel, recipient)
-        if (yield from reader.literal(_CHANNEL)):
+        if (yield from reader.markup(_CHANNEL)):
             marker = _CHANNEL
         else:
             yield from reader.expect(_CONSTRAIN)
@@ -112,12 +112,11 @@ def _header(reader: Reader, marker: str) -> Parsing[_Header]:
         words = yield from reader.span(_HEADER_CHARS)
 
 
-def _call(reader: Reader, recipient: str, with_tools: bool) -> Parsing[FunctionCall]:
+def _call(reader: Reader, recipient: str, with_tools: bool) -> Parsing[None]:
     if not with_tools or not recipient.startswith(_FUNCTIONS):
         raise Malformed
+    reader.begin_call(known_name(recipient.removeprefix(_FUNCTIONS)))
     yield from reader.space()
-    arguments = yield from json_object(reader)
+    yield from arguments_text(reader, _CLOSING)
+    reader.end_call()
     yield from reader.space()
-    if (yield from reader.peek()) not in ("", "<"):
-        raise Malformed
-    return FunctionCall(known_name(recipient.removeprefix(_FUNCTIONS)), arguments)

@@ -6,9 +6,14 @@ The closing tag may be missing at the end of the text, where a stop or a limit t
 from __future__ import annotations
 
 from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
-from quickstep.engine.tool_calls.json_text import call_of, json_members
-from quickstep.engine.tool_calls.message_delta import FunctionCall
-from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
+from quickstep.engine.tool_calls.json_text import json_call
+from quickstep.engine.tool_calls.reader import (
+    Malformed,
+    Markers,
+    Parsing,
+    Reader,
+    calls_in_text,
+)
 
 __all__ = ["HERMES_MARKERS", "HERMES_SPELLING", "hermes"]
 
@@ -26,19 +31,17 @@ HERMES_SPELLING = CallSpelling(
     separator=("\n",),
     openings=("<tool_call>",),
 )
-_OPENING = Markers("<tool_call>")
+_OPENING, _CLOSING = Markers("<tool_call>"), Markers("</tool_call>")
 
 
 def hermes(reader: Reader) -> Parsing[None]:
     """The grammar of a message."""
-    while (yield from reader.content_until(_OPENING)):
-        yield from reader.attempt(_call(reader))
+    yield from calls_in_text(reader, _OPENING, _CLOSING, lambda: _call(reader))
 
 
-def _call(reader: Reader) -> Parsing[list[FunctionCall]]:
+def _call(reader: Reader) -> Parsing[None]:
     yield from reader.space()
-    call = call_of((yield from json_members(reader)))
+    yield from json_call(reader, _CLOSING, is_certain=True)
     yield from reader.space()
-    if not (yield from reader.literal("</tool_call>")) and (yield from reader.peek()):
+    if not (yield from reader.markup("</tool_call>")) and (yield from reader.peek()):
         raise Malformed
-    return [call]

@@ -1,21 +1,21 @@
-"""JSON in a growing text: checked as it is read, and kept as the model spelled it.
+"""JSON in a growing text: calls whose arguments go out as they are read.
 
-A fault is found at its first character, so that what is no call is held no longer than needed.
-Strict JSON (RFC 8259), nested at most 64 deep. `json_calls` reads the object or list of
-`{"name": ..., "arguments" | "parameters": ...}` that most formats share.
+What stands around the arguments is checked as it is read, so that a fault is found at its first
+character, and what is no call is held no longer than needed: strict JSON (RFC 8259), nested at most
+64 deep. The arguments are the model's own text, whatever it is: they end where their brackets do.
+`json_calls` reads the object or list of `{"name": ..., "arguments" | "parameters": ...}` that most
+formats share.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import NoReturn
 
-from quickstep.engine.tool_calls.message_delta import FunctionCall
-from quickstep.engine.tool_calls.reader import Malformed, Parsing, Reader
+from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
 
-__all__ = ["call_of", "json_calls", "json_members", "json_object", "known_name"]
+__all__ = ["arguments_text", "json_call", "json_calls", "known_name"]
 
 _MAX_DEPTH = 64
 # whole escapes in one go; one that a delta cuts is read piece by piece
@@ -24,27 +24,84 @@ _NUMBER_CHARS = re.compile(r"[-+.0-9eE]++")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORDS = ("true", "false", "null")
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
+_ARGUMENTS = ("arguments", "parameters")
+# of arguments: any string, and what is neither a bracket, a quote, a comma nor a marker's beginning
+_ANY_STRING_CHARS = re.compile(r'(?:[^"\\]|\\.)++', re.DOTALL)
+_OTHER_CHARS = re.compile(r'[^]["{}<,]++')
 
 
-def json_calls(reader: Reader) -> Parsing[list[FunctionCall]]:
-    """One call, or a list of calls that is not empty. Raises Malformed."""
+def json_calls(reader: Reader, stops: Markers, is_certain: bool) -> Parsing[None]:
+    """One call, or a list of calls that is not empty; the parameters are those of `json_call`."""
     if (yield from reader.peek()) != "[":
-        return [call_of((yield from json_members(reader)))]
+        yield from json_call(reader, stops, is_certain)
+        return
     reader.take()
-    calls = []
     while True:
         yield from reader.space()
-        calls.append(call_of((yield from json_members(reader))))
+        yield from json_call(reader, stops, is_certain)
         yield from reader.space()
         if (yield from reader.literal("]")):
-            return calls
+            return
         yield from reader.expect(",")
 
 
-def call_of(members: Mapping[str, str]) -> FunctionCall:
-    """The call that an object's members (name to raw text) spell. Raises Malformed."""
-    raw = members.get("arguments", members.get("parameters", "{}"))
-    return FunctionCall(known_name(_string(members.get("name", ""))), _arguments(raw))
+def json_call(
+    reader: Reader, stops: Markers, is_certain: bool, only: frozenset[str] | None = None
+) -> Parsing[None]:
+    """One call: an object with its name and its arguments. Raises Malformed.
+
+    `stops` are markers that end arguments whose brackets are still open. `is_certain`: it can be
+    nothing but a call, which begins with its name; otherwise it begins with its arguments' bracket.
+    `only` are the members that a call may have, None for any; with them it must have arguments.
+    """
+    name, held = "", None
+    has_begun = has_arguments = False
+    yield from reader.expect("{")
+    yield from reader.space()
+    while True:
+        key = yield from _string(reader)
+        if only is not None and key not in only:
+            raise Malformed
+        yield from reader.space()
+        yield from reader.expect(":")
+        yield from reader.space()
+        if key == "name" and not name:
+            name = known_name((yield from _string(reader)))
+            if is_certain:
+                reader.begin_call(name)
+                has_begun = True
+                if held is not None:
+                    reader.add_arguments(_unquoted(held))
+        elif key in _ARGUMENTS and not has_arguments:
+            has_arguments = True
+            is_object = (yield from reader.peek()) == "{"
+            if name and is_object and not has_begun:
+                reader.begin_call(name)
+                has_begun = True
+            if has_begun and is_object:
+                yield from reader.arguments(_any_value(reader, stops))
+            else:
+                mark = reader.mark()
+                yield from _any_value(reader, stops) if has_begun else _value(reader, 1)
+                held = reader.since(mark)
+                if has_begun:
+                    reader.add_arguments(_unquoted(held))
+        else:
+            yield from _value(reader, 1)
+        yield from reader.space()
+        if (yield from reader.literal("}")):
+            break
+        yield from reader.expect(",")
+        yield from reader.space()
+    if not has_begun:
+        if not name or (only is not None and not has_arguments):
+            raise Malformed
+        arguments = _object_text(held or "{}")
+        reader.begin_call(name)
+        reader.add_arguments(arguments)
+    elif not has_arguments:
+        reader.add_arguments("{}")
+    reader.end_call()
 
 
 def known_name(name: str) -> str:
@@ -58,45 +115,83 @@ def known_name(name: str) -> str:
     return name
 
 
-def json_object(reader: Reader) -> Parsing[str]:
-    """The text of an object. Raises Malformed."""
-    mark = reader.mark()
-    yield from _object(reader, 0, None, None)
-    return reader.since(mark)
+def arguments_text(reader: Reader, stops: Markers) -> Parsing[None]:
+    """The arguments of the open call: an object, or whatever stands up to one of `stops`."""
+    is_object = (yield from reader.peek()) == "{"
+    text = _any_value(reader, stops) if is_object else reader.take_until(stops)
+    yield from reader.arguments(text)
 
 
-def json_members(reader: Reader, only: frozenset[str] | None = None) -> Parsing[dict[str, str]]:
-    """An object's members with their raw texts; Malformed at a name that is not in `only`."""
-    members: dict[str, str] = {}
-    yield from _object(reader, 0, members, only)
-    return members
+def _any_value(reader: Reader, stops: Markers) -> Parsing[None]:
+    """Take a value, well formed or not: up to where its brackets close, to a stop or to the end."""
+    depth = 0
+    while True:
+        yield from reader.span(_OTHER_CHARS)
+        char = yield from reader.peek()
+        if not char or (char in "[<" and (yield from reader.stands(stops))):
+            return
+        if char == '"':
+            yield from _any_string(reader)
+        elif depth or char in "[{<":
+            reader.take()
+            depth += (char in "[{") - (char in "]}")
+        else:
+            return
+        if not depth and char in '"]}':
+            return
 
 
-def _arguments(raw: str) -> str:
-    """The JSON text of an object, which some models put into a string."""
-    if raw.startswith("{"):
-        return raw
+def _any_string(reader: Reader) -> Parsing[None]:
+    reader.take()
+    while True:
+        yield from reader.span(_ANY_STRING_CHARS)
+        char = yield from reader.peek()
+        if not char:
+            return
+        reader.take()
+        if char == '"':
+            return
+        if (yield from reader.peek()):
+            reader.take()
+
+
+def _unquoted(raw: str) -> str:
+    """The arguments that a value is: some models put their text into a string."""
+    raw = raw.rstrip()
     if raw == "null":
         return "{}"
-    inner = _string(raw)
+    if raw.startswith('"'):
+        try:
+            inner = json.loads(raw)
+            inner.encode()
+        except ValueError:
+            return raw
+        return str(inner)
+    return raw
+
+
+def _object_text(raw: str) -> str:
+    """`_unquoted`, where that is what makes it a call. Raises Malformed if it is no object."""
+    text = _unquoted(raw)
     try:
-        inner.encode()
-        value = json.loads(inner, parse_constant=_refuse)
+        text.encode()
+        value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         raise Malformed from None
     if not isinstance(value, dict):
         raise Malformed
-    return inner
+    return text
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _string(raw: str) -> str:
-    if not raw.startswith('"'):
-        raise Malformed
-    return str(json.loads(raw))
+def _string(reader: Reader) -> Parsing[str]:
+    """The value of a string."""
+    mark = reader.mark()
+    yield from _string_text(reader)
+    return str(json.loads(reader.since(mark)))
 
 
 def _value(reader: Reader, depth: int) -> Parsing[None]:
@@ -104,7 +199,7 @@ def _value(reader: Reader, depth: int) -> Parsing[None]:
     if not first or depth > _MAX_DEPTH:
         raise Malformed
     if first == "{":
-        yield from _object(reader, depth, None, None)
+        yield from _object(reader, depth)
     elif first == "[":
         yield from _array(reader, depth)
     elif first == '"':
@@ -124,26 +219,17 @@ def _word(reader: Reader, first: str) -> Parsing[None]:
     raise Malformed
 
 
-def _object(
-    reader: Reader, depth: int, members: dict[str, str] | None, only: frozenset[str] | None
-) -> Parsing[None]:
+def _object(reader: Reader, depth: int) -> Parsing[None]:
     yield from reader.expect("{")
     yield from reader.space()
     if (yield from reader.literal("}")):
         return
     while True:
-        mark = reader.mark()
         yield from _string_text(reader)
-        name = reader.since(mark) if members is not None else ""
-        if only is not None and _string(name) not in only:
-            raise Malformed
         yield from reader.space()
         yield from reader.expect(":")
         yield from reader.space()
-        mark = reader.mark()
         yield from _value(reader, depth + 1)
-        if members is not None:
-            members[_string(name)] = reader.since(mark)
         yield from reader.space()
         if (yield from reader.literal("}")):
             return

@@ -7,9 +7,8 @@ without `;`. An object with other members than a call's is an answer in JSON, he
 from __future__ import annotations
 
 from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
-from quickstep.engine.tool_calls.json_text import call_of, json_members
-from quickstep.engine.tool_calls.message_delta import FunctionCall
-from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
+from quickstep.engine.tool_calls.json_text import json_call
+from quickstep.engine.tool_calls.reader import Found, Markers, Parsing, Reader
 
 __all__ = ["LLAMA_MARKERS", "LLAMA_SPELLING", "llama3_json"]
 
@@ -22,7 +21,7 @@ LLAMA_SPELLING = CallSpelling(
     # the first member tells: others than a call's make it an answer in JSON
     anchor=r'\{[ \t\n\r]*"((name|parameters|arguments|type|id)"|[^"\\]*\\)',
 )
-_OPENING = Markers(*_TAGS)
+_OPENING, _STOPS = Markers(*_TAGS), Markers(*LLAMA_MARKERS)
 _MEMBERS = frozenset({"name", "parameters", "arguments", "type", "id"})
 
 
@@ -30,31 +29,28 @@ def llama3_json(reader: Reader) -> Parsing[None]:
     """The grammar of a message."""
     yield from reader.space()
     if (yield from reader.peek()) == "{":
-        yield from _series(reader)
+        yield from _series(reader, is_tagged=False)
     else:
         reader.reject()
     while (yield from reader.content_until(_OPENING)):
-        yield from _series(reader)
+        yield from _series(reader, is_tagged=True)
 
 
-def _series(reader: Reader) -> Parsing[None]:
-    more = yield from reader.attempt(_call(reader))
-    while more:
-        more = yield from reader.attempt(_next_call(reader))
+def _series(reader: Reader, is_tagged: bool) -> Parsing[None]:
+    found = yield from reader.attempt(_call(reader), is_marked=is_tagged)
+    while found is Found.CALLS:
+        found = yield from reader.attempt(_next_call(reader), is_marked=True)
 
 
-def _next_call(reader: Reader) -> Parsing[list[FunctionCall]]:
+def _next_call(reader: Reader) -> Parsing[None]:
     yield from reader.space()
     yield from reader.literal(";")
     yield from reader.space()
-    yield from reader.literal(_TAGS[0])
-    return (yield from _call(reader))
+    yield from reader.markup(_TAGS[0])
+    yield from _call(reader)
 
 
-def _call(reader: Reader) -> Parsing[list[FunctionCall]]:
+def _call(reader: Reader) -> Parsing[None]:
     yield from reader.space()
-    members = yield from json_members(reader, _MEMBERS)
-    if "parameters" not in members and "arguments" not in members:
-        raise Malformed
-    yield from reader.literal("<|python_end|>")
-    return [call_of(members)]
+    yield from json_call(reader, _STOPS, is_certain=False, only=_MEMBERS)
+    yield from reader.markup("<|python_end|>")

@@ -1,4 +1,4 @@
-"""What parsing an output gives: pieces of content, of reasoning, and tool calls.
+"""What parsing an output gives: pieces of content, of reasoning and of tool calls, in their order.
 
 `Section` collects one kind of text and decides about white space: what stands between a message
 and its calls, or around reasoning, is layout and goes; everything else stays as it was written.
@@ -6,56 +6,139 @@ and its calls, or around reasoning, is layout and goes; everything else stays as
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from itertools import groupby
+
 from quickstep.dataclass import dataclass
 
-__all__ = ["CallDelta", "FunctionCall", "MessageDelta", "Section"]
+__all__ = [
+    "CallDelta",
+    "ContentDelta",
+    "FunctionCall",
+    "MessageDelta",
+    "MessagePart",
+    "ReasoningDelta",
+    "Section",
+    "joined",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A call as the model wrote it; `arguments` is the JSON text of an object."""
+    """A call with all of its arguments: the text that the model wrote, mostly a JSON object."""
 
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """News of the tool call `index` of a message: a whole call, once it is known to be one."""
-
-    index: int
     call_id: str
     name: str
     arguments: str
 
 
 @dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of the content."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of the tool call `index` of a message.
+
+    The first piece of a call has its id and its name, and no arguments yet; the arguments of the
+    later ones add up. Pieces of one call follow each other, with nothing between them.
+
+    Attributes:
+        is_last: The call has ended. A call that the end of the text cut has such a piece as well.
+    """
+
+    index: int
+    arguments: str = ""
+    call_id: str = ""
+    name: str = ""
+    is_last: bool = False
+
+
+MessagePart = ContentDelta | ReasoningDelta | CallDelta
+
+
+@dataclass(frozen=True, slots=True)
 class MessageDelta:
     """What became certain with a piece of text."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
+    parts: tuple[MessagePart, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """The content in it."""
+        return "".join(part.text for part in self.parts if isinstance(part, ContentDelta))
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning in it."""
+        return "".join(part.text for part in self.parts if isinstance(part, ReasoningDelta))
+
+    @property
+    def calls(self) -> tuple[FunctionCall, ...]:
+        """The calls that begin in it, with the arguments that are in it."""
+        begun: dict[int, CallDelta] = {}
+        arguments: dict[int, list[str]] = {}
+        for part in self.parts:
+            if isinstance(part, CallDelta):
+                if part.name:
+                    begun[part.index] = part
+                arguments.setdefault(part.index, []).append(part.arguments)
+        return tuple(
+            FunctionCall(first.call_id, first.name, "".join(arguments[index]))
+            for index, first in begun.items()
+        )
 
     def followed_by(self, later: MessageDelta) -> MessageDelta:
         """Both in one."""
-        return MessageDelta(
-            self.content + later.content,
-            self.reasoning + later.reasoning,
-            self.calls + later.calls,
-        )
+        return MessageDelta(joined([*self.parts, *later.parts]))
 
     def with_first_call_only(self) -> MessageDelta:
         """Without the calls that follow a message's first."""
-        calls = tuple(call for call in self.calls if call.index == 0)
-        return MessageDelta(self.content, self.reasoning, calls)
+        return MessageDelta(
+            joined(part for part in self.parts if not isinstance(part, CallDelta) or not part.index)
+        )
+
+
+def joined(parts: Iterable[MessagePart]) -> tuple[MessagePart, ...]:
+    """The same parts, with neighbours of one kind in one; a call's first piece stays by itself."""
+    return tuple(_in_one(list(group)) for _, group in groupby(parts, _kind))
+
+
+def _kind(part: MessagePart) -> tuple[type, int, str]:
+    """Neighbours of the same kind are joined; a name is the first piece's alone."""
+    if isinstance(part, CallDelta):
+        return CallDelta, part.index, part.name
+    return type(part), 0, ""
+
+
+def _in_one(parts: list[MessagePart]) -> MessagePart:
+    first, last = parts[0], parts[-1]
+    if len(parts) == 1:
+        return first
+    if isinstance(last, CallDelta):
+        arguments = "".join(part.arguments for part in parts if isinstance(part, CallDelta))
+        return CallDelta(last.index, arguments, is_last=last.is_last)
+    return type(last)("".join(part.text for part in parts if not isinstance(part, CallDelta)))
 
 
 class Section:
-    """One kind of text, growing. White space is held until what follows it is known."""
+    """One kind of text, growing. White space is held until what follows it is known.
 
-    def __init__(self) -> None:
-        self._ready: list[str] = []
+    `emit` gets the text as it becomes certain.
+    """
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
         self._space: list[str] = []
         self._has_text = False
         self._at_cut = False
@@ -80,21 +163,19 @@ class Section:
     def end(self) -> None:
         """No text follows."""
         if not self._at_cut:
-            self._ready.extend(self._space)
+            self._emit_space()
         self._space.clear()
-
-    def drain(self) -> str:
-        """The text that became certain since the last call."""
-        text = "".join(self._ready)
-        self._ready.clear()
-        return text
 
     def _add_body(self, body: str) -> None:
         if self._at_cut and not self._has_text:
             self._space.clear()
             body = body.lstrip()
-        self._ready.extend(self._space)
-        self._space.clear()
-        self._ready.append(body)
+        self._emit_space()
+        self._emit(body)
         self._has_text = True
         self._at_cut = False
+
+    def _emit_space(self) -> None:
+        if self._space:
+            self._emit("".join(self._space))
+            self._space.clear()

@@ -7,8 +7,7 @@ from __future__ import annotations
 import re
 
 from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
-from quickstep.engine.tool_calls.json_text import json_calls, json_object
-from quickstep.engine.tool_calls.message_delta import FunctionCall
+from quickstep.engine.tool_calls.json_text import arguments_text, json_calls
 from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
 
 __all__ = ["MISTRAL_LISTED", "MISTRAL_MARKERS", "MISTRAL_NAMED", "mistral"]
@@ -31,19 +30,22 @@ _WORD_CHARS = re.compile(r"[A-Za-z0-9_.-]++")
 def mistral(reader: Reader) -> Parsing[None]:
     """The grammar of a message."""
     while (yield from reader.content_until(_OPENING)):
-        yield from reader.attempt(_calls(reader))
+        yield from reader.attempt(_calls(reader), is_marked=True)
 
 
-def _calls(reader: Reader) -> Parsing[list[FunctionCall]]:
+def _calls(reader: Reader) -> Parsing[None]:
     yield from reader.space()
     first = yield from reader.peek()
-    if first in ("[", "{"):
-        return (yield from json_calls(reader))
+    if first and first in "[{":
+        yield from json_calls(reader, _OPENING, is_certain=True)
+        return
     name = yield from reader.span(_WORD_CHARS)
-    if not name:
-        raise Malformed
-    if (yield from reader.literal("[CALL_ID]")):
+    if (yield from reader.markup("[CALL_ID]")):
         yield from reader.span(_WORD_CHARS)
-    yield from reader.literal("[ARGS]")
+    has_marker = yield from reader.markup("[ARGS]")
     yield from reader.space()
-    return [FunctionCall(name, (yield from json_object(reader)))]
+    if not name or not (has_marker or (yield from reader.peek()) == "{"):
+        raise Malformed
+    reader.begin_call(name)
+    yield from arguments_text(reader, _OPENING)
+    reader.end_call()

@@ -1,7 +1,9 @@
 """Llama's pythonic calls: `[f(a=1), g(b="x", c=[True, None])]`, Python literals only.
 
-The list begins the message or stands after `<|python_start|>`, and counts as a whole. Arguments
-become JSON. Nothing is evaluated: literals are read here, character by character.
+The list begins the message or stands after `<|python_start|>`. It is one of calls once a call in it
+has a keyword with a literal behind it, or closes. Arguments become JSON, value by value; behind a
+value that is no literal they stay as the model wrote them. Nothing is evaluated: literals are read
+here, character by character.
 """
 
 from __future__ import annotations
@@ -11,8 +13,13 @@ import re
 from collections.abc import Callable
 
 from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
-from quickstep.engine.tool_calls.message_delta import FunctionCall
-from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Reader
+from quickstep.engine.tool_calls.reader import (
+    Malformed,
+    Markers,
+    Parsing,
+    Reader,
+    calls_in_text,
+)
 
 __all__ = ["PYTHONIC_MARKERS", "PYTHONIC_SPELLING", "pythonic"]
 
@@ -25,11 +32,12 @@ PYTHONIC_SPELLING = CallSpelling(
     openings=("<|python_start|>",),
     anchor=r"\[[ \t\n\r]*[A-Za-z_][A-Za-z0-9_.-]*\(",
 )
-_OPENING = Markers("<|python_start|>")
+_OPENING, _CLOSING = Markers("<|python_start|>"), Markers("<|python_end|>")
 _MAX_DEPTH = 64
 _NAME_CHARS = re.compile(r"[A-Za-z0-9_.-]++")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _KEYWORD_CHARS = re.compile(r"\w++")
+_VALUE_START = re.compile(r"[-+.0-9'\"\[{TFNtfn]")
 _NUMBER_CHARS = re.compile(r"[-+.0-9eE_]++")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _STRING_CHARS = {
@@ -59,47 +67,64 @@ def pythonic(reader: Reader) -> Parsing[None]:
     """The grammar of a message."""
     yield from reader.space()
     if (yield from reader.peek()) == "[":
-        yield from reader.attempt(_calls(reader))
+        yield from reader.attempt(_calls(reader), is_marked=False)
     else:
         reader.reject()
-    while (yield from reader.content_until(_OPENING)):
-        yield from reader.attempt(_calls(reader))
+    yield from calls_in_text(reader, _OPENING, _CLOSING, lambda: _calls(reader))
 
 
-def _calls(reader: Reader) -> Parsing[list[FunctionCall]]:
-    calls: list[FunctionCall] = []
+def _calls(reader: Reader) -> Parsing[None]:
+    num_calls = 0
 
     def call() -> Parsing[None]:
-        calls.append((yield from _call(reader)))
+        nonlocal num_calls
+        num_calls += 1
+        yield from _call(reader)
 
     yield from reader.space()
     yield from reader.expect("[")
     yield from _series(reader, "]", call)
-    if not calls:
+    if not num_calls:
         raise Malformed
-    yield from reader.literal("<|python_end|>")
-    return calls
+    yield from reader.markup("<|python_end|>")
 
 
-def _call(reader: Reader) -> Parsing[FunctionCall]:
+def _call(reader: Reader) -> Parsing[None]:
     name = yield from reader.span(_NAME_CHARS)
     if not _NAME.fullmatch(name):
         raise Malformed
     yield from reader.expect("(")
-    arguments: dict[str, str] = {}
+    arguments = "{"  # the JSON text that is next, before a value
 
     def argument() -> Parsing[None]:
+        nonlocal arguments
         keyword = yield from reader.span(_KEYWORD_CHARS)
-        if not keyword.isidentifier() or keyword in arguments:
+        if not keyword.isidentifier():
             raise Malformed
         yield from reader.space()
         yield from reader.expect("=")
         yield from reader.space()
-        arguments[keyword] = yield from _json_of(reader, 0)
+        if arguments == "{":
+            if not _VALUE_START.match((yield from reader.peek())):
+                raise Malformed
+            reader.begin_call(name)
+        key, arguments = f"{arguments}{_json_string(keyword)}: ", ", "
+        reader.add_arguments(key)
+        mark = reader.mark()
+        try:
+            value = yield from _json_of(reader, 0)
+        except Malformed:
+            reader.add_arguments(reader.since(mark))
+            yield from reader.arguments(reader.take_until(_CLOSING))
+            raise
+        reader.add_arguments(value)
 
     yield from _series(reader, ")", argument)
-    members = (f"{_json_string(keyword)}: {text}" for keyword, text in arguments.items())
-    return FunctionCall(name, "{" + ", ".join(members) + "}")
+    if arguments == "{":
+        reader.begin_call(name)
+        reader.add_arguments("{")
+    reader.add_arguments("}")
+    reader.end_call()
 
 
 def _series(reader: Reader, closing: str, item: Callable[[], Parsing[None]]) -> Parsing[None]:

@@ -4,26 +4,31 @@ A format is a generator over a `Reader`. Its primitives yield when they need mor
 format reads like a parser of whole text and the split into deltas cannot show. Nothing looks
 further ahead than one marker, and nothing is read twice: time is linear in the text.
 
-What a format reads is *taken*: `accept` turns it into calls, `reject` gives it back as content.
-So a call that turns out malformed is never lost.
+What a format reads is *taken* until it is known what it is. `begin_call` makes it markup: from
+there on the arguments go out as they are read. `reject` gives it back as content, so that what
+turns out to be no call is never lost; but markup that the end of the text cut is dropped.
 
     content_until(marker) -> attempt(format's call) -> content_until(marker) -> ...
 """
 
 from __future__ import annotations
 
+import enum
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 from quickstep.engine.tool_calls.message_delta import (
     CallDelta,
-    FunctionCall,
+    ContentDelta,
     MessageDelta,
+    MessagePart,
+    ReasoningDelta,
     Section,
+    joined,
 )
 
-__all__ = ["Grammar", "Malformed", "Markers", "Parsing", "Reader"]
+__all__ = ["Found", "Grammar", "Malformed", "Markers", "Parsing", "Reader", "calls_in_text"]
 
 _T = TypeVar("_T")
 Parsing = Generator[None, None, _T]
@@ -32,7 +37,15 @@ _SPACE = re.compile(r"[ \t\n\r]++")
 
 
 class Malformed(Exception):
-    """What was taken is not a call after all."""
+    """What was taken is not a call after all, or not the rest of one."""
+
+
+class Found(enum.Enum):
+    """What an attempt to read calls came to."""
+
+    CALLS = "calls"
+    BROKEN_CALLS = "broken calls"  # they had begun
+    NO_CALL = "no call"
 
 
 class Markers:
@@ -43,6 +56,19 @@ class Markers:
         self.pattern = re.compile("|".join(map(re.escape, texts)))
         self._first_chars = frozenset(text[0] for text in texts)
         self._longest = max(map(len, texts))
+
+    def stand_at(self, text: str, start: int, is_end: bool) -> bool | None:
+        """Whether one of them begins at `start`; None if it takes more text to know.
+
+        At the end of the text it may be cut, but not down to one character.
+        """
+        if self.pattern.match(text, start):
+            return True
+        rest = text[start : start + self._longest]
+        may_be = any(marker.startswith(rest) for marker in self.texts)
+        if is_end:
+            return may_be and len(rest) > 1
+        return None if may_be else False
 
     def undecided_from(self, text: str, start: int) -> int:
         """Where the end of `text` begins that may yet become a marker; its length if none does."""
@@ -58,15 +84,17 @@ class Reader:
     """One message's text. Its parser pushes text and drains deltas, its grammar reads."""
 
     def __init__(self, new_call_id: Callable[[], str]) -> None:
-        self.content = Section()
-        self.reasoning = Section()
+        self._parts: list[MessagePart] = []
+        self.content = Section(lambda text: self._parts.append(ContentDelta(text)))
+        self.reasoning = Section(lambda text: self._parts.append(ReasoningDelta(text)))
         self._new_call_id = new_call_id
         self._text = ""
         self._at = 0
         self._ended = False
         self._taken: list[str] = []
         self._num_calls = 0
-        self._calls: list[CallDelta] = []
+        self._has_open_call = False
+        self._in_arguments = False
 
     def push(self, text: str) -> None:
         """Add text. What is left of the old one is shorter than a marker."""
@@ -79,9 +107,9 @@ class Reader:
 
     def drain(self) -> MessageDelta:
         """What became certain since the last call."""
-        calls = tuple(self._calls)
-        self._calls.clear()
-        return MessageDelta(self.content.drain(), self.reasoning.drain(), calls)
+        parts = joined(self._parts)
+        self._parts.clear()
+        return MessageDelta(parts)
 
     def peek(self) -> Parsing[str]:
         """The next character, not taken; "" at the end."""
@@ -104,10 +132,26 @@ class Reader:
                 return False
             yield
 
+    def markup(self, text: str) -> Parsing[bool]:
+        """`literal` of a part of a call, which the end of the text may cut short."""
+        if (yield from self.literal(text)):
+            return True
+        rest = self._text[self._at :]
+        if not self._ended or not rest or not text.startswith(rest):
+            return False
+        self._take_to(len(self._text))
+        return True
+
     def expect(self, text: str) -> Parsing[None]:
         """Take `text`. Raises Malformed if something else stands here."""
-        if not (yield from self.literal(text)):
+        if not (yield from self.markup(text)):
             raise Malformed
+
+    def stands(self, markers: Markers) -> Parsing[bool]:
+        """Whether a marker stands here, not taken."""
+        while (found := markers.stand_at(self._text, self._at, self._ended)) is None:
+            yield
+        return found
 
     def span(self, chars: re.Pattern[str]) -> Parsing[str]:
         """Take the longest run that `chars` matches; it matches any part of a run as well."""
@@ -143,6 +187,21 @@ class Reader:
                 return None
             yield
 
+    def take_until(self, markers: Markers) -> Parsing[None]:
+        """Take the text up to a marker, which is not taken, or up to the end."""
+        while True:
+            match = markers.pattern.search(self._text, self._at)
+            if match is not None:
+                self._take_to(match.start())
+                return
+            decided = len(self._text)
+            if not self._ended:
+                decided = markers.undecided_from(self._text, self._at)
+            self._take_to(decided)
+            if self._ended:
+                return
+            yield
+
     def content_until(self, markers: Markers) -> Parsing[str | None]:
         """`text_until` for content."""
         return (yield from self.text_until(self.content, markers))
@@ -164,24 +223,54 @@ class Reader:
         """What was taken since `mark`."""
         return "".join(self._taken[mark:])
 
-    def attempt(self, parsing: Parsing[Sequence[FunctionCall]]) -> Parsing[bool]:
-        """Accept the calls that `parsing` finds, or give back what it took as content."""
-        try:
-            calls = yield from parsing
-        except Malformed:
-            self.reject()
-            return False
-        self.accept(calls)
-        return True
-
-    def accept(self, calls: Sequence[FunctionCall]) -> None:
-        """What was taken is these calls."""
+    def begin_call(self, name: str) -> None:
+        """A call of the function `name` has begun: what was taken is its markup."""
         self.drop()
-        self.content.cut()
-        for call in calls:
-            delta = CallDelta(self._num_calls, self._new_call_id(), call.name, call.arguments)
-            self._calls.append(delta)
-            self._num_calls += 1
+        call_id = self._new_call_id()
+        self._parts.append(CallDelta(self._num_calls, call_id=call_id, name=name))
+        self._num_calls += 1
+        self._has_open_call = True
+
+    def arguments(self, parsing: Parsing[None]) -> Parsing[None]:
+        """What `parsing` takes is the text of the open call's arguments, as it comes."""
+        self._taken.clear()
+        self._in_arguments = True
+        try:
+            yield from parsing
+        finally:
+            self._in_arguments = False
+
+    def add_arguments(self, text: str) -> None:
+        """Append to the arguments of the open call what stands for what was taken."""
+        self._taken.clear()
+        self._parts.append(CallDelta(self._num_calls - 1, text))
+
+    def end_call(self) -> None:
+        """The open call has all of its arguments; what was taken behind them is its markup."""
+        self.drop()
+        self._close_call()
+
+    def attempt(self, parsing: Parsing[None], is_marked: bool) -> Parsing[Found]:
+        """Read calls. Where `parsing` raises Malformed, what it took for no call is content.
+
+        `is_marked`: a marker of calls stands before. What the end cuts there is dropped: it can be
+        nothing but markup.
+        """
+        num_calls = self._num_calls
+        try:
+            yield from parsing
+        except Malformed:
+            if self._has_open_call:
+                self._close_call()
+            has_begun = self._num_calls > num_calls
+            is_cut = self._ended and self._at == len(self._text)
+            if is_cut and (is_marked or has_begun):
+                self.drop()
+            else:
+                self.reject()
+            return Found.BROKEN_CALLS if has_begun else Found.NO_CALL
+        self.drop()
+        return Found.CALLS
 
     def reject(self) -> None:
         """What was taken is content."""
@@ -189,12 +278,42 @@ class Reader:
         self._taken.clear()
 
     def drop(self) -> None:
-        """What was taken is markup."""
+        """What was taken is markup between pieces of content."""
         self._taken.clear()
+        self.content.cut()
+
+    def _close_call(self) -> None:
+        self._parts.append(CallDelta(self._num_calls - 1, is_last=True))
+        self._has_open_call = False
 
     def _take_to(self, end: int) -> None:
-        self._taken.append(self._text[self._at : end])
+        text = self._text[self._at : end]
         self._at = end
+        if not self._in_arguments:
+            self._taken.append(text)
+        elif text:
+            self._parts.append(CallDelta(self._num_calls - 1, text))
 
 
 Grammar = Callable[[Reader], Parsing[None]]
+
+
+def calls_in_text(
+    reader: Reader, opening: Markers, closing: Markers, calls: Callable[[], Parsing[None]]
+) -> Parsing[None]:
+    """Content with calls between markers in it, to the end of the text.
+
+    After calls that broke off, a marker that closes them is still markup.
+    """
+    either = Markers(*opening.texts, *closing.texts)
+    found = Found.NO_CALL
+    while True:
+        markers = either if found is Found.BROKEN_CALLS else opening
+        marker = yield from reader.content_until(markers)
+        if marker is None:
+            return
+        if marker in opening.texts:
+            found = yield from reader.attempt(calls(), is_marked=True)
+        else:
+            reader.drop()
+            found = Found.NO_CALL

@@ -23,4 +23,3 @@ def think(reader: Reader, opening: str, closing: Markers, inside: bool) -> Parsi
     if (yield from reader.text_until(reader.reasoning, closing)) is not None:
         reader.drop()
         reader.reasoning.cut()
-        reader.content.cut()

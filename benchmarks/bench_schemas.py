@@ -1,0 +1,255 @@
+"""JSON schemas from a collection: how many are served, is what comes out valid, what does it cost.
+
+    python -m benchmarks.bench_schemas DIRECTORY ... [--sample 100] [--vocab 131072]
+
+Every `.json` file below a directory is a schema; each directory counts as one collection, of which
+`--sample` are taken at random. A served schema is compiled as a request's would be, and outputs are
+sampled under it from random logits, which prefer nothing and so reach odd corners. Needs
+`jsonschema`, which checks what comes out (keywords, not formats).
+
+Times are processor time of the thread: `compile` a whole compilation in this process, its trial
+left out; `token` what a step pays for one token of one sequence beside the sampling itself (mask,
+way to the end, recording). `--vocab` adds joined pieces to the demo model's 4,096 tokens, since a
+mask costs what the vocabulary is wide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import quickstep
+from benchmarks.machine import describe_machine
+from quickstep.engine.grammars import CompiledGrammar, GrammarCompiler
+from quickstep.engine.tokenizer import Tokenizer
+from quickstep.errors import RequestError
+from quickstep.runtime.grammar_constraint import constraint_of
+from quickstep.types import Admission, Grammar, SamplingParams
+
+_DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"
+_DEMO_VOCAB = 4096
+_LONGEST_JOINED = 24
+
+
+class WideTokenizer:
+    """The demo model's tokens, and more that join two of its own."""
+
+    def __init__(self, inner: Tokenizer, vocab_size: int) -> None:
+        self._inner = inner
+        self.eos_token_ids = inner.eos_token_ids
+        self._tokens = [inner.token_bytes(i) for i in range(_DEMO_VOCAB)]
+        words = [text for text in self._tokens if len(text) > 1 and text.isascii()]
+        known, draws = set(self._tokens), random.Random(0)
+        while len(self._tokens) < vocab_size:
+            text = draws.choice(words) + draws.choice(words).lstrip()
+            if text not in known and len(text) <= _LONGEST_JOINED:
+                known.add(text)
+                self._tokens.append(text)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is no text."""
+        return token_id < _DEMO_VOCAB and self._inner.is_special(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to the text."""
+        return self._tokens[token_id]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The demo tokenizer's way to write a text."""
+        return self._inner.encode(text, add_special_tokens)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of one collection, or of all."""
+
+    num_schemas: int = 0
+    num_served: int = 0
+    num_reported: int = 0
+    num_outputs: int = 0
+    num_complete: int = 0
+    invalid: list[str] = field(default_factory=list)
+    invalid_reported: list[str] = field(default_factory=list)
+    refusals: collections.Counter[str] = field(default_factory=collections.Counter)
+    compile_s: list[float] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)
+    slowest: tuple[float, str] = (0.0, "")
+
+    def add(self, other: Outcome) -> None:
+        """Count another collection in."""
+        self.num_schemas += other.num_schemas
+        self.num_served += other.num_served
+        self.num_reported += other.num_reported
+        self.num_outputs += other.num_outputs
+        self.num_complete += other.num_complete
+        self.invalid += other.invalid
+        self.invalid_reported += other.invalid_reported
+        self.refusals += other.refusals
+        self.compile_s += other.compile_s
+        self.token_s += other.token_s
+        self.slowest = max(self.slowest, other.slowest)
+
+
+class Measurement:
+    """Runs schemas through the compiler and the constraint, one at a time."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._vocab = options.vocab
+        self._tokenizer: Any = WideTokenizer(Tokenizer.open(_DEMO), self._vocab)
+        self._compiler = GrammarCompiler(self._tokenizer, self._vocab)
+        self._compiler.compile(Grammar.of_json_object())  # loads what the first one loads
+
+    def collection(self, files: Sequence[Path]) -> Outcome:
+        """Measure these schemas."""
+        outcome = Outcome()
+        for file in files:
+            self._schema(file, outcome)
+        return outcome
+
+    def _schema(self, file: Path, outcome: Outcome) -> None:
+        text = file.read_text(encoding="utf-8")
+        grammar = Grammar.of_json_schema(text)
+        outcome.num_schemas += 1
+        started = time.thread_time()
+        try:
+            compiled = self._compiler.compile(grammar)
+        except RequestError as error:
+            outcome.refusals[re.sub(r"\S*[/#]\S*|\d{3,}", "...", str(error))[:100]] += 1
+            return
+        outcome.compile_s.append(time.thread_time() - started)
+        outcome.num_served += 1
+        outcome.num_reported += bool(compiled.ignored)
+        for seed in range(self._options.outputs):
+            self._output(file, compiled, grammar, seed, outcome)
+
+    def _output(
+        self,
+        file: Path,
+        compiled: CompiledGrammar,
+        grammar: Grammar,
+        seed: int,
+        outcome: Outcome,
+    ) -> None:
+        tokens, has_ended = self._sampled(file, grammar, seed, outcome)
+        outcome.num_outputs += 1
+        text = b"".join(map(self._tokenizer.token_bytes, tokens)).decode(errors="replace")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            if has_ended:
+                outcome.invalid.append(f"{file}: {text[:200]}")
+            return
+        outcome.num_complete += 1
+        problem = _problem(json.loads(grammar.text), value)
+        if problem:
+            found = outcome.invalid_reported if compiled.ignored else outcome.invalid
+            found.append(f"{file}: {problem}: {text[:200]}")
+
+    def _sampled(
+        self, file: Path, grammar: Grammar, seed: int, outcome: Outcome
+    ) -> tuple[list[int], bool]:
+        limit = self._options.max_tokens
+        ends = self._tokenizer.eos_token_ids
+        sampling = SamplingParams(grammar=grammar, max_tokens=limit)
+        admission = Admission(0, "bench#0", (1,), 1, sampling, seed, ends)
+        constraint = constraint_of(admission, self._vocab, self._compiler.new_matcher)
+        assert constraint is not None, "the request has a grammar"
+        draws = np.random.default_rng(seed)
+        tokens: list[int] = []
+        for _ in range(limit):
+            started = time.thread_time()
+            bits = constraint.allowed_bits()
+            masked = time.thread_time()
+            allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+            if constraint.failure or not allowed.size:
+                return tokens, True
+            sampled = int(draws.choice(allowed))
+            resumed = time.thread_time()
+            token_id = constraint.steered(sampled)
+            constraint.record(token_id)
+            spent = time.thread_time() - resumed + masked - started
+            outcome.token_s.append(spent)
+            outcome.slowest = max(outcome.slowest, (spent, f"{file.name} token {len(tokens)}"))
+            if token_id in ends:
+                return tokens, True
+            tokens.append(token_id)
+        return tokens, False
+
+
+def _problem(schema: Any, value: Any) -> str:
+    """Why the value does not fit, "" if it does."""
+    from jsonschema.exceptions import ValidationError
+    from jsonschema.validators import Draft202012Validator, validator_for
+
+    try:
+        validator_for(schema, default=Draft202012Validator)(schema).validate(value)
+    except ValidationError as error:
+        return f"{error.validator} at /{'/'.join(map(str, error.absolute_path))}"
+    return ""
+
+
+def _files(directory: Path, sample: int, seed: int) -> list[Path]:
+    files = sorted(directory.rglob("*.json"))
+    random.Random(seed).shuffle(files)
+    return files[:sample]
+
+
+def _lines(name: str, outcome: Outcome) -> Iterator[str]:
+    yield (
+        f"{name:16} {outcome.num_served:5}/{outcome.num_schemas:<5} served "
+        f"({outcome.num_reported} with oneOf as anyOf)  {outcome.num_outputs} outputs, "
+        f"{outcome.num_complete} complete, {len(outcome.invalid)} invalid, "
+        f"{len(outcome.invalid_reported)} more under a reported oneOf"
+    )
+    if outcome.token_s:
+        tokens, compiles = np.array(outcome.token_s) * 1e3, np.array(outcome.compile_s) * 1e3
+        parts = [f"p{at} {np.percentile(tokens, at):.3f}" for at in (50, 90, 99)]
+        yield f"{'':16} token ms {', '.join(parts)}, at most {tokens.max():.2f}" + (
+            f"; compile ms p50 {np.percentile(compiles, 50):.1f}, "
+            f"p99 {np.percentile(compiles, 99):.1f}"
+        )
+
+
+def main() -> int:
+    """Measure and print; 1 if an output is invalid."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("directories", nargs="+", type=Path)
+    parser.add_argument("--sample", type=int, default=100, help="schemas per directory")
+    parser.add_argument("--outputs", type=int, default=2, help="outputs per schema")
+    parser.add_argument("--max-tokens", type=int, default=200, help="of an output")
+    parser.add_argument("--vocab", type=int, default=_DEMO_VOCAB, help="tokens, 4096 or more")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of schemas")
+    options = parser.parse_args()
+    print(describe_machine(), flush=True)
+    measurement, total = Measurement(options), Outcome()
+    for directory in options.directories:
+        outcome = measurement.collection(_files(directory, options.sample, options.seed))
+        total.add(outcome)
+        for line in _lines(directory.name, outcome):
+            print(line, flush=True)
+    for line in _lines("all", total):
+        print(line)
+    print(f"slowest token: {total.slowest[0] * 1e3:.2f} ms, {total.slowest[1]}")
+    for reason, count in total.refusals.most_common():
+        print(f"{count:5} {reason}")
+    for text in total.invalid:
+        print(f"INVALID {text}")
+    for text in total.invalid_reported[:10]:
+        print(f"reported {text}")
+    return 1 if total.invalid else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
