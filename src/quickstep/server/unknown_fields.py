@@ -35,9 +35,9 @@ def _walk(
     """`shape` is the path without the positions in lists."""
     if isinstance(content, list):
         item_type = _list_item(declared)
-        for index, item in enumerate(content if item_type is not None else ()):
-            assert item_type is not None
-            _walk(item, item_type, f"{path}[{index}]", f"{shape}[]", found)
+        if item_type is not None:
+            for index, item in enumerate(content):
+                _walk(item, item_type, f"{path}[{index}]", f"{shape}[]", found)
     elif isinstance(content, dict):
         struct = _struct_of(content, declared)
         if struct is not None:
