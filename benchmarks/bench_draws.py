@@ -16,9 +16,9 @@ import time
 import torch
 
 from benchmarks.machine import describe_machine
-from quickstep.ops.native import default_num_threads, load_native
-from quickstep.runtime.native_sampler import NativeSampler
-from quickstep.runtime.sampling_state import SamplingState
+from quickstep.ops.native.backend import default_num_threads, load_native
+from quickstep.runtime.sampling.native_sampler import NativeSampler
+from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import TokenForms
 from quickstep.types import Admission, SamplingParams
 

@@ -31,10 +31,10 @@ import numpy as np
 
 import quickstep
 from benchmarks.machine import describe_machine
-from quickstep.engine.grammars import CompiledGrammar, GrammarCompiler
-from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.grammar.grammars import CompiledGrammar, GrammarCompiler
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import RequestError
-from quickstep.runtime.grammar_constraint import constraint_of
+from quickstep.runtime.constraints.grammar import constraint_of
 from quickstep.types import Admission, Grammar, SamplingParams
 
 _DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"

@@ -345,7 +345,7 @@ typedef struct qs_draw {
   double typical_p;           // 1: all
   double log_min_p;           // -inf: all
   double xtc_threshold;
-  uint64_t key_b, key_c;      // runtime/noise.py
+  uint64_t key_b, key_c;      // runtime/sampling/noise.py
   int64_t token_id;           // result, or one of qs_no_token
   int64_t rank;               // result, as are the others, with num_top >= 0
   int64_t mass;               // sum over V of round(exp(logit - peak) * 2^44)

@@ -1,4 +1,4 @@
-// The block layouts are those of ggml-quants.h; quantized_formats/gguf_blocks.py defines them, and
+// The block layouts are those of ggml-quants.h; formats/gguf_blocks.py defines them, and
 // the arithmetic here is the same, operation by operation, so that scales and zeros are too.
 
 #include "stored_rows.h"

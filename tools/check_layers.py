@@ -30,6 +30,7 @@ LAYERS = {
     "sim": 6,
     "plan": 6,
     "server": 6,
+    "verify": 6,
     "bench": 6,
     "cluster": 6,
     "cli": 7,

@@ -36,12 +36,12 @@ def document() -> dict[str, Any]:
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "serve")]
     from fake_engine import FakeEngine
 
-    from quickstep.server.field_bounds import SchemaFacts
+    from quickstep.server.generate.adapter import Served, output_formats
     from quickstep.server.metrics import Metrics
-    from quickstep.server.openapi import openapi_document
     from quickstep.server.options import ServerOptions
     from quickstep.server.route_list import api_routes
-    from quickstep.server.surface import Served, output_formats
+    from quickstep.server.schema.field_bounds import SchemaFacts
+    from quickstep.server.schema.openapi import openapi_document
 
     engine, options = FakeEngine(), ServerOptions()
     served = Served(engine, ("model",), options.limits, output_formats(engine, options))

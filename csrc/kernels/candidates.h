@@ -1,4 +1,4 @@
-// Tokens in canonical order, as runtime/filters.py has it: larger value first, lower id first among
+// Tokens in canonical order, as runtime/sampling/filters.py has it: larger value first, lower id first among
 // equals. Selecting and sorting of our own: kernels use no C++ library.
 #pragma once
 

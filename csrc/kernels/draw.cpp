@@ -1,5 +1,5 @@
 // One row: argmax, or scaled logits + counter-based noise over what the filters keep; and the
-// log-probabilities' ingredients. runtime/sampler.py is the definition, to the bit: masses are
+// log-probabilities' ingredients. runtime/sampling/sampler.py is the definition, to the bit: masses are
 // integers, so no order of summing shows, and exp and log are kernels/vecmath64.h.
 //
 // Filters over a whole row are asked about the drawn token alone, and answered by float32 sums

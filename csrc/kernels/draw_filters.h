@@ -1,4 +1,4 @@
-// Which tokens may be drawn: top-k, typical-p, top-p, min-p, XTC, as runtime/filters.py has them.
+// Which tokens may be drawn: top-k, typical-p, top-p, min-p, XTC, as runtime/sampling/filters.py has them.
 // Masses are integers, so that no order of summing shows.
 #pragma once
 

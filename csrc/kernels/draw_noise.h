@@ -13,7 +13,7 @@ namespace qs::QS_LEVEL {
 constexpr double kLn2Above = 0.6931471805599454;
 constexpr uint64_t kWeyl = 0x9e3779b97f4a7c15;
 
-// noise_bits of runtime/noise.py are the upper 52 of the finished hash; `start` is
+// noise_bits of runtime/sampling/noise.py are the upper 52 of the finished hash; `start` is
 // key_b + (token + 1) * kWeyl.
 template <typename U>
 QS_INLINE U unfinished_hash(U start, uint64_t key_c) {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quickstep.runtime.sampler import Sample, sample_row
-from quickstep.runtime.sampling_state import SamplingState
+from quickstep.runtime.sampling.sampler import Sample, sample_row
+from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import Admission, SamplingParams
 
 PROMPT = (1, 2, 3)

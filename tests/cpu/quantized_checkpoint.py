@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quickstep.config import LoadConfig
-from quickstep.model.checkpoint_weights import CheckpointWeights, open_weights
+from quickstep.model.checkpoint.source import Checkpoint
+from quickstep.model.checkpoint.tensor_reader import TensorReader, TensorSource
+from quickstep.model.checkpoint.tensor_schema import layer_tensors, outer_tensors
+from quickstep.model.checkpoint.weights import CheckpointWeights, open_weights
+from quickstep.model.formats.detect import open_coded_reader
 from quickstep.model.interface import ForwardBatch, Model
 from quickstep.model.loader import load_model
-from quickstep.model.quantized_formats.detect import open_coded_reader
-from quickstep.model.source import Checkpoint
 from quickstep.model.spec import parse_spec, read_spec
-from quickstep.model.tensor_reader import TensorReader, TensorSource
-from quickstep.model.tensor_schema import layer_tensors, outer_tensors
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import KVCache, PagedLayout
 

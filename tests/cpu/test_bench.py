@@ -17,7 +17,7 @@ from quickstep.bench.subject import made_up_tokenizer
 from quickstep.bench.traffic import ThroughputOptions, draw_lengths
 from quickstep.cli.main import main
 from quickstep.errors import EngineError
-from quickstep.model.random_weights import RandomDraw, random_model
+from quickstep.model.checkpoint.random_weights import RandomDraw, random_model
 from quickstep.model.spec import parse_spec
 from quickstep.ops.reference import reference_ops
 

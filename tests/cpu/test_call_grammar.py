@@ -9,8 +9,8 @@ import pytest
 from grammar_draws import drawn_text
 from tiny_checkpoint import write_checkpoint
 
-from quickstep.engine.grammars import GrammarCompiler
-from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.grammar.grammars import GrammarCompiler
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.call_grammar import call_grammar
 from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, formats_of
 from quickstep.engine.tool_calls.parser import MessageParser

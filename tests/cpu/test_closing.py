@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quickstep
-from quickstep.engine.grammars import GrammarCompiler
-from quickstep.engine.tokenizer import Tokenizer
-from quickstep.runtime.closing import ClosingGuard, ClosingStart
-from quickstep.runtime.sampler import Sample, sample_row
-from quickstep.runtime.sampling_state import SamplingState
+from quickstep.engine.grammar.grammars import GrammarCompiler
+from quickstep.engine.text.tokenizer import Tokenizer
+from quickstep.runtime.constraints.closing import ClosingGuard, ClosingStart
+from quickstep.runtime.sampling.sampler import Sample, sample_row
+from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import TokenForms
 from quickstep.types import Admission, Grammar, SamplingParams
 

@@ -12,7 +12,7 @@ from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerCon
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.outputs import collect
 from quickstep.errors import ConfigError
-from quickstep.ops import native
+from quickstep.ops.native import backend as native
 from quickstep.types import FinishReason, SamplingParams
 
 PROMPTS = [f"{'shared beginning ' * 3}and question {n} {'!' * n}" for n in range(8)]

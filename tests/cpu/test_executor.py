@@ -8,7 +8,7 @@ from paged_hash_model import PagedHashModel
 
 from quickstep.errors import EngineError
 from quickstep.runtime.executor import LocalExecutor, ShortTicket
-from quickstep.runtime.kv import allocate_kv
+from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import Admission, Phase, SamplingParams, StepPlan, StepRow
 

@@ -12,7 +12,7 @@ from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import EngineError
 from quickstep.runtime.executor import LocalExecutor
-from quickstep.runtime.kv import allocate_kv
+from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import FinishReason, Request, SamplingParams
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from quickstep import LLM, SamplingParams
 from quickstep.config import LoadConfig
-from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint_weights import open_weights
-from quickstep.model.source import find_checkpoint
+from quickstep.model.checkpoint.source import find_checkpoint
+from quickstep.model.checkpoint.tensor_schema import layer_tensors, outer_tensors
+from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.spec import parse_spec, read_spec
-from quickstep.model.tensor_schema import layer_tensors, outer_tensors
 
 VOCAB = 264
 HF = {

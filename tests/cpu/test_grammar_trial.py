@@ -13,11 +13,11 @@ import pytest
 from nasty_grammars import NASTY, chain
 from tiny_checkpoint import write_checkpoint
 
-from quickstep.engine.grammar_build import Refusal
-from quickstep.engine.grammar_source import GrammarSource, grammar_source
-from quickstep.engine.grammar_trial import TrialLimits
-from quickstep.engine.grammars import CompiledGrammar, GrammarCompiler, GrammarLimits
-from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.grammar.build import Refusal
+from quickstep.engine.grammar.grammars import CompiledGrammar, GrammarCompiler, GrammarLimits
+from quickstep.engine.grammar.source import GrammarSource, grammar_source
+from quickstep.engine.grammar.trial import TrialLimits
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import Grammar
 

@@ -14,20 +14,20 @@ from torch import Tensor
 
 from quickstep import LLM, SamplingParams
 from quickstep.config import KV_DTYPES, CacheConfig, LoadConfig
-from quickstep.engine.verification import VerifyOptions, verify
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
+from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.decoder import Decoder
-from quickstep.model.fingerprint import fingerprint_with_kv
 from quickstep.model.interface import KVShape
 from quickstep.model.loader import load_model
 from quickstep.model.sizing import kv_bytes_per_token
-from quickstep.model.source import find_checkpoint
 from quickstep.model.spec import read_spec
 from quickstep.ops.kv_format import head_size_of, quantize_heads, read_heads
-from quickstep.ops.native import load_native
+from quickstep.ops.native.backend import load_native
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
-from quickstep.runtime.kv import allocate_kv, kv_bytes
+from quickstep.runtime.kv_cache import allocate_kv, kv_bytes
+from quickstep.verify.checker import VerifyOptions, verify
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests" / "golden"))

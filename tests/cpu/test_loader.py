@@ -19,13 +19,13 @@ from torch import Tensor
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.safetensors_files import open_tensor_files
+from quickstep.model.checkpoint.source import Checkpoint
+from quickstep.model.checkpoint.tensor_schema import layer_tensors, outer_tensors
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model, resolve_device, resolve_dtype
-from quickstep.model.safetensors_files import open_tensor_files
-from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
-from quickstep.model.tensor_schema import layer_tensors, outer_tensors
 from quickstep.ops.table import LinearWeight, OpTable
 
 CONFIG = {

@@ -13,20 +13,20 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from quickstep.config import LoadConfig
-from quickstep.engine.verification import VerifyOptions, verify
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.random_weights import RandomDraw, random_model
+from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.decoder import Decoder
 from quickstep.model.loader import load_model
 from quickstep.model.quantization import SCHEMES, MatrixFormat
 from quickstep.model.quantize import QuantizingSource
-from quickstep.model.random_weights import RandomDraw, random_model
 from quickstep.model.sizing import weight_bytes
-from quickstep.model.source import find_checkpoint
 from quickstep.model.spec import parse_spec, read_spec
-from quickstep.ops.native import load_native, native_status
+from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import OpTable, QuantizedWeight
+from quickstep.verify.checker import VerifyOptions, verify
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests" / "golden"))

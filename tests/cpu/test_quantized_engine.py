@@ -18,11 +18,11 @@ from torch import Tensor
 from quickstep import LLM, SamplingParams
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint_weights import open_weights
+from quickstep.model.checkpoint.source import Checkpoint
+from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.decoder import Decoder
-from quickstep.model.fallback_spec import read_fallback_spec
+from quickstep.model.fallback.spec import read_fallback_spec
 from quickstep.model.loader import load_model
-from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import LinearWeight

@@ -11,7 +11,7 @@ from quantized_checkpoint import opened, write_quantized
 from torch import Tensor
 
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint_weights import open_weights
+from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.spec import read_spec
 from quickstep.ops.table import QuantizedWeight
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_checkpoint import write_checkpoint
 
-from quickstep.engine.grammars import GrammarCompiler
-from quickstep.engine.token_forms import TokenFormFinder
-from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.grammar.grammars import GrammarCompiler
+from quickstep.engine.text.token_forms import TokenFormFinder
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS, message_grammar
 from quickstep.engine.tool_calls.parser import MessageParser
-from quickstep.runtime.reasoning import Place, ReasoningTracker
-from quickstep.runtime.sampler import Sample, sample_row
+from quickstep.runtime.constraints.reasoning import Place, ReasoningTracker
+from quickstep.runtime.sampling.sampler import Sample, sample_row
 from quickstep.sampling_params import ReasoningTokens
 from quickstep.types import Grammar, SamplingParams
 

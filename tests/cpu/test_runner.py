@@ -8,7 +8,7 @@ import torch
 from paged_hash_model import PagedHashModel
 
 from quickstep.errors import EngineError
-from quickstep.runtime.kv import allocate_kv, kv_bytes
+from quickstep.runtime.kv_cache import allocate_kv, kv_bytes
 from quickstep.runtime.runner import ModelRunner
 from quickstep.types import (
     Admission,

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quickstep.errors import RequestError
-from quickstep.runtime.noise import gumbel
-from quickstep.runtime.sampler import Sample, SampleFailure, sample, sample_row
-from quickstep.runtime.sampling_state import SamplingState
+from quickstep.runtime.sampling.noise import gumbel
+from quickstep.runtime.sampling.sampler import Sample, SampleFailure, sample, sample_row
+from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import Admission, SamplingParams
 
 VOCAB = 40

@@ -14,13 +14,13 @@ from test_sampler import VOCAB, logits_of, state_of, token_of
 from test_sampler_law import LOGITS, NUM_DRAWS, assert_follows
 
 from quickstep.errors import RequestError
-from quickstep.runtime.bad_words import BadWords
-from quickstep.runtime.dry import DryPenalty
-from quickstep.runtime.filters import kept_token_ids
-from quickstep.runtime.noise import chance
-from quickstep.runtime.sampler import Sample, sample, sample_row
-from quickstep.runtime.sampling_state import SamplingState
-from quickstep.runtime.thinking_budget import ThinkingBudget
+from quickstep.runtime.constraints.thinking_budget import ThinkingBudget
+from quickstep.runtime.sampling.bad_words import BadWords
+from quickstep.runtime.sampling.dry import DryPenalty
+from quickstep.runtime.sampling.filters import kept_token_ids
+from quickstep.runtime.sampling.noise import chance
+from quickstep.runtime.sampling.sampler import Sample, sample, sample_row
+from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import Admission, SamplingParams
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quickstep.runtime.filters import kept_token_ids, largest
+from quickstep.runtime.sampling.filters import kept_token_ids, largest
 from quickstep.types import SamplingParams
 
 

@@ -10,8 +10,8 @@ import math
 import numpy as np
 import pytest
 
-from quickstep.runtime.sampler import Sample, sample_row
-from quickstep.runtime.sampling_state import SamplingState
+from quickstep.runtime.sampling.sampler import Sample, sample_row
+from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import Admission, SamplingParams
 
 LOGITS = np.array([2.0, 1.5, 1.5, 0.7, 0.0, -0.3, -1.0, -2.5, 0.2, 1.1, -0.9, 0.4], np.float32)

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from quickstep.runtime.exact_math import exp_nonpositive, log
-from quickstep.runtime.noise import gumbel, gumbel_of_bits, largest_noisy, noise_bits
+from quickstep.runtime.sampling.exact_math import exp_nonpositive, log
+from quickstep.runtime.sampling.noise import gumbel, gumbel_of_bits, largest_noisy, noise_bits
 
 MASK = 2**64 - 1
 WEYL, MIX_A, MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

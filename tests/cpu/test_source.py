@@ -10,8 +10,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
-from quickstep.model import source
-from quickstep.model.source import find_checkpoint
+from quickstep.model.checkpoint import source
+from quickstep.model.checkpoint.source import find_checkpoint
 
 
 def test_a_directory_is_itself_under_its_own_name(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import quickstep
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.outputs import collect
-from quickstep.engine.token_forms import TokenFormFinder
-from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.text.token_forms import TokenFormFinder
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
-from quickstep.runtime.reasoning import Place, ReasoningTracker
+from quickstep.runtime.constraints.reasoning import Place, ReasoningTracker
 from quickstep.types import Grammar, SamplingParams
 
 DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"

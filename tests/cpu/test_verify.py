@@ -8,20 +8,21 @@ import torch
 from paged_hash_model import PagedHashModel
 
 from quickstep.config import CacheConfig
-from quickstep.engine.verification import SCENARIOS, VerifyOptions, verify
-from quickstep.engine.verification_requests import (
+from quickstep.errors import ConfigError, EngineError
+from quickstep.runtime import batch, runner, slots
+from quickstep.runtime.pooling import Pool
+from quickstep.runtime.sampling import sampler
+from quickstep.runtime.sampling.noise import noise_bits
+from quickstep.runtime.sampling.penalties import Penalties
+from quickstep.runtime.sampling.prompt_logprobs import score_prompt
+from quickstep.runtime.sampling.state import SamplingState
+from quickstep.verify.checker import SCENARIOS, VerifyOptions, verify
+from quickstep.verify.requests import (
     MAX_OUTPUTS,
     MAX_PROMPT_LEN,
     Vocabulary,
     draw_requests,
 )
-from quickstep.errors import ConfigError, EngineError
-from quickstep.runtime import batch, runner, sampler, slots
-from quickstep.runtime.noise import noise_bits
-from quickstep.runtime.penalties import Penalties
-from quickstep.runtime.pooling import Pool
-from quickstep.runtime.prompt_scores import score_prompt
-from quickstep.runtime.sampling_state import SamplingState
 
 EOS = frozenset({3})
 OPTIONS = VerifyOptions(num_requests=80, threads=(1,), rounds=2)

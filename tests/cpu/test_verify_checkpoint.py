@@ -9,13 +9,13 @@ from tiny_checkpoint import write_checkpoint
 
 from quickstep.cli.main import main
 from quickstep.config import LoadConfig
-from quickstep.engine.verification import VerifyOptions, verify
+from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.loader import load_model
-from quickstep.model.source import find_checkpoint
 from quickstep.model.spec import read_spec
 from quickstep.ops import resolve
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import LinearWeight
+from quickstep.verify.checker import VerifyOptions, verify
 
 CPU = torch.device("cpu")
 

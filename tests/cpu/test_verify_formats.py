@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_checkpoint import write_checkpoint
 
-from quickstep.cli.formats import KV_FORMATS, WEIGHT_FORMATS, FormatPair, format_pairs
+from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS, FormatPair, format_pairs
 from quickstep.cli.main import main
 from quickstep.config import KV_DTYPES, QUANTIZATIONS
 from quickstep.ops import resolve

@@ -7,13 +7,13 @@ import torch
 
 from quickstep import LLM, SamplingParams
 from quickstep.config import LoadConfig
-from quickstep.engine.tokenizer import Tokenizer
-from quickstep.engine.verification import VerifyOptions, verify
+from quickstep.engine.text.tokenizer import Tokenizer
+from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
-from quickstep.model.source import find_checkpoint
 from quickstep.model.spec import read_spec
 from quickstep.ops.resolve import resolve_ops
+from quickstep.verify.checker import VerifyOptions, verify
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

@@ -10,9 +10,9 @@ from paged_driver import PagedDriver
 from transformers import PreTrainedModel
 
 from quickstep.config import LoadConfig
+from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
-from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import OpTable

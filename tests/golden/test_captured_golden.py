@@ -17,19 +17,19 @@ from torch import Tensor
 
 from quickstep.config import LoadConfig
 from quickstep.errors import EngineError
+from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
 from quickstep.model.sizing import activation_bytes
-from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
 from quickstep.ops.dtypes import host_dtype
 from quickstep.ops.host_tensor import AnyTensor, to_torch
-from quickstep.ops.native_program import program_bytes
+from quickstep.ops.native.program import program_bytes
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import KVCache
 from quickstep.runtime.capture import CapturedSteps, open_steps, record
-from quickstep.runtime.kv import allocate_kv
+from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
 

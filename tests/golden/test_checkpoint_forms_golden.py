@@ -11,8 +11,8 @@ import transformers
 from golden_cases import CASES, VOCAB, Case, randomise
 from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
 
+from quickstep.model.checkpoint.tensor_schema import num_parameters
 from quickstep.model.spec import parse_spec, read_spec
-from quickstep.model.tensor_schema import num_parameters
 
 LLAMA = next(case for case in CASES if case.name == "llama")
 

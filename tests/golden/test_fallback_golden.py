@@ -19,9 +19,9 @@ from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
 from quickstep.model import spec as spec_module
 from quickstep.model.architectures import ARCHITECTURES
+from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
-from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
 from quickstep.ops.resolve import resolve_ops
 

@@ -15,11 +15,11 @@ from paged_driver import PagedDriver
 from torch import Tensor
 
 from quickstep.config import LoadConfig
+from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.decoder_spec import ModelSpec, MoESpec
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
 from quickstep.model.rope_spec import RopeKind
-from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
 
 

@@ -13,9 +13,9 @@ import transformers
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
-from quickstep.engine.chat_template import find_templates
-from quickstep.engine.gguf_tokenizer import read_gguf_tokenizer
-from quickstep.engine.tokenizer import DecoderKind, Tokenizer
+from quickstep.engine.text.chat_template import find_templates
+from quickstep.engine.text.gguf_tokenizer import read_gguf_tokenizer
+from quickstep.engine.text.tokenizer import DecoderKind, Tokenizer
 from quickstep.errors import ConfigError
 
 CORPUS = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

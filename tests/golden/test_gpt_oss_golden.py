@@ -20,18 +20,18 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quickstep.cli.main import main
 from quickstep.config import LoadConfig
-from quickstep.engine.verification import VerifyOptions, verify
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint_weights import open_weights
+from quickstep.model.checkpoint.source import Checkpoint
+from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.decoder import Decoder
-from quickstep.model.fused_experts_source import mxfp4_values
+from quickstep.model.formats.fused_experts_source import mxfp4_values
 from quickstep.model.interface import Model
 from quickstep.model.loader import load_model, reason_for_torch
 from quickstep.model.sizing import weight_bytes
-from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_spec
-from quickstep.ops.native import load_native
+from quickstep.ops.native.backend import load_native
 from quickstep.ops.resolve import resolve_ops
+from quickstep.verify.checker import VerifyOptions, verify
 
 CPU = torch.device("cpu")
 GPT_OSS = next(case for case in CASES if case.name == "gpt-oss")

@@ -17,7 +17,7 @@ from torch import Tensor
 from quickstep.ops.agreement import agreement
 from quickstep.ops.attention_cases import DTYPES, AttentionCase, attention_cases
 from quickstep.ops.invariance import mismatches, same_bits
-from quickstep.ops.native import load_native, native_status
+from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable, PagedLayout
 

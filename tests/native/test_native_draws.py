@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quickstep.ops.native import load_native, native_status
-from quickstep.runtime.logit_changes import bits_of_bytes
-from quickstep.runtime.native_sampler import NativeSampler
-from quickstep.runtime.sampler import SampleFailure, sample
-from quickstep.runtime.sampling_state import SamplingState
+from quickstep.ops.native.backend import load_native, native_status
+from quickstep.runtime.sampling.logit_changes import bits_of_bytes
+from quickstep.runtime.sampling.native_sampler import NativeSampler
+from quickstep.runtime.sampling.sampler import SampleFailure, sample
+from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import Admission, SamplingParams
 

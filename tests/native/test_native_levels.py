@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from quickstep.ops.native import load_native, native_status
+from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.table import OpTable, QuantizedWeight
 
 # All but the last have fused multiply-adds, which the float part of a low-bit product is made of.

@@ -12,7 +12,7 @@ import torch
 from quickstep.ops.agreement import agreement
 from quickstep.ops.cases import OPS, AttentionCase, Case, bind, cases
 from quickstep.ops.invariance import mismatches, same_bits
-from quickstep.ops.native import load_native, native_status
+from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.table import OpTable
 
 LEVELS = native_status().levels

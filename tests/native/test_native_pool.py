@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from quickstep.errors import EngineError
-from quickstep.ops.native import default_num_threads, load_native
+from quickstep.ops.native.backend import default_num_threads, load_native
 from quickstep.ops.table import LinearWeight, OpTable
-from quickstep.ops.thread_places import ThreadPlaces
+from quickstep.ops.thread_placement import ThreadPlaces
 
 CHILD_TIMEOUT_S = 60
 

@@ -11,8 +11,8 @@ import torch
 from quickstep.bench.limits import NativeLimits, open_limits
 from quickstep.cli.main import main
 from quickstep.errors import ConfigError, EngineError
-from quickstep.ops.native import load_native, load_probe, native_status
-from quickstep.ops.native_probe import NativeProbe
+from quickstep.ops.native.backend import load_native, load_probe, native_status
+from quickstep.ops.native.probe import NativeProbe
 
 LEVELS = native_status().levels
 MIB = 2**20

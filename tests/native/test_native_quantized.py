@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quickstep.errors import EngineError
-from quickstep.ops.native import load_native, native_status
+from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable, QuantizedWeight
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quickstep.errors import ConfigError, EngineError
-from quickstep.ops.native import load_native, native_status
-from quickstep.ops.native_library import library_path, open_library
+from quickstep.ops.native.backend import load_native, native_status
+from quickstep.ops.native.library import library_path, open_library
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
 

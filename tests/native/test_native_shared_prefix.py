@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quickstep.ops.native import load_native, native_status
+from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
 
 LEVELS = native_status().levels

@@ -13,16 +13,16 @@ import torch
 from engine_answers import FORMATS, answers
 
 from quickstep.config import LoadConfig
-from quickstep.model.checkpoint_weights import open_weights
+from quickstep.model.checkpoint.source import find_checkpoint
+from quickstep.model.checkpoint.torch_weights import with_torch_kv, with_torch_tensors
+from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.loader import load_model, reason_for_torch
-from quickstep.model.source import find_checkpoint
 from quickstep.model.spec import read_spec
-from quickstep.model.torch_weights import with_torch_kv, with_torch_tensors
 from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, torch_dtype
 from quickstep.ops.host_tensor import CPU, HostTensor, rounded, to_torch
-from quickstep.ops.native import load_native
+from quickstep.ops.native.backend import load_native
 from quickstep.runtime.capture import CapturedSteps, open_steps
-from quickstep.runtime.kv import allocate_kv
+from quickstep.runtime.kv_cache import allocate_kv
 
 _SCRIPT = """
 import sys

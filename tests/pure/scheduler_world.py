@@ -15,10 +15,10 @@ from hashlib import blake2b
 from shadow_executor import ShadowExecutor, Sizes, Trouble
 
 from quickstep.config import PolicyName, SchedulerConfig
+from quickstep.core.block_hashes import Digest, chain_digest
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel, LinearCostModel
 from quickstep.core.policies import Policy, StepView, make_policy
-from quickstep.core.prefix import Digest, chain_digest
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
 from quickstep.types import (

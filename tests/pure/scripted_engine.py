@@ -20,12 +20,12 @@ from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
-from quickstep.engine.chat_template import ChatTemplate
 from quickstep.engine.engine import Engine
-from quickstep.engine.grammars import GrammarCompiler
+from quickstep.engine.grammar.grammars import GrammarCompiler
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.step_log import StepLog
-from quickstep.engine.tokenizer import Tokenizer, _byte_level_alphabet
+from quickstep.engine.text.chat_template import ChatTemplate
+from quickstep.engine.text.tokenizer import Tokenizer, _byte_level_alphabet
 from quickstep.errors import EngineError
 from quickstep.types import RowOutput, StepResult, TokenLogprobs
 

@@ -12,7 +12,7 @@ LLAMA = parse_spec(SHAPES["llama-3.2-1b"])
 
 
 def test_shapes_have_the_parameters_of_their_models():
-    from quickstep.model.tensor_schema import num_parameters
+    from quickstep.model.checkpoint.tensor_schema import num_parameters
 
     assert num_parameters(QWEN) == 494_032_768
     assert num_parameters(LLAMA) == 1_235_814_400

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from quickstep.engine.chat_template import ChatTemplate
+from quickstep.engine.text.chat_template import ChatTemplate
 from quickstep.errors import ConfigError, RequestError
 
 CHATML = (

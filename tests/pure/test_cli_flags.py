@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from quickstep.cli import generate, serve
-from quickstep.cli.engine_flags import engine_config, model_of
+from quickstep.cli.flags.engine import engine_config, model_of
+from quickstep.cli.flags.parsing import Parser, bytes_size, token_count
+from quickstep.cli.flags.sampling import sampling_params, say_defaults
+from quickstep.cli.flags.serve import input_config, log_setup, server_options, stream_config
 from quickstep.cli.main import main
-from quickstep.cli.parsing import Parser, bytes_size, token_count
-from quickstep.cli.sampling_flags import sampling_params, say_defaults
-from quickstep.cli.serve_flags import input_config, log_setup, server_options, stream_config
 from quickstep.config import EngineConfig, InputConfig, PolicyName, SchedulerConfig, StreamConfig
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.options import (

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from quickstep.engine.detokenizer import Detokenizer
-from quickstep.engine.tokenizer import Tokenizer, _byte_level_alphabet
+from quickstep.engine.text.detokenizer import Detokenizer
+from quickstep.engine.text.tokenizer import Tokenizer, _byte_level_alphabet
 from quickstep.errors import ConfigError
 
 SPECIAL = "<|end|>"

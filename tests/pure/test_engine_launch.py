@@ -8,7 +8,7 @@ import pytest
 
 from quickstep.cli.launch_ahead import launch_ahead
 from quickstep.cli.main import main
-from quickstep.engine.process.launch import Launched, launch
+from quickstep.engine.remote.launch import Launched, launch
 from quickstep.errors import EngineError
 
 # a worker: it has its end of the connection, and waits until the other one closes

@@ -49,13 +49,13 @@ def test_the_command_line_parses_without_torch() -> None:
 SERVER = """
 from quickstep.cli import serve
 from quickstep.deferred import defer
-from quickstep.engine.process import launch, opening
+from quickstep.engine.remote import launch, opening
 defer(serve._FRONT_DOORS)
-import quickstep.engine.process.remote_engine, quickstep.server.run
+import quickstep.engine.remote.engine, quickstep.server.run
 """
 WORKER = """
 from quickstep.deferred import defer
-from quickstep.engine.process import worker
+from quickstep.engine.remote import worker
 worker.defer_parts_of_torch()
 defer(worker._NOT_NEEDED)
 from quickstep.engine.assembly import import_loading
@@ -74,10 +74,11 @@ def imported_by(code: str, *names: str) -> list[str]:
     return json.loads(done.stdout)
 
 
-def test_the_server_listens_without_the_surfaces_that_nobody_has_asked_for() -> None:
-    surfaces = ("anthropic", "batches", "embeddings", "files", "llama_cpp", "openapi", "responses")
-    names = [f"quickstep.server.{name}" for name in (*surfaces, "app", "route_list", "tokenize")]
-    assert imported_by(SERVER, *names, "quickstep.engine.gguf_tokenizer") == []
+def test_the_server_listens_without_the_apis_that_no_client_has_called() -> None:
+    modules = ("anthropic.endpoint", "app", "batches.endpoint", "batches.files", "openai.embeddings")
+    modules += ("llama_cpp.completion", "openai.tokenize", "responses.endpoint", "route_list")
+    names = [f"quickstep.server.{name}" for name in (*modules, "schema.openapi")]
+    assert imported_by(SERVER, *names, "quickstep.engine.text.gguf_tokenizer") == []
 
 
 def test_the_server_listens_without_what_the_front_doors_of_packages_import() -> None:
@@ -92,5 +93,5 @@ def test_the_worker_reads_weights_without_what_the_engine_around_them_imports() 
 
 
 def test_the_engine_around_the_weights_needs_no_chat_template() -> None:
-    code = "import quickstep.engine.process.service, quickstep.engine.engine"
-    assert imported_by(code, "torch", "jinja2", "quickstep.engine.chat_template") == []
+    code = "import quickstep.engine.remote.service, quickstep.engine.engine"
+    assert imported_by(code, "torch", "jinja2", "quickstep.engine.text.chat_template") == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quickstep.engine.json_schema import for_llguidance, reference_depth
+from quickstep.engine.grammar.json_schema import for_llguidance, reference_depth
 
 
 def test_only_unknown_formats_of_schemas_are_left_out():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import END_ID, byte_tokenizer
 
-from quickstep.engine.output_text import OutputText
+from quickstep.engine.text.output_text import OutputText
 from quickstep.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 
 TOKENIZER = byte_tokenizer()

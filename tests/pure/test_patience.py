@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from quickstep.server.patience import PatientTimer, patient_timeout
+from quickstep.server.http.time_limits import PatientTimer, patient_timeout
 
 LIMIT_S = 0.2
 

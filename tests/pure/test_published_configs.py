@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
+from quickstep.model.checkpoint.tensor_schema import num_parameters
 from quickstep.model.spec import parse_spec
-from quickstep.model.tensor_schema import num_parameters
 
 COMMON = {
     "attention_dropout": 0.0,

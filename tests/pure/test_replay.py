@@ -8,7 +8,7 @@ from scheduler_world import Setup, ask, open_scheduler, policy_of
 
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
-from quickstep.core.journal import (
+from quickstep.core.trace import (
     Added,
     Committed,
     Entry,

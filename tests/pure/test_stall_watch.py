@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.block_pool import PoolStats
-from quickstep.engine.process.messages import GapNote, StatsNote
-from quickstep.engine.process.stall_watch import StallWatch
+from quickstep.engine.remote.messages import GapNote, StatsNote
+from quickstep.engine.remote.stall_watch import StallWatch
 from quickstep.engine.stats import EngineState, EngineStats
 
 STALL_S = 30.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quickstep.engine.chat_template import ChatTemplate
+from quickstep.engine.text.chat_template import ChatTemplate
 from quickstep.errors import RequestError
 
 HELLO = [{"role": "user", "content": "hello"}]

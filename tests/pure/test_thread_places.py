@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quickstep.engine.topology import usable_cpus
-from quickstep.ops.thread_places import Cpu, ThreadPlaces, choose_places
+from quickstep.ops.thread_placement import Cpu, ThreadPlaces, choose_places
 
 
 def machine(

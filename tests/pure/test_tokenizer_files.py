@@ -7,7 +7,7 @@ import json
 import pytest
 from scripted_engine import END, END_ID, byte_tokenizer
 
-from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import ConfigError, RequestError
 
 

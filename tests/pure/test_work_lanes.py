@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from quickstep.server.api_errors import ServerBusy
-from quickstep.server.work_lanes import WorkLanes
+from quickstep.server.http.errors import ServerBusy
+from quickstep.server.http.work_lanes import WorkLanes
 
 LARGE = 4 * 1024 * 1024
 DEADLINE_S = 30.0

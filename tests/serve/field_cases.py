@@ -31,7 +31,7 @@ from field_seen import (
     thinking,
 )
 
-from quickstep.server import schemas
+from quickstep.server.openai import request_types as schemas
 from quickstep.types import Grammar
 
 SEARCH = {"name": "find_it", "description": "Finds it.", "parameters": ANY_OBJECT}

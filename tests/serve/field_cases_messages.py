@@ -22,7 +22,7 @@ from field_seen import (
     unknown_model,
 )
 
-from quickstep.server import anthropic_schema as schemas
+from quickstep.server.anthropic import request_types as schemas
 
 TOOL = {"name": "find_it", "input_schema": ANY_OBJECT}
 JSON_OUTPUT = {"type": "json_schema", "schema": ARRAY}

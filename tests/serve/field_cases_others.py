@@ -24,10 +24,10 @@ from field_seen import (
     unknown_model,
 )
 
-from quickstep.server.embedding_schema import EmbeddingRequest
-from quickstep.server.schemas_files import BatchRequest, ExpiresAfter
-from quickstep.server.schemas_llama_cpp import LlamaCompletionRequest, PromptObject
-from quickstep.server.schemas_tokens import (
+from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
+from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, PromptObject
+from quickstep.server.openai.embedding_types import EmbeddingRequest
+from quickstep.server.openai.tokenize_request_types import (
     ApplyTemplateRequest,
     DetokenizeRequest,
     TokenizeRequest,

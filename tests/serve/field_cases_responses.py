@@ -26,8 +26,8 @@ from field_seen import (
     thinking,
 )
 
-from quickstep.server import responses_schema as schemas
-from quickstep.server.responses_input import sealed
+from quickstep.server.responses import request_types as schemas
+from quickstep.server.responses.input_items import sealed
 
 LOGPROBS = ["message.output_text.logprobs"]
 TOOL = {"type": "function", "name": "find_it"}

@@ -13,24 +13,24 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from fake_engine import FakeEngine
 
-from quickstep.server import schemas
-from quickstep.server.anthropic_schema import AssistantTurn, CountTokensRequest
-from quickstep.server.api_route import ApiRoute
-from quickstep.server.field_classes import Refusal
-from quickstep.server.field_parts import parts_of
-from quickstep.server.field_reference import REFUSED_FORMS, reference_of
+from quickstep.server.anthropic.request_types import AssistantTurn, CountTokensRequest
+from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
+from quickstep.server.generate.adapter import Served, output_formats
+from quickstep.server.http.route import ApiRoute
 from quickstep.server.metrics import Metrics
+from quickstep.server.openai import request_types as schemas
+from quickstep.server.openai.tokenize_request_types import TokenizeRequest
 from quickstep.server.options import ServerOptions
-from quickstep.server.responses_schema import (
+from quickstep.server.responses.request_types import (
     FunctionCallItem,
     ResponsesRequest,
     ResponsesStreamOptions,
 )
 from quickstep.server.route_list import api_routes
-from quickstep.server.schema_types import branches, field_types
-from quickstep.server.schemas_files import BatchRequest, ExpiresAfter
-from quickstep.server.schemas_tokens import TokenizeRequest
-from quickstep.server.surface import Served, output_formats
+from quickstep.server.schema.field_classes import Refusal
+from quickstep.server.schema.field_parts import parts_of
+from quickstep.server.schema.field_reference import REFUSED_FORMS, reference_of
+from quickstep.server.schema.types import branches, field_types
 
 Struct = type[msgspec.Struct]
 Keys = tuple[str | int, ...]

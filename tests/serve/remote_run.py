@@ -10,9 +10,9 @@ from pathlib import Path
 
 import scripted_worker
 
-from quickstep.engine.process.remote_engine import RemoteEngine
-from quickstep.engine.process.remote_streams import RemoteStream
-from quickstep.engine.process.restarts import RestartLimits
+from quickstep.engine.remote.engine import RemoteEngine
+from quickstep.engine.remote.restarts import RestartLimits
+from quickstep.engine.remote.streams import RemoteStream
 from quickstep.engine.stats import EngineState
 from quickstep.engine.stream import Delta, Stream
 from quickstep.types import FinishReason, SamplingParams

@@ -111,6 +111,6 @@ def opener(mode: str) -> Callable[[EngineConfig, Callable[[int, int], None]], En
 
 
 if __name__ == "__main__":
-    from quickstep.engine.process.worker import run
+    from quickstep.engine.remote.worker import run
 
     sys.exit(run(sys.argv[2:], opener(sys.argv[1])))

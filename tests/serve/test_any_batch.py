@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
-from quickstep.server.batch_lines import BatchLine, LineFault, read_line
+from quickstep.server.batches.lines import BatchLine, LineFault, read_line
+from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
+from quickstep.server.openai.tokenize_request_types import DetokenizeRequest, TokenizeRequest
 from quickstep.server.options import ServerOptions
-from quickstep.server.schemas_llama_cpp import LlamaCompletionRequest
-from quickstep.server.schemas_tokens import DetokenizeRequest, TokenizeRequest
 
 NUMBERS = st.one_of(
     st.integers(-3, 300),

@@ -25,7 +25,7 @@ from client import client_of
 from hypothesis import given
 
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
-from quickstep.engine.process.remote_engine import RemoteEngine
+from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.server.app import create_app
 
 NUM_CASES = 40  # each mode of each route with a body

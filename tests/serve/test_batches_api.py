@@ -14,21 +14,21 @@ from live_server import live_server, until
 from openai.types import Batch
 
 from quickstep.errors import EngineDied, EngineError, RequestError
-from quickstep.server.api_errors import GenerationFailed
-from quickstep.server.batch_jobs import BatchJobs
-from quickstep.server.batch_lines import BatchLine, LineAnswer
-from quickstep.server.batch_record import Batch as Record
-from quickstep.server.batch_run import LineRunner, LineSlots, run_lines
-from quickstep.server.choices import ChoicesSurface
-from quickstep.server.completions import Completions
-from quickstep.server.file_options import BatchOptions, FileOptions
-from quickstep.server.file_store import FileStore
-from quickstep.server.generation import GenerationRequest
+from quickstep.server.batches.file_options import BatchOptions, FileOptions
+from quickstep.server.batches.file_store import FileStore
+from quickstep.server.batches.jobs import BatchJobs
+from quickstep.server.batches.lines import BatchLine, LineAnswer
+from quickstep.server.batches.record import Batch as Record
+from quickstep.server.batches.request_types import BatchRequest
+from quickstep.server.batches.run import LineRunner, LineSlots, run_lines
+from quickstep.server.generate.adapter import Answered, Served
+from quickstep.server.generate.endpoint import GeneratingRoute
+from quickstep.server.generate.generation import GenerationRequest
+from quickstep.server.http.errors import GenerationFailed
 from quickstep.server.metrics import Metrics
+from quickstep.server.openai.choices import ChoicesSurface
+from quickstep.server.openai.completions import Completions
 from quickstep.server.options import ServerOptions
-from quickstep.server.routes import GeneratingRoute
-from quickstep.server.schemas_files import BatchRequest
-from quickstep.server.surface import Answered, Served
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -13,7 +13,7 @@ from fake_engine import END_ID, WORDS, FakeEngine, FakeTokenizer, Script
 
 from quickstep.errors import RequestError
 from quickstep.server.app import create_app
-from quickstep.server.generation import GenerationRequest, TokenPrompt, open_generation
+from quickstep.server.generate.generation import GenerationRequest, TokenPrompt, open_generation
 from quickstep.server.options import RequestLimits
 from quickstep.types import FinishReason, SamplingParams
 

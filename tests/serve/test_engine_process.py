@@ -10,7 +10,7 @@ import pytest
 import scripted_worker
 from remote_run import LONG, ends, read, run, until
 
-from quickstep.engine.process.remote_engine import RemoteEngine
+from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.stream import Delta
 from quickstep.errors import RequestError
 from quickstep.types import FinishReason, Grammar, SamplingParams

@@ -21,8 +21,8 @@ from live_server import LiveServer, connect, live_server_of, until
 
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.assembly import open_engine
-from quickstep.engine.process.remote_engine import RemoteEngine
-from quickstep.ops.native import native_status
+from quickstep.engine.remote.engine import RemoteEngine
+from quickstep.ops.native.backend import native_status
 from quickstep.server.app import create_app
 
 CONFIG = EngineConfig(
@@ -306,7 +306,7 @@ def test_the_second_sigterm_of_the_group_ends_the_drain(command: subprocess.Pope
 
 PROBE = """
 import sys
-import quickstep.cli.main, quickstep.server.run, quickstep.engine.process.remote_engine
+import quickstep.cli.main, quickstep.server.run, quickstep.engine.remote.engine
 print(sorted(name for name in ("torch", "numpy", "transformers") if name in sys.modules))
 """
 

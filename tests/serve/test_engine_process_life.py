@@ -16,8 +16,8 @@ import pytest
 import scripted_worker
 from remote_run import DEADLINE_S, LONG, QUICK, ends, is_alive, read, run, until
 
-from quickstep.engine.process.messages import Opened
-from quickstep.engine.process.remote_engine import RemoteEngine
+from quickstep.engine.remote.engine import RemoteEngine
+from quickstep.engine.remote.messages import Opened
 from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError, EngineError
 from quickstep.server.options import ServerOptions

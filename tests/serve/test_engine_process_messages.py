@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quickstep.config import EngineConfig
-from quickstep.engine.process import messages
-from quickstep.engine.process.messages import (
+from quickstep.engine.remote import messages
+from quickstep.engine.remote.messages import (
     FROM_ENGINE,
     TO_ENGINE,
     Abort,
@@ -23,7 +23,7 @@ from quickstep.engine.process.messages import (
     ToEngine,
     encode,
 )
-from quickstep.engine.process.wire import Sender, read_messages
+from quickstep.engine.remote.wire import Sender, read_messages
 from quickstep.errors import EngineError
 from quickstep.types import SamplingParams
 

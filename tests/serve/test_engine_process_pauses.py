@@ -13,8 +13,8 @@ import scripted_worker
 from remote_run import LONG, ends, read, run, until
 
 from quickstep.config import StreamConfig
-from quickstep.engine.process.remote_engine import RemoteEngine
-from quickstep.engine.process.remote_streams import RemoteStream
+from quickstep.engine.remote.engine import RemoteEngine
+from quickstep.engine.remote.streams import RemoteStream
 from quickstep.types import FinishReason, SamplingParams
 
 

@@ -14,7 +14,7 @@ import scripted_worker
 from live_server import live_server_of
 from remote_run import DEADLINE_S, LONG, QUICK, ends, is_alive, read, run, until
 
-from quickstep.engine.process.remote_engine import RemoteEngine
+from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError
 from quickstep.server.options import ServerOptions
@@ -91,7 +91,7 @@ def test_a_deadline_holds_though_the_engine_says_nothing(tmp_path: Path) -> None
 def test_the_engines_own_end_at_a_deadline_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quickstep.engine.process.remote_engine._DEADLINE_MARGIN_S", DEADLINE_S)
+    monkeypatch.setattr("quickstep.engine.remote.engine._DEADLINE_MARGIN_S", DEADLINE_S)
 
     async def test(engine: RemoteEngine) -> None:
         stream = engine.submit("abc", LONG, deadline_s=0.5)

@@ -18,7 +18,7 @@ from live_server import DEADLINE_S, LiveServer, live_server_of, until
 from test_engine_process_demo import command_line, processes
 
 from quickstep.config import CacheConfig, EngineConfig, InputConfig, LoadConfig, SchedulerConfig
-from quickstep.engine.process.remote_engine import RemoteEngine
+from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.server.app import create_app
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cpu"))

@@ -16,9 +16,9 @@ from surface_calls import ANTHROPIC, COUNT_TOKENS, RESPONSES
 
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
+from quickstep.server.openai.request_types import ChatRequest
 from quickstep.server.options import FieldRules, ServerOptions
-from quickstep.server.schemas import ChatRequest
-from quickstep.server.unknown_fields import take_out_unknown
+from quickstep.server.schema.unknown_fields import take_out_unknown
 
 REPORT = ServerOptions()
 REFUSE = ServerOptions(field_rules=FieldRules(refuse_unknown=True))

@@ -11,7 +11,12 @@ from client import MESSAGES, client_of, frames
 from fake_engine import WORDS, FakeEngine, Script
 
 from quickstep.server.app import create_app
-from quickstep.server.response_llama_cpp import LlamaChunk, LlamaCompletion, LlamaProps, ServerLoad
+from quickstep.server.llama_cpp.response_types import (
+    LlamaChunk,
+    LlamaCompletion,
+    LlamaProps,
+    ServerLoad,
+)
 from quickstep.types import FinishReason
 
 TEXT = "".join(WORDS)

@@ -12,7 +12,7 @@ from client import client_of
 from fake_engine import WORDS, FakeEngine
 
 from quickstep.server.app import create_app
-from quickstep.server.llama_cpp_request import SAMPLERS
+from quickstep.server.llama_cpp.request import SAMPLERS
 
 
 def post(fields: dict[str, Any], engine: FakeEngine | None = None) -> httpx.Response:

@@ -17,7 +17,7 @@ from live_server import live_server_of
 
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig, StreamConfig
 from quickstep.engine.assembly import open_engine
-from quickstep.engine.process.remote_engine import RemoteEngine
+from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.server.app import create_app
 
 RESPONSES, ANTHROPIC, LLAMA, EMBEDDINGS = (

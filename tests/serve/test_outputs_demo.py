@@ -22,7 +22,7 @@ from quickstep import LLM, BeamSearchParams, Pooling
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.engine import Engine
-from quickstep.engine.process.remote_engine import RemoteEngine
+from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.server.app import create_app
 from quickstep.types import FinishReason, SamplingParams
 

@@ -26,7 +26,7 @@ from openai.types import batch_create_params, completion_create_params, embeddin
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from quickstep.server.anthropic_schema import (
+from quickstep.server.anthropic.request_types import (
     AdaptiveThinking,
     AnyChoice,
     AnyTool,
@@ -41,20 +41,20 @@ from quickstep.server.anthropic_schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from quickstep.server.api_route import ApiRoute
 from quickstep.server.app import create_app
-from quickstep.server.embedding_schema import EmbeddingRequest
-from quickstep.server.field_bounds import SchemaFacts, bounds_of
-from quickstep.server.field_classes import Hint, Refusal, asks_for_nothing
-from quickstep.server.field_parts import parts_of
-from quickstep.server.field_reference import REFUSED_FORMS, reference_of
-from quickstep.server.field_rows import Honoured, Note, Row
+from quickstep.server.batches.request_types import BatchRequest
+from quickstep.server.http.route import ApiRoute
+from quickstep.server.openai.embedding_types import EmbeddingRequest
+from quickstep.server.openai.request_types import ChatRequest, CompletionRequest, FunctionSpec
+from quickstep.server.openai.tokenize_request_types import ApplyTemplateRequest, TokenizeRequest
 from quickstep.server.options import FieldRules, RequestLimits, ServerOptions
-from quickstep.server.responses_schema import ResponsesRequest
-from quickstep.server.schema_types import branches, reachable_structs
-from quickstep.server.schemas import ChatRequest, CompletionRequest, FunctionSpec
-from quickstep.server.schemas_files import BatchRequest
-from quickstep.server.schemas_tokens import ApplyTemplateRequest, TokenizeRequest
+from quickstep.server.responses.request_types import ResponsesRequest
+from quickstep.server.schema.field_bounds import SchemaFacts, bounds_of
+from quickstep.server.schema.field_classes import Hint, Refusal, asks_for_nothing
+from quickstep.server.schema.field_parts import parts_of
+from quickstep.server.schema.field_reference import REFUSED_FORMS, reference_of
+from quickstep.server.schema.field_rows import Honoured, Note, Row
+from quickstep.server.schema.types import branches, reachable_structs
 
 CASES = OPENAI_CASES | RESPONSES_CASES | MESSAGES_CASES | OTHER_CASES
 CLIENTS: dict[type[msgspec.Struct], Any] = {

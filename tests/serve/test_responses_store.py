@@ -14,8 +14,8 @@ from surface_calls import RESPONSES, events, saying
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.options import ServerOptions
-from quickstep.server.response_responses import ResponseObject, ResponseUsage
-from quickstep.server.responses_store import ResponseStore, StoredResponse
+from quickstep.server.responses.response_types import ResponseObject, ResponseUsage
+from quickstep.server.responses.store import ResponseStore, StoredResponse
 from quickstep.types import FinishReason
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": {}, "strict": None}

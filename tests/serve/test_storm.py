@@ -15,9 +15,9 @@ from live_server import LiveServer, live_server_of, until
 
 from benchmarks.storm_attacks import ATTACKS
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
-from quickstep.engine.process.remote_engine import RemoteEngine
+from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.server.api_keys import ApiKeys
-from quickstep.server.file_store import FileStore
+from quickstep.server.batches.file_store import FileStore
 from quickstep.server.options import ServerOptions
 
 DEADLINE_S = 400.0

@@ -18,8 +18,8 @@ from quickstep.engine.assembly import open_engine
 from quickstep.engine.engine import Engine
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
+from quickstep.server.generate.tenancy import cache_salt_of, tenant_of_key
 from quickstep.server.options import ServerOptions
-from quickstep.server.tenancy import cache_salt_of, tenant_of_key
 
 KEYS = ApiKeys(["ann=AAAA", "bob=BBBB"])
 SECRET = "def secret_of_ann(x):\n    return 'the password of ann is hunter2' + str(x)\n" * 4

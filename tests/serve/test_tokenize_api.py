@@ -9,9 +9,13 @@ from client import MESSAGES, client_of
 from fake_engine import FakeEngine
 
 from quickstep.server.app import create_app
-from quickstep.server.field_classes import field_classes
+from quickstep.server.openai.tokenize_request_types import (
+    ApplyTemplateRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from quickstep.server.options import RequestLimits, ServerOptions
-from quickstep.server.schemas_tokens import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
+from quickstep.server.schema.field_classes import field_classes
 
 TOOL = {"type": "function", "function": {"name": "find_it"}}
 CHAT_IDS = list(b"user: hi\nassistant:")

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from quickstep.ops.dtypes import DType, torch_dtype
 from quickstep.ops.host_tensor import Device
-from quickstep.ops.native import load_probe
-from quickstep.ops.native_probe import NativeProbe
+from quickstep.ops.native.backend import load_probe
+from quickstep.ops.native.probe import NativeProbe
 
 if TYPE_CHECKING:
     import torch

@@ -28,20 +28,20 @@ from quickstep.engine.assembly import (
 )
 from quickstep.engine.engine import Engine
 from quickstep.engine.loaded_model import LoadedModel
-from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.topology import places_for
+from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
+from quickstep.model.checkpoint.random_weights import RandomDraw, random_model
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.fingerprint import fingerprint_with_kv
 from quickstep.model.interface import Model
 from quickstep.model.loader import resolve_device, resolve_dtype
-from quickstep.model.random_weights import RandomDraw, random_model
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec
 from quickstep.model.weights import DenseWeights, LayerWeights
 from quickstep.ops.dtypes import torch_dtype
 from quickstep.ops.resolve import resolve_ops
-from quickstep.runtime.kv import allocate_kv
+from quickstep.runtime.kv_cache import allocate_kv
 
 __all__ = ["Subject", "made_up_tokenizer", "open_checkpoint", "open_shape", "random_prompt"]
 

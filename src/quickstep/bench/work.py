@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
+from quickstep.model.checkpoint.tensor_schema import layer_tensors
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec
-from quickstep.model.tensor_schema import layer_tensors
 
 __all__ = ["decode_kv_bytes", "prefill_flops", "read_share"]
 

@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
-from quickstep.cli.format_flags import add_format_flags
-from quickstep.cli.parsing import Parser, bytes_size, command, positive_int
+from quickstep.cli.flags.engine import add_engine_flags, add_model, engine_config, model_of
+from quickstep.cli.flags.parsing import Parser, bytes_size, command, positive_int
+from quickstep.cli.flags.tool_formats import add_format_flags
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from quickstep.cli.batch_output import BatchOutput
     from quickstep.engine.engine import Engine
-    from quickstep.server.batch_lines import BatchLine, LineAnswer
+    from quickstep.server.batches.lines import BatchLine, LineAnswer
     from quickstep.server.options import ServerOptions
 
 __all__ = ["add_parser", "run"]
@@ -107,10 +107,10 @@ async def _answer_all(
     lines: Iterator[BatchLine],
     write: Callable[[LineAnswer], Awaitable[None]],
 ) -> None:
-    from quickstep.server.batch_endpoints import batch_endpoints
-    from quickstep.server.batch_run import LineRunner, run_lines
+    from quickstep.server.batches.endpoints import batch_endpoints
+    from quickstep.server.batches.run import LineRunner, run_lines
+    from quickstep.server.generate.adapter import Served
     from quickstep.server.metrics import Metrics
-    from quickstep.server.surface import Served
 
     options = _server_options(args)
     served = Served.of(engine, options)
@@ -127,8 +127,8 @@ async def _each(lines: Iterator[BatchLine]) -> AsyncIterator[BatchLine]:
 
 def _server_options(args: argparse.Namespace) -> ServerOptions:
     """What a server with these flags would have. Raises ConfigError."""
+    from quickstep.server.generate.adapter import check_names
     from quickstep.server.options import RequestLimits, ServerOptions
-    from quickstep.server.surface import check_names
 
     options = ServerOptions(
         served_model_names=tuple(args.served_model_name),
@@ -156,8 +156,8 @@ def _checked_ids(source: Path, max_line_bytes: int) -> set[str]:
 
 def _lines(source: Path, max_line_bytes: int, done: Collection[str]) -> Iterator[BatchLine]:
     """The requests that are not done. Raises ConfigError."""
-    from quickstep.server.batch_endpoints import BATCH_URLS
-    from quickstep.server.batch_lines import LineFault, numbered_lines, read_line
+    from quickstep.server.batches.endpoints import BATCH_URLS
+    from quickstep.server.batches.lines import LineFault, numbered_lines, read_line
     from quickstep.server.options import RequestLimits
 
     limits = RequestLimits(body_bytes=max_line_bytes)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 from quickstep.bench.shapes import SHAPES
 from quickstep.cli.bench_accuracy import add_accuracy
 from quickstep.cli.bench_serve import add_serve
-from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
-from quickstep.cli.formats import KV_FORMATS, WEIGHT_FORMATS
-from quickstep.cli.parsing import Parser, bytes_size, command, positive_int, token_count
+from quickstep.cli.flags.engine import add_engine_flags, add_model, engine_config, model_of
+from quickstep.cli.flags.parsing import Parser, bytes_size, command, positive_int, token_count
+from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS
 from quickstep.config import EngineConfig
 from quickstep.errors import ConfigError
 from quickstep.ops.torch_import import require_torch

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quickstep.cli.accuracy_report import AccuracyReport, print_accuracy
-from quickstep.cli.engine_flags import add_model, model_of
-from quickstep.cli.formats import KV_FORMATS, WEIGHT_FORMATS, FormatPair
-from quickstep.cli.parsing import Parser, command, positive_int, token_count
+from quickstep.cli.flags.engine import add_model, model_of
+from quickstep.cli.flags.parsing import Parser, command, positive_int, token_count
+from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS, FormatPair
 from quickstep.config import LoadConfig
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
@@ -25,9 +25,9 @@ from quickstep.ops.torch_import import require_torch
 if TYPE_CHECKING:
     from quickstep.bench.outlier_layers import LayerError, OutlierLayer
     from quickstep.bench.text_accuracy import TextAccuracy
+    from quickstep.model.checkpoint.source import Checkpoint
     from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.interface import Model
-    from quickstep.model.source import Checkpoint
     from quickstep.ops.table import OpTable
 
 __all__ = ["add_accuracy"]
@@ -151,7 +151,7 @@ def _open(args: argparse.Namespace) -> _Bench:
     import torch
 
     from quickstep.engine.assembly import set_threads
-    from quickstep.model.source import find_checkpoint
+    from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.spec import read_spec
     from quickstep.ops.resolve import resolve_ops
 
@@ -174,7 +174,7 @@ def _open(args: argparse.Namespace) -> _Bench:
 def _on_text(bench: _Bench) -> dict[str, TextAccuracy]:
     from quickstep.bench.held_out import held_out_text
     from quickstep.bench.text_accuracy import Reference, compare, cut_windows
-    from quickstep.engine.tokenizer import Tokenizer
+    from quickstep.engine.text.tokenizer import Tokenizer
 
     args = bench.args
     text = held_out_text() if args.text is None else _read(args.text)

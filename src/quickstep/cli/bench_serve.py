@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from quickstep.cli.engine_flags import add_model, model_of
-from quickstep.cli.parsing import Parser, command, positive_int, token_count
+from quickstep.cli.flags.engine import add_model, model_of
+from quickstep.cli.flags.parsing import Parser, command, positive_int, token_count
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:

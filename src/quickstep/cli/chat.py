@@ -10,9 +10,9 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
-from quickstep.cli.parsing import Parser, command
-from quickstep.cli.sampling_flags import add_sampling_flags, sampling_params, say_defaults
+from quickstep.cli.flags.engine import add_engine_flags, add_model, engine_config, model_of
+from quickstep.cli.flags.parsing import Parser, command
+from quickstep.cli.flags.sampling import add_sampling_flags, sampling_params, say_defaults
 from quickstep.errors import RequestError
 
 if TYPE_CHECKING:

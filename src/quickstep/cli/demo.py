@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quickstep.cli.engine_flags import add_engine_flags, engine_config
-from quickstep.cli.parsing import Parser, command
+from quickstep.cli.flags.engine import add_engine_flags, engine_config
+from quickstep.cli.flags.parsing import Parser, command
 from quickstep.types import SamplingParams
 
 if TYPE_CHECKING:

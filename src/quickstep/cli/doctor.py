@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quickstep import __version__
+from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.machine import (
     cgroup_cpus,
     cpu_facts,
@@ -23,7 +24,6 @@ from quickstep.cli.machine import (
     memory_facts,
     usable_cpus,
 )
-from quickstep.cli.parsing import Parser, command
 from quickstep.cli.screen import console_on, print_table, size_text
 from quickstep.ops.torch_import import has_torch
 
@@ -106,9 +106,9 @@ def _gpu_facts() -> dict[str, Any]:
 
 
 def _native_facts() -> dict[str, Any]:
-    if importlib.util.find_spec("quickstep.ops.native") is None:
+    if importlib.util.find_spec("quickstep.ops.native.backend") is None:
         return {"present": False, "reason": "this build has no native kernels"}
-    status = importlib.import_module("quickstep.ops.native").native_status()
+    status = importlib.import_module("quickstep.ops.native.backend").native_status()
     if not status.available:
         return {"present": False, "reason": status.reason}
     return {"present": True, "isa": status.isa, "isa_levels": list(status.levels)}

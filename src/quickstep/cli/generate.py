@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from quickstep.cli.engine_flags import add_engine_flags, engine_config
-from quickstep.cli.parsing import Parser, command, positive_int
-from quickstep.cli.sampling_flags import add_sampling_flags, sampling_params, say_defaults
+from quickstep.cli.flags.engine import add_engine_flags, engine_config
+from quickstep.cli.flags.parsing import Parser, command, positive_int
+from quickstep.cli.flags.sampling import add_sampling_flags, sampling_params, say_defaults
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quickstep.engine.process.launch import Launched
+    from quickstep.engine.remote.launch import Launched
 
 __all__ = ["KEY_VARIABLE", "launch_ahead"]
 
@@ -28,6 +28,6 @@ def launch_ahead(words: Sequence[str]) -> Launched | None:
     """
     if words[:1] != ["serve"] or not _ASKS_ONLY.isdisjoint(words):
         return None
-    from quickstep.engine.process.launch import launch
+    from quickstep.engine.remote.launch import launch
 
     return launch(hidden=(KEY_VARIABLE,))

@@ -16,12 +16,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from quickstep import __version__
+from quickstep.cli.flags.parsing import Parser
 from quickstep.cli.launch_ahead import launch_ahead
-from quickstep.cli.parsing import Parser
 from quickstep.errors import ConfigError, QuickstepError, RequestError
 
 if TYPE_CHECKING:
-    from quickstep.engine.process.launch import Launched
+    from quickstep.engine.remote.launch import Launched
 
 __all__ = ["main"]
 

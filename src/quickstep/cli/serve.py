@@ -12,25 +12,25 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quickstep.cli.engine_flags import add_engine_flags, add_model, engine_config, model_of
-from quickstep.cli.file_flags import add_file_flags
-from quickstep.cli.format_flags import add_format_flags
-from quickstep.cli.parsing import Parser, command
-from quickstep.cli.screen import loading_bar
-from quickstep.cli.serve_flags import (
+from quickstep.cli.flags.engine import add_engine_flags, add_model, engine_config, model_of
+from quickstep.cli.flags.files import add_file_flags
+from quickstep.cli.flags.parsing import Parser, command
+from quickstep.cli.flags.serve import (
     add_serve_flags,
     input_config,
     log_setup,
     server_options,
     stream_config,
 )
+from quickstep.cli.flags.tool_formats import add_format_flags
+from quickstep.cli.screen import loading_bar
 from quickstep.config import EngineConfig
 from quickstep.deferred import defer
 
 if TYPE_CHECKING:
     from quickstep.engine.logs import LogSetup
-    from quickstep.engine.process.launch import Launched
-    from quickstep.engine.process.remote_engine import RemoteEngine
+    from quickstep.engine.remote.engine import RemoteEngine
+    from quickstep.engine.remote.launch import Launched
 
 __all__ = ["add_parser", "run"]
 
@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
         inputs=input_config(args),
         streams=stream_config(args),
     )
-    from quickstep.engine.process.opening import opening_frame
+    from quickstep.engine.remote.opening import opening_frame
 
-    # Importing makes nothing but objects that stay: see `engine.process.worker.main`.
+    # Importing makes nothing but objects that stay: see `engine.remote.worker.main`.
     gc.disable()
     launched: Launched = args.launched  # by `main`, which ends it
     log = log_setup(args)
@@ -90,8 +90,8 @@ def _serve(
     args: argparse.Namespace, config: EngineConfig, log: LogSetup, launched: Launched
 ) -> None:
     from quickstep.engine.logs import install
+    from quickstep.server.generate.adapter import check_names
     from quickstep.server.run import bind, check_tls, serve
-    from quickstep.server.surface import check_names
 
     install(log)
     # the server says these things itself, and strangers' garbage is no news
@@ -108,7 +108,7 @@ async def _opened(
 ) -> RemoteEngine:
     """The engine's process with the model loaded; says on stderr what it is."""
     from quickstep.cli.session import print_memory
-    from quickstep.engine.process.remote_engine import RemoteEngine
+    from quickstep.engine.remote.engine import RemoteEngine
 
     _LOG.info("loading %s", config.load.model)
     engine = RemoteEngine(config, log=log, launched=launched, stall_s=stall_s)

@@ -1,6 +1,6 @@
 """`quickstep verify [MODEL]`: same request, same bits, measured.
 
-Runs random requests alone and inside random batches (`engine.verification`) and prints how many
+Runs random requests alone and inside random batches (`verify.checker`) and prints how many
 comparisons and mismatches there were. Exit codes: 0 all equal, 1 something differed, 2 bad input.
 """
 
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quickstep.cli.engine_flags import add_kv_cache_dtype
-from quickstep.cli.formats import KV_FORMATS, WEIGHT_FORMATS, FormatPair, format_pairs
-from quickstep.cli.parsing import Parser, command, positive_int
+from quickstep.cli.flags.engine import add_kv_cache_dtype
+from quickstep.cli.flags.parsing import Parser, command, positive_int
+from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS, FormatPair, format_pairs
 from quickstep.cli.screen import console_on
 from quickstep.config import QUANTIZATIONS
 from quickstep.errors import ConfigError
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
     from quickstep.config import LoadConfig
-    from quickstep.engine.grammars import GrammarCompiler
-    from quickstep.engine.verification import Progress, VerifyOptions
-    from quickstep.engine.verification_report import VerifyReport
+    from quickstep.engine.grammar.grammars import GrammarCompiler
     from quickstep.model.interface import Model
-    from quickstep.runtime.closing import ClosingStart
+    from quickstep.runtime.constraints.closing import ClosingStart
     from quickstep.types import Grammar
+    from quickstep.verify.checker import Progress, VerifyOptions
+    from quickstep.verify.report import VerifyReport
 
 __all__ = ["add_parser", "run"]
 
@@ -105,7 +105,7 @@ def _thread_counts(text: str) -> tuple[int, ...]:
 def run(args: argparse.Namespace) -> int:
     """Load, verify, print. Returns the exit code; raises ConfigError for bad input."""
     from quickstep.config import CacheConfig, LoadConfig
-    from quickstep.engine.verification import VerifyOptions
+    from quickstep.verify.checker import VerifyOptions
 
     options = VerifyOptions(
         num_requests=args.requests,
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_formats(args: argparse.Namespace, load: LoadConfig, options: VerifyOptions) -> int:
     """Verify each pair of --formats."""
     from quickstep.cli.verify_formats import FormatResult, verify_formats
-    from quickstep.model.source import find_checkpoint
+    from quickstep.model.checkpoint.source import find_checkpoint
 
     if (args.dtype, args.quantization, args.kv_cache_dtype) != ("auto", None, "auto"):
         raise ConfigError(
@@ -161,7 +161,7 @@ def _run_formats(args: argparse.Namespace, load: LoadConfig, options: VerifyOpti
 
 
 def _verified(subject: _Subject, options: VerifyOptions, pair: FormatPair | None) -> VerifyReport:
-    from quickstep.engine.verification import verify
+    from quickstep.verify.checker import verify
 
     with _progress_bar("" if pair is None else f"{pair.weights}/{pair.kv} ") as progress:
         new_matcher = subject.new_matcher if subject.eos_token_ids else None
@@ -172,8 +172,8 @@ class _Subject:
     """The checkpoint to verify, which loads on any number of threads."""
 
     def __init__(self, config: LoadConfig, kv_dtype: str) -> None:
-        from quickstep.engine.tokenizer import Tokenizer
-        from quickstep.model.source import find_checkpoint
+        from quickstep.engine.text.tokenizer import Tokenizer
+        from quickstep.model.checkpoint.source import find_checkpoint
 
         self._config = config
         self._kv_dtype = kv_dtype
@@ -185,11 +185,11 @@ class _Subject:
         self.fingerprint = ""
 
     def load(self, threads: int) -> Model:
-        from quickstep.engine.grammars import GrammarCompiler
-        from quickstep.model.checkpoint_weights import open_weights
-        from quickstep.model.fingerprint import fingerprint_with_kv
+        from quickstep.engine.grammar.grammars import GrammarCompiler
+        from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
+        from quickstep.model.checkpoint.placement import choose_device
+        from quickstep.model.checkpoint.weights import open_weights
         from quickstep.model.loader import load_model, reason_for_torch
-        from quickstep.model.placement import choose_device
         from quickstep.model.spec import read_spec
         from quickstep.ops.resolve import resolve_ops
 

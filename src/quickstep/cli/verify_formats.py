@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from quickstep.cli.formats import FormatPair
+from quickstep.cli.flags.quantization import FormatPair
 from quickstep.cli.screen import console_on, print_table
 from quickstep.cli.verify_report import first_mismatch_text
 
 if TYPE_CHECKING:
-    from quickstep.engine.verification_report import VerifyReport
+    from quickstep.verify.report import VerifyReport
 
 __all__ = ["FormatResult", "verify_formats"]
 

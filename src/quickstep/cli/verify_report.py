@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from quickstep.cli.screen import console_on, print_table
 
 if TYPE_CHECKING:
-    from quickstep.engine.verification_report import Mismatch, VerifyReport
+    from quickstep.verify.report import Mismatch, VerifyReport
 
 __all__ = ["first_mismatch_text", "print_verify_report"]
 

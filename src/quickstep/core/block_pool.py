@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from quickstep.core.prefix import BlockKey, ChainRoot, Digest, chain_digest, root_digest
+from quickstep.core.block_hashes import BlockKey, ChainRoot, Digest, chain_digest, root_digest
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError, OutOfBlocks
 

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 
 from quickstep.config import EngineConfig, InputConfig, LoadConfig, SchedulerConfig
 from quickstep.dataclass import dataclass
-from quickstep.engine.json_file import read_json
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, usable_cores
 from quickstep.engine.read_ahead import ReadAhead
+from quickstep.engine.text.json_file import read_json
 from quickstep.engine.topology import places_for
 from quickstep.errors import ConfigError
 from quickstep.types import Pooling
@@ -33,12 +33,12 @@ from quickstep.types import Pooling
 if TYPE_CHECKING:
     import torch
 
-    from quickstep.engine.chat_template import ChatTemplate
     from quickstep.engine.engine import Engine
-    from quickstep.engine.tokenizer import Tokenizer
+    from quickstep.engine.text.chat_template import ChatTemplate
+    from quickstep.engine.text.tokenizer import Tokenizer
+    from quickstep.model.checkpoint.source import Checkpoint
     from quickstep.model.interface import KVShape, Model
     from quickstep.model.sizing import MemoryPlan
-    from quickstep.model.source import Checkpoint
     from quickstep.model.spec import ModelSpec
     from quickstep.ops.dtypes import DType
     from quickstep.ops.host_tensor import Device
@@ -75,15 +75,15 @@ _SAMPLING_FIELDS: Mapping[str, str] = MappingProxyType(
 
 
 _LOADING = (
-    "quickstep.model.checkpoint_weights",
+    "quickstep.model.checkpoint.weights",
     "quickstep.model.loader",
-    "quickstep.model.placement",
+    "quickstep.model.checkpoint.placement",
     "quickstep.model.sizing",
-    "quickstep.model.source",
+    "quickstep.model.checkpoint.source",
     "quickstep.model.spec",
-    "quickstep.ops.native",
+    "quickstep.ops.native.backend",
     "quickstep.ops.resolve",
-    "quickstep.runtime.kv",
+    "quickstep.runtime.kv_cache",
 )
 
 
@@ -118,8 +118,8 @@ def open_engine(
     Raises:
         ConfigError: The checkpoint is missing or broken, or does not fit.
     """
-    from quickstep.model.source import find_checkpoint
-    from quickstep.runtime.kv import allocate_kv
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.runtime.kv_cache import allocate_kv
 
     started_s = time.monotonic()
     checkpoint = find_checkpoint(config.load)
@@ -181,12 +181,12 @@ def load_weights(
     config: EngineConfig, progress: LoadProgress | None, checkpoint: Checkpoint | None = None
 ) -> LoadedWeights:
     """Find, plan and load what `config` names. Raises ConfigError."""
-    from quickstep.model.checkpoint_weights import open_checkpoint_files, open_weights
+    from quickstep.model.checkpoint.placement import choose_device, choose_dtype
+    from quickstep.model.checkpoint.source import find_checkpoint
+    from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
     from quickstep.model.loader import check_requantization, load_model, reason_for_torch
-    from quickstep.model.placement import choose_device, choose_dtype
-    from quickstep.model.source import find_checkpoint
     from quickstep.model.spec import read_spec
-    from quickstep.ops.native import native_status
+    from quickstep.ops.native.backend import native_status
     from quickstep.ops.resolve import resolve_ops
     from quickstep.ops.torch_import import require_torch
 
@@ -317,11 +317,11 @@ def describe(
     with_template: bool = True,
 ) -> LoadedModel:
     """What the engine serves: the checkpoint's tokenizer, template and sampling values read."""
-    from quickstep.engine.grammar_source import GrammarLimits
-    from quickstep.engine.grammar_trial import TrialLimits
-    from quickstep.engine.grammars import GrammarCompiler
-    from quickstep.engine.tokenizer import Tokenizer
-    from quickstep.model.fingerprint import fingerprint_with_kv
+    from quickstep.engine.grammar.grammars import GrammarCompiler
+    from quickstep.engine.grammar.source import GrammarLimits
+    from quickstep.engine.grammar.trial import TrialLimits
+    from quickstep.engine.text.tokenizer import Tokenizer
+    from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
 
     inputs = inputs or InputConfig()
     path = loaded.checkpoint.path
@@ -348,7 +348,7 @@ def describe(
 
 
 def _template(path: Path, tokenizer: Tokenizer, limit_s: float) -> ChatTemplate | None:
-    from quickstep.engine.chat_template import ChatTemplate
+    from quickstep.engine.text.chat_template import ChatTemplate
 
     return ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, limit_s)
 

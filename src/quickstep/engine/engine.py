@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from quickstep.config import StreamConfig
 from quickstep.core.scheduler import Scheduler
-from quickstep.engine.grammars import CompiledGrammar, check_grammar, prepare_grammar
+from quickstep.engine.grammar.grammars import CompiledGrammar, check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.request_check import (
@@ -43,9 +43,9 @@ from quickstep.engine.seeds import draw_seed
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Stream
+from quickstep.engine.text.token_forms import TokenFormFinder
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.ticket_wait import wait_for
-from quickstep.engine.token_forms import TokenFormFinder
-from quickstep.engine.tokenizer import Tokenizer
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import (
     Executor,
@@ -60,7 +60,7 @@ from quickstep.types import (
 )
 
 if TYPE_CHECKING:
-    from quickstep.engine.chat_template import ChatTemplate, Message
+    from quickstep.engine.text.chat_template import ChatTemplate, Message
     from quickstep.model.sizing import MemoryPlan
 
 __all__ = ["Engine"]

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from quickstep.config import StreamConfig
-from quickstep.engine.grammars import CompiledGrammar
-from quickstep.engine.output_text import OutputText
+from quickstep.engine.grammar.grammars import CompiledGrammar
 from quickstep.engine.step_log import SequenceRecord, StepLog
 from quickstep.engine.stream import Delta, Stream, StreamOwner
-from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.text.output_text import OutputText
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason, Request, SequenceOutput
 
 __all__ = ["EndSequences", "LiveRequests"]

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Self, TypeVar, Unpack, cast
 
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.beam_search import BeamSearch, BeamSearchParams
-from quickstep.engine.chat_template import Message
 from quickstep.engine.engine import Engine
 from quickstep.engine.llm_options import LLMOptions, engine_config
 from quickstep.engine.loop_thread import LoopThread
@@ -36,6 +35,7 @@ from quickstep.engine.outputs import (
 )
 from quickstep.engine.request_check import check_token_ids
 from quickstep.engine.stream import Stream
+from quickstep.engine.text.chat_template import Message
 from quickstep.errors import RequestError
 from quickstep.types import Pooling, SamplingParams
 

@@ -15,9 +15,9 @@ from quickstep.dataclass import dataclass
 from quickstep.types import Pooling
 
 if TYPE_CHECKING:
-    from quickstep.engine.chat_template import ChatTemplate
-    from quickstep.engine.grammars import GrammarCompiler
-    from quickstep.engine.tokenizer import Tokenizer
+    from quickstep.engine.grammar.grammars import GrammarCompiler
+    from quickstep.engine.text.chat_template import ChatTemplate
+    from quickstep.engine.text.tokenizer import Tokenizer
     from quickstep.model.sizing import MemoryPlan
 
 __all__ = ["LoadedModel"]

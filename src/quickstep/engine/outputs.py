@@ -9,7 +9,7 @@ from typing import Protocol
 from quickstep.dataclass import dataclass
 from quickstep.engine.beam_search import Hypothesis
 from quickstep.engine.stream import Delta, Stream
-from quickstep.engine.tokenizer import Tokenizer
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
 from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quickstep.engine.tokenizer import Tokenizer
+    from quickstep.engine.text.tokenizer import Tokenizer
 
 __all__ = ["ReadAhead"]
 
 # What `assembly` imports when the weights are there.
 _IMPORTED_LATER = (
-    "quickstep.engine.tokenizer",
+    "quickstep.engine.text.tokenizer",
     "quickstep.engine.engine",
-    "quickstep.engine.grammars",
+    "quickstep.engine.grammar.grammars",
     "quickstep.runtime.executor",
     "quickstep.runtime.runner",
 )
@@ -48,6 +48,6 @@ class ReadAhead:
 def _read(path: Path) -> Tokenizer:
     for name in _IMPORTED_LATER:
         import_module(name)
-    from quickstep.engine.tokenizer import Tokenizer
+    from quickstep.engine.text.tokenizer import Tokenizer
 
     return Tokenizer.open(path)

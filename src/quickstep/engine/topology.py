@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from quickstep.ops.thread_places import Cpu, ThreadPlaces, choose_places
+from quickstep.ops.thread_placement import Cpu, ThreadPlaces, choose_places
 
 __all__ = ["places_for", "usable_cpus"]
 
@@ -19,7 +19,7 @@ _ROOT = Path("/")
 
 
 def places_for(is_pinned: bool) -> Callable[[int], ThreadPlaces]:
-    """Where so many threads of this process go (`ops.native.load_native`)."""
+    """Where so many threads of this process go (`ops.native.backend.load_native`)."""
     return partial(choose_places, usable_cpus(), is_pinned=is_pinned)
 
 

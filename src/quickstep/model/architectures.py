@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from quickstep.dataclass import dataclass
 from quickstep.model import layer_patterns as patterns
-from quickstep.model.config_fields import ConfigFields
+from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.decoder_spec import (
     STANDARD_NAMING,
     MoESpec,

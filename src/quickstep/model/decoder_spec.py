@@ -87,7 +87,7 @@ class TensorNaming:
         router: The router's name within a layer.
         experts: The experts' name within a layer.
         expert_parts: gate, up and down within one expert.
-        fused_experts: One tensor holds a projection of all experts (`model.fused_experts`).
+        fused_experts: One tensor holds a projection of all experts (`model.formats.fused_experts`).
         ignored: Prefixes of tensors that the text decoder does not use (a vision tower).
     """
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
-from quickstep.model.config_fields import ConfigFields
+from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.decoder_spec import LayerSpec, MoESpec
 from quickstep.model.rope_spec import (
     RopeKind,

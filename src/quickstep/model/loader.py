@@ -12,7 +12,22 @@ import numpy as np
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint_weights import (
+from quickstep.model.checkpoint.fingerprint import Fingerprinting
+from quickstep.model.checkpoint.placement import (
+    choose_device,
+    choose_dtype,
+    resolve_device,
+    resolve_dtype,
+)
+from quickstep.model.checkpoint.source import Checkpoint
+from quickstep.model.checkpoint.tensor_reader import (
+    STORED_DTYPES,
+    Progress,
+    TensorReader,
+    TensorSource,
+)
+from quickstep.model.checkpoint.tensor_schema import layer_norms
+from quickstep.model.checkpoint.weights import (
     CheckpointWeights,
     DecoderNames,
     open_checkpoint_files,
@@ -20,18 +35,13 @@ from quickstep.model.checkpoint_weights import (
 )
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec, QKNorm
-from quickstep.model.fingerprint import Fingerprinting
+from quickstep.model.formats.detect import open_coded_reader
 from quickstep.model.interface import Model
-from quickstep.model.placement import choose_device, choose_dtype, resolve_device, resolve_dtype
 from quickstep.model.quantization import find_scheme
 from quickstep.model.quantize import QuantizingSource
-from quickstep.model.quantized_formats.detect import open_coded_reader
 from quickstep.model.rope import make_rope_table
 from quickstep.model.rope_spec import RopeKind
-from quickstep.model.source import Checkpoint
 from quickstep.model.spec import read_config
-from quickstep.model.tensor_reader import STORED_DTYPES, Progress, TensorReader, TensorSource
-from quickstep.model.tensor_schema import layer_norms
 from quickstep.model.weights import (
     AttentionWeights,
     DecoderWeights,
@@ -93,7 +103,7 @@ def load_model(
         # Imported here: transformers is optional, and takes seconds to import.
         require_torch(f"{spec.architecture}, which runs through transformers,")
         complete_torch()
-        from quickstep.model.fallback import load_fallback
+        from quickstep.model.fallback.model import load_fallback
 
         if load.quantization is not None:
             raise ConfigError(
@@ -166,7 +176,7 @@ def _open_source(
     reader = TensorReader(weights.files, dtype, device, total_bytes, progress)
     if weights.experts is not None:
         # Imported here: it takes tensors apart with torch.
-        from quickstep.model.fused_experts_source import FusedExpertsSource
+        from quickstep.model.formats.fused_experts_source import FusedExpertsSource
 
         return FusedExpertsSource(reader, weights.experts)
     if weights.storage is None:

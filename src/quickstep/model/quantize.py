@@ -13,8 +13,8 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES, TensorSource
 from quickstep.model.quantization import QuantizationScheme
-from quickstep.model.tensor_reader import STORED_DTYPES, TensorSource
 from quickstep.ops.table import OpTable, QuantizedWeight, Rounding, StoredMatrix
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
-from quickstep.model.config_fields import ConfigFields
+from quickstep.model.checkpoint.config_fields import ConfigFields
 
 __all__ = ["RopeKind", "RopeSpec", "extended_len", "read_rope", "rope_parameters"]
 

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from quickstep.config import CacheConfig, SchedulerConfig
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.tensor_schema import layer_tensors, num_parameters, outer_tensors
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.quantization import find_scheme
-from quickstep.model.tensor_schema import layer_tensors, num_parameters, outer_tensors
 
 __all__ = [
     "DEFAULT_KV_BYTES",

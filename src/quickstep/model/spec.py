@@ -13,10 +13,10 @@ from pathlib import Path
 
 from quickstep.errors import ConfigError
 from quickstep.model.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
-from quickstep.model.config_fields import ConfigFields
+from quickstep.model.checkpoint.config_fields import ConfigFields
+from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.gguf_spec import gguf_config
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec, MoESpec, NormPlacement, QKNorm
-from quickstep.model.gguf_file import is_gguf
-from quickstep.model.gguf_spec import gguf_config
 from quickstep.model.layer_patterns import make_layers
 
 __all__ = [
@@ -62,7 +62,7 @@ def read_spec(path: str | Path) -> ModelSpec:
             f"Quickstep never runs; natively supported are {supported}"
         )
     # Imported here: it needs transformers, which is optional and takes seconds to import.
-    from quickstep.model.fallback_spec import read_fallback_spec
+    from quickstep.model.fallback.spec import read_fallback_spec
 
     return read_fallback_spec(Path(path), name, supported)
 
@@ -98,7 +98,7 @@ def parse_spec(config: Mapping[str, object]) -> ModelSpec:
             key: values[key] for key in ("dtype", "torch_dtype") if key in values
         }
         values = outer | text_config
-    for key in _QUANTIZATION_KEYS:  # how weights are stored is `quantized_formats.detect`'s part
+    for key in _QUANTIZATION_KEYS:  # how weights are stored is `formats.detect`'s part
         values.pop(key, None)
     fields = ConfigFields(values, architecture.defaults, "config.json")
     spec = _read_decoder(fields, architecture, name)

@@ -1,6 +1,6 @@
 """A captured step as data: the calls of a forward pass with symbolic operands, and their memory.
 
-Made by `ops.native_recorder`, bound to addresses by `ops.native_program`. Every buffer has a row
+Made by `ops.native.recorder`, bound to addresses by `ops.native.program`. Every buffer has a row
 per token, or per emitting row, of a step; how many rows a step has is decided when it runs.
 """
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quickstep.errors import ConfigError
-from quickstep.ops.native import load_native
+from quickstep.ops.native.backend import load_native
 from quickstep.ops.table import OpTable
-from quickstep.ops.thread_places import ThreadPlaces
+from quickstep.ops.thread_placement import ThreadPlaces
 from quickstep.ops.torch_import import require_torch
 
 if TYPE_CHECKING:
@@ -34,8 +34,9 @@ def resolve_ops(
 ) -> OpTable:
     """The op table for `device`; `kernels` is one of KERNELS.
 
-    `num_threads`, `isa` and `places` are the native kernels' own (`ops.native.load_native`): None
-    for the machine's cores, its best instruction set, and wherever the system runs them.
+    `num_threads`, `isa` and `places` are the native kernels' own
+    (`ops.native.backend.load_native`): None for the machine's cores, its best instruction set, and
+    wherever the system runs them.
 
     Raises:
         ConfigError: `kernels` is not known, or is `native` where native kernels cannot run.

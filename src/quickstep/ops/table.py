@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from quickstep.ops.native_steps import NativeSteps
+    from quickstep.ops.native.steps import NativeSteps
 
 __all__ = [
     "MULTIPLIER_INPUTS",

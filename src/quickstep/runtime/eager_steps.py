@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quickstep.model.checkpoint.torch_weights import with_torch_kv, with_torch_tensors
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import ForwardBatch, Model
-from quickstep.model.torch_weights import with_torch_kv, with_torch_tensors
 from quickstep.ops.host_tensor import HostTensor, to_torch
 from quickstep.ops.table import KVCache
 from quickstep.runtime.batch import build_batch, emitting_tokens

@@ -13,7 +13,7 @@ from quickstep.model.interface import Model
 from quickstep.ops.host_tensor import to_numpy
 from quickstep.ops.table import KVCache
 from quickstep.runtime.capture import open_steps
-from quickstep.runtime.kv import allocate_kv
+from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.sampling_params import SamplingParams
 from quickstep.types import Admission, Phase, StepRow

@@ -16,10 +16,10 @@ from quickstep.model.interface import Model
 from quickstep.ops.host_tensor import AnyTensor
 from quickstep.ops.table import KVCache
 from quickstep.runtime.capture import open_steps
-from quickstep.runtime.grammar_constraint import NewMatcher
-from quickstep.runtime.native_sampler import open_sampler
-from quickstep.runtime.prompt_scores import score_prompt
-from quickstep.runtime.sampler import Sample, SampleFailure, failure_of
+from quickstep.runtime.constraints.grammar import NewMatcher
+from quickstep.runtime.sampling.native_sampler import open_sampler
+from quickstep.runtime.sampling.prompt_logprobs import score_prompt
+from quickstep.runtime.sampling.sampler import Sample, SampleFailure, failure_of
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import EngineError, RequestError
-from quickstep.runtime.grammar_constraint import NewMatcher
+from quickstep.runtime.constraints.grammar import NewMatcher
 from quickstep.runtime.pooling import Pool
-from quickstep.runtime.sampling_state import SamplingState
+from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import Admission, StepRow
 
 __all__ = ["Slot", "SlotTable"]

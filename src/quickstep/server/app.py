@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from starlette.applications import Starlette
 
 from quickstep.server.app_parts import Lifespan, routed, serving
-from quickstep.server.batches import LocalBatches
-from quickstep.server.engine_face import ServedEngine
+from quickstep.server.batches.endpoint import LocalBatches
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
 from quickstep.server.route_list import api_routes
-from quickstep.server.surface import Served
 
 __all__ = ["create_app", "whole_app"]
 

@@ -12,15 +12,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from quickstep.errors import EngineError, RequestError
-from quickstep.server.api_errors import error_response
-from quickstep.server.api_route import ApiRoute
-from quickstep.server.engine_face import ServedEngine
-from quickstep.server.front_gate import FrontGate
-from quickstep.server.intake import Intake, taken_in
+from quickstep.server.generate.engine_interface import ServedEngine
+from quickstep.server.http.errors import error_response
+from quickstep.server.http.intake import Intake, taken_in
+from quickstep.server.http.middleware import FrontGate
+from quickstep.server.http.route import ApiRoute
+from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import CorsOptions, ServerOptions
 from quickstep.server.traffic_log import watch
-from quickstep.server.work_lanes import WorkLanes
 
 __all__ = ["Lifespan", "routed", "serving"]
 
@@ -72,7 +72,7 @@ def _cors(options: CorsOptions) -> list[Middleware]:
     """Outside the gate: a browser asks for permission without a key."""
     if not options.origins:
         return []
-    from quickstep.server.cross_origin import CrossOriginGate
+    from quickstep.server.http.cross_origin import CrossOriginGate
 
     return [
         Middleware(

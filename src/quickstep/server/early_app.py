@@ -18,15 +18,15 @@ from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from quickstep.server.app_parts import routed, serving
-from quickstep.server.engine_face import ServedEngine
 from quickstep.server.first_routes import first_routes
-from quickstep.server.front_gate import written_path
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.engine_interface import ServedEngine
+from quickstep.server.http.middleware import written_path
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions
-from quickstep.server.surface import Served
 
 if TYPE_CHECKING:
-    from quickstep.server.batches import LocalBatches
+    from quickstep.server.batches.endpoint import LocalBatches
 
 __all__ = ["EarlyApp"]
 
@@ -69,7 +69,7 @@ class EarlyApp:
                 return
             await asyncio.to_thread(import_module, "quickstep.server.app")
             from quickstep.server.app import whole_app
-            from quickstep.server.batches import LocalBatches
+            from quickstep.server.batches.endpoint import LocalBatches
 
             batches = LocalBatches(self._served, self._metrics, self._options)
             batches.start()

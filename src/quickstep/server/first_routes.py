@@ -6,14 +6,15 @@ imports what only those need. `route_list` has them all.
 
 from __future__ import annotations
 
-from quickstep.server.api_route import ApiRoute
-from quickstep.server.chat import Chat
-from quickstep.server.choices import ChoicesSurface
-from quickstep.server.completions import Completions
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.endpoint import GeneratingRoute
+from quickstep.server.http.route import ApiRoute
 from quickstep.server.metrics import Metrics
-from quickstep.server.options import ServerOptions
-from quickstep.server.probes import Probes
-from quickstep.server.response_openai import (
+from quickstep.server.openai.chat import Chat
+from quickstep.server.openai.choices import ChoicesSurface
+from quickstep.server.openai.completions import Completions
+from quickstep.server.openai.request_types import ChatRequest, CompletionRequest
+from quickstep.server.openai.response_types import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
@@ -21,10 +22,9 @@ from quickstep.server.response_openai import (
     Model,
     ModelList,
 )
-from quickstep.server.response_probes import Health, Pong, Readiness, Version
-from quickstep.server.routes import GeneratingRoute
-from quickstep.server.schemas import ChatRequest, CompletionRequest
-from quickstep.server.surface import Served
+from quickstep.server.options import ServerOptions
+from quickstep.server.probe_types import Health, Pong, Readiness, Version
+from quickstep.server.probes import Probes
 
 __all__ = ["first_routes", "generating_routes", "probe_routes"]
 

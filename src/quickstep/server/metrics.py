@@ -15,8 +15,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from quickstep.engine.stream import Delta
-from quickstep.server.engine_face import ServedEngine
-from quickstep.server.generation import ChoiceDelta, Generation, GenerationRequest
+from quickstep.server.generate.engine_interface import ServedEngine
+from quickstep.server.generate.generation import ChoiceDelta, Generation, GenerationRequest
 from quickstep.types import FinishReason
 
 __all__ = ["CONTENT_TYPE", "EmbeddingMeter", "Metrics", "RequestMeter"]

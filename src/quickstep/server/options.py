@@ -11,7 +11,7 @@ from dataclasses import field
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.api_keys import ApiKeys
-from quickstep.server.file_options import BatchOptions, FileOptions
+from quickstep.server.batches.file_options import BatchOptions, FileOptions
 
 __all__ = [
     "AnswerOptions",

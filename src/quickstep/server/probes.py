@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from quickstep import __version__
 from quickstep.engine.stats import EngineState, EngineStats
-from quickstep.server.api_errors import json_response
+from quickstep.server.generate.adapter import Served
+from quickstep.server.http.errors import json_response
 from quickstep.server.metrics import CONTENT_TYPE, Metrics
-from quickstep.server.surface import Served
 
 __all__ = ["Probes"]
 

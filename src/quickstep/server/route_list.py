@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from quickstep.server.anthropic import CountTokens, Messages
-from quickstep.server.anthropic_betas import with_checked_betas
-from quickstep.server.anthropic_schema import CountTokensRequest, MessagesRequest
-from quickstep.server.api_pages import ApiPages
-from quickstep.server.api_route import ApiRoute
-from quickstep.server.batches import LocalBatches
-from quickstep.server.embedding_schema import EmbeddingList, EmbeddingRequest
-from quickstep.server.embeddings import Embeddings
-from quickstep.server.error_shapes import anthropic_shape
+from quickstep.server.anthropic.betas import with_checked_betas
+from quickstep.server.anthropic.endpoint import CountTokens, Messages
+from quickstep.server.anthropic.request_types import CountTokensRequest, MessagesRequest
+from quickstep.server.anthropic.response_types import MessageResponse, TokenCount
+from quickstep.server.batches.endpoint import LocalBatches
 from quickstep.server.first_routes import generating_routes, probe_routes
-from quickstep.server.invocations import invocations_route
-from quickstep.server.llama_cpp_routes import llama_cpp_routes
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.endpoint import GeneratingRoute
+from quickstep.server.http.error_shapes import anthropic_shape
+from quickstep.server.http.route import ApiRoute
+from quickstep.server.llama_cpp.routes import llama_cpp_routes
 from quickstep.server.metrics import Metrics
+from quickstep.server.openai.embedding_types import EmbeddingList, EmbeddingRequest
+from quickstep.server.openai.embeddings import Embeddings
+from quickstep.server.openai.invocations import invocations_route
+from quickstep.server.openai.tokenize import Tokenizing
 from quickstep.server.options import ServerOptions
-from quickstep.server.response_events import MESSAGES_EVENTS, RESPONSES_EVENTS
-from quickstep.server.response_messages import MessageResponse, TokenCount
-from quickstep.server.response_probes import ApiDocument
-from quickstep.server.response_responses import DeletedResponse, InputItems, ResponseObject
-from quickstep.server.responses import Responses, StoredResponses
-from quickstep.server.responses_schema import InputItemsQuery, ResponsesRequest
-from quickstep.server.responses_store import ResponseStore
-from quickstep.server.routes import GeneratingRoute
-from quickstep.server.surface import Served
-from quickstep.server.tokenize import Tokenizing
+from quickstep.server.probe_types import ApiDocument
+from quickstep.server.responses.endpoint import Responses, StoredResponses
+from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
+from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
+from quickstep.server.responses.store import ResponseStore
+from quickstep.server.schema.event_types import MESSAGES_EVENTS, RESPONSES_EVENTS
+from quickstep.server.schema.pages import ApiPages
 
 __all__ = ["api_routes"]
 

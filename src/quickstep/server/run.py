@@ -30,8 +30,8 @@ from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError, EngineError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.early_app import EarlyApp
-from quickstep.server.engine_face import ServedEngine
-from quickstep.server.http_protocol import bounded_protocol
+from quickstep.server.generate.engine_interface import ServedEngine
+from quickstep.server.http.protocol import bounded_protocol
 from quickstep.server.options import ServerOptions, TlsOptions
 
 __all__ = ["DrainingServer", "bind", "check_tls", "serve", "server_for", "warn_of_strangers"]

@@ -10,7 +10,7 @@ import logging
 
 from quickstep.core.accounting import Totals
 from quickstep.engine.stats import EngineStats
-from quickstep.server.engine_face import ServedEngine
+from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.metrics import Metrics
 
 __all__ = ["TrafficLog", "watch"]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quickstep.dataclass import dataclass
-from quickstep.engine.json_form import ONE_LINE
+from quickstep.engine.grammar.json_spacing import ONE_LINE
 from quickstep.engine.tool_calls.pythonic_grammar import pythonic_arguments
 from quickstep.types import Grammar
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from quickstep.engine.json_form import ONE_LINE
+from quickstep.engine.grammar.json_spacing import ONE_LINE
 from quickstep.errors import RequestError
 
 __all__ = ["pythonic_arguments"]

@@ -1,0 +1,233 @@
+"""The flags that describe an engine, shared by the commands that open one. Names are vLLM's."""
+
+from __future__ import annotations
+
+import argparse
+
+from quickstep.cli.flags.parsing import bytes_size, positive_int, token_count
+from quickstep.config import (
+    KV_DTYPES,
+    QUANTIZATIONS,
+    CacheConfig,
+    EngineConfig,
+    LoadConfig,
+    PolicyName,
+    SchedulerConfig,
+)
+from quickstep.errors import ConfigError
+
+__all__ = ["add_engine_flags", "add_kv_cache_dtype", "add_model", "engine_config", "model_of"]
+
+_DTYPES = {
+    "auto": "auto",
+    "bfloat16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "float32": "float32",
+    "float": "float32",
+}
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """`MODEL` or `--model`, as vLLM takes either."""
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a directory, a hub id or demo (default)"
+    )
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as MODEL")
+
+
+def model_of(args: argparse.Namespace) -> str:
+    """The model that was named, once. Raises ConfigError for two names."""
+    if args.model and args.model_flag and args.model != args.model_flag:
+        raise ConfigError(f"MODEL is {args.model} and --model is {args.model_flag}; give one")
+    return args.model or args.model_flag or LoadConfig().model
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Everything of `EngineConfig` but the model's name, which each command takes in its way."""
+    _add_load_flags(parser.add_argument_group("model"))
+    _add_cache_flags(parser.add_argument_group("KV cache"))
+    _add_scheduler_flags(parser.add_argument_group("scheduler"))
+
+
+def _add_load_flags(group: argparse._ArgumentGroup) -> None:
+    defaults = LoadConfig()
+    group.add_argument("--revision", help="hub revision (default: the default branch)")
+    group.add_argument(
+        "--dtype",
+        choices=list(_DTYPES),
+        default=defaults.dtype,
+        help="weights and activations; auto takes the checkpoint's (default: %(default)s)",
+    )
+    group.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        help="round the matrices as they are loaded, and compute in integers (default: do not)",
+    )
+    group.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default=defaults.device,
+        help="where to run (default: %(default)s)",
+    )
+    group.add_argument("--offline", action="store_true", help="never touch the network")
+    group.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="run the model op by op instead of replaying captured steps; same bits, slower",
+    )
+    group.add_argument(
+        "--threads",
+        type=positive_int,
+        metavar="N",
+        help="CPU threads (default: one per core that the process may use)",
+    )
+    group.add_argument(
+        "--pin-threads",
+        action="store_true",
+        help="keep each thread of the kernels on a CPU of its own, cores before their second "
+        "threads; for machines that run nothing else",
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=token_count,
+        metavar="TOKENS",
+        help="longest sequence, prompt and output, such as 8192 or 8k "
+        "(default: the model's longest, as far as the KV cache holds it)",
+    )
+
+
+def _add_cache_flags(group: argparse._ArgumentGroup) -> None:
+    defaults = CacheConfig()
+    group.add_argument(
+        "--block-size",
+        type=positive_int,
+        default=defaults.block_size,
+        metavar="TOKENS",
+        help="tokens per KV block (default: %(default)s)",
+    )
+    group.add_argument(
+        "--num-blocks",
+        type=positive_int,
+        metavar="N",
+        help="KV blocks (default: what memory holds)",
+    )
+    group.add_argument(
+        "--kv-cache-memory-bytes",
+        type=bytes_size,
+        metavar="SIZE",
+        help="memory for the KV cache, such as 500M or 2GiB (default: what is free)",
+    )
+    group.add_argument(
+        "--memory-bytes",
+        type=bytes_size,
+        metavar="SIZE",
+        help="cap on the engine's memory, weights included (default: what is free)",
+    )
+    add_kv_cache_dtype(group)
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.prefix_caching,
+        help="keep full blocks of ended sequences for later prompts (default: on)",
+    )
+
+
+def add_kv_cache_dtype(group: argparse._ActionsContainer) -> None:
+    """`--kv-cache-dtype`."""
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_DTYPES,
+        default=CacheConfig().kv_dtype,
+        help="what keys and values are held in; int8 has a scale for each token and head, auto is "
+        "the dtype of the weights (default: %(default)s)",
+    )
+
+
+def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
+    defaults = SchedulerConfig()
+    group.add_argument(
+        "--max-num-seqs",
+        type=positive_int,
+        default=defaults.max_num_seqs,
+        metavar="N",
+        help="sequences in a batch (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=token_count,
+        default=defaults.max_num_batched_tokens,
+        metavar="TOKENS",
+        help="tokens in a step, prefill and decode together (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-waiting",
+        type=positive_int,
+        metavar="N",
+        help="sequences in the queue beyond which the answer is 429; a request has n of them "
+        "(default: 16384 for serve, else no limit)",
+    )
+    group.add_argument(
+        "--scheduling-policy",
+        choices=[policy.value for policy in PolicyName],
+        default=defaults.policy.value,
+        help="how a step's tokens are split between the phases (default: %(default)s)",
+    )
+    group.add_argument(
+        "--pipeline-depth",
+        type=positive_int,
+        default=defaults.pipeline_depth,
+        metavar="N",
+        help="steps in flight; 2 plans the next while one runs (default: %(default)s)",
+    )
+    group.add_argument(
+        "--inter-token-target-s",
+        type=float,
+        default=defaults.inter_token_target_s,
+        metavar="SECONDS",
+        help="step time that the policy `mixed` keeps prefill under (default: %(default)s)",
+    )
+    group.add_argument(
+        "--priority-aging-s",
+        type=float,
+        default=defaults.priority_aging_s,
+        metavar="SECONDS",
+        help="time since its arrival for which a request gains one level of priority "
+        "(default: %(default)s)",
+    )
+
+
+def engine_config(args: argparse.Namespace, model: str, seed: int | None = None) -> EngineConfig:
+    """The flags as configuration. Raises ConfigError."""
+    return EngineConfig(
+        load=LoadConfig(
+            model=model,
+            revision=args.revision,
+            dtype=_DTYPES[args.dtype],
+            device=args.device,
+            offline=args.offline,
+            num_threads=args.threads,
+            pin_threads=args.pin_threads,
+            quantization=args.quantization,
+        ),
+        cache=CacheConfig(
+            block_size=args.block_size,
+            num_blocks=args.num_blocks,
+            kv_cache_bytes=args.kv_cache_memory_bytes,
+            prefix_caching=args.enable_prefix_caching,
+            kv_dtype=args.kv_cache_dtype,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_waiting=args.max_waiting,
+            pipeline_depth=args.pipeline_depth,
+            policy=PolicyName(args.scheduling_policy),
+            inter_token_target_s=args.inter_token_target_s,
+            priority_aging_s=args.priority_aging_s,
+        ),
+        max_model_len=args.max_model_len,
+        seed=seed,
+        memory_bytes=args.memory_bytes,
+        enforce_eager=args.enforce_eager,
+    )

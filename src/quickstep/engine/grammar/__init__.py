@@ -1,0 +1,1 @@
+"""Grammars of requests: read, tried in a process of their own, compiled."""

@@ -1,0 +1,211 @@
+"""Grammars of requests: bounded, tried out, compiled once and kept for the next request.
+
+    Grammar --bounds--> source --trial in a process of its own--> matcher, copied for each sequence
+
+`submit` refuses what cannot be compiled; the server calls `prepare` before it, which does the same
+in a thread. A compiled grammar lives as long as the request that holds it, and the last used ones
+longer; the runner takes its matchers from `new_matcher`, which compiles nothing. llguidance is
+native code that a grammar can bring down: what it makes of a new one is tried in a worker process
+that may die, and only what has passed is compiled in this process. It is loaded by the first
+grammar, never at import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from quickstep.engine.grammar.build import Refusal, build_matcher
+from quickstep.engine.grammar.source import GrammarLimits, grammar_source
+from quickstep.engine.grammar.trial import GrammarTrial, TrialLimits
+from quickstep.engine.grammar.vocabulary import (
+    GrammarVocabulary,
+    byte_vocabulary,
+    grammar_vocabulary,
+)
+from quickstep.engine.text.tokenizer import Tokenizer
+from quickstep.errors import RequestError
+from quickstep.runtime.constraints.closing import ClosingStart
+from quickstep.runtime.constraints.closing_search import ClosingVocabulary
+from quickstep.types import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = [
+    "CompiledGrammar",
+    "GrammarCompiler",
+    "GrammarLimits",
+    "check_grammar",
+    "prepare_grammar",
+]
+
+_LOGGER = logging.getLogger(__name__)
+_MAX_QUEUED = 64
+_ONE_OF = "oneOf constraints are not supported"  # llguidance, of branches that may overlap
+
+
+class CompiledGrammar:
+    """A matcher at the grammar's start, and the way to its end. Whoever holds it keeps it.
+
+    `ignored` names the keywords that are enforced less strictly than they say, for the client.
+    """
+
+    def __init__(self, matcher: LLMatcher, closing: ClosingStart, ignored: tuple[str, ...]) -> None:
+        self.matcher = matcher
+        self.closing = closing
+        self.ignored = ignored
+
+
+class GrammarCompiler:
+    """One model's compiler; any thread may call it. `vocab_size` is the width of the logits."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        limits: GrammarLimits | None = None,
+        trial_limits: TrialLimits | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._limits = limits or GrammarLimits()
+        self._last_used: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._compiled: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
+        self._lock = threading.Lock()
+        self._trial = GrammarTrial(lambda: self._words, self._limits, trial_limits or TrialLimits())
+        # its thread starts with the first grammar; one, so that no client can keep all cores busy
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quickstep-grammar")
+        self._num_queued = 0
+
+    @property
+    def num_kept(self) -> int:
+        """Compiled grammars that the next request finds, whoever holds them."""
+        return len(self._last_used)
+
+    @property
+    def trial(self) -> GrammarTrial:
+        """Where new grammars are tried out."""
+        return self._trial
+
+    async def prepare(self, grammar: Grammar) -> CompiledGrammar:
+        """`compile` in a thread. Raises RequestError, with status 429 when too many wait for it."""
+        known = self._known(grammar)
+        if known is not None:
+            return known
+        if self._num_queued >= _MAX_QUEUED:
+            raise RequestError(
+                f"grammar has to wait for {self._num_queued} others; send it again later",
+                param="grammar",
+                status=429,
+            )
+        self._num_queued += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, self.compile, grammar)
+        finally:
+            self._num_queued -= 1
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """The grammar compiled; hold it as long as `new_matcher` has to know it.
+
+        Raises:
+            RequestError: What is wrong with it.
+        """
+        known = self._known(grammar)
+        if known is not None:
+            return known
+        try:
+            compiled = self._compile(grammar)
+        except Refusal as refusal:
+            raise RequestError(f"grammar {refusal}", param="grammar") from None
+        with self._lock:
+            self._compiled[grammar] = compiled
+            self._keep(grammar, compiled)
+        return compiled
+
+    def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingStart]:
+        """A matcher at the grammar's start, which shares no state. For a step: compiles nothing.
+
+        Raises:
+            RequestError: Nobody holds the compiled grammar.
+        """
+        compiled = self._known(grammar)
+        if compiled is None:
+            raise RequestError("grammar is not compiled; submit to an engine", param="grammar")
+        return compiled.matcher.deep_copy(), compiled.closing
+
+    def _known(self, grammar: Grammar) -> CompiledGrammar | None:
+        with self._lock:
+            known = self._compiled.get(grammar)
+            if known is not None:
+                self._keep(grammar, known)
+            return known
+
+    def _keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
+        self._last_used[grammar] = compiled
+        self._last_used.move_to_end(grammar)
+        while len(self._last_used) > self._limits.kept:
+            self._last_used.popitem(last=False)
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        source = grammar_source(grammar, self._limits)
+        ignored: tuple[str, ...] = ()
+        try:
+            path = self._trial.check(source)
+        except Refusal as refusal:
+            if _ONE_OF not in str(refusal):
+                raise
+            source = grammar_source(grammar, self._limits, one_of_as_any_of=True)
+            path = self._trial.check(source)
+            ignored = ("oneOf",)
+            _LOGGER.warning("a schema has a oneOf that is enforced as anyOf: branches may overlap")
+        vocabulary = self._closing_vocabulary
+        matcher = build_matcher(source, self._vocabulary, self._limits)
+        over_bytes = build_matcher(source, self._byte_vocabulary, self._limits)
+        ending = None if path is None else vocabulary.spell(path)
+        return CompiledGrammar(matcher, ClosingStart(over_bytes, vocabulary, ending), ignored)
+
+    @cached_property
+    def _words(self) -> GrammarVocabulary:
+        """The vocabulary as plain data: a large one takes a moment."""
+        return GrammarVocabulary.of(self._tokenizer, self._vocab_size)
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        return grammar_vocabulary(self._words, self._tokenizer)
+
+    @cached_property
+    def _byte_vocabulary(self) -> LLTokenizer:
+        return byte_vocabulary(self._words)
+
+    @cached_property
+    def _closing_vocabulary(self) -> ClosingVocabulary:
+        """What the endings of grammars are spelled with."""
+        return ClosingVocabulary(self._words.tokens, set(self._words.special_token_ids))
+
+
+def check_grammar(
+    grammar: Grammar | None, compiler: GrammarCompiler | None
+) -> CompiledGrammar | None:
+    """Compile a request's grammar, if it has one. Raises RequestError."""
+    return None if grammar is None else _required(compiler).compile(grammar)
+
+
+async def prepare_grammar(
+    grammar: Grammar | None, compiler: GrammarCompiler | None
+) -> CompiledGrammar | None:
+    """The same in a thread. Raises RequestError."""
+    return None if grammar is None else await _required(compiler).prepare(grammar)
+
+
+def _required(compiler: GrammarCompiler | None) -> GrammarCompiler:
+    if compiler is None:
+        raise RequestError("grammar is not supported by this engine", param="grammar")
+    return compiler

@@ -1,0 +1,277 @@
+"""Whether a grammar can be compiled at all, found out in a process that may die of it.
+
+llguidance works within limits of its own, but it is native code: a grammar can exhaust its stack
+or the machine's memory, which no caller can catch. So each new grammar is compiled in a worker
+first (`grammar_trial_worker`), with a limit of processor time, of memory and half of the stack
+that it has here. The search for the shortest text runs there as well: it is Python, and here would
+keep steps waiting. A worker that dies of a grammar has answered: the grammar is refused, the next
+one gets another worker. Verdicts are kept, the last used ones.
+
+The worker starts with the first grammar and ends with its owner: its standard input closes.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import IO
+
+import msgspec
+
+from quickstep.dataclass import dataclass
+from quickstep.engine.grammar.build import Refusal
+from quickstep.engine.grammar.source import GrammarLimits, GrammarSource
+from quickstep.engine.grammar.vocabulary import GrammarVocabulary
+from quickstep.errors import EngineError
+
+__all__ = ["GrammarTrial", "TrialLimits", "TrialOpening", "Verdict", "read_frame", "write_frame"]
+
+_COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.grammar.trial_worker")
+_LENGTH_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TrialLimits:
+    """Bounds on one trial.
+
+    Attributes:
+        cpu_s: Processor time.
+        wall_s: Time on the clock, for a worker that hangs without working, or a busy machine.
+        start_s: The same for a new worker, which reads the vocabulary.
+        memory_bytes: Address space beyond that of a worker that has compiled nothing yet.
+        kept: Verdicts that are remembered.
+    """
+
+    cpu_s: float = 2.0
+    wall_s: float = 20.0
+    start_s: float = 60.0
+    memory_bytes: int = 1024**3
+    kept: int = 512
+
+
+class TrialOpening(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker is told first."""
+
+    vocabulary: GrammarVocabulary
+    grammar_limits: GrammarLimits
+    cpu_s: float
+    memory_bytes: int
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker answers.
+
+    Attributes:
+        refusal: Why the grammar is refused, "" if it is not.
+        ending: The path of a text that completes it (`runtime.constraints.closing_search.Ending`),
+            as its characters' codes; None if none was found.
+    """
+
+    refusal: str
+    ending: list[int] | None = None
+
+
+class GrammarTrial:
+    """The worker and its verdicts. Any thread may call `check`; trials run one at a time.
+
+    `vocabulary` is called when a worker starts.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Callable[[], GrammarVocabulary],
+        grammar_limits: GrammarLimits,
+        limits: TrialLimits,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._grammar_limits = grammar_limits
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._worker: _Worker | None = None
+        self._verdicts: OrderedDict[GrammarSource, Verdict] = OrderedDict()
+        self._num_started = 0
+
+    @property
+    def num_started(self) -> int:
+        """Workers so far: one, and one more after each grammar that ended one."""
+        return self._num_started
+
+    @property
+    def process_id(self) -> int | None:
+        """The operating system's id of the worker; None while there is none."""
+        worker = self._worker
+        return None if worker is None else worker.process_id
+
+    def check(self, source: GrammarSource) -> str | None:
+        """The path of a text that completes the grammar, if one was found; it can be compiled.
+
+        Raises:
+            Refusal: It cannot, or the worker died of it.
+            EngineError: No worker can be started, or it had no processor time for too long: that
+                says nothing of the grammar, which may be tried again.
+        """
+        with self._lock:
+            verdict = self._verdicts.pop(source, None)
+            if verdict is None:
+                verdict = self._tried(source)
+            self._verdicts[source] = verdict
+            while len(self._verdicts) > self._limits.kept:
+                self._verdicts.popitem(last=False)
+        if verdict.refusal:
+            raise Refusal(verdict.refusal)
+        return None if verdict.ending is None else "".join(map(chr, verdict.ending))
+
+    def _tried(self, source: GrammarSource) -> Verdict:
+        if self._worker is None:
+            self._worker = self._start()
+        try:
+            return self._worker.ask(source, self._limits.wall_s)
+        except _WorkerDied as death:
+            self._worker = None
+            if death.code == -signal.SIGKILL:
+                raise EngineError(
+                    f"the grammar was not compiled within {self._limits.wall_s:g} s, as the machine"
+                    " is busy or was paused; send the request again"
+                ) from None
+            return Verdict(_refusal_of(death.code, self._limits))
+        except BaseException:
+            self._worker.end()
+            self._worker = None
+            raise
+
+    def _start(self) -> _Worker:
+        opening = TrialOpening(
+            vocabulary=self._vocabulary(),
+            grammar_limits=self._grammar_limits,
+            cpu_s=self._limits.cpu_s,
+            memory_bytes=self._limits.memory_bytes,
+        )
+        worker = _Worker()
+        self._num_started += 1
+        try:
+            worker.open(opening, self._limits.start_s)
+        except _WorkerDied as death:
+            raise EngineError(
+                f"the process that tries out grammars ended with code {death.code} at its start"
+            ) from None
+        return worker
+
+
+class _WorkerDied(Exception):
+    """The worker is gone, and reaped; negative codes are signals."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class _Worker:
+    """One life of the worker's process."""
+
+    def __init__(self) -> None:
+        try:
+            self._process = subprocess.Popen(
+                _COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        except OSError as error:
+            raise EngineError(
+                f"the process that tries out grammars cannot be started: {error}"
+            ) from error
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # a worker may read no further
+        self._finalizer = weakref.finalize(self, _end, self._process)
+
+    @property
+    def process_id(self) -> int:
+        """The operating system's id."""
+        return self._process.pid
+
+    def open(self, opening: TrialOpening, timeout_s: float) -> None:
+        """Have it read the vocabulary. Raises _WorkerDied."""
+        self._exchange(msgspec.msgpack.encode(opening), timeout_s)
+
+    def ask(self, source: GrammarSource, timeout_s: float) -> Verdict:
+        """The verdict on a grammar. Raises _WorkerDied."""
+        answer = self._exchange(msgspec.msgpack.encode(source), timeout_s)
+        return msgspec.msgpack.decode(answer, type=Verdict)
+
+    def end(self) -> None:
+        """Kill it."""
+        self._finalizer()
+
+    def _exchange(self, frame: bytes, timeout_s: float) -> bytes:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None, "both are pipes"
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            pending = framed(frame)
+            while pending and _is_ready(stdin, select.POLLOUT, deadline_s):
+                pending = pending[os.write(stdin.fileno(), pending) :]
+            if pending or not _is_ready(stdout, select.POLLIN, deadline_s):
+                self._process.kill()
+            return read_frame(stdout.fileno())
+        except (EOFError, BrokenPipeError):
+            code = self._process.wait()
+            self.end()
+            raise _WorkerDied(code) from None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Close the pipes, which ends the worker; kill it, in case it is at work; reap it."""
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    process.kill()
+    process.wait()
+
+
+def _refusal_of(code: int, limits: TrialLimits) -> str:
+    if code == -signal.SIGPROF:
+        return f"takes more than {limits.cpu_s:g} s to compile"
+    return "exhausts the compiler: it needs too much memory or is nested too deeply"
+
+
+def _is_ready(pipe: IO[bytes], event: int, deadline_s: float) -> bool:
+    """Wait until a pipe can be read or written; False if the clock shows `deadline_s` first."""
+    ready = select.poll()  # `select` itself knows low file descriptors only
+    ready.register(pipe, event)
+    return bool(ready.poll(max(0.0, deadline_s - time.monotonic()) * 1000))
+
+
+def framed(content: bytes) -> memoryview:
+    """A length and that many bytes."""
+    return memoryview(len(content).to_bytes(_LENGTH_BYTES, "big") + content)
+
+
+def write_frame(fd: int, content: bytes) -> None:
+    """Write a frame, however long that takes."""
+    pending = framed(content)
+    while pending:
+        pending = pending[os.write(fd, pending) :]
+
+
+def read_frame(fd: int) -> bytes:
+    """The next frame. Raises EOFError if there is none."""
+    return _read(fd, int.from_bytes(_read(fd, _LENGTH_BYTES), "big"))
+
+
+def _read(fd: int, num_bytes: int) -> bytes:
+    pieces = []
+    while num_bytes:
+        piece = os.read(fd, min(num_bytes, 1 << 20))
+        if not piece:
+            raise EOFError
+        pieces.append(piece)
+        num_bytes -= len(piece)
+    return b"".join(pieces)

@@ -1,0 +1,428 @@
+"""An engine in its own process, with the face that the server knows: `RemoteEngine`.
+
+    RemoteEngine (here: no torch) ── socket pair, msgpack ── worker: EngineService ── Engine
+
+The `Supervisor` keeps a worker alive; here is what it works for. When it is gone, every stream
+ends with an error at once. What a client must be told is checked here as far as it can be; the
+engine's own refusals come through the stream's `accepted`. Both processes read the machine's
+monotonic clock, so that the worker's times are ours. Everything runs in the event loop that
+called `open`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from quickstep.config import EngineConfig
+from quickstep.dataclass import dataclass
+from quickstep.engine.remote.child import EngineProcess, LoadProgress
+from quickstep.engine.remote.launch import WORKER_COMMAND, Launched
+from quickstep.engine.remote.messages import (
+    Abort,
+    Accepted,
+    DeltaNote,
+    FromEngine,
+    GapNote,
+    LogSetup,
+    ModelFacts,
+    Opened,
+    Pause,
+    Refused,
+    Resume,
+    SequenceNote,
+    StatsNote,
+    StepNote,
+    Submit,
+)
+from quickstep.engine.remote.opening import opening_of
+from quickstep.engine.remote.restarts import RestartLimits
+from quickstep.engine.remote.stats import Ledger
+from quickstep.engine.remote.streams import RemoteStream, RemoteStreams
+from quickstep.engine.remote.supervisor import Supervisor
+from quickstep.engine.request_check import (
+    check_deadline,
+    check_pooling,
+    check_sampling,
+    check_token_ids,
+)
+from quickstep.engine.seeds import draw_seed, open_seeds
+from quickstep.engine.stats import EngineState, EngineStats
+from quickstep.engine.step_log import StepLog
+from quickstep.engine.stream import Stream
+from quickstep.engine.text.chat_template import ChatTemplate
+from quickstep.engine.text.tokenizer import Tokenizer
+from quickstep.errors import ConfigError, EngineError, RequestError
+from quickstep.model.checkpoint.source import local_checkpoint
+from quickstep.model.sizing import MemoryPlan
+from quickstep.types import FinishReason, Pooling, SamplingParams
+
+__all__ = ["RemoteEngine"]
+
+_LOGGER = logging.getLogger(__name__)
+# After a request's deadline, until its end is made here.
+_DEADLINE_MARGIN_S = 1.0
+# Messages that may wait for a process that does not read.
+_MAX_UNSENT_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """What this process itself reads of a checkpoint."""
+
+    path: Path
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+
+    @classmethod
+    def open(cls, path: Path, template_s: float) -> _Texts:
+        """Raises ConfigError."""
+        tokenizer = Tokenizer.open(path)
+        template = ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, template_s)
+        return cls(path, tokenizer, template)
+
+    @classmethod
+    def ahead(cls, model: str, template_s: float) -> _Texts | None:
+        """Of a checkpoint that need not be downloaded; None if they have to be opened later.
+
+        What is wrong with it, the worker says first; else opening them again does.
+        """
+        try:
+            found = local_checkpoint(model)
+            return None if found is None else cls.open(found.path, template_s)
+        except (ConfigError, OSError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """The loaded model, as far as this process knows it."""
+
+    facts: ModelFacts
+    texts: _Texts
+
+
+class RemoteEngine:
+    """One model in a process that this object owns. `open` it, `start` it, `stop` it.
+
+    `command` is what the worker is started with; tests have their own. `launched` is the first
+    worker, where it has been started already, and perhaps told to open the same `config`; it is
+    owned by this object from now on. A process that makes no progress for `stall_s` seconds with
+    requests pending is replaced. At most `max_undecided` requests wait for it to take or refuse
+    them: there are more only where it does not read what is sent.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        log: LogSetup | None = None,
+        restart_limits: RestartLimits | None = None,
+        command: Sequence[str] = WORKER_COMMAND,
+        clock: Callable[[], float] = time.monotonic,
+        launched: Launched | None = None,
+        stall_s: float = 30.0,
+        max_undecided: int = 4096,
+    ) -> None:
+        self._supervisor = Supervisor(
+            client=self,
+            opening=opening_of(config, log),
+            command=command,
+            limits=restart_limits or RestartLimits(),
+            clock=clock,
+            stall_s=stall_s,
+            launched=launched,
+        )
+        self._clock = clock
+        self._max_undecided = max_undecided
+        self._seeds = open_seeds(config.seed)
+        self._model = config.load.model
+        self._template_s = config.inputs.template_s
+        self._stream_bounds = config.streams
+        self._block_size = config.cache.block_size
+        self._ledger = Ledger()
+        self._step_log = StepLog()
+        self._streams = RemoteStreams(clock)
+        self._ids = itertools.count()
+        self._ahead: asyncio.Task[_Texts | None] | None = None
+        self._served: _Served | None = None
+
+    async def open(self, progress: LoadProgress | None = None) -> None:
+        """Start the process and have the model loaded.
+
+        Raises:
+            ConfigError: The checkpoint is missing or broken, or does not fit.
+            EngineError: The process failed.
+        """
+        self._ahead = asyncio.create_task(
+            asyncio.to_thread(_Texts.ahead, self._model, self._template_s)
+        )
+        await self._supervisor.open(progress)
+
+    async def start(self) -> None:
+        """Take requests. Raises EngineError if the engine is not open, or was stopped."""
+        self._supervisor.start()
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Take no more, let requests go on for `drain_s` seconds, end the rest with SHUTDOWN.
+
+        A second call, with the first still draining, ends them at once.
+        """
+        self._supervisor.drain()
+        try:
+            async with asyncio.timeout(drain_s):
+                await self._streams.wait_until_empty()
+        except TimeoutError:
+            if drain_s > 0:
+                _LOGGER.warning("%d requests did not end in time", len(self._streams))
+        await self._supervisor.end()
+
+    @property
+    def process_id(self) -> int | None:
+        """The operating system's id of the engine's process; None while there is none."""
+        process = self._supervisor.process
+        return None if process is None else process.process_id
+
+    @property
+    def model_name(self) -> str:
+        """The name that responses carry."""
+        return self._loaded.facts.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Weights, dtype and kernel set: equal fingerprints give equal bits."""
+        return self._loaded.facts.fingerprint
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens, prompt and output."""
+        return self._loaded.facts.max_model_len
+
+    @property
+    def default_sampling(self) -> Mapping[str, float]:
+        """The checkpoint's own sampling values (`generation_config.json`), by our names."""
+        return self._loaded.facts.default_sampling
+
+    @property
+    def default_pooling(self) -> Pooling:
+        """How the model's card says that prompts are embedded."""
+        return self._loaded.facts.default_pooling
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """What the engine's memory is used for."""
+        return self._loaded.facts.memory_plan
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block: what the prefix cache keeps is a multiple of it."""
+        return self._block_size
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._loaded.texts.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """None if the model has none."""
+        return self._loaded.texts.chat_template
+
+    @property
+    def step_log(self) -> StepLog:
+        """What the engine's own step log says, over all its lives; read it, subscribe to it."""
+        return self._step_log
+
+    def stats(self) -> EngineStats:
+        """How the engine is doing; what only the worker knows is up to a tenth of a second old."""
+        return self._ledger.stats(
+            state=self._supervisor.state,
+            failure=self._supervisor.failure,
+            now_s=self._clock(),
+            busy_since_s=self._streams.busy_since_s,
+            num_requests=len(self._streams),
+            num_restarts=self._supervisor.num_restarts,
+            silent_s=self._supervisor.silent_s,
+        )
+
+    async def prepare(self, sampling: SamplingParams) -> None:
+        """Nothing: the engine's process prepares what it takes, and its verdict tells."""
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+        deadline_s: float | None = None,
+        pooling: Pooling | None = None,
+    ) -> RemoteStream:
+        """Send a request to the engine; its stream says whether it was taken.
+
+        `deadline_s` counts from its arrival there: then, what was generated is the answer. If the
+        engine has not ended it a second later, what has come from there is. With `pooling` the
+        prompt's embedding is, and nothing is generated.
+
+        Raises:
+            RequestError: The request cannot be served as it stands.
+            EngineError: The engine takes no requests now (not started, restarting, stopping), or
+                does not read those that were sent.
+        """
+        process = self._running_process()
+        self._check_backlog(process)
+        check_deadline(deadline_s)
+        facts = self._loaded.facts
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        check_pooling(pooling, sampling)
+        prompt_only = pooling is not None or sampling.max_tokens == 0
+        prompt_token_ids = check_token_ids(ids, facts.vocab_size, facts.max_model_len, prompt_only)
+        check_sampling(sampling, facts.vocab_size, self.tokenizer.eos_token_ids)
+        name = self._free_request_id() if request_id is None else request_id
+        if self._streams.number_of(name) is not None:
+            raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
+        seed = draw_seed(self._seeds) if sampling.seed is None else sampling.seed
+        bounds = self._stream_bounds
+        stream = Stream(name, prompt_token_ids, seed, sampling.n, self, bounds)
+        number, remote = self._streams.open(stream, sampling.n)
+        message = Submit(
+            number=number,
+            request_id=name,
+            prompt_token_ids=prompt_token_ids,
+            sampling=replace(sampling, seed=seed),
+            priority=priority,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            deadline_s=deadline_s,
+            pooling=pooling,
+        )
+        try:
+            process.send(message)
+        except UnicodeEncodeError as error:
+            refusal = RequestError(f"the request holds half a surrogate pair: {error.object!r}")
+            self._streams.refuse(number, refusal)
+            raise refusal from error
+        except OverflowError as error:
+            refusal = RequestError("the request holds a whole number of more than 64 bits")
+            self._streams.refuse(number, refusal)
+            raise refusal from error
+        if deadline_s is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(deadline_s + _DEADLINE_MARGIN_S, self._expire, number, name)
+            self._streams.set_deadline(number, timer)
+        return remote
+
+    def abort(self, request_id: str) -> None:
+        """End a request; what it has is its answer. An unknown or finished id is fine."""
+        self._tell(request_id, Abort)
+
+    def pause(self, request_id: str) -> None:
+        """Generate no more for a request until `resume`; what is under way still comes."""
+        self._tell(request_id, Pause)
+        number = self._streams.number_of(request_id)
+        if number is not None:
+            self._streams.pause(number)
+
+    def resume(self, request_id: str) -> None:
+        """Go on with a paused request, from where it stopped."""
+        self._tell(request_id, Resume)
+        number = self._streams.number_of(request_id)
+        if number is not None:
+            self._streams.resume(number)
+
+    def _expire(self, number: int, request_id: str) -> None:
+        self.abort(request_id)
+        self._streams.expire(number)
+
+    def _tell(self, request_id: str, kind: type[Abort | Pause | Resume]) -> None:
+        number = self._streams.number_of(request_id)
+        process = self._supervisor.process
+        if number is not None and process is not None:
+            process.send(kind(number))
+
+    async def opened(self, opened: Opened) -> None:
+        """A process has the model loaded (the supervisor only)."""
+        path = Path(opened.facts.path)
+        ahead, self._ahead = self._ahead, None
+        texts = None if ahead is None else await ahead
+        if texts is None or texts.path != path:
+            texts = await asyncio.to_thread(_Texts.open, path, self._template_s)
+        self._served = _Served(opened.facts, texts)
+        self._ledger.update(opened.stats)
+
+    def receive(self, message: FromEngine) -> None:
+        """The process said something (the supervisor only)."""
+        match message:
+            case DeltaNote(number=number, delta=delta):
+                self._streams.deliver(number, delta)
+            case GapNote(seconds=seconds):
+                self._step_log.add_gap(seconds)
+            case StepNote(record=record):
+                self._step_log.add_step(record)
+            case SequenceNote(record=record):
+                self._step_log.add_sequence(record)
+            case Accepted(number=number, ignored=ignored):
+                self._streams.accept(number, ignored)
+            case Refused(number=number, message=reason, param=param, status=status, code=code):
+                if status >= 500:
+                    self._streams.refuse(number, EngineError(reason))
+                else:
+                    refusal = RequestError(reason, param=param, status=status, code=code)
+                    self._streams.refuse(number, refusal)
+            case StatsNote(stats=stats):
+                self._note_stats(stats)
+            case _:
+                _LOGGER.error("the engine process said %s out of turn", message)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits for the process, and not for its reader (the supervisor only)."""
+        return self._streams.busy_since_s is not None
+
+    def died(self) -> str:
+        """The process is gone, and whoever waits is told (the supervisor only)."""
+        if self._supervisor.is_ending:
+            self._streams.end_all(FinishReason.SHUTDOWN, "the engine was stopped")
+        else:
+            self._streams.end_all(FinishReason.ERROR, "the engine process ended; send it again")
+        return self._ledger.close_life()
+
+    @property
+    def _loaded(self) -> _Served:
+        if self._served is None:
+            raise EngineError("the engine is not open")
+        return self._served
+
+    def _running_process(self) -> EngineProcess:
+        state, failure = self._supervisor.state, self._supervisor.failure
+        process = self._supervisor.process
+        if state is not EngineState.RUNNING or process is None:
+            why = f": {failure}" if failure else ""
+            raise EngineError(f"the engine is {state.value} and takes no requests{why}")
+        return process
+
+    def _check_backlog(self, process: EngineProcess) -> None:
+        num_undecided, limit = self._streams.num_undecided, self._max_undecided
+        if num_undecided >= limit or process.num_unsent_bytes >= _MAX_UNSENT_BYTES:
+            raise EngineError(
+                f"{num_undecided} requests wait for the engine to take them, the limit is {limit} "
+                f"or {_MAX_UNSENT_BYTES} bytes; send it again later"
+            )
+
+    def _free_request_id(self) -> str:
+        names = (f"request-{number}" for number in self._ids)
+        return next(name for name in names if self._streams.number_of(name) is None)
+
+    def _note_stats(self, stats: EngineStats) -> None:
+        self._ledger.update(stats)
+        process = self._supervisor.process
+        if stats.state is EngineState.FAILED and process is not None:
+            process.kill()  # its loop broke: nothing in there can be trusted

@@ -1,0 +1,297 @@
+"""The engine's side of the connection: messages to calls of `Engine`, its news to messages.
+
+One `EngineService` per process. Reading never stops, so that a closed connection is noticed while
+a model loads (in a thread) or a long step runs. Each request has a small task that moves its
+deltas; stats are told when a request comes or ends, and ten times a second while there is work,
+which is how the other end knows that this loop runs (see `stall_watch`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from quickstep.config import EngineConfig
+from quickstep.engine.logs import install
+from quickstep.engine.remote.messages import (
+    TO_ENGINE,
+    Abort,
+    Accepted,
+    DeltaNote,
+    GapNote,
+    Loading,
+    ModelFacts,
+    Open,
+    Opened,
+    OpenRefused,
+    Pause,
+    Refused,
+    Resume,
+    SequenceNote,
+    StatsNote,
+    StepNote,
+    Stop,
+    Submit,
+    ToEngine,
+)
+from quickstep.engine.remote.wire import BUFFER_BYTES, Sender, read_messages
+from quickstep.engine.step_log import SequenceRecord
+from quickstep.engine.stream import Stream
+from quickstep.errors import ConfigError, EngineError, RequestError
+from quickstep.types import StepRecord
+
+if TYPE_CHECKING:
+    from quickstep.engine.engine import Engine
+
+__all__ = ["EngineOpener", "EngineService"]
+
+_LOGGER = logging.getLogger(__name__)
+_STATS_EVERY_S = 0.1
+_TOLD_SHARE = 0.02  # of the weights: how much more is read when it is told again
+_PYTHONS_SWITCH_S = 0.005
+
+# `engine.assembly.open_engine`, or a test's; called in a thread
+EngineOpener = Callable[[EngineConfig, Callable[[int, int], None]], "Engine"]
+
+
+class StepLogNotes:
+    """Follows the engine's step log and sends each of its lines."""
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+
+    def add_step(self, record: StepRecord) -> None:
+        """A step was committed."""
+        self._sender.put(StepNote(record))
+
+    def add_gap(self, seconds: float) -> None:
+        """The time between two tokens of a sequence."""
+        self._sender.put(GapNote(seconds))
+
+    def add_sequence(self, record: SequenceRecord) -> None:
+        """A sequence ended."""
+        self._sender.put(SequenceNote(record))
+
+
+class EngineService:
+    """Serves one engine to the other end of a connection."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, opener: EngineOpener
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._sender = Sender(writer)
+        self._opener = opener
+        self._engine: Engine | None = None
+        self._streams: dict[int, Stream] = {}
+        self._preparing: set[int] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stats_due = asyncio.Event()
+        self._stopped = False
+
+    @classmethod
+    async def connect(cls, sock: socket.socket, opener: EngineOpener) -> EngineService:
+        """A service on a connected socket, which it owns from now on."""
+        reader, writer = await asyncio.open_unix_connection(sock=sock, limit=BUFFER_BYTES)
+        return cls(reader, writer, opener)
+
+    async def run(self) -> bool:
+        """Serve until the connection ends; whether that was after a Stop."""
+        self._start(self._sender.run(), self._tasks)
+        async for message in read_messages(self._reader, TO_ENGINE):
+            self._receive(message)
+        for task in self._tasks:
+            task.cancel()
+        return self._stopped
+
+    def _start(self, work: Coroutine[Any, Any, None], kept: set[asyncio.Task[None]]) -> None:
+        task = asyncio.create_task(work)
+        kept.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            kept.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                # nothing here does that task's work any more: the process ends, and is replaced
+                _LOGGER.critical("a task of the engine process failed", exc_info=error)
+                self._writer.close()
+
+        task.add_done_callback(ended)
+
+    def _receive(self, message: ToEngine) -> None:
+        match message:
+            case Open():
+                self._start(self._open(message), self._tasks)
+            case Submit() if message.sampling.grammar is None:
+                self._submit(message)
+            case Submit(number=number):
+                self._preparing.add(number)
+                self._stats_due.set()
+                self._start(self._prepare(message), self._tasks)
+            case Abort(number=number):
+                self._preparing.discard(number)
+                if number in self._streams:
+                    self._require_engine().abort(self._streams[number].request_id)
+            case Pause(number=number) if number in self._streams:
+                self._require_engine().pause(self._streams[number].request_id)
+                self._stats_due.set()
+            case Resume(number=number) if number in self._streams:
+                self._require_engine().resume(self._streams[number].request_id)
+                self._stats_due.set()
+            case Stop():
+                self._start(self._stop(), self._tasks)
+
+    def _require_engine(self) -> Engine:
+        if self._engine is None:
+            raise EngineError("the engine is not open")
+        return self._engine
+
+    async def _open(self, opening: Open) -> None:
+        install(opening.log)
+        loop = asyncio.get_running_loop()
+
+        told_bytes = 0
+
+        def progress(num_bytes: int, total_bytes: int) -> None:
+            nonlocal told_bytes
+            if num_bytes < total_bytes and num_bytes - told_bytes < total_bytes * _TOLD_SHARE:
+                return  # a message wakes two loops, and a model has hundreds of tensors
+            told_bytes = num_bytes
+            loop.call_soon_threadsafe(self._sender.put, Loading(num_bytes, total_bytes))
+
+        try:
+            engine = await asyncio.to_thread(self._opener, opening.config, progress)
+            engine.step_log.follow(StepLogNotes(self._sender))
+            await engine.start()
+            opened = Opened(_facts(engine), engine.stats())
+        except ConfigError as error:
+            self._sender.put(OpenRefused(str(error), is_config=True))
+            return
+        except Exception as error:  # the task's top: the other end decides what to do
+            _LOGGER.exception("the engine could not be opened")
+            reason = f"the engine could not be opened: {type(error).__name__}: {error}"
+            self._sender.put(OpenRefused(reason, is_config=False))
+            return
+        # the end of what `worker.main` began; what is there now stays
+        gc.freeze()
+        gc.enable()
+        sys.setswitchinterval(_PYTHONS_SWITCH_S)
+        self._engine = engine
+        self._sender.put(opened)
+        self._start(self._tell_stats(engine), self._tasks)
+        self._start(self._tell_failure(engine), self._tasks)
+
+    def _submit(self, message: Submit) -> None:
+        number = message.number
+        try:
+            stream = self._require_engine().submit(
+                message.prompt_token_ids,
+                message.sampling,
+                request_id=message.request_id,
+                priority=message.priority,
+                tenant=message.tenant,
+                cache_salt=message.cache_salt,
+                deadline_s=message.deadline_s,
+                pooling=message.pooling,
+            )
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # one request's end; a panic in Rust is no Exception
+            self._refuse(number, error)
+        else:
+            self._streams[number] = stream
+            self._sender.put(Accepted(number, stream.ignored))
+            self._start(self._pump(number, stream), self._pumps)
+        self._stats_due.set()
+
+    async def _prepare(self, message: Submit) -> None:
+        """Compile a request's grammar in a thread, then submit it unless it was aborted."""
+        number = message.number
+        try:
+            held = await self._require_engine().prepare(message.sampling)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # as in `_submit`
+            self._refuse(number, error)
+        else:
+            if number in self._preparing:
+                self._submit(message)
+                del held  # from here on the live request holds it
+            else:
+                self._refuse(number, EngineError("the request was aborted"))
+        self._preparing.discard(number)
+
+    def _refuse(self, number: int, error: BaseException) -> None:
+        match error:
+            case RequestError(param=param, status=status, code=code):
+                self._sender.put(Refused(number, str(error), param, status, code))
+            case EngineError():
+                self._sender.put(Refused(number, str(error), None, 503))
+            case _:
+                _LOGGER.error("a request failed in the engine process", exc_info=error)
+                self._sender.put(Refused(number, f"{type(error).__name__}: {error}", None, 500))
+
+    async def _pump(self, number: int, stream: Stream) -> None:
+        try:
+            async for delta in stream:
+                self._sender.put(DeltaNote(number, delta))
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # as in `_submit`
+            await stream.aclose()
+            self._refuse(number, error)
+        del self._streams[number]
+        self._stats_due.set()
+
+    async def _tell_stats(self, engine: Engine) -> None:
+        while True:
+            self._stats_due.clear()
+            stats = engine.stats()
+            self._sender.put(StatsNote(stats, time.process_time() - time.thread_time()))
+            steps = stats.busy_since_s is not None or stats.num_steps_in_flight > 0
+            busy = steps or bool(self._preparing)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_STATS_EVERY_S if busy else None):
+                    await self._stats_due.wait()
+
+    async def _tell_failure(self, engine: Engine) -> None:
+        """A failed engine has no requests, so that no stats would be due."""
+        await engine.wait_until_failed()
+        self._stats_due.set()
+
+    async def _stop(self) -> None:
+        """End everything in order, then close the connection, which ends `run`."""
+        try:
+            if self._engine is not None:
+                await self._engine.stop()
+            await asyncio.gather(*self._pumps)
+            await self._sender.flush()
+            self._stopped = self._engine is not None
+        except Exception:  # the task's top: the process ends, in order or not
+            _LOGGER.exception("the engine could not be stopped in order")
+        self._writer.close()
+
+
+def _facts(engine: Engine) -> ModelFacts:
+    model = engine.model
+    if model.path is None:
+        raise EngineError(f"the model {model.name} has no directory to read its tokenizer from")
+    return ModelFacts(
+        name=model.name,
+        fingerprint=model.fingerprint,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        path=str(model.path),
+        default_sampling=dict(model.default_sampling),
+        default_pooling=model.default_pooling,
+        load_s=model.load_s,
+        memory_plan=model.memory_plan,
+    )

@@ -1,0 +1,157 @@
+"""The engine's process: `python -m quickstep.engine.remote.worker SOCKET_FD PARENT_PID`.
+
+Started by `child.EngineProcess` with its end of a socket pair. It serves what comes over it and
+exits when the other end is gone: whatever becomes of the parent, no engine is left behind. On
+Linux the kernel also kills it with its parent, even in the middle of a native call. SIGINT and
+SIGTERM are the parent's to answer: a terminal and a service manager send them to the whole group,
+and the parent then drains.
+
+What a start waits for is the weights, so this imports what reads them, looks at the first message
+to see which, and imports what serves while a thread reads them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quickstep.deferred import defer
+from quickstep.errors import EngineError
+from quickstep.ops.torch_import import defer_parts_of_torch
+
+if TYPE_CHECKING:
+    from quickstep.config import EngineConfig
+    from quickstep.engine.engine import Engine
+    from quickstep.engine.remote.opening import Open
+    from quickstep.engine.remote.service import EngineOpener
+
+__all__ = ["main", "run"]
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_FIRST_BYTES = 64 * 1024  # more than the first message has
+# A thread that loads weights comes back for the interpreter's lock after each matrix; at Python's
+# own 5 ms it would wait longer for a thread that imports than it works.
+_SWITCH_S = 0.0002
+# The front door of `tokenizers` imports its ready-made tokenizers; the other is docstrings.
+_NOT_NEEDED = ("tokenizers", "numpy._core._add_newdocs")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve the real engine. Returns the exit code."""
+    # Importing makes nothing but objects that stay: collecting garbage in between costs a sixth of
+    # the time. `EngineService` turns it on again.
+    gc.disable()
+    arguments = sys.argv[1:] if argv is None else argv
+    _leave_signals()
+    _die_with(int(arguments[1]))
+    sys.setswitchinterval(_SWITCH_S)
+    defer_parts_of_torch()  # of an import that most models never come to
+    defer(_NOT_NEEDED)
+    return run(arguments, _opener(int(arguments[0])))
+
+
+def _opener(socket_fd: int) -> EngineOpener:
+    """The real engine's, which begins before the message that asks for it has been received."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from quickstep.engine.assembly import import_loading, open_engine
+    from quickstep.engine.logs import install
+
+    import_loading()
+    told = _Told()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="open")
+    first = _first_message(socket_fd)
+    if first is None:
+        return partial(open_engine, with_template=False)
+    install(first.log)
+    begun = thread.submit(open_engine, first.config, told, with_template=False)
+    begun.add_done_callback(lambda _: told.reading.set())
+    told.reading.wait()  # what comes next is imports, and would take the interpreter from it
+
+    def opened(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
+        assert config == first.config  # it was looked at, and has now been received
+        told.listener = progress
+        return begun.result()
+
+    return opened
+
+
+def _first_message(socket_fd: int) -> Open | None:
+    """The opening, left where it is; None if the connection has something else, or its end."""
+    from quickstep.engine.remote.opening import opening_in
+
+    connection = socket.socket(fileno=socket_fd)
+    try:
+        return opening_in(connection.recv(_FIRST_BYTES, socket.MSG_PEEK))
+    except (EngineError, OSError):
+        return None
+    finally:
+        connection.detach()
+
+
+class _Told:
+    """How far the weights are, for who listens by now. `reading` is set when they are begun."""
+
+    def __init__(self) -> None:
+        from threading import Event
+
+        self.reading = Event()
+        self.listener: Callable[[int, int], None] | None = None
+
+    def __call__(self, num_bytes: int, total_bytes: int) -> None:
+        self.reading.set()
+        if self.listener is not None:
+            self.listener(num_bytes, total_bytes)
+
+
+def run(argv: Sequence[str], opener: EngineOpener) -> int:
+    """Serve the engine that `opener` loads, until told to stop or the parent is gone."""
+    socket_fd, parent_pid = (int(argument) for argument in argv)
+    _leave_signals()
+    _die_with(parent_pid)
+    import asyncio
+
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(socket_fd, opener))
+
+
+def _leave_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _die_with(parent_pid: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it was gone before the line above
+        os._exit(1)
+
+
+async def _serve(socket_fd: int, opener: EngineOpener) -> int:
+    import logging
+
+    from quickstep.engine.remote.service import EngineService
+
+    try:
+        service = await EngineService.connect(socket.socket(fileno=socket_fd), opener)
+        stopped = await service.run()
+    except BaseException:  # the process's top: it ends, whatever it was
+        logging.getLogger(__name__).exception("the engine process failed")
+        stopped = False
+    if not stopped:
+        # A thread may be loading or stepping, and nobody is left to wait for it.
+        os._exit(1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,327 @@
+"""A conversation to prompt text, through the template that the checkpoint brings.
+
+The template is code from a stranger: it runs in Jinja's immutable sandbox, within bounds of time
+and size (`template_limits`), with the additions
+that Hugging Face's templates rely on (`tojson` without HTML escapes, `raise_exception`,
+`strftime_now`, loop controls, `generation` blocks). Called by the engine's users before
+`Engine.submit`. Whatever a template or a conversation does wrong is a RequestError.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+
+from quickstep.engine.text.json_file import read_json
+from quickstep.engine.text.template_limits import BoundedEnvironment
+from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
+from quickstep.errors import ConfigError, RequestError
+from quickstep.model.checkpoint.gguf_file import is_gguf
+
+__all__ = ["ChatTemplate", "Message", "find_templates"]
+
+Message = Mapping[str, Any]
+
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+
+
+_END_OF_TEXT = "\ue0fe\ue0ff"  # of private use: marks where a continued message ends
+_TESTS_NONE = re.compile(r"\bcontent['\"]?\]?\s+is\s+(?:not\s+)?none\b")
+
+
+class _Arguments(dict[str, Any]):
+    """A call's arguments as templates want them: most read an object, DeepSeek's add the JSON text
+    to a string, others print it. The text is the model's own, so that its tokens come back.
+    """
+
+    def __init__(self, members: Mapping[str, Any], text: str) -> None:
+        super().__init__(members)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+class _BrokenArguments(str):
+    """Arguments that are not the JSON of an object, since the model was cut or wrote something
+    else: their text, and without any member for a template that goes through those.
+    """
+
+    def items(self) -> tuple[tuple[str, Any], ...]:
+        """No members."""
+        return ()
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks an answer for training; here it is plain."""
+
+    tags = {"generation"}  # noqa: RUF012 -- Jinja's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class ChatTemplate:
+    """The templates of one checkpoint, by name; `default` renders unless another one fits.
+
+    `special_tokens` are visible to templates (`bos_token`, ...); `now` gives the date that a
+    template may print. A render that takes longer than `limit_s` by the `clock` is refused; that
+    counts the thread's processor time, so that a pause of the machine refuses nobody.
+    """
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime],
+        *,
+        limit_s: float = 1.0,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._environment = environment = _environment(now, clock)
+        self._limit_s = limit_s
+        self._formats = _formats(templates)
+        self._source = templates.get("default", next(iter(templates.values()), ""))
+        self._empty_content = None if any(map(_TESTS_NONE.search, templates.values())) else ""
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._templates = {
+                name: environment.from_string(text) for name, text in templates.items()
+            }
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template cannot be read: {error}") from error
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime],
+        limit_s: float = 1.0,
+    ) -> ChatTemplate | None:
+        """The templates of the checkpoint directory `path`; None if it has none."""
+        templates = find_templates(path)
+        return cls(templates, special_tokens, now, limit_s=limit_s) if templates else None
+
+    @property
+    def source(self) -> str:
+        """The text of the template that renders unless another one fits."""
+        return self._source
+
+    @property
+    def formats(self) -> OutputFormats:
+        """How a model with this template writes calls and reasoning."""
+        return self._formats
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt text of a conversation; special tokens are already in it.
+
+        `extra` holds further template variables (`enable_thinking`, `documents`, ...).
+        `continue_final_message` ends the prompt with the last message's text, so that the answer
+        goes on from there.
+
+        Raises:
+            RequestError: The template refuses the conversation, or alters the text that is to be
+                continued, or `extra` hides an argument.
+        """
+        if continue_final_message:
+            *earlier, last = messages
+            marked = {**last, "content": f"{last['content']}{_END_OF_TEXT}"}
+            text = self.render([*earlier, marked], tools, add_generation_prompt, extra)
+            return _up_to_the_mark(text, str(last["content"]))
+        taken = _RESERVED & set(extra or {})
+        if taken:
+            raise RequestError(
+                f"chat_template_kwargs holds {sorted(taken)[0]}, which has a field of its own",
+                param="chat_template_kwargs",
+            )
+        variables: dict[str, Any] = {
+            **self._special_tokens,
+            "documents": None,
+            **(extra or {}),
+            "messages": [_plain_message(message, self._empty_content) for message in messages],
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        template = self._choose(with_tools=bool(tools))
+        try:
+            with self._environment.within(self._limit_s):
+                return template.render(variables)
+        except Exception as error:  # a template may raise anything, on any conversation
+            raise RequestError(
+                f"the chat template refused the conversation: {error}", param="messages"
+            ) from error
+
+    def _choose(self, with_tools: bool) -> jinja2.Template:
+        if with_tools and "tool_use" in self._templates:
+            return self._templates["tool_use"]
+        if "default" in self._templates:
+            return self._templates["default"]
+        raise RequestError(
+            f"the model has no default chat template, only {', '.join(sorted(self._templates))}; "
+            "render the conversation yourself and send it as a completion",
+            param="messages",
+        )
+
+
+def _up_to_the_mark(text: str, continued: str) -> str:
+    """The prompt up to the end of the message that is continued.
+
+    Templates may trim a message, as they do with any; text that is gone cannot be continued.
+    """
+    before, mark, _ = text.rpartition(_END_OF_TEXT)
+    if not mark or not before.endswith(continued.lstrip()):
+        raise RequestError(
+            "the last message cannot be continued: the chat template alters its text",
+            param="messages",
+        )
+    return before
+
+
+def _formats(templates: Mapping[str, str]) -> OutputFormats:
+    """Of the templates that `render` takes with and without tools."""
+    plain = templates.get("default", "")
+    with_tools = formats_of(templates.get("tool_use", plain))
+    return replace(with_tools, reasoning=with_tools.reasoning or formats_of(plain).reasoning)
+
+
+def find_templates(path: Path) -> dict[str, str]:
+    """All templates of a checkpoint directory or GGUF file by name, {} if it has none.
+
+    `chat_template.jinja` and `additional_chat_templates/NAME.jinja` go before
+    `tokenizer_config.json`, whose entry is one template or a list of named ones.
+    """
+    if is_gguf(path):
+        from quickstep.engine.text.gguf_tokenizer import gguf_templates
+
+        return gguf_templates(path)
+    config = read_json(path / "tokenizer_config.json")
+    legacy = read_json(path / "chat_template.json")
+    entry = config.get("chat_template", legacy.get("chat_template"))
+    templates = {}
+    if isinstance(entry, str):
+        templates["default"] = entry
+    elif isinstance(entry, Mapping):
+        templates.update(entry)
+    elif entry is not None:
+        templates.update((named["name"], named["template"]) for named in entry)
+    templates.update(_template_files(path))
+    return templates
+
+
+def _template_files(path: Path) -> Iterable[tuple[str, str]]:
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        yield file.stem, file.read_text(encoding="utf-8")
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        yield "default", file.read_text(encoding="utf-8")
+
+
+def _environment(now: Callable[[], datetime], clock: Callable[[], float]) -> BoundedEnvironment:
+    environment = BoundedEnvironment(clock, [_GenerationBlock, jinja2.ext.loopcontrols])
+
+    def strftime_now(format: str) -> str:
+        return now().strftime(format)
+
+    environment.filters["tojson"] = _tojson
+    environment.bound_filters()
+    del environment.globals["lipsum"]
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML, which a prompt must not have."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _plain_message(message: Message, empty_content: str | None) -> dict[str, Any]:
+    """A message as templates expect it: text content, tool arguments as an object.
+
+    `empty_content` stands beside calls without content: templates that test it want None, others
+    take it as text.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError("every message needs a role, such as `user`", param="messages")
+    plain = dict(message)
+    content = plain.get("content")
+    if isinstance(content, (list, tuple)):
+        plain["content"] = "\n".join(_part_text(part) for part in content)
+    if plain.get("tool_calls"):
+        plain["content"] = plain.get("content") or empty_content
+        plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise RequestError(
+        f"a message holds content of type {kind}, the model takes text only", param="messages"
+    )
+
+
+def _plain_tool_call(call: Any) -> Any:
+    """OpenAI sends the arguments of a call as JSON text, templates print an object."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        text = function["arguments"].strip() or "{}"
+        members = _members(text)
+        if members is None:
+            function["arguments"] = _BrokenArguments(text)
+        else:
+            function["arguments"] = _Arguments(members, text)
+    return {**call, "function": function}
+
+
+def _members(text: str) -> dict[str, Any] | None:
+    """The members of the object that a text is the JSON of; None if it is something else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,195 @@
+"""What the texts of a request's parameters are in token ids: bad words, DRY's breakers, the tags
+around the reasoning.
+
+`Engine.submit` asks for it once per request; the sampler reads the answer. A text may be spelled
+in several ways beside its neighbours, so each spelling that the tokenizer has for it counts. What
+is found for DRY's breakers and for tags is kept, since it takes a look at the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from quickstep.engine.text.tokenizer import Tokenizer
+from quickstep.engine.tool_calls.formats import ReasoningFormat
+from quickstep.errors import RequestError
+from quickstep.sampling_params import ReasoningTokens, TokenForms
+from quickstep.types import SamplingParams
+
+if TYPE_CHECKING:
+    from quickstep.engine.loaded_model import LoadedModel
+
+__all__ = ["TokenFormFinder", "check_reasoning_tags"]
+
+Spelling = tuple[int, ...]
+
+_KEPT = 64  # texts of breakers, and pairs of tags, whose tokens are kept
+_PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of the reasoning
+
+
+class TokenFormFinder:
+    """One model's. `vocab_size` is the width of the logits, `reasoning` the template's format."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        max_model_len: int,
+        reasoning: ReasoningFormat | None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._reasoning = reasoning
+        self._breakers: OrderedDict[str, tuple[Spelling, ...]] = OrderedDict()
+        self._tags: OrderedDict[tuple[str, str], ReasoningTokens] = OrderedDict()
+
+    @classmethod
+    def of_model(cls, model: LoadedModel) -> TokenFormFinder:
+        """The finder of a loaded model, whose template tells how it reasons."""
+        template = model.chat_template
+        reasoning = None if template is None else template.formats.reasoning
+        return cls(model.tokenizer, model.vocab_size, model.max_model_len, reasoning)
+
+    def find(self, sampling: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
+        """The parameters with `in_tokens` set if anything asks for it.
+
+        Raises:
+            RequestError: A text has no tokens, or there is no reasoning to count in.
+        """
+        asks = (
+            sampling.bad_words
+            or sampling.dry_multiplier > 0.0
+            or sampling.thinking_budget is not None
+            or sampling.grammar is not None
+        )
+        if not asks:
+            return sampling
+        room = self._max_model_len - len(prompt)
+        found = TokenForms(
+            bad_words=self._bad_words(sampling),
+            dry_breakers=self._dry_breakers(sampling),
+            reasoning=self._reasoning_tokens(sampling, prompt),
+            max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+        )
+        return replace(sampling, in_tokens=found)
+
+    def _bad_words(self, sampling: SamplingParams) -> tuple[Spelling, ...]:
+        """Each word as it stands, and behind a space."""
+        found: dict[Spelling, None] = {}
+        for word in sampling.bad_words:
+            for text in (word, " " + word.lstrip(" ")):
+                ids = self._encode("bad_words", text)
+                if not ids:
+                    raise RequestError(
+                        f"bad_words holds {word!r}, which has no tokens", param="bad_words"
+                    )
+                found[ids] = None
+        words = tuple(found)
+        alone = {ids[0] for ids in words if len(ids) == 1}
+        if sampling.allowed_token_ids and alone.issuperset(sampling.allowed_token_ids):
+            raise RequestError(
+                "bad_words bans everything that allowed_token_ids allows", param="bad_words"
+            )
+        return words
+
+    def _dry_breakers(self, sampling: SamplingParams) -> tuple[Spelling, ...]:
+        if sampling.dry_multiplier == 0.0:
+            return ()
+        texts = sampling.dry_sequence_breakers
+        return tuple(spelling for text in texts for spelling in self._breaker(text))
+
+    def _breaker(self, text: str) -> tuple[Spelling, ...]:
+        """Every token that holds the text, and the text's own tokens in a row."""
+        known = self._breakers.get(text)
+        if known is not None:
+            self._breakers.move_to_end(text)
+            return known
+        spelled = [self._encode("dry_sequence_breakers", t) for t in (text, " " + text)]
+        sought = text.encode()
+        tokens, joined = self._vocabulary
+        is_held = sought in joined  # most texts are not, which one search tells
+        holding = [(i,) for i, token in enumerate(tokens) if sought in token] if is_held else []
+        found = (*holding, *dict.fromkeys(ids for ids in spelled if len(ids) > 1))
+        self._breakers[text] = found
+        while len(self._breakers) > _KEPT:
+            self._breakers.popitem(last=False)
+        return found
+
+    @cached_property
+    def _vocabulary(self) -> tuple[list[bytes], bytes]:
+        """The bytes of each token, and all of them behind each other; no text holds the byte that
+        is between them.
+        """
+        tokens = [self._tokenizer.token_bytes(i) for i in range(self._vocab_size)]
+        return tokens, b"\xff".join(tokens)
+
+    def _reasoning_tokens(
+        self, sampling: SamplingParams, prompt: Sequence[int]
+    ) -> ReasoningTokens | None:
+        has_grammar = sampling.grammar is not None and sampling.reasoning_tags is not None
+        if sampling.thinking_budget is None and not has_grammar:
+            return None
+        tags = sampling.reasoning_tags
+        if tags is None and self._reasoning is not None:
+            tags = (self._reasoning.opening, self._reasoning.closing)
+        found = self._tag_tokens(check_reasoning_tags(tags, "the model"))
+        end = self._tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False).rstrip()
+        is_open = sampling.inside_reasoning or end.endswith(found.opening.decode())
+        is_over = not is_open and end.endswith(found.closing.decode())
+        if is_over and sampling.thinking_budget is None:
+            return None  # the template has turned the reasoning off: the grammar begins at once
+        return replace(found, starts_open=is_open)
+
+    def _tag_tokens(self, tags: tuple[str, str]) -> ReasoningTokens:
+        """The tags in tokens; kept, since it takes a look at the whole vocabulary."""
+        known = self._tags.get(tags)
+        if known is not None:
+            self._tags.move_to_end(tags)
+            return known
+        opening, closing = (tag.encode() for tag in tags)
+        is_piece = _pieces_of(opening, closing)
+        tokens, _ = self._vocabulary
+        pieces = {place: text for place, text in enumerate(tokens) if is_piece.search(text)}
+        closing_ids = self._encode("reasoning_tags", tags[1])
+        found = ReasoningTokens(opening, closing, closing_ids, MappingProxyType(pieces))
+        self._tags[tags] = found
+        while len(self._tags) > _KEPT:
+            self._tags.popitem(last=False)
+        return found
+
+    def _encode(self, param: str, text: str) -> Spelling:
+        try:
+            ids: Iterable[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        except RequestError as error:
+            raise RequestError(f"{param}: {error}", param=param) from error
+        return tuple(ids)
+
+
+def _pieces_of(*tags: bytes) -> re.Pattern[bytes]:
+    """Finds the texts that may stand in a tag, with or without neighbours, or are white space."""
+    ways = [rb"\A[ \t\n\r]+\Z"]
+    for tag in tags:
+        size = len(tag)
+        ends = (re.escape(tag[:end]) + rb"\Z" for end in range(1, size))
+        begins = (rb"\A" + re.escape(tag[start:]) for start in range(1, size))
+        inner = {tag[a:b] for a in range(1, size) for b in range(a + 1, size)}
+        ways += [re.escape(tag), *ends, *begins]
+        ways += [rb"\A" + re.escape(text) + rb"\Z" for text in sorted(inner)]
+    return re.compile(b"|".join(ways))
+
+
+def check_reasoning_tags(tags: tuple[str, str] | None, model_name: str) -> tuple[str, str]:
+    """The tags, if there are any to count between. Raises RequestError."""
+    if tags is None or not all(tags):
+        raise RequestError(
+            f"thinking_budget is not supported: {model_name} sets no reasoning apart by tags",
+            param="thinking_budget",
+        )
+    return tags

@@ -1,0 +1,275 @@
+"""Text to token ids and back, over the `tokenizers` library and the checkpoint's own files.
+
+Reads `tokenizer.json` (model, normaliser, post-processor, decoder), `tokenizer_config.json`
+(special tokens) and `generation_config.json` / `config.json` (end tokens). Whether a beginning
+token is added is the post-processor's business. Used by the engine, the detokenizer and the
+server; read-only after `open`, so any thread may call it. Never loads `transformers`.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tokenizers.tokenizers import Tokenizer as Library
+
+from quickstep.engine.text.json_file import read_json
+from quickstep.engine.text.token_bound import TokenBound, token_bound
+from quickstep.errors import ConfigError, RequestError
+from quickstep.model.checkpoint.gguf_file import is_gguf
+
+__all__ = ["DecoderKind", "Tokenizer"]
+
+_HEX_DIGITS = frozenset(string.hexdigits)
+
+
+class DecoderKind(enum.Enum):
+    """How tokens become text: as raw bytes of UTF-8, or as pieces of text with fallback bytes."""
+
+    BYTES = "bytes"
+    PIECES = "pieces"
+
+
+class Tokenizer:
+    """One checkpoint's vocabulary. `open` reads the files; all methods only ask."""
+
+    def __init__(
+        self,
+        library: Any,
+        eos_token_ids: Iterable[int] = (),
+        special_tokens: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        library.no_truncation()
+        library.no_padding()
+        self._library = library
+        self._decoder = library.decoder
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._special_tokens = MappingProxyType(dict(special_tokens))
+        added = library.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        # a decoder's pickled state is its JSON; that of the whole tokenizer is all its vocabulary
+        decoder = None if library.decoder is None else json.loads(library.decoder.__getstate__())
+        steps = _decoder_steps(decoder)
+        self._kind = _decoder_kind(steps)
+        self._byte_fallback = "ByteFallback" in steps
+        self._byte_of_char = _byte_level_alphabet()
+        self._bytes_of_id: dict[int, bytes] = {}
+
+    @classmethod
+    def open(cls, path: Path) -> Tokenizer:
+        """Read the tokenizer of the checkpoint at `path`, a directory or a GGUF file.
+
+        Raises:
+            ConfigError: A file is missing or cannot be read.
+        """
+        if is_gguf(path):
+            from quickstep.engine.text.gguf_tokenizer import read_gguf_tokenizer
+
+            found = read_gguf_tokenizer(path)
+            return cls(found.library, found.eos_token_ids, found.special_tokens)
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"{path} has no tokenizer.json; convert the tokenizer to that format "
+                "(transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            )
+        try:
+            library = Library.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{file} cannot be read: {error}") from error
+        special_tokens = _special_tokens(read_json(path / "tokenizer_config.json"))
+        eos_token_ids = _eos_token_ids(path, library, special_tokens)
+        return cls(library, eos_token_ids, special_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids known here, added tokens included; the model's logits may be wider."""
+        return int(self._library.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer: the checkpoint's and the tokenizer's."""
+        return self._eos_token_ids
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """`bos_token`, `eos_token`, ... to their text, as a chat template sees them."""
+        return self._special_tokens
+
+    @property
+    def kind(self) -> DecoderKind:
+        """How this vocabulary's tokens become text."""
+        return self._kind
+
+    def least_tokens(self, text: str) -> int:
+        """Tokens that `text` has at least, at the price of its bytes; 0 where nothing is known."""
+        bound = self._bound
+        return 0 if bound is None else bound.least_tokens(text)
+
+    @cached_property
+    def _bound(self) -> TokenBound | None:
+        """Reads the whole vocabulary, so only a text of some length asks for it."""
+        return token_bound(self._library, self._byte_of_char)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are recognised.
+
+        Raises:
+            RequestError: The text is not Unicode (JSON can spell half a surrogate pair).
+        """
+        try:
+            # The batch call frees the interpreter while it works: a long prompt stalls no one.
+            [encoding] = self._library.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except TypeError as error:
+            raise RequestError(
+                "the text is not valid Unicode: it holds half a surrogate pair", param="prompt"
+            ) from error
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence; incomplete UTF-8 becomes U+FFFD.
+
+        Raises:
+            RequestError: An id is negative or no 32-bit number.
+        """
+        try:
+            # The batch call frees the interpreter while it works.
+            [text] = self._library.decode_batch(
+                [list(ids)], skip_special_tokens=skip_special_tokens
+            )
+        except (OverflowError, TypeError) as error:
+            raise RequestError(
+                f"token ids are integers from 0 to {self.vocab_size - 1}", param="tokens"
+            ) from error
+        decoded: str = text
+        return decoded
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is exactly `text`, or None."""
+        token_id: int | None = self._library.token_to_id(text)
+        return token_id
+
+    def piece(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it (`Ġthe`, `▁the`, `<0xAB>`), None if unknown."""
+        piece: str | None = self._library.id_to_token(token_id)
+        return piece
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `skip_special_tokens` leaves the token out."""
+        return token_id in self._special_ids
+
+    def is_byte_piece(self, piece: str) -> bool:
+        """Whether a piece such as `<0xAB>` stands for one byte here."""
+        return self._byte_fallback and _fallback_byte(piece) is not None
+
+    def decode_pieces(self, pieces: Sequence[str], at_start: bool) -> str:
+        """The text that `pieces` add at the start of a text or inside one (see DecoderKind.PIECES).
+
+        Decoders treat the first token of a text apart (a leading space goes); inside a text
+        another token stands before, so one is put there and its text cut off.
+        """
+        if at_start:
+            return self._join(list(pieces))
+        return self._join(["a", *pieces])[1:]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds inside a text; b"" for an id outside the vocabulary."""
+        known = self._bytes_of_id.get(token_id)
+        if known is None:
+            known = self._bytes_of_id[token_id] = self._read_bytes(token_id)
+        return known
+
+    def _read_bytes(self, token_id: int) -> bytes:
+        piece = self.piece(token_id)
+        if piece is None:
+            return b""
+        if self._kind is DecoderKind.BYTES:
+            try:
+                return bytes(self._byte_of_char[char] for char in piece)
+            except KeyError:  # an added token, spelled as it is
+                return piece.encode()
+        if self._byte_fallback:
+            byte = _fallback_byte(piece)
+            if byte is not None:
+                return bytes((byte,))
+        return self.decode_pieces((piece,), at_start=False).encode()
+
+    def _join(self, pieces: list[str]) -> str:
+        if self._decoder is None:
+            return " ".join(pieces)
+        text: str = self._decoder.decode(pieces)
+        return text
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens; a value is a string or an added token written out as an object."""
+    named = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            named[name] = text
+    return named
+
+
+def _eos_token_ids(path: Path, library: Any, special_tokens: Mapping[str, str]) -> set[int]:
+    """The generation config's end tokens (else the config's), and the tokenizer's own."""
+    ids: set[int] = set()
+    config = read_json(path / "config.json")
+    sections = [read_json(path / "generation_config.json"), config, config.get("text_config", {})]
+    for section in sections:
+        value = section.get("eos_token_id")
+        if value is not None:
+            ids.update(value if isinstance(value, list) else [value])
+            break
+    eos_token = special_tokens.get("eos_token")
+    if eos_token is not None:
+        token_id = library.token_to_id(eos_token)
+        if token_id is not None:
+            ids.add(token_id)
+    return ids
+
+
+def _decoder_steps(decoder: Mapping[str, Any] | None) -> list[str]:
+    """Names of a decoder's steps, in order."""
+    if decoder is None:
+        return []
+    if decoder["type"] != "Sequence":
+        return [decoder["type"]]
+    return [name for part in decoder["decoders"] for name in _decoder_steps(part)]
+
+
+def _decoder_kind(steps: Sequence[str]) -> DecoderKind:
+    if not set(steps) - {"ByteLevel", "Fuse"} and "ByteLevel" in steps:
+        return DecoderKind.BYTES
+    unsupported = set(steps) & {"ByteLevel", "BPEDecoder", "CTC"}
+    if unsupported:
+        raise ConfigError(
+            f"tokenizer.json has the decoder {' + '.join(steps)}, which Quickstep cannot stream; "
+            "supported are ByteLevel alone, and ByteFallback, Metaspace, WordPiece, Replace, "
+            "Fuse and Strip"
+        )
+    return DecoderKind.PIECES
+
+
+def _fallback_byte(piece: str) -> int | None:
+    if len(piece) != 6 or not piece.startswith("<0x") or not piece.endswith(">"):
+        return None
+    digits = piece[3:5]
+    return int(digits, 16) if set(digits) <= _HEX_DIGITS else None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes: printable Latin-1 is itself, the rest moves to U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return alphabet | {chr(0x100 + n): byte for n, byte in enumerate(others)}

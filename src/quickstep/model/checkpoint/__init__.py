@@ -1,0 +1,1 @@
+"""Reading checkpoints: files, tensors, names and the config."""

@@ -1,0 +1,186 @@
+"""A `.gguf` file: metadata, and where its tensors stand. No torch; nothing is decoded here.
+
+Layout (ggml's docs/gguf.md): `GGUF`, u32 version, u64 tensors, u64 metadata pairs, the pairs, the
+tensors' names, dimensions (innermost first), types and offsets, then aligned data. Headers are
+walked in mapped memory. The pages of tensors are never touched here: they are read like
+safetensors', by offset.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from quickstep.dataclass import dataclass
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.safetensors_files import StoredTensor
+
+__all__ = ["BLOCKS", "GgufFile", "is_gguf", "open_gguf"]
+
+# type -> (elements, bytes) of a block
+BLOCKS: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "F32": (1, 4),
+        "F16": (1, 2),
+        "BF16": (1, 2),
+        "Q4_0": (32, 18),
+        "Q4_1": (32, 20),
+        "Q5_0": (32, 22),
+        "Q5_1": (32, 24),
+        "Q8_0": (32, 34),
+        "Q4_K": (256, 144),
+        "Q5_K": (256, 176),
+        "Q6_K": (256, 210),
+    }
+)
+_TYPE_NAMES = {
+    **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K"},
+    **{11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS"},
+    **{18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS"},
+    **{29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
+}
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
+_SCALARS |= {12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32
+_MAX_DIMENSIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """One file's metadata (arrays of text only where asked for) and tensors by their own names."""
+
+    path: Path
+    metadata: Mapping[str, object]
+    tensors: Mapping[str, StoredTensor]
+    header: bytes
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether a checkpoint's path is such a file, by its name."""
+    return Path(path).suffix.lower() == ".gguf"
+
+
+def open_gguf(path: Path, *, with_texts: bool = False) -> GgufFile:
+    """Read a file's header; `with_texts` reads lists of text as well (the vocabulary).
+
+    Raises:
+        ConfigError: Not such a file, of another version, in parts, truncated or corrupt.
+    """
+    try:
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as m:
+            return _Header(path, m, with_texts).read()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except (struct.error, ValueError, OverflowError) as error:
+        raise ConfigError(f"{path} is truncated or corrupt: {error}; download it again") from None
+
+
+class _Header:
+    """Walks a header once, front to back."""
+
+    def __init__(self, path: Path, content: mmap.mmap, with_texts: bool) -> None:
+        self._path = path
+        self._content = content
+        self._with_texts = with_texts
+        self._at = 0
+
+    def read(self) -> GgufFile:
+        if self._content[:4] != _MAGIC:
+            raise ConfigError(f"{self._path} is not a GGUF file: it does not start with GGUF")
+        self._at = 4
+        version = self._scalar("I")
+        if version not in _VERSIONS:
+            raise ConfigError(
+                f"{self._path} is of GGUF version {version}; little-endian 2 and 3 are supported"
+            )
+        num_tensors, num_pairs = self._scalar("Q"), self._scalar("Q")
+        metadata: dict[str, object] = {}
+        for _ in range(num_pairs):
+            key = self._text()
+            value = self._value(self._scalar("I"))
+            if value is not None:
+                metadata[key] = value
+        if metadata.get("split.count", 1) not in (0, 1):
+            raise ConfigError(
+                f"{self._path} is one of {metadata['split.count']} parts; merge them into one file "
+                "(llama-gguf-split --merge)"
+            )
+        described = [self._tensor() for _ in range(num_tensors)]
+        header = bytes(self._content[: self._at])
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"it aligns tensors to {alignment!r}")
+        start = -(-self._at // alignment) * alignment
+        tensors = {entry[0]: self._stored(entry, start) for entry in described}
+        return GgufFile(self._path, MappingProxyType(metadata), MappingProxyType(tensors), header)
+
+    def _scalar(self, code: str) -> int:
+        """One number; floats as well, though only their readers know."""
+        (value,) = struct.unpack_from(f"<{code}", self._content, self._at)
+        self._at += struct.calcsize(f"<{code}")
+        return value  # type: ignore[no-any-return]
+
+    def _text(self) -> str:
+        length = self._scalar("Q")
+        start = self._at
+        self._at += length
+        if self._at > len(self._content):
+            raise ValueError(f"it has {len(self._content)} bytes, a text ends at {self._at}")
+        return self._content[start : self._at].decode("utf-8", "replace")
+
+    def _value(self, kind: int) -> object:
+        if kind in _SCALARS:
+            return self._scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            raise ValueError(f"metadata of the unknown type {kind}")
+        inner, count = self._scalar("I"), self._scalar("Q")
+        if inner in _SCALARS:
+            values = struct.unpack_from(f"<{count}{_SCALARS[inner]}", self._content, self._at)
+            self._at += struct.calcsize(f"<{count}{_SCALARS[inner]}")
+            return values
+        if inner != _STRING:
+            raise ValueError(f"metadata holds a list of the unsupported type {inner}")
+        if self._with_texts:
+            return tuple(self._text() for _ in range(count))
+        self._skip(count)
+        return None
+
+    def _skip(self, count: int) -> None:
+        """Past `count` texts; a vocabulary has hundreds of thousands."""
+        at, content, length = self._at, self._content, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            at += 8 + length(content, at)[0]
+        self._at = at
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], str, int]:
+        name, num_dimensions = self._text(), self._scalar("I")
+        if num_dimensions > _MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name!r} has {num_dimensions} dimensions")
+        shape = tuple(self._scalar("Q") for _ in range(num_dimensions))[::-1]
+        kind, offset = self._scalar("I"), self._scalar("Q")
+        type_name = _TYPE_NAMES.get(kind, f"type {kind}")
+        if type_name not in BLOCKS:
+            raise ConfigError(
+                f"{self._path} stores {name} as {type_name}; supported are {', '.join(BLOCKS)}"
+            )
+        return name, shape, type_name, offset
+
+    def _stored(self, entry: tuple[str, tuple[int, ...], str, int], start: int) -> StoredTensor:
+        name, shape, kind, offset = entry
+        elements, num_bytes = BLOCKS[kind]
+        if not shape or shape[-1] % elements:
+            raise ValueError(f"tensor {name!r} of shape {shape} does not fill blocks of {kind}")
+        nbytes = math.prod(shape) // elements * num_bytes
+        end = start + offset + nbytes
+        if end > len(self._content):
+            raise ValueError(f"it has {len(self._content)} bytes, tensor {name!r} ends at {end}")
+        return StoredTensor(name, kind, shape, self._path, start + offset, nbytes)

@@ -1,0 +1,90 @@
+"""Where a model's tensors go and in which element type: `auto` resolved, without importing torch.
+
+Called by the engine's assembly and by the loader, once each at load.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.safetensors_files import TensorFiles
+from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
+from quickstep.model.spec import ModelSpec
+from quickstep.ops.dtypes import FLOAT32, DType, torch_dtype
+from quickstep.ops.host_tensor import CPU, Device
+from quickstep.ops.torch_import import has_torch, require_torch
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["choose_device", "choose_dtype", "resolve_device", "resolve_dtype"]
+
+_DTYPES = {dtype.name: dtype for dtype in STORED_DTYPES.values()}
+
+
+def choose_device(name: str) -> Device:
+    """`auto` takes a GPU where torch sees one; torch is asked only where there is a driver.
+
+    Raises:
+        ConfigError: The name is none, or there is no such device.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device is {name!r}, it must be auto, cpu or cuda")
+    if name == "cpu" or (name == "auto" and not _has_gpu_driver()):
+        return CPU
+    if name == "cuda":
+        require_torch("--device cuda")
+    elif not has_torch():
+        return CPU
+    import torch
+
+    if torch.cuda.is_available():
+        return Device("cuda")
+    if name == "cuda":
+        raise ConfigError("--device is cuda and torch sees no GPU; use --device cpu")
+    return CPU
+
+
+def _has_gpu_driver() -> bool:
+    """Whether torch could see a GPU: no build of it does without one of these."""
+    if not sys.platform.startswith("linux"):
+        return True
+    if Path("/dev/kfd").exists():  # AMD's
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def choose_dtype(name: str, spec: ModelSpec, files: TensorFiles | None = None) -> DType:
+    """`auto` takes the config's dtype, else that of the stored weights, else float32.
+
+    Raises:
+        ConfigError: The name is none.
+    """
+    if name != "auto":
+        if name not in _DTYPES:
+            raise ConfigError(f"--dtype is {name!r}, it must be auto or {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+    if spec.dtype in _DTYPES:
+        return _DTYPES[spec.dtype]
+    stored = {tensor.dtype for tensor in files.tensors.values()} if files is not None else set()
+    return next((STORED_DTYPES[code] for code in STORED_DTYPES if code in stored), FLOAT32)
+
+
+def resolve_device(name: str) -> torch.device:
+    """`choose_device` for torch."""
+    import torch
+
+    return torch.device(choose_device(name).type)
+
+
+def resolve_dtype(name: str, spec: ModelSpec, files: TensorFiles | None = None) -> torch.dtype:
+    """`choose_dtype` for torch."""
+    return torch_dtype(choose_dtype(name, spec, files))

@@ -1,0 +1,111 @@
+"""A model of a given shape with random weights, in memory alone: for benchmarks.
+
+`random_model` takes the loader's way from the tensors on, so that packing, layout and kernels are
+those of a checkpoint. The weights are a function of spec and draw: each tensor draws from a
+generator of its own, seeded by its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from quickstep.dataclass import dataclass
+from quickstep.model.checkpoint.tensor_reader import Progress
+from quickstep.model.checkpoint.tensor_schema import Shapes, layer_tensors, outer_tensors
+from quickstep.model.decoder import Decoder
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.loader import DecoderNames, build_decoder, quantizing
+from quickstep.ops.table import OpTable, QuantizedWeight
+
+__all__ = ["RandomDraw", "RandomTensors", "random_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class RandomDraw:
+    """Which weights to draw: their dtype and place, the seed, and `--quantization`, if any."""
+
+    dtype: torch.dtype
+    device: torch.device
+    seed: int = 0
+    quantization: str | None = None
+
+
+def random_model(
+    spec: ModelSpec,
+    ops: OpTable,
+    draw: RandomDraw,
+    max_model_len: int,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Draw and pack the weights of `spec`, a native one, layer by layer."""
+    prefix, head = spec.naming.prefixes[0], spec.naming.heads[0]
+    shapes = outer_tensors(spec, prefix, head)
+    for index in range(spec.num_layers):
+        shapes.update(layer_tensors(spec, prefix, index))
+    settings = f"random {draw} {ops.name} {spec!r}"
+    fingerprint = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
+    names = DecoderNames(prefix, head, not spec.tied)
+    source = quantizing(RandomTensors(shapes, draw, progress), draw.quantization, names, ops)
+    return build_decoder(spec, ops, source, names, max_model_len, lambda: fingerprint)
+
+
+class RandomTensors:
+    """A `TensorSource` over shapes: norms are 1, biases 0, matrices normal with variance 1 / inputs
+    (so that activations keep their size over the layers).
+    """
+
+    def __init__(
+        self,
+        shapes: Shapes,
+        draw: RandomDraw,
+        progress: Progress | None = None,
+    ) -> None:
+        self._shapes = shapes
+        self._dtype = draw.dtype
+        self._device = draw.device
+        self._seed = draw.seed
+        self._progress = progress
+        self._total_bytes = sum(map(math.prod, shapes.values())) * draw.dtype.itemsize
+        self._done_bytes = 0
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor."""
+        return self.stacked((name,))
+
+    def stacked(self, names: tuple[str, ...]) -> Tensor:
+        """Several tensors, one below the other along the first dimension."""
+        shapes = [self._shapes[name] for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        drawn = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype)
+        parts = torch.split(drawn, [shape[0] for shape in shapes])
+        for name, part in zip(names, parts, strict=True):
+            self._fill_(name, part)
+        self._done_bytes += drawn.nbytes
+        if self._progress is not None:
+            self._progress(self._done_bytes, self._total_bytes)
+        return drawn.to(self._device)
+
+    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+        """The drawn matrix, whole."""
+        return self.stacked(names)
+
+    def stored(self, names: tuple[str, ...]) -> None:
+        """Nothing stands in a file."""
+
+    def _fill_(self, name: str, tensor: Tensor) -> None:
+        if name.endswith(".bias"):
+            tensor.zero_()
+        elif tensor.dim() == 1:
+            tensor.fill_(1.0)
+        else:
+            generator = torch.Generator().manual_seed(_seed_of(name, self._seed))
+            tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
+
+
+def _seed_of(name: str, seed: int) -> int:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,135 @@
+"""Where a checkpoint is: a directory, a GGUF file, the bundled `demo`, or a hub id.
+
+Called once at start-up. Downloads only configs, safetensors and tokenizer files; never a pickle
+and never code. With `offline` nothing touches the network.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from quickstep.config import LoadConfig
+from quickstep.dataclass import dataclass
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.gguf_file import is_gguf
+
+__all__ = ["Checkpoint", "find_checkpoint", "local_checkpoint"]
+
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.txt"]
+# a second copy of the weights, and everything in folders (other formats, training state)
+_NOT_NEEDED = ["consolidated*", "*/*"]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_BUNDLED = Path(__file__).resolve().parents[2] / "bundled"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint's directory or GGUF file, and the name that clients know the model by."""
+
+    path: Path
+    name: str
+
+
+def find_checkpoint(load: LoadConfig) -> Checkpoint:
+    """Find, or download, the checkpoint that `load.model` names.
+
+    Raises:
+        ConfigError: No such directory, not in the cache while offline, or no such repository.
+    """
+    name = load.model
+    if not name:
+        raise ConfigError(
+            "no model is named; pass a directory, a hub id (`organisation/model`) or demo"
+        )
+    found = local_checkpoint(name)
+    if found is not None:
+        return found
+    if not _HUB_ID.fullmatch(name) or name.startswith((".", "/", "~")):
+        raise ConfigError(f"{name} is neither a directory nor a hub id (`organisation/model`)")
+    return Checkpoint(_download(load), name)
+
+
+def local_checkpoint(name: str) -> Checkpoint | None:
+    """The checkpoint of this name on this machine, outside the hub's cache; None if it has none.
+
+    Raises:
+        ConfigError: There is something of that name which is no checkpoint.
+    """
+    if name == "demo":
+        return _bundled(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return Checkpoint(_within(path.resolve()), path.resolve().name)
+    if path.exists():
+        if is_gguf(path):
+            return Checkpoint(path.resolve(), path.stem)
+        raise ConfigError(f"{name} is a file; pass the checkpoint's directory, or a .gguf file")
+    return None
+
+
+def _within(path: Path) -> Path:
+    """The directory itself, or the one GGUF file in a directory that holds nothing else to load."""
+    found = sorted(path.glob("*.gguf"))
+    if not found or (path / "config.json").is_file():
+        return path
+    if len(found) > 1:
+        raise ConfigError(
+            f"{path} holds {len(found)} GGUF files ({found[0].name}, ...); name one of them"
+        )
+    return found[0]
+
+
+def _bundled(name: str) -> Checkpoint:
+    path = _BUNDLED / name
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"the bundled model is missing from {path}; install the package again or name a model"
+        )
+    return Checkpoint(path, name)
+
+
+def _download(load: LoadConfig) -> Path:
+    # Imported here: it costs 0.3 s, and local checkpoints need none of it.
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    name = load.model
+    offline = load.offline or bool(constants.HF_HUB_OFFLINE)
+    try:
+        found = snapshot_download(
+            name,
+            revision=load.revision,
+            allow_patterns=_PATTERNS,
+            ignore_patterns=_NOT_NEEDED,
+            local_files_only=offline,
+        )
+    except GatedRepoError:
+        raise ConfigError(
+            f"{name} is gated: accept its terms on the hub and set HF_TOKEN"
+        ) from None
+    except RepositoryNotFoundError:
+        raise ConfigError(
+            f"{name} is neither a directory nor a model that the hub shows you; private models "
+            "need HF_TOKEN"
+        ) from None
+    except LocalEntryNotFoundError:
+        raise ConfigError(_not_cached(name, offline)) from None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ConfigError(f"{name} could not be downloaded: {error}") from None
+    return Path(found)
+
+
+def _not_cached(name: str, offline: bool) -> str:
+    if offline:
+        return (
+            f"{name} is not in the local cache and offline mode is on; download it once without "
+            "--offline and HF_HUB_OFFLINE, or name a directory"
+        )
+    return f"{name} is not in the local cache and the hub cannot be reached; name a directory"

@@ -1,0 +1,181 @@
+"""Tensors of a checkpoint in the dtype and on the device of the model, one after another.
+
+The loader asks for a layer's tensors, packs them and drops them before it asks for the next
+layer's, so at no time do two copies of the whole model exist. Counts the bytes it has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol, cast
+
+import numpy as np
+
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.gguf_file import BLOCKS
+from quickstep.model.checkpoint.safetensors_files import TensorFiles
+from quickstep.ops.dtypes import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    INT32,
+    INT64,
+    UINT8,
+    DType,
+    host_dtype,
+    torch_dtype,
+)
+from quickstep.ops.host_tensor import Device, HostTensor
+from quickstep.ops.table import QuantizedWeight, StoredMatrix, StoredRows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["STORED_DTYPES", "Progress", "TensorReader", "TensorSource"]
+
+Progress = Callable[[int, int], None]
+
+STORED_DTYPES: Mapping[str, DType] = MappingProxyType(
+    {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
+)
+_CODE_DTYPES: Mapping[str, DType] = MappingProxyType(
+    {"U8": UINT8, "I8": INT8, "I32": INT32, "I64": INT64}
+)
+
+
+class TensorSource(Protocol):
+    """Where the packing takes tensors from: a checkpoint's files, or `random_weights`."""
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor."""
+
+    def stacked(self, names: tuple[str, ...]) -> Tensor:
+        """Several tensors, one below the other along the first dimension."""
+
+    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+        """A matrix of `stacked` tensors as it is to be packed: whole, or in integer codes."""
+
+    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
+        """The same as it stands in files; None unless `OpTable.load_linear` may take it there."""
+
+
+class TensorReader:
+    """Reads by name; `progress(done_bytes, total_bytes)` is called after each tensor.
+
+    Gives tensors of torch, or `HostTensor`s for a `Device`.
+    """
+
+    def __init__(
+        self,
+        files: TensorFiles,
+        dtype: DType | torch.dtype,
+        device: torch.device | Device,
+        total_bytes: int,
+        progress: Progress | None,
+    ) -> None:
+        self._files = files
+        self._dtype = dtype
+        self._device = device
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._progress = progress
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor."""
+        return self.stacked((name,))
+
+    def stacked(self, names: tuple[str, ...]) -> Tensor:
+        """Several tensors, one below the other along the first dimension."""
+        dtypes = [self._stored_dtype(name) for name in names]
+        if len(set(dtypes)) > 1:
+            return self._joined([self.stacked((name,)) for name in names])
+        shapes = [self._files.tensors[name].shape for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        stored = HostTensor.empty((rows, *shapes[0][1:]), dtypes[0])
+        raw = _bytes_of(stored)
+        start = 0
+        for name in names:
+            stop = start + self._files.tensors[name].nbytes
+            self._files.read_into(name, raw[start:stop])
+            self._count(stop - start)
+            start = stop
+        return self._placed(stored)
+
+    def _placed(self, stored: HostTensor) -> Tensor:
+        """In the model's dtype, where its tensors are."""
+        if isinstance(self._dtype, DType):
+            return cast("Tensor", stored.to(self._dtype))
+        return stored.to_torch().to(self._device.type, self._dtype)
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        if not isinstance(self._dtype, DType):
+            import torch
+
+            return torch.cat(parts)
+        whole = np.concatenate([part.numpy() for part in parts])
+        return cast("Tensor", HostTensor(whole, self._dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return torch_dtype(self._dtype)
+
+    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+        """The stored matrix, whole."""
+        return self.stacked(names)
+
+    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
+        """The matrix in its files, where they hold it in the model's dtype."""
+        if self._device.type != "cpu":
+            return None
+        dtype = host_dtype(self._dtype)
+        if any(STORED_DTYPES.get(self._files.tensors[name].dtype) != dtype for name in names):
+            return None
+        return self.placed(names)
+
+    def placed(self, names: tuple[str, ...]) -> StoredMatrix:
+        """Where tensors of one dtype stand, one below the other; they count as read."""
+        tensors = [self._files.tensors[name] for name in names]
+        self._count(sum(tensor.nbytes for tensor in tensors))
+        parts = tuple(StoredRows(one.file, one.offset, one.shape[0]) for one in tensors)
+        return StoredMatrix(tensors[0].dtype, parts, tensors[0].shape[1])
+
+    @property
+    def device(self) -> torch.device | Device:
+        """Where tensors go."""
+        return self._device
+
+    def raw(self, name: str) -> Tensor:
+        """One tensor in the dtype it is stored in; [blocks, bytes] where it is in ggml's blocks."""
+        stored = self._files.tensors[name]
+        shape: tuple[int, ...] = stored.shape
+        block = BLOCKS.get(stored.dtype)
+        if block is not None and stored.dtype not in STORED_DTYPES:
+            shape, dtype = (stored.nbytes // block[1], block[1]), UINT8
+        elif stored.dtype in _CODE_DTYPES:
+            dtype = _CODE_DTYPES[stored.dtype]
+        else:
+            dtype = self._stored_dtype(name)
+        tensor = HostTensor.empty(shape, dtype)
+        self._files.read_into(name, _bytes_of(tensor))
+        self._count(stored.nbytes)
+        return tensor.to_torch().to(self._device.type)
+
+    def _stored_dtype(self, name: str) -> DType:
+        code = self._files.tensors[name].dtype
+        if code not in STORED_DTYPES:
+            known = ", ".join(STORED_DTYPES)
+            raise ConfigError(f"tensor {name!r} is stored as {code}; supported are {known}")
+        return STORED_DTYPES[code]
+
+    def _count(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
+        if self._progress is not None:
+            self._progress(self._done_bytes, self._total_bytes)
+
+
+def _bytes_of(x: HostTensor) -> memoryview:
+    return memoryview(x.numpy().reshape(-1).view(np.uint8))  # type: ignore[arg-type]

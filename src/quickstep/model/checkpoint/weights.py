@@ -1,0 +1,183 @@
+"""A checkpoint's tensors against its spec: which there must be, in which form they are stored.
+
+`open_weights` reads headers alone. The loader checks and reads through it; the assembly asks it how
+many bytes the weights will take, before anything large is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quickstep.dataclass import dataclass
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.gguf_file import is_gguf
+from quickstep.model.checkpoint.gguf_spec import gguf_tensor_files
+from quickstep.model.checkpoint.safetensors_files import TensorFiles, open_tensor_files
+from quickstep.model.checkpoint.tensor_schema import Shapes, layer_tensors, outer_tensors
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.formats.detect import find_storage, quantization_config
+from quickstep.model.formats.fused_experts import FusedExperts, find_fused_experts
+from quickstep.model.quantization import MatrixFormat
+from quickstep.model.spec import read_config
+
+if TYPE_CHECKING:
+    from quickstep.model.formats.storage import MatrixStorage
+
+__all__ = ["CheckpointWeights", "DecoderNames", "open_checkpoint_files", "open_weights"]
+
+# Matrices that are packed below one another: their forms become one.
+_STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderNames:
+    """The decoder's prefix, the output projection's name, and whether that one is stored."""
+
+    prefix: str
+    head: str
+    head_stored: bool
+
+    @property
+    def embedding(self) -> str:
+        """The embedding's name."""
+        return f"{self.prefix}embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWeights:
+    """What a native checkpoint holds.
+
+    Attributes:
+        storage: The format of quantised matrices; None where everything is stored whole.
+        shapes: All tensors that the architecture needs, as it sees them.
+        experts: How the files hold experts that stand in one tensor; None where each has its own.
+    """
+
+    spec: ModelSpec
+    config: Mapping[str, object]
+    files: TensorFiles
+    storage: MatrixStorage | None
+    names: DecoderNames
+    shapes: Shapes
+    experts: FusedExperts | None = None
+
+    def stored(self) -> Shapes:
+        """The tensors that the files must hold for `shapes`. Raises ConfigError."""
+        found: Shapes = {}
+        for name, shape in self.shapes.items():
+            found.update(self._parts(name, shape) or {name: shape})
+        return found
+
+    def _parts(self, name: str, shape: tuple[int, ...]) -> Shapes | None:
+        """The tensors that hold what the architecture sees as one; None where it is stored so."""
+        if self.experts is not None:
+            return self.experts.parts(name, shape)
+        return None if self.storage is None else self.storage.parts(name, shape)
+
+    @property
+    def coded(self) -> bool:
+        """Whether any matrix is stored in codes."""
+        storage = self.storage
+        if storage is None:
+            return False
+        return any(storage.parts(name, shape) is not None for name, shape in self.shapes.items())
+
+    def held_bytes(self, dtype_bytes: int) -> int:
+        """Bytes of the weights in memory, for a model's dtype of so many bytes."""
+        # Imported here: it computes with torch.
+        from quickstep.model.formats.stacking import common_form
+
+        total = 0
+        stacks: dict[str, list[tuple[tuple[int, ...], MatrixFormat | None]]] = {}
+        for name, shape in self.shapes.items():
+            stacks.setdefault(_stack_of(name), []).append((shape, self._form(name, shape)))
+        for stack in stacks.values():
+            forms = [form for _, form in stack if form is not None]
+            outputs = sum(shape[0] for shape, _ in stack)
+            if len(forms) < len(stack):
+                total += sum(math.prod(shape) for shape, _ in stack) * dtype_bytes
+            else:
+                inputs = stack[0][0][1]
+                total += common_form(forms, inputs).num_bytes((outputs, inputs))
+        if self.spec.tied and self.names.head_stored:
+            head = self.shapes[self.names.head]
+            form = self._form(self.names.head, head)
+            total -= math.prod(head) * dtype_bytes if form is None else form.num_bytes(head)
+        return total
+
+    def check(self) -> None:
+        """Raise ConfigError, in one sentence, where files and architecture differ."""
+        what = f"the checkpoint and {self.spec.architecture} differ"
+        expected, tensors = self.stored(), self.files.tensors
+        missing = [name for name in expected if name not in tensors]
+        if missing:
+            raise ConfigError(f"{what}: {_some(missing)} missing from the files")
+        for name, shape in expected.items():
+            stored = tensors[name].shape
+            if stored != shape:
+                raise ConfigError(
+                    f"{what}: tensor {name!r} has shape {list(stored)}, config.json asks for "
+                    f"{list(shape)}"
+                )
+        unexpected = [name for name in tensors if name not in expected and not self._ignored(name)]
+        if unexpected:
+            raise ConfigError(f"{what}: {_some(unexpected)} not part of the architecture")
+
+    def _form(self, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
+        if self.storage is None or self.storage.parts(name, shape) is None:
+            return None
+        return self.storage.form(name, shape)
+
+    def _ignored(self, name: str) -> bool:
+        """Tensors that compute nothing here: old position buffers, a vision tower."""
+        if name.startswith(self.spec.naming.ignored) or name.endswith("rotary_emb.inv_freq"):
+            return True
+        return self.storage is not None and self.storage.is_void(name)
+
+
+def open_checkpoint_files(path: str | Path) -> TensorFiles:
+    """The tensors of a checkpoint directory or a GGUF file. Raises ConfigError."""
+    return gguf_tensor_files(Path(path)) if is_gguf(path) else open_tensor_files(path)
+
+
+def open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
+    """Read what a native checkpoint holds.
+
+    Raises:
+        ConfigError: The files cannot be read, or their format is not supported.
+    """
+    config, files = read_config(path), open_checkpoint_files(path)
+    names = _names(spec, files)
+    shapes = outer_tensors(spec, names.prefix, names.head)
+    if names.head_stored:
+        shapes[names.head] = (spec.vocab_size, spec.hidden_size)
+    for index in range(spec.num_layers):
+        shapes.update(layer_tensors(spec, names.prefix, index))
+    experts = find_fused_experts(spec, quantization_config(config))
+    storage = None if experts is not None else find_storage(config, files)
+    return CheckpointWeights(spec, config, files, storage, names, shapes, experts)
+
+
+def _names(spec: ModelSpec, files: TensorFiles) -> DecoderNames:
+    """The decoder's prefix and the output projection's name in these files."""
+    naming = spec.naming
+    modules = {name.rpartition(".")[0] for name in files.tensors}
+    used = [prefix for prefix in naming.prefixes if f"{prefix}embed_tokens" in modules]
+    heads = [name for name in naming.heads if name.removesuffix(".weight") in modules]
+    return DecoderNames((used or naming.prefixes)[0], (heads or naming.heads)[0], bool(heads))
+
+
+def _stack_of(name: str) -> str:
+    """A name for the matrix that a tensor becomes a part of."""
+    start, _, module = name.removesuffix(".weight").rpartition(".")
+    stack = next((parts for parts in _STACKS if module in parts), None)
+    return name if stack is None or name.endswith(".bias") else f"{start}.{stack[0]}"
+
+
+def _some(names: list[str]) -> str:
+    if len(names) == 1:
+        return f"tensor {names[0]!r} is"
+    return f"{len(names)} tensors ({names[0]!r}, ...) are"

@@ -1,0 +1,1 @@
+"""Architectures that only transformers has, with our attention and linear layers."""

@@ -1,0 +1,1 @@
+"""Quantized checkpoints of other tools, read into our formats."""

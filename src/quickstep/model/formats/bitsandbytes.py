@@ -1,0 +1,171 @@
+"""bitsandbytes checkpoints: nf4 and fp4 with or without double quantisation, and int8.
+
+4 bits:  weight [N*C/2, 1] uint8, the first of two in the high half; a code names one of the 16
+         values of `weight.quant_map`, times the `absmax` of its block of 64 in row order. Double
+         quantisation stores absmax as codes of `nested_quant_map` times `nested_absmax`, plus an
+         offset. The sizes stand in JSON in `weight.quant_state.bitsandbytes__nf4`.
+8 bits:  weight [N, C] int8, `SCB` [N]; w = code * SCB / 127.
+
+nf4's and fp4's 16 values are not evenly spaced, and an integer product needs even steps: they
+become the nearest of 255 steps per block, within 1/254 of the block's largest weight (nf4's own
+steps are 1/4 to 1/12 of it). int8 is exact.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from quickstep.dataclass import dataclass
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.config_fields import ConfigFields
+from quickstep.model.checkpoint.safetensors_files import TensorFiles
+from quickstep.model.checkpoint.tensor_reader import TensorReader
+from quickstep.model.formats.storage import Shape, Shapes, checked_group, module_of
+from quickstep.model.quantization import MatrixFormat
+from quickstep.ops.table import QuantizedWeight
+
+__all__ = ["BitsAndBytesStorage"]
+
+_TYPES = ("nf4", "fp4")
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """What a `quant_state` says; `state` is its tensor's name, nested sizes are None without."""
+
+    state: str
+    size: int
+    nested_size: int | None
+    nested_offset: float
+
+
+class BitsAndBytesStorage:
+    """`quant_method: bitsandbytes`."""
+
+    name = "bitsandbytes"
+
+    def __init__(self, config: Mapping[str, object], files: TensorFiles) -> None:
+        del config  # which of the two, and how large blocks are, stands beside each matrix
+        self._files = files
+
+    def parts(self, name: str, shape: Shape) -> Shapes | None:
+        """The codes and their scales, where the files hold any."""
+        tensors, module = self._files.tensors, module_of(name)
+        if len(shape) != 2 or name not in tensors:
+            return None
+        if f"{module}.SCB" in tensors:
+            return self._int8_parts(name, shape)
+        blocks = self._blocks(name, shape)
+        if blocks is None:
+            return None
+        if tensors[name].dtype != "U8":
+            raise ConfigError(
+                f"{name} holds 4-bit codes in {tensors[name].dtype}; only bitsandbytes' uint8 "
+                "storage (bnb_4bit_quant_storage) is supported"
+            )
+        count = math.prod(shape)
+        num_blocks = -(-count // blocks.size)
+        found: Shapes = {
+            name: (-(-count // 2), 1),
+            f"{name}.absmax": (num_blocks,),
+            f"{name}.quant_map": (16,),
+            blocks.state: tensors[blocks.state].shape,
+        }
+        if blocks.nested_size is not None:
+            found[f"{name}.nested_absmax"] = (-(-num_blocks // blocks.nested_size),)
+            found[f"{name}.nested_quant_map"] = (256,)
+        return found
+
+    def form(self, name: str, shape: Shape) -> MatrixFormat:
+        """8 bits: per block of a 4-bit matrix, per output of an 8-bit one."""
+        blocks = self._blocks(name, shape)
+        if blocks is None:
+            return MatrixFormat(8)
+        group_size = _group_size(name, blocks, shape)
+        return MatrixFormat(8, None if group_size == shape[1] else group_size, False, True)
+
+    def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
+        """The codes about the middle."""
+        blocks = self._blocks(name, shape)
+        if blocks is None:
+            layout = f"{module_of(name)}.weight_format"
+            if layout in self._files.tensors:
+                reader.raw(layout)
+            codes = (reader.raw(name) ^ -128).view(torch.uint8)  # -128.. becomes 0..
+            scales = reader.raw(f"{module_of(name)}.SCB").float().unsqueeze(1) / 127
+            return QuantizedWeight(codes, scales, None, 8, shape[1])
+        reader.raw(blocks.state)
+        levels = reader.raw(f"{name}.quant_map").float()
+        steps = ((levels * 127).round() + 128).to(torch.uint8)
+        halves = reader.raw(name).flatten()
+        codes = steps[torch.stack((halves >> 4, halves & 15), -1).long().flatten()]
+        group_size = _group_size(name, blocks, shape)
+        starts = torch.arange(0, math.prod(shape), group_size, device=codes.device) // blocks.size
+        scales = _absmax(name, blocks, reader)[starts] / 127
+        return QuantizedWeight(
+            codes[: math.prod(shape)].view(shape), scales.view(shape[0], -1), None, 8, group_size
+        )
+
+    def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
+        """Codes stand in words here, so they are read."""
+
+    def is_void(self, name: str) -> bool:
+        """bitsandbytes writes nothing in vain."""
+        del name
+        return False
+
+    def _int8_parts(self, name: str, shape: Shape) -> Shapes:
+        module = module_of(name)
+        if self._files.tensors[name].dtype != "I8":
+            dtype = self._files.tensors[name].dtype
+            raise ConfigError(f"{module}.SCB stands beside a weight of {dtype}, it must be int8")
+        found: Shapes = {name: shape, f"{module}.SCB": (shape[0],)}
+        layout = f"{module}.weight_format"
+        if layout in self._files.tensors:
+            found[layout] = self._files.tensors[layout].shape
+            if any(self._content(layout)):
+                raise ConfigError(f"{layout} asks for a tiled layout; only rows are supported")
+        return found
+
+    def _blocks(self, name: str, shape: Shape) -> _Blocks | None:
+        states = {kind: f"{name}.quant_state.bitsandbytes__{kind}" for kind in _TYPES}
+        state = next((s for s in states.values() if s in self._files.tensors), None)
+        if state is None:
+            return None
+        try:
+            values = json.loads(self._content(state))
+            fields = ConfigFields(values, {}, state)
+        except (ValueError, TypeError):
+            raise ConfigError(f"{state} does not hold a JSON object") from None
+        if list(fields.sequence("shape") or ()) != list(shape):
+            raise ConfigError(
+                f"{state} is of shape {values.get('shape')}, config.json asks for {list(shape)}"
+            )
+        nested_size = fields.optional_integer("nested_blocksize")
+        offset = fields.optional_number("nested_offset") or 0.0
+        return _Blocks(state, fields.integer("blocksize"), nested_size, offset)
+
+    def _content(self, name: str) -> bytes:
+        content = bytearray(self._files.tensors[name].nbytes)
+        self._files.read_into(name, memoryview(content))
+        return bytes(content)
+
+
+def _group_size(name: str, blocks: _Blocks, shape: Shape) -> int:
+    """Blocks run on from row to row: the largest group that never crosses the end of one."""
+    return checked_group(name, math.gcd(blocks.size, shape[1]), shape[1])
+
+
+def _absmax(name: str, blocks: _Blocks, reader: TensorReader) -> Tensor:
+    absmax = reader.raw(f"{name}.absmax")
+    if blocks.nested_size is None:
+        return absmax.float()
+    outer = reader.raw(f"{name}.nested_absmax").float()
+    levels = reader.raw(f"{name}.nested_quant_map").float()[absmax.long()]
+    of_block = torch.arange(absmax.numel(), device=absmax.device) // blocks.nested_size
+    return levels * outer[of_block] + blocks.nested_offset

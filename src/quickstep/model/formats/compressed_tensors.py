@@ -1,0 +1,184 @@
+"""compressed-tensors checkpoints (LLM Compressor): integer weights of 4 or 8 bits.
+
+    pack-quantized                   weight_packed [N, C*bits/32] int32, weight_shape [2]
+    int-quantized, naive-quantized   weight [N, C] int8
+    all                              weight_scale [N, G], weight_zero_point, weight_g_idx [C]
+    w = (q - zero) * scale
+
+q is signed; packed words hold q + 2**(bits - 1), zero points of packed files likewise, along the
+outputs. Activations are quantised per token here whatever the file says; files that fix an
+activation's scale, or quantise the KV cache, are refused. Groups that `actorder` scattered over the
+inputs are `scattered_groups`' part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.safetensors_files import TensorFiles
+from quickstep.model.checkpoint.tensor_reader import TensorReader
+from quickstep.model.formats.compressed_config import WeightScheme, read_schemes
+from quickstep.model.formats.packed_ints import unpack_words
+from quickstep.model.formats.scattered_groups import (
+    gathered,
+    requantized_form,
+    scattered_order,
+)
+from quickstep.model.formats.storage import Shape, Shapes, checked_group, module_of
+from quickstep.model.quantization import MatrixFormat
+from quickstep.ops.table import QuantizedWeight, StoredMatrix
+
+__all__ = ["CompressedTensorsStorage"]
+
+
+class CompressedTensorsStorage:
+    """`quant_method: compressed-tensors`."""
+
+    name = "compressed-tensors"
+
+    def __init__(self, config: dict[str, object], files: TensorFiles) -> None:
+        self._schemes = read_schemes(config)
+        self._files = files
+
+    def parts(self, name: str, shape: Shape) -> Shapes | None:
+        """Codes and scales; zero points and an order where the files have them."""
+        module, tensors = module_of(name), self._files.tensors
+        packed = f"{module}.weight_packed" in tensors
+        if len(shape) != 2 or not (packed or f"{module}.weight_scale" in tensors):
+            return None
+        scheme = self._scheme(module)
+        outputs, inputs = shape
+        groups = inputs // checked_group(module, scheme.group_size, inputs)
+        per_word = 32 // scheme.bits
+        found: Shapes = {}
+        if packed:
+            found[f"{module}.weight_packed"] = (outputs, -(-inputs // per_word))
+            if f"{module}.weight_shape" in tensors:
+                found[f"{module}.weight_shape"] = (2,)
+        else:
+            self._check_signed(name)
+            found[name] = shape
+        found[f"{module}.weight_scale"] = self._scale_shape(module, outputs, groups)
+        zeros = f"{module}.weight_zero_point"
+        if zeros in tensors:
+            in_words = tensors[zeros].dtype == "I32"
+            rows = -(-outputs // per_word) if in_words else outputs
+            found[zeros] = (
+                (rows, groups) if in_words else self._scale_shape(module, outputs, groups)
+            )
+        if f"{module}.weight_g_idx" in tensors:
+            found[f"{module}.weight_g_idx"] = (inputs,)
+        return found
+
+    def form(self, name: str, shape: Shape) -> MatrixFormat:
+        """The files' own form; 8 bits where an order scatters the groups."""
+        module = module_of(name)
+        scheme = self._scheme(module)
+        group_size = checked_group(module, scheme.group_size, shape[1])
+        if scattered_order(self._files, f"{module}.weight_g_idx", group_size) is not None:
+            return requantized_form(shape[1])
+        group = None if group_size == shape[1] else group_size
+        wide = self._files.tensors[f"{module}.weight_scale"].dtype != "F16"
+        return MatrixFormat(scheme.bits, group, self._has_zeros(module, scheme), wide)
+
+    def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
+        """The codes about 2**(bits - 1)."""
+        module = module_of(name)
+        scheme = self._scheme(module)
+        outputs, inputs = shape
+        group_size = checked_group(module, scheme.group_size, inputs)
+        if f"{module}.weight_packed" in self._files.tensors:
+            codes = unpack_words(reader.raw(f"{module}.weight_packed"), scheme.bits)[:, :inputs]
+            if f"{module}.weight_shape" in self._files.tensors:
+                reader.raw(f"{module}.weight_shape")
+        else:
+            codes = _about_middle(reader.raw(name), scheme.bits)
+        groups = (outputs, inputs // group_size)
+        scales = reader.raw(f"{module}.weight_scale").float().expand(groups).contiguous()
+        zeros = self._zeros(module, scheme, groups, reader)
+        weight = QuantizedWeight(codes.contiguous(), scales, zeros, scheme.bits, group_size)
+        name = f"{module}.weight_g_idx"
+        if name in self._files.tensors:
+            reader.raw(name)
+        order = scattered_order(self._files, name, group_size)
+        return weight if order is None else gathered(weight, order)
+
+    def stored(
+        self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
+    ) -> StoredMatrix | None:
+        """Signed bytes about 0 where they stand, with scales per output or group."""
+        scales: list[Tensor] = []
+        for name, (outputs, inputs) in zip(names, shapes, strict=True):
+            module = module_of(name)
+            scheme = self._scheme(module)
+            extra = ("weight_packed", "weight_zero_point", "weight_g_idx")
+            if scheme.bits != 8 or any(f"{module}.{one}" in self._files.tensors for one in extra):
+                return None
+            groups = inputs // checked_group(module, scheme.group_size, inputs)
+            scale = reader.raw(f"{module}.weight_scale").float()
+            scales.append(scale.expand((outputs, groups)))
+        if len({one.shape[1] for one in scales}) > 1:
+            return None
+        return replace(reader.placed(names), scales=torch.cat(scales))
+
+    def is_void(self, name: str) -> bool:
+        """compressed-tensors writes nothing in vain."""
+        del name
+        return False
+
+    def _scheme(self, module: str) -> WeightScheme:
+        scheme = self._schemes.of(module)
+        if scheme is None:
+            raise ConfigError(
+                f"{module} is stored quantised, but no group of config.json's quantization_config "
+                "has it among its targets"
+            )
+        return scheme
+
+    def _check_signed(self, name: str) -> None:
+        stored = self._files.tensors.get(name)
+        if stored is None or stored.dtype != "I8":
+            dtype = "missing" if stored is None else f"stored as {stored.dtype}"
+            raise ConfigError(f"{name} has a weight_scale and is {dtype}; int8 is supported")
+
+    def _scale_shape(self, module: str, outputs: int, groups: int) -> Shape:
+        """A scale per group; or one for all, where the files hold a single number."""
+        stored = self._files.tensors.get(f"{module}.weight_scale")
+        if groups == 1 and stored is not None and stored.shape in ((), (1,), (1, 1)):
+            return stored.shape
+        return (outputs, groups)
+
+    def _has_zeros(self, module: str, scheme: WeightScheme) -> bool:
+        return f"{module}.weight_zero_point" in self._files.tensors and not scheme.symmetric
+
+    def _zeros(
+        self, module: str, scheme: WeightScheme, groups: tuple[int, int], reader: TensorReader
+    ) -> Tensor | None:
+        """[N, G] float32, None for the middle. Symmetric files may hold zero points, all zero."""
+        name = f"{module}.weight_zero_point"
+        if name not in self._files.tensors:
+            if not scheme.symmetric:
+                raise ConfigError(f"{name} is missing, although {module} is asymmetric")
+            return None
+        stored = reader.raw(name)
+        if stored.dtype == torch.int32:
+            codes = unpack_words(stored.t(), scheme.bits).t()[: groups[0]]
+        else:
+            codes = _about_middle(stored, scheme.bits)
+        middle = 2 ** (scheme.bits - 1)
+        if not scheme.symmetric:
+            return codes.float().expand(groups).contiguous()
+        if bool((codes != middle).any()):
+            raise ConfigError(f"{name} is not zero, although {module} is symmetric")
+        return None
+
+
+def _about_middle(signed: Tensor, bits: int) -> Tensor:
+    """int8 codes -> uint8 codes about 2**(bits - 1)."""
+    wide: Tensor = signed.to(torch.int16) + 2 ** (bits - 1)
+    return wide.to(torch.uint8)

@@ -1,0 +1,109 @@
+"""Where one expert's tensors stand in files that hold a projection of all experts at once.
+
+The packing asks expert by expert, `...experts.3.gate_up_proj.weight` [2 * width, hidden] with the
+gate's rows above up's. gpt-oss's files hold one of two layouts:
+
+- `...experts.gate_up_proj` [E, hidden, 2 * width] and `...experts.gate_up_proj_bias`
+  [E, 2 * width]: inputs first, gate and up in turn, as transformers saves it;
+- MXFP4, as released: `..._blocks` [E, 2 * width, hidden / 32, 16], two codes a byte, and
+  `..._scales` [E, 2 * width, hidden / 32] beside the same bias, gate and up in turn as well.
+
+Names and shapes alone; `fused_experts_source` reads them. Used by `checkpoint_weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quickstep.dataclass import dataclass
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.tensor_schema import Shapes
+from quickstep.model.decoder_spec import ModelSpec
+
+__all__ = ["MXFP4_BLOCK", "ExpertTensor", "FusedExperts", "find_fused_experts"]
+
+MXFP4_BLOCK = 32  # weights that share a scale
+_MXFP4_KEYS = frozenset(("quant_method", "modules_to_not_convert", "dequantize"))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """One expert's weight or bias: number `index` of what the files hold as `name`.
+
+    `layer` is what a layer's experts have in common; `interleaved`: gate and up stand in turn.
+    """
+
+    layer: str
+    name: str
+    index: int
+    is_bias: bool
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FusedExperts:
+    """The layout of a checkpoint's experts, which its tensors were not yet compared with."""
+
+    folder: str  # between the name of a layer and an expert's number
+    gate_up: str
+    num_experts: int
+    is_mxfp4: bool
+
+    def find(self, name: str) -> ExpertTensor | None:
+        """Where an expert's tensor stands; None for what belongs to no expert."""
+        layer, found, rest = name.partition(f".{self.folder}.")
+        if not found:
+            return None
+        number, module, kind = rest.split(".")
+        is_bias = kind == "bias"
+        held = f"{layer}.{self.folder}.{module}{'_bias' if is_bias else ''}"
+        return ExpertTensor(layer, held, int(number), is_bias, module == self.gate_up)
+
+    def parts(self, name: str, shape: tuple[int, ...]) -> Shapes | None:
+        """The tensors of the files that hold it; None for what belongs to no expert.
+
+        Raises:
+            ConfigError: A matrix that MXFP4 has no blocks for.
+        """
+        tensor = self.find(name)
+        if tensor is None:
+            return None
+        if tensor.is_bias:
+            return {tensor.name: (self.num_experts, *shape)}
+        outputs, inputs = shape
+        if not self.is_mxfp4:
+            return {tensor.name: (self.num_experts, inputs, outputs)}
+        if inputs % MXFP4_BLOCK:
+            raise ConfigError(
+                f"{name} has {inputs} inputs, MXFP4 takes them in blocks of {MXFP4_BLOCK}"
+            )
+        scales = (self.num_experts, outputs, inputs // MXFP4_BLOCK)
+        return {
+            f"{tensor.name}_blocks": (*scales, MXFP4_BLOCK // 2),
+            f"{tensor.name}_scales": scales,
+        }
+
+
+def find_fused_experts(spec: ModelSpec, stored_as: Mapping[str, object]) -> FusedExperts | None:
+    """The layout of experts in one tensor; None for an architecture whose experts have their own.
+
+    `stored_as` is the config's `quantization_config`.
+
+    Raises:
+        ConfigError: The experts are stored in another way.
+    """
+    if not spec.naming.fused_experts or spec.moe is None:
+        return None
+    method = str(stored_as.get("quant_method", "")).lower()
+    if stored_as and method != "mxfp4":
+        raise ConfigError(
+            f"the checkpoint is quantised by {method or 'an unnamed method'}; of "
+            f"{spec.architecture} those are supported that are stored whole or as mxfp4"
+        )
+    strange = sorted(set(stored_as) - _MXFP4_KEYS)
+    if strange:
+        raise ConfigError(
+            f"config.json's quantization_config sets {strange[0]!r}, which is not known of mxfp4"
+        )
+    gate_up = spec.naming.expert_parts[0]
+    return FusedExperts(spec.naming.experts, gate_up, spec.moe.num_experts, bool(stored_as))

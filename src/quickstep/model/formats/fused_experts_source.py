@@ -1,0 +1,106 @@
+"""A `TensorSource` that gives experts one by one out of tensors that hold all of a layer.
+
+MXFP4 (OCP Microscaling Formats, 1.0) is taken apart here: codes of 4 bits (e2m1, the low half of a
+byte first) times a power of two per 32 of them. The products are exact in bfloat16 and float32; in
+the model's dtype they are weights like others, so that `--quantization` may round them to codes.
+
+A layer's tensors are kept, as they are stored, until another layer's are asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.tensor_reader import TensorReader
+from quickstep.model.formats.fused_experts import ExpertTensor, FusedExperts
+from quickstep.ops.table import QuantizedWeight, StoredMatrix
+
+__all__ = ["FusedExpertsSource", "mxfp4_values"]
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_NO_SCALE = 255
+
+
+class FusedExpertsSource:
+    """Reads by the architecture's names; all but experts as the files have it."""
+
+    def __init__(self, reader: TensorReader, experts: FusedExperts) -> None:
+        self._reader = reader
+        self._experts = experts
+        self._layer = ""
+        self._held: dict[str, Tensor] = {}
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor."""
+        found = self._experts.find(name)
+        if found is None:
+            return self._reader.tensor(name)
+        whole = self._bias(found) if found.is_bias else self._weight(found)
+        return _gate_above_up(whole) if found.interleaved else whole.contiguous()
+
+    def stacked(self, names: tuple[str, ...]) -> Tensor:
+        """Several tensors, one below the other along the first dimension."""
+        if any(self._experts.find(name) is not None for name in names):
+            return torch.cat([self.tensor(name) for name in names])
+        return self._reader.stacked(names)
+
+    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+        """The stacked matrix, whole."""
+        return self.stacked(names)
+
+    def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
+        """A matrix in its files; none of an expert's stands there as it is packed."""
+        if any(self._experts.find(name) is not None for name in names):
+            return None
+        return self._reader.stored(names)
+
+    def _bias(self, found: ExpertTensor) -> Tensor:
+        return self._whole(found, found.name)[found.index]
+
+    def _weight(self, found: ExpertTensor) -> Tensor:
+        """[outputs, inputs], in the files' order."""
+        if not self._experts.is_mxfp4:
+            return self._whole(found, found.name)[found.index].t()
+        blocks = self._codes(found, f"{found.name}_blocks")
+        scales = self._codes(found, f"{found.name}_scales")
+        return mxfp4_values(blocks, scales).to(self._reader.dtype)
+
+    def _whole(self, found: ExpertTensor, name: str) -> Tensor:
+        self._enter(found.layer)
+        if name not in self._held:
+            self._held[name] = self._reader.tensor(name)
+        return self._held[name]
+
+    def _codes(self, found: ExpertTensor, name: str) -> Tensor:
+        self._enter(found.layer)
+        if name not in self._held:
+            raw = self._reader.raw(name)
+            if raw.dtype != torch.uint8:
+                raise ConfigError(f"tensor {name!r} holds {raw.dtype}, MXFP4 is stored as bytes")
+            if name.endswith("_scales") and bool((raw == _NO_SCALE).any()):
+                raise ConfigError(f"tensor {name!r} holds a scale of 255, which is no number")
+            self._held[name] = raw
+        return self._held[name][found.index]
+
+    def _enter(self, layer: str) -> None:
+        if layer != self._layer:
+            self._layer = layer
+            self._held.clear()
+
+
+def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Blocks [N, G, 16] and scales [N, G], bytes -> [N, 32 * G] bfloat16, exactly."""
+    codes = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.bfloat16)
+    # both codes of a byte are looked up as one word
+    pairs = torch.stack((codes.repeat(16), codes.repeat_interleave(16)), -1).view(torch.int32)
+    powers = torch.tensor([2.0 ** (scale - 127) for scale in range(256)], dtype=torch.bfloat16)
+    words = pairs.flatten().to(blocks.device).index_select(0, blocks.flatten().int())
+    values = words.view(blocks.shape).view(torch.bfloat16)
+    return values.mul_(powers.to(scales.device)[scales.int()].unsqueeze(-1)).flatten(1)
+
+
+def _gate_above_up(whole: Tensor) -> Tensor:
+    """Rows in turn of gate and up -> gate's, then up's."""
+    return torch.cat((whole[0::2], whole[1::2]))

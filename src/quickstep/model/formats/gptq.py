@@ -1,0 +1,120 @@
+"""GPTQ checkpoints: 4 or 8 bits, packed along the inputs.
+
+    qweight [C*bits/32, N] int32, qzeros [G, N*bits/32] int32, scales [G, N], g_idx [C] int32
+    w[n, c] = (q[c, n] - z[g_idx[c], n]) * scale[g_idx[c], n]
+
+The files of `checkpoint_format: gptq` (and those that do not say) hold each zero point less 1,
+modulo 2**bits; those of `gptq_v2` hold it as it is. Act-order (`desc_act`) is `scattered_groups`'
+part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.config_fields import ConfigFields
+from quickstep.model.checkpoint.safetensors_files import TensorFiles
+from quickstep.model.checkpoint.tensor_reader import TensorReader
+from quickstep.model.formats.packed_ints import unpack_words
+from quickstep.model.formats.scattered_groups import (
+    gathered,
+    requantized_form,
+    scattered_order,
+)
+from quickstep.model.formats.storage import Shape, Shapes, checked_group, module_of
+from quickstep.model.quantization import MatrixFormat
+from quickstep.ops.table import QuantizedWeight
+
+__all__ = ["GptqStorage"]
+
+_SOURCE = "config.json's quantization_config"
+
+
+class GptqStorage:
+    """`quant_method: gptq`."""
+
+    name = "gptq"
+
+    def __init__(self, config: Mapping[str, object], files: TensorFiles) -> None:
+        fields = ConfigFields(config, {"checkpoint_format": "gptq", "group_size": -1}, _SOURCE)
+        bits = fields.optional_integer("bits")
+        if bits not in (4, 8):
+            raise ConfigError(f"{_SOURCE} asks for GPTQ of {bits} bits; 4 and 8 are supported")
+        form = fields.text("checkpoint_format").lower()
+        if form not in ("gptq", "gptq_v2"):
+            raise ConfigError(
+                f"{_SOURCE} asks for GPTQ checkpoint_format {form!r}; gptq and gptq_v2 are "
+                "supported"
+            )
+        if fields.mapping("dynamic"):
+            raise ConfigError(
+                f"{_SOURCE} has rules of its own for some modules (dynamic), which are not "
+                "supported"
+            )
+        self._bits = bits
+        self._less = 1 if form == "gptq" else 0
+        self._group_size = fields.optional_integer("group_size")
+        self._files = files
+
+    def parts(self, name: str, shape: Shape) -> Shapes | None:
+        """Three tensors and an optional order where the module has a `qweight`."""
+        module = module_of(name)
+        if len(shape) != 2 or f"{module}.qweight" not in self._files.tensors:
+            return None
+        outputs, inputs = shape
+        per_word = 32 // self._bits
+        if outputs % per_word or inputs % per_word:
+            raise ConfigError(
+                f"{module} is {outputs} x {inputs}, GPTQ packs multiples of {per_word}"
+            )
+        groups = inputs // checked_group(module, self._group_size, inputs)
+        found: Shapes = {
+            f"{module}.qweight": (inputs // per_word, outputs),
+            f"{module}.qzeros": (groups, outputs // per_word),
+            f"{module}.scales": (groups, outputs),
+        }
+        if f"{module}.g_idx" in self._files.tensors:
+            found[f"{module}.g_idx"] = (inputs,)
+        return found
+
+    def form(self, name: str, shape: Shape) -> MatrixFormat:
+        """The files' own form; 8 bits where act-order scatters the groups."""
+        group_size = checked_group(name, self._group_size, shape[1])
+        if scattered_order(self._files, f"{module_of(name)}.g_idx", group_size) is not None:
+            return requantized_form(shape[1])
+        wide = self._files.tensors[f"{module_of(name)}.scales"].dtype != "F16"
+        group = None if group_size == shape[1] else group_size
+        return MatrixFormat(self._bits, group, True, wide)
+
+    def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
+        """The codes, outputs first."""
+        module, bits = module_of(name), self._bits
+        group_size = checked_group(name, self._group_size, shape[1])
+        codes = unpack_words(reader.raw(f"{module}.qweight").t(), bits)
+        stored = unpack_words(reader.raw(f"{module}.qzeros"), bits)
+        zeros = (stored + self._less) & (2**bits - 1)
+        weight = QuantizedWeight(
+            codes,
+            reader.raw(f"{module}.scales").float().t().contiguous(),
+            zeros.float().t().contiguous(),
+            bits,
+            group_size,
+        )
+        name = f"{module}.g_idx"
+        if name in self._files.tensors:
+            reader.raw(name)
+        order = scattered_order(self._files, name, group_size)
+        return weight if order is None else gathered(weight, order)
+
+    def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
+        """Codes stand in words here, so they are read."""
+
+    def is_void(self, name: str) -> bool:
+        """AutoGPTQ gives every module a bias, of zeros where the model has none."""
+        module, _, kind = name.rpartition(".")
+        if kind != "bias" or f"{module}.qweight" not in self._files.tensors:
+            return False
+        content = bytearray(self._files.tensors[name].nbytes)
+        self._files.read_into(name, memoryview(content))
+        return not any(content)

@@ -1,0 +1,72 @@
+"""What a format of quantised checkpoints is: which tensors hold a matrix, and its codes.
+
+One storage per format, over the tensor files of one checkpoint; `detect.find_storage` picks it,
+`coded_reader.CodedReader` and `sizing` ask it matrix by matrix. A matrix is named as the
+architecture names it (`...q_proj.weight`), whatever the files call its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.tensor_reader import TensorReader
+from quickstep.model.quantization import MatrixFormat
+from quickstep.ops.table import QuantizedWeight, StoredMatrix
+
+__all__ = ["MatrixStorage", "Shape", "Shapes", "checked_group", "module_of"]
+
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+
+_LEAST_GROUP = 16
+
+
+class MatrixStorage(Protocol):
+    """One format, for one checkpoint's files. `shape` is the matrix's own, [N, C]."""
+
+    @property
+    def name(self) -> str:
+        """As the checkpoint calls the format, for messages."""
+
+    def parts(self, name: str, shape: Shape) -> Shapes | None:
+        """The tensors that hold a matrix, with their shapes; None where it is stored whole.
+
+        Raises:
+            ConfigError: The matrix is stored in a variant that is not supported.
+        """
+
+    def form(self, name: str, shape: Shape) -> MatrixFormat:
+        """How a matrix with parts is held once it is read."""
+
+    def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
+        """The codes of a matrix with parts."""
+
+    def stored(
+        self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
+    ) -> StoredMatrix | None:
+        """Matrices with parts, one below the other, in their files; None where they must be read.
+
+        What is more than rows of codes (scales apart from them) is read.
+        """
+
+    def is_void(self, name: str) -> bool:
+        """Whether a tensor that the architecture lacks changes nothing (a bias of zeros)."""
+
+
+def module_of(name: str) -> str:
+    """`...q_proj.weight` -> `...q_proj`."""
+    return name.removesuffix(".weight")
+
+
+def checked_group(name: str, group_size: int | None, num_inputs: int) -> int:
+    """The group size of a matrix; None and -1 take all inputs. Raises ConfigError."""
+    if group_size is None or group_size in (-1, num_inputs):
+        return num_inputs
+    if group_size < _LEAST_GROUP or group_size % _LEAST_GROUP or num_inputs % group_size:
+        raise ConfigError(
+            f"{name} is quantised in groups of {group_size} of its {num_inputs} inputs; supported "
+            f"are multiples of {_LEAST_GROUP} that divide the inputs, and all inputs (-1)"
+        )
+    return group_size

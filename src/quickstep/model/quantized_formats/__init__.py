@@ -1,1 +1,0 @@
-"""Formats of checkpoints that are quantised already, each as a `storage.MatrixStorage`."""

@@ -1,0 +1,1 @@
+"""The ops on libquickstep, the C++ kernels."""

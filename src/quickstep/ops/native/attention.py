@@ -1,0 +1,159 @@
+"""The KV ops on libquickstep: new keys and values to their slots, and attention over them.
+
+Part of `ops.native.kernels`. The caches may hold another dtype than the activations, or int8 codes
+(`ops.kv_format`); types without a kernel go to the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quickstep.ops.dtypes import FLOAT32, INT32, UINT8, host_dtype
+from quickstep.ops.host_tensor import HostTensor
+from quickstep.ops.kv_format import head_size_of
+from quickstep.ops.native.library import AttentionCall, KVWriteCall, raise_for_status
+from quickstep.ops.native.packed import kernel_dtype, kv_kernel_dtype
+from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["MAX_HEAD_SIZE", "NativeAttention", "are_sinks", "heads_in_place"]
+
+MAX_HEAD_SIZE = 256
+
+
+class _AttentionLayout:
+    """The arrays that one `PagedLayout` needs in C, made once and used by every layer."""
+
+    __slots__ = ("block_tables", "context_lens", "layout", "row_offsets", "scratch")
+
+    def __init__(self, layout: PagedLayout) -> None:
+        assert host_dtype(layout.block_tables.dtype) == INT32
+        self.layout = layout
+        self.row_offsets = (ctypes.c_int64 * len(layout.row_offsets))(*layout.row_offsets)
+        self.context_lens = (ctypes.c_int64 * len(layout.context_lens))(*layout.context_lens)
+        self.block_tables = layout.block_tables.contiguous()
+        self.scratch: dict[tuple[int, int, int], HostTensor] = {}
+
+
+class NativeAttention:
+    """`OpTable.write_kv` and `OpTable.paged_attention` of one `qs_context`."""
+
+    def __init__(
+        self, library: ctypes.CDLL, context: int, reference: Callable[[], OpTable]
+    ) -> None:
+        self._context = context
+        self._library = library
+        self._reference = reference
+        self._write_kv = library.qs_write_kv
+        self._paged_attention = library.qs_paged_attention
+        # The layout seen last; replaced whole, so that a reader sees an old one or a new one.
+        self._layout: _AttentionLayout | None = None
+
+    def write_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """`OpTable.write_kv`; a slot outside the cache raises EngineError."""
+        assert k_cache.is_contiguous() and v_cache.is_contiguous()
+        assert k.dtype == v.dtype and k_cache.dtype == v_cache.dtype
+        dtype, kv_dtype = kernel_dtype(k.dtype), kv_kernel_dtype(k_cache.dtype)
+        if dtype is None or kv_dtype is None:
+            self._reference().write_kv(k, v, k_cache, v_cache, slot_mapping)
+            return
+        assert k.shape[1:] == (k_cache.shape[2], head_size_of(k_cache)) and k.shape == v.shape
+        k, v = heads_in_place(k), heads_in_place(v)
+        slot_mapping = slot_mapping.contiguous()
+        call = KVWriteCall(
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            num_kv_heads=k.shape[1],
+            head_size=k.shape[2],
+            num_tokens=k.shape[0],
+            num_slots=k_cache.shape[0] * k_cache.shape[1],
+            k_stride=k.stride(0),
+            v_stride=v.stride(0),
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            slots=slot_mapping.data_ptr(),
+            k_cache=k_cache.data_ptr(),
+            v_cache=v_cache.data_ptr(),
+        )
+        status = self._write_kv(self._context, ctypes.byref(call))
+        if status:
+            raise_for_status(status, "write_kv")
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        layout: PagedLayout,
+        params: AttentionParams,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`OpTable.paged_attention`."""
+        dtype, kv_dtype = kernel_dtype(q.dtype), kv_kernel_dtype(k_cache.dtype)
+        if dtype is None or kv_dtype is None or q.shape[2] > MAX_HEAD_SIZE:
+            return self._reference().paged_attention(q, k_cache, v_cache, layout, params, sinks)
+        assert k_cache.is_contiguous() and v_cache.is_contiguous()
+        assert v_cache.dtype == k_cache.dtype and k_cache.shape == v_cache.shape
+        assert q.shape[2] == head_size_of(k_cache)
+        assert sinks is None or are_sinks(sinks, q.shape[1])
+        q = heads_in_place(q)
+        prepared = self._layout
+        if prepared is None or prepared.layout is not layout:
+            prepared = self._layout = _AttentionLayout(layout)
+        out = q.new_empty(q.shape)
+        call = AttentionCall(
+            dtype=dtype,
+            num_heads=q.shape[1],
+            num_kv_heads=k_cache.shape[2],
+            head_size=q.shape[2],
+            kv_dtype=kv_dtype,
+            q_stride=q.stride(0),
+            num_rows=len(layout.context_lens),
+            block_size=layout.block_size,
+            max_blocks=prepared.block_tables.shape[1],
+            num_blocks=k_cache.shape[0],
+            window=params.window or 0,
+            scale=params.scale,
+            softcap=params.softcap or 0.0,
+            q=q.data_ptr(),
+            k_cache=k_cache.data_ptr(),
+            v_cache=v_cache.data_ptr(),
+            row_offsets=ctypes.addressof(prepared.row_offsets),
+            context_lens=ctypes.addressof(prepared.context_lens),
+            block_tables=prepared.block_tables.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(),
+            out=out.data_ptr(),
+        )
+        scratch = self._scratch(prepared, call)
+        call.scratch = scratch.data_ptr() if scratch.nbytes else None
+        status = self._paged_attention(self._context, ctypes.byref(call))
+        if status:
+            raise_for_status(status, "paged_attention")
+        return out
+
+    def _scratch(self, prepared: _AttentionLayout, call: AttentionCall) -> HostTensor:
+        """Room for the partial results of one layout, shared by the layers (they run in turn)."""
+        key = (call.num_heads, call.num_kv_heads, call.head_size)
+        scratch = prepared.scratch.get(key)
+        if scratch is None:
+            nbytes = self._library.qs_attention_scratch_bytes(self._context, ctypes.byref(call))
+            scratch = prepared.scratch[key] = HostTensor.empty((nbytes,), UINT8)
+        return scratch
+
+
+def are_sinks(x: Tensor, num_heads: int) -> bool:
+    """Whether the kernels can read it as the sinks of so many heads: [H] float32."""
+    return tuple(x.shape) == (num_heads,) and host_dtype(x.dtype) == FLOAT32 and x.is_contiguous()
+
+
+def heads_in_place(x: Tensor) -> Tensor:
+    """[T, H, D] whose tokens are contiguous (any stride between them): itself, or a copy."""
+    _, heads, size = x.shape
+    whole = x.stride(2) == 1 and (x.stride(1) == size or heads == 1)
+    return x if whole else x.contiguous()

@@ -1,0 +1,152 @@
+"""The native CPU kernels as an op table, or the reason why there are none.
+
+`ops.resolve` calls `load_native` once at load; `quickstep doctor` prints `native_status`. A machine
+without the library, or a build without a C++ compiler, runs on the reference ops instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+from quickstep.dataclass import dataclass
+from quickstep.errors import ConfigError
+from quickstep.ops.native.kernels import NativeOps
+from quickstep.ops.native.library import library_path, open_library, raise_for_status
+from quickstep.ops.native.probe import NativeProbe
+from quickstep.ops.native.steps import NativeSteps
+from quickstep.ops.table import OpTable
+from quickstep.ops.thread_placement import ThreadPlaces
+
+__all__ = ["NativeStatus", "default_num_threads", "load_native", "load_probe", "native_status"]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStatus:
+    """What this machine has.
+
+    Attributes:
+        available: Whether `load_native` gives a table.
+        isa: The best level that the machine runs, "" without the library.
+        levels: All levels it runs, best first; `isa` of `load_native` takes any of them.
+        reason: Why not, in one sentence; "" when available.
+        path: Where the library is looked for.
+    """
+
+    available: bool
+    isa: str
+    levels: tuple[str, ...]
+    reason: str
+    path: str
+
+
+def native_status() -> NativeStatus:
+    """Whether the library is there and loads, and which ISA levels it offers here."""
+    path = library_path()
+    if not path.exists():
+        reason = f"{path} is not there: quickstep was built without a C++ compiler"
+        return NativeStatus(False, "", (), reason, str(path))
+    try:
+        library = open_library(path)
+    except OSError as error:
+        return NativeStatus(False, "", (), f"{error}", str(path))
+    levels = tuple(library.qs_isa_levels().decode().split())
+    return NativeStatus(True, levels[0], levels, "", str(path))
+
+
+def default_num_threads() -> int:
+    """Threads for the kernels: the cores this process may use, at most torch's own number.
+
+    torch reads OMP_NUM_THREADS at import, so that variable and `torch.set_num_threads` count here.
+    An engine says how many it wants; this is for who does not.
+    """
+    import torch
+
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(affinity or 1, torch.get_num_threads()))
+
+
+def load_native(
+    num_threads: int | None = None,
+    isa: str | None = None,
+    reference: OpTable | None = None,
+    places: Callable[[int], ThreadPlaces] | None = None,
+) -> OpTable | None:
+    """The native op table on a thread pool of its own, or None when `native_status` says why not.
+
+    The pool lives as long as the table. After a fork it runs in the child on the calling thread
+    alone, with the same bits; a child that wants threads loads a table of its own.
+
+    Args:
+        num_threads: None for `default_num_threads()`.
+        isa: A level of `native_status().levels`; None or "" for the best.
+        reference: Takes the element types that have no native kernel; None for the PyTorch ops.
+        places: Where so many threads run and weights lie; None leaves both to the system.
+
+    Raises:
+        ConfigError: The machine does not run `isa`.
+    """
+    opened = _open_context(num_threads, isa, places)
+    if opened is None:
+        return None
+    library, context = opened
+    level = library.qs_context_isa(context).decode()
+    ops = NativeOps(library, context, _lazily(reference))
+    steps = NativeSteps(library, context, ops)
+    return replace(ops.table(f"native-{level}"), steps=steps)
+
+
+def _lazily(reference: OpTable | None) -> Callable[[], OpTable]:
+    """The table, or torch's ops once somebody asks: that imports torch."""
+    if reference is not None:
+        return lambda: reference
+
+    @functools.cache
+    def torch_ops() -> OpTable:
+        from quickstep.ops.reference import reference_ops
+
+        return reference_ops()
+
+    return torch_ops
+
+
+def load_probe(
+    num_bytes: int, num_threads: int | None = None, isa: str | None = None
+) -> NativeProbe | None:
+    """Measures the machine with a buffer of `num_bytes`; the rest is as for `load_native`."""
+    opened = _open_context(num_threads, isa)
+    return None if opened is None else NativeProbe(*opened, num_bytes)
+
+
+def _open_context(
+    num_threads: int | None,
+    isa: str | None,
+    places: Callable[[int], ThreadPlaces] | None = None,
+) -> tuple[ctypes.CDLL, int] | None:
+    """The library and a kernel table with threads; None where there is no library."""
+    status = native_status()
+    if not status.available:
+        return None
+    if isa and isa not in status.levels:
+        known = ", ".join(status.levels)
+        raise ConfigError(f"QUICKSTEP_CPU_ISA is {isa!r}, this machine runs {known}")
+    library = open_library(library_path())
+    context = ctypes.c_void_p()
+    threads = default_num_threads() if num_threads is None else num_threads
+    code = library.qs_context_create((isa or "").encode(), threads, ctypes.byref(context))
+    raise_for_status(code, f"starting {threads} threads for the native kernels")
+    assert context.value is not None
+    if places is not None:
+        _place(library, context.value, places(threads))
+    return library, context.value
+
+
+def _place(library: ctypes.CDLL, context: int, places: ThreadPlaces) -> None:
+    cpus = (ctypes.c_int32 * len(places.cpus))(*places.cpus)
+    status = library.qs_context_place(context, cpus, len(cpus), places.node_mask)
+    if status:
+        library.qs_context_destroy(context)
+    raise_for_status(status, f"pinning threads to the CPUs {', '.join(map(str, places.cpus))}")

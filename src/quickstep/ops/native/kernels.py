@@ -1,0 +1,300 @@
+"""The ops of the table on libquickstep: tensors in, raw pointers through ctypes, tensors out.
+
+`ops.native.backend` makes one `NativeOps` and hands its methods out as the `OpTable`. Each op
+allocates its result and makes one call. Element types that have no native kernel go to the
+reference, op by op, which keeps both kinds of op exact. Arguments are checked by assertions of our
+own invariants; what a request could get wrong was checked long before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quickstep.ops.dtypes import INT64, host_dtype
+from quickstep.ops.native.attention import NativeAttention, heads_in_place
+from quickstep.ops.native.library import raise_for_status
+from quickstep.ops.native.loading import NativeLoading
+from quickstep.ops.native.logits import NativeLogits
+from quickstep.ops.native.packed import PackedCodes, PackedWeight, kernel_dtype
+from quickstep.ops.native.quantized import NativeQuantized
+from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["NativeOps"]
+
+# qs_activation of csrc/quickstep.h
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
+
+# Results of ops that are alive together at a layer's widest point, per element of it.
+_SCRATCH_BYTES = 8
+
+
+class NativeOps:
+    """One `qs_context` (kernel table and threads) and the ops that run on it.
+
+    Calls from several threads are safe; loops of one context run one after another.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, context: int, reference: Callable[[], OpTable]
+    ) -> None:
+        self._context = context
+        self._library = library
+        self._reference = reference
+        self._quantized = NativeQuantized(library, context)
+        self._linear_run = library.qs_linear_run
+        self._embedding = library.qs_embedding
+        self._rms_norm = library.qs_rms_norm
+        self._add_rms_norm = library.qs_add_rms_norm
+        self._rotary = library.qs_rotary
+        self._gated_activation = library.qs_gated_activation
+        self._attention = NativeAttention(library, context, reference)
+        finalizer = weakref.finalize(self, library.qs_context_destroy, context)
+        finalizer.atexit = False
+
+    def table(self, name: str) -> OpTable:
+        """The op table of these methods, under the kernel set's name."""
+        return OpTable(
+            name=name,
+            pack_linear=self.pack_linear,
+            pack_quantized=self.pack_quantized,
+            quantize=self.quantize,
+            linear=self.linear,
+            embedding=self.embedding,
+            rms_norm=self.rms_norm,
+            add_rms_norm=self.add_rms_norm,
+            rotary=self.rotary,
+            write_kv=self._attention.write_kv,
+            paged_attention=self._attention.paged_attention,
+            gated_activation=self.gated_activation,
+            logits=NativeLogits(self._library, self._context, self.linear).logits,
+            scratch_bytes=_SCRATCH_BYTES,
+            kernel_s=self.kernel_s,
+            load_linear=NativeLoading(self._library, self._context).load_linear,
+        )
+
+    def kernel_s(self) -> float:
+        """`OpTable.kernel_s`."""
+        return int(self._library.qs_context_loop_ns(self._context)) / 1e9
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:
+        """Copy weight [N, C] into the kernel's layout, in memory of the library's own."""
+        dtype, kind = kernel_dtype(weight.dtype), host_dtype(weight.dtype)
+        if dtype is None or kind is None or weight.numel() == 0:
+            return self._reference().pack_linear(weight, bias)
+        weight = _rows(weight)
+        if bias is not None:
+            bias = bias.to(weight.dtype).contiguous()
+        outputs, inputs = weight.shape
+        handle = ctypes.c_void_p()
+        status = self._library.qs_linear_create(
+            self._context,
+            dtype,
+            weight.data_ptr(),
+            outputs,
+            inputs,
+            weight.stride(0) if outputs > 1 else inputs,
+            None if bias is None else bias.data_ptr(),
+            ctypes.byref(handle),
+        )
+        raise_for_status(status, f"packing a {outputs} x {inputs} weight")
+        assert handle.value is not None
+        packed = PackedWeight(self._library, handle.value, kind)
+        return LinearWeight(packed, bias, outputs, inputs, packed.nbytes)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
+        """`OpTable.pack_quantized`."""
+        return self._quantized.pack(weight, bias)
+
+    def quantize(
+        self,
+        weight: Tensor,
+        bits: int,
+        group_size: int | None,
+        has_zeros: bool,
+        has_multipliers: bool = False,
+    ) -> QuantizedWeight:
+        """`OpTable.quantize`."""
+        form = (bits, group_size, has_zeros, has_multipliers)
+        return self._quantized.quantize(_rows(weight), *form)
+
+    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """`OpTable.linear`."""
+        packed = weight.data
+        if isinstance(packed, PackedCodes):
+            assert x.shape[1] == weight.num_inputs
+            return self._quantized.linear(_rows(x), weight, packed)
+        if not isinstance(packed, PackedWeight):
+            return self._reference().linear(x, weight)
+        assert host_dtype(x.dtype) == packed.dtype and x.shape[1] == weight.num_inputs
+        x = _rows(x)
+        num_tokens = x.shape[0]
+        out = x.new_empty((num_tokens, weight.num_outputs))
+        status = self._linear_run(
+            self._context, packed.handle, x.data_ptr(), x.stride(0), num_tokens, out.data_ptr()
+        )
+        if status:
+            raise_for_status(status, "linear")
+        return out
+
+    def embedding(
+        self, token_ids: Tensor, weight: Tensor | LinearWeight, dtype: torch.dtype
+    ) -> Tensor:
+        """`OpTable.embedding`; a token id outside the table raises EngineError."""
+        assert host_dtype(token_ids.dtype) == INT64
+        token_ids = token_ids.contiguous()
+        if isinstance(weight, LinearWeight):
+            return self._packed_rows(token_ids, weight, dtype)
+        assert weight.is_contiguous() and weight.dtype == dtype
+        num_rows, size = weight.shape
+        num_tokens = token_ids.numel()
+        out = weight.new_empty((num_tokens, size))
+        status = self._embedding(
+            self._context,
+            token_ids.data_ptr(),
+            num_tokens,
+            weight.data_ptr(),
+            num_rows,
+            size * weight.element_size(),
+            out.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "embedding")
+        return out
+
+    def _packed_rows(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+        packed = weight.data
+        out = token_ids.new_empty((token_ids.numel(), weight.num_inputs), dtype=dtype)
+        if isinstance(packed, PackedCodes):
+            self._quantized.rows(token_ids, weight, out)
+            return out
+        if not isinstance(packed, PackedWeight):
+            return self._reference().embedding(token_ids, weight, dtype)
+        assert packed.dtype == host_dtype(dtype)
+        status = self._library.qs_linear_rows(
+            self._context,
+            packed.handle,
+            token_ids.data_ptr(),
+            token_ids.numel(),
+            out.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "embedding")
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        """`OpTable.rms_norm` over the last dimension of [T, C] or [T, H, D]."""
+        dtype = kernel_dtype(x.dtype)
+        if dtype is None or weight.dtype != x.dtype:
+            return self._reference().rms_norm(x, weight, eps, offset)
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        size = x.shape[-1]
+        inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        assert weight.is_contiguous() and weight.numel() == size and x.dim() in (2, 3)
+        out = x.new_empty(x.shape)
+        status = self._rms_norm(
+            self._context,
+            dtype,
+            x.data_ptr(),
+            x.shape[0],
+            inner,
+            size,
+            x.stride(0),
+            inner_stride,
+            weight.data_ptr(),
+            eps,
+            offset,
+            out.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "rms_norm")
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+    ) -> tuple[Tensor, Tensor]:
+        """`OpTable.add_rms_norm` on [T, C]."""
+        dtype = kernel_dtype(x.dtype)
+        if dtype is None or weight.dtype != x.dtype or residual.dtype != x.dtype:
+            return self._reference().add_rms_norm(x, residual, weight, eps, offset)
+        x, residual = x.contiguous(), residual.contiguous()
+        size = x.shape[-1]
+        assert weight.is_contiguous() and weight.numel() == size and x.shape == residual.shape
+        out, total = x.new_empty(x.shape), x.new_empty(x.shape)
+        status = self._add_rms_norm(
+            self._context,
+            dtype,
+            x.data_ptr(),
+            residual.data_ptr(),
+            x.shape[0],
+            size,
+            weight.data_ptr(),
+            eps,
+            offset,
+            out.data_ptr(),
+            total.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "add_rms_norm")
+        return out, total
+
+    def rotary(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        """`OpTable.rotary` on [T, H, D]; the rows of x may be slices of a wider tensor."""
+        dtype = kernel_dtype(x.dtype)
+        if dtype is None:
+            return self._reference().rotary(x, cos, sin, interleaved)
+        x = heads_in_place(x)
+        cos, sin = cos.float().contiguous(), sin.float().contiguous()
+        num_tokens, num_heads, head_size = x.shape
+        assert cos.shape == sin.shape and cos.shape[0] == num_tokens
+        out = x.new_empty(x.shape)
+        status = self._rotary(
+            self._context,
+            dtype,
+            x.data_ptr(),
+            num_tokens,
+            num_heads,
+            head_size,
+            x.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[1],
+            interleaved,
+            out.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "rotary")
+        return out
+
+    def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
+        """`OpTable.gated_activation`."""
+        dtype = kernel_dtype(gate_up.dtype)
+        if dtype is None or kind not in _ACTIVATIONS:
+            return self._reference().gated_activation(gate_up, kind)
+        gate_up = gate_up.contiguous()
+        num_tokens, width = gate_up.shape
+        out = gate_up.new_empty((num_tokens, width // 2))
+        status = self._gated_activation(
+            self._context,
+            dtype,
+            _ACTIVATIONS[kind],
+            gate_up.data_ptr(),
+            num_tokens,
+            width // 2,
+            out.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "gated_activation")
+        return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[T, C] with contiguous rows: itself, or a copy."""
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()

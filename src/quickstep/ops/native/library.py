@@ -1,0 +1,191 @@
+"""libquickstep through ctypes: its location, its functions' types, and what its status codes mean.
+
+Used by `ops.native.backend` alone. The library is plain C (`csrc/quickstep.h`), so one file serves
+every Python version; a call costs about a microsecond and releases the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+
+from quickstep.errors import ConfigError, EngineError
+from quickstep.ops.native.step_abi import STEP_SIGNATURES
+
+__all__ = [
+    "ABI_VERSION",
+    "AttentionCall",
+    "KVWriteCall",
+    "QuantizeCall",
+    "QuantizedWeightCall",
+    "library_path",
+    "open_library",
+    "raise_for_status",
+]
+
+ABI_VERSION = 5
+
+_OK, _INVALID, _OUT_OF_MEMORY, _UNSUPPORTED_ISA, _OUT_OF_RANGE = range(5)
+
+
+class AttentionCall(ctypes.Structure):
+    """`qs_attention` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_size", c_int32),
+        ("kv_dtype", c_int32),
+        ("unused", c_int32),
+        ("q_stride", c_int64),
+        ("num_rows", c_int64),
+        ("block_size", c_int64),
+        ("max_blocks", c_int64),
+        ("num_blocks", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("q", c_void_p),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+        ("row_offsets", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("sinks", c_void_p),
+        ("out", c_void_p),
+        ("scratch", c_void_p),
+    )
+
+
+class KVWriteCall(ctypes.Structure):
+    """`qs_kv_write` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("kv_dtype", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_size", c_int32),
+        ("num_tokens", c_int64),
+        ("num_slots", c_int64),
+        ("k_stride", c_int64),
+        ("v_stride", c_int64),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("slots", c_void_p),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+    )
+
+
+class QuantizedWeightCall(ctypes.Structure):
+    """`qs_quantized_weight` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (
+        ("bits", c_int32),
+        ("unused", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("group_size", c_int64),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("bias", c_void_p),
+        ("multipliers", c_void_p),
+    )
+
+
+class QuantizeCall(ctypes.Structure):
+    """`qs_quantize_call` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("bits", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("row_stride", c_int64),
+        ("group_size", c_int64),
+        ("weight", c_void_p),
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("multipliers", c_void_p),
+    )
+
+
+_P, _I, _L, _F = c_void_p, c_int, c_int64, c_float
+
+# name -> (result, arguments), in the order of csrc/quickstep.h
+_SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+    ("qs_abi_version", _I, ()),
+    ("qs_isa_levels", c_char_p, ()),
+    ("qs_context_create", _I, (c_char_p, _I, POINTER(_P))),
+    ("qs_context_destroy", None, (_P,)),
+    ("qs_context_isa", c_char_p, (_P,)),
+    ("qs_linear_create", _I, (_P, _I, _P, _L, _L, _L, _P, POINTER(_P))),
+    ("qs_linear_destroy", None, (_P,)),
+    ("qs_linear_bytes", _L, (_P,)),
+    ("qs_linear_run", _I, (_P, _P, _P, _L, _L, _P)),
+    ("qs_linear_rows", _I, (_P, _P, _P, _L, _P)),
+    ("qs_quantize", _I, (_P, POINTER(QuantizeCall))),
+    ("qs_quantized_create", _I, (_P, POINTER(QuantizedWeightCall), POINTER(_P))),
+    ("qs_quantized_destroy", None, (_P,)),
+    ("qs_quantized_bytes", _L, (_P,)),
+    ("qs_quantized_scratch_bytes", _L, (_P, _L)),
+    ("qs_quantized_run", _I, (_P, _P, _I, _P, _L, _L, _P, _P)),
+    ("qs_quantized_rows", _I, (_P, _P, _I, _P, _L, _P)),
+    ("qs_linear_load", _I, (_P, _P, _P, POINTER(_P))),
+    ("qs_quantized_load", _I, (_P, _P, _P, POINTER(_P))),
+    ("qs_embedding", _I, (_P, _P, _L, _P, _L, _L, _P)),
+    ("qs_rms_norm", _I, (_P, _I, _P, _L, _L, _L, _L, _L, _P, _F, _F, _P)),
+    ("qs_add_rms_norm", _I, (_P, _I, _P, _P, _L, _L, _P, _F, _F, _P, _P)),
+    ("qs_rotary", _I, (_P, _I, _P, _L, _L, _L, _L, _P, _P, _L, _I, _P)),
+    ("qs_gated_activation", _I, (_P, _I, _I, _P, _L, _L, _P)),
+    ("qs_write_kv", _I, (_P, POINTER(KVWriteCall))),
+    ("qs_attention_scratch_bytes", _L, (_P, POINTER(AttentionCall))),
+    ("qs_paged_attention", _I, (_P, POINTER(AttentionCall))),
+    ("qs_probe_create", _I, (_P, _L, POINTER(_P))),
+    ("qs_probe_destroy", None, (_P,)),
+    ("qs_probe_bytes", _L, (_P,)),
+    ("qs_probe_read", _I, (_P, _P, POINTER(c_uint32))),
+    ("qs_probe_multiply", _I, (_P, _I, _L, POINTER(_L))),
+    ("qs_probe_multiply_codes", _I, (_P, _L, POINTER(_L))),
+    ("qs_context_loop_ns", _L, (_P,)),
+    ("qs_context_place", _I, (_P, POINTER(c_int32), _L, c_uint64)),
+    *STEP_SIGNATURES,
+)
+
+
+def library_path() -> Path:
+    """Where the build puts the library, whether it is there or not."""
+    return Path(__file__).resolve().parents[2] / "_native" / "libquickstep.so"
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load the library and declare its functions. Raises OSError when it cannot be loaded."""
+    library = ctypes.CDLL(str(path))
+    try:
+        for name, result, arguments in _SIGNATURES:
+            function = getattr(library, name)
+            function.restype = result
+            function.argtypes = arguments
+    except AttributeError as error:
+        raise OSError(f"{path} is from another version of quickstep: {error}") from error
+    version = library.qs_abi_version()
+    if version != ABI_VERSION:
+        raise OSError(f"{path} has ABI {version}, this quickstep needs {ABI_VERSION}; rebuild it")
+    return library
+
+
+def raise_for_status(status: int, what: str) -> None:
+    """Turn a status other than QS_OK into the exception that names it."""
+    if status == _OK:
+        return
+    if status == _OUT_OF_MEMORY:
+        raise MemoryError(f"{what}: the machine has no memory left")
+    if status == _UNSUPPORTED_ISA:
+        raise ConfigError(f"{what}: this machine has no such CPU kernels")
+    if status == _OUT_OF_RANGE:
+        raise EngineError(f"{what}: an index lies outside its table")
+    raise EngineError(f"{what}: invalid arguments for the native kernel (status {status})")

@@ -1,0 +1,286 @@
+"""Records a model's forward pass as a list of native calls.
+
+The model runs once, as it always does, on an op table whose ops compute nothing: each notes its
+call and hands out a `StepTensor`, which stands for the result and records sums and multiples
+itself. What the model does beyond that, and any tensor that is neither a weight nor the work of a
+recorded call, raises NotCapturable: such a model runs eagerly. Nothing here depends on how many
+tokens a step has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from quickstep.ops.dtypes import FLOAT32, INT32, INT64, DType, host_dtype
+from quickstep.ops.host_tensor import HostTensor
+from quickstep.ops.native.attention import MAX_HEAD_SIZE
+from quickstep.ops.native.packed import PackedCodes, PackedWeight, kv_kernel_dtype
+from quickstep.ops.native.step_abi import OpKind, RowsOf
+from quickstep.ops.native.tape import NUM_ROWS, NotCapturable, StepTensor, Tape
+from quickstep.ops.recording import Numbers, Recording
+from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["NativeRecorder", "NotCapturable"]
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
+
+
+class NativeRecorder:
+    """One recording: let the model run on `table`, then `finish`."""
+
+    def __init__(self, block_size: int) -> None:
+        self._tape = Tape()
+        self._token_ids = self._tape.new((), INT64, RowsOf.TOKENS)
+        self._positions = self._tape.new((), INT64, RowsOf.TOKENS)
+        self._emitting = self._tape.new((), INT64, RowsOf.EMITTING)
+        self._layout = PagedLayout(
+            positions=_as_tensor(self._positions),
+            # to be known again, not to be read
+            slot_mapping=cast("Tensor", HostTensor.empty((0,), INT64)),
+            row_offsets=(),
+            context_lens=(),
+            block_tables=cast("Tensor", HostTensor.empty((0, 0), INT32)),
+            block_size=block_size,
+        )
+        self._emitting_layout = replace(
+            self._layout, row_offsets=tuple(range(NUM_ROWS + 1)), context_lens=(1,) * NUM_ROWS
+        )
+
+    @property
+    def token_ids(self) -> Tensor:
+        """What `forward` gets as token ids."""
+        return _as_tensor(self._token_ids)
+
+    @property
+    def layout(self) -> PagedLayout:
+        """What `forward` gets as layout."""
+        return self._layout
+
+    @property
+    def emitting(self) -> tuple[Tensor, PagedLayout]:
+        """The tokens that emit, and their layout: what `forward` gets, or indexes its result by."""
+        return _as_tensor(self._emitting), self._emitting_layout
+
+    def table(self, ops: OpTable) -> OpTable:
+        """An op table that records; weights must be packed by `ops`."""
+        calls: Any = self  # its tensors are `StepTensor`s, which stand for torch's
+
+        def pack(*_: object) -> LinearWeight:
+            raise NotCapturable("a weight is packed within the step")
+
+        return OpTable(
+            name=ops.name,
+            pack_linear=pack,
+            pack_quantized=pack,
+            quantize=ops.quantize,
+            linear=calls._linear,
+            embedding=calls._embedding,
+            rms_norm=calls._rms_norm,
+            add_rms_norm=calls._add_rms_norm,
+            rotary=calls._rotary,
+            write_kv=calls._write_kv,
+            paged_attention=calls._paged_attention,
+            gated_activation=calls._gated_activation,
+            logits=calls._logits,
+            scratch_bytes=ops.scratch_bytes,
+        )
+
+    def finish(self, hidden: Tensor, logits: Tensor) -> Recording:
+        """The recording, after the model's calls gave these."""
+        token_ids, positions, emitting, final, scores = (
+            self._tape.buffer_of(x)
+            for x in (self._token_ids, self._positions, self._emitting, hidden, logits)
+        )
+        for index in (token_ids, positions, emitting, final, scores):
+            self._tape.buffers[index].last = len(self._tape.ops)
+        return Recording(
+            ops=tuple(self._tape.ops),
+            buffers=tuple(self._tape.buffers),
+            token_ids=token_ids,
+            positions=positions,
+            emitting=emitting,
+            hidden=final,
+            logits=scores,
+            weights=tuple(self._tape.kept),
+        )
+
+    # -- the ops ----------------------------------------------------------------------------------
+
+    def _linear(self, x: StepTensor, weight: LinearWeight) -> StepTensor:
+        packed = weight.data
+        is_native = isinstance(packed, PackedCodes) or (
+            isinstance(packed, PackedWeight) and packed.dtype == x.dtype
+        )
+        if not is_native or x.stride(1) != 1:
+            raise NotCapturable("a weight has no native kernel for these activations")
+        kind = OpKind.QUANTIZED if isinstance(packed, PackedCodes) else OpKind.LINEAR
+        inputs = (self._tape.operand(x), self._handle(weight))
+        out = self._tape.new((weight.num_outputs,), x.dtype, self._tape.rows_of(x))
+        self._tape.record(kind, x, inputs, (out,), Numbers(stride=(x.stride(0),)))
+        return out
+
+    def _handle(self, weight: LinearWeight) -> int:
+        packed = weight.data
+        assert isinstance(packed, (PackedWeight, PackedCodes))
+        self._tape.kept.append(packed)
+        return packed.handle
+
+    def _embedding(
+        self, token_ids: StepTensor, weight: Tensor | LinearWeight, dtype: DType | torch.dtype
+    ) -> StepTensor:
+        rows_dtype = host_dtype(dtype)
+        if rows_dtype is None:
+            raise NotCapturable(f"there are no native kernels for {dtype}")
+        if not isinstance(weight, LinearWeight):
+            return self._gather(token_ids, weight, rows_dtype)
+        packed = weight.data
+        if not isinstance(packed, (PackedWeight, PackedCodes)):
+            raise NotCapturable("the embedding is not packed by the native ops")
+        kind = OpKind.QUANTIZED_ROWS if isinstance(packed, PackedCodes) else OpKind.LINEAR_ROWS
+        inputs = (self._tape.whole(token_ids), self._handle(weight))
+        out = self._tape.new((weight.num_inputs,), rows_dtype, self._tape.rows_of(token_ids))
+        self._tape.record(kind, out, inputs, (out,))
+        return out
+
+    def _gather(self, ids: StepTensor, table: Tensor, dtype: DType) -> StepTensor:
+        """Rows of a weight [rows, C]."""
+        num_rows, width = table.shape
+        inputs = (self._tape.whole(ids), self._tape.fixed(table, dtype))
+        out = self._tape.new((width,), dtype, self._tape.rows_of(ids))
+        size = (num_rows, width * dtype.itemsize)
+        self._tape.record(OpKind.GATHER, ids, inputs, (out,), Numbers(size=size))
+        return out
+
+    def _rms_norm(self, x: StepTensor, weight: Tensor, eps: float, offset: float) -> StepTensor:
+        if x.stride(-1) != 1:
+            raise NotCapturable("a norm would have to copy its input")
+        inputs = (self._tape.operand(x), self._tape.fixed(weight, x.dtype))
+        inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        out = self._tape.like(x)
+        size, stride = (inner, x.shape[-1]), (x.stride(0), inner_stride)
+        numbers = Numbers(size=size, stride=stride, scalar=(eps, offset))
+        self._tape.record(OpKind.RMS_NORM, x, inputs, (out,), numbers)
+        return out
+
+    def _add_rms_norm(
+        self, x: StepTensor, residual: StepTensor, weight: Tensor, eps: float, offset: float
+    ) -> tuple[StepTensor, StepTensor]:
+        inputs = (
+            self._tape.whole(x),
+            self._tape.whole(residual),
+            self._tape.fixed(weight, x.dtype),
+        )
+        out, total = self._tape.like(x), self._tape.like(x)
+        size, scalar = (x.shape[-1],), (eps, offset)
+        self._tape.record(
+            OpKind.ADD_NORM, x, inputs, (out, total), Numbers(size=size, scalar=scalar)
+        )
+        return out, total
+
+    def _rotary(
+        self, x: StepTensor, cos: StepTensor, sin: StepTensor, interleaved: bool
+    ) -> StepTensor:
+        if cos.dtype != FLOAT32 or sin.dtype != FLOAT32:
+            raise NotCapturable("the rotary tables are not float32")
+        inputs = (self._tape.heads(x), self._tape.whole(cos), self._tape.whole(sin))
+        out = self._tape.like(x)
+        size = (x.shape[1], x.shape[2], cos.shape[1])
+        numbers = Numbers(size=size, stride=(x.stride(0),), option=int(interleaved))
+        self._tape.record(OpKind.ROTARY, x, inputs, (out,), numbers)
+        return out
+
+    def _gated_activation(self, gate_up: StepTensor, kind: str) -> StepTensor:
+        if kind not in _ACTIVATIONS:
+            raise NotCapturable(f"there is no native {kind}")
+        width = gate_up.shape[1] // 2
+        inputs = (self._tape.whole(gate_up),)
+        out = self._tape.new((width,), gate_up.dtype, self._tape.rows_of(gate_up))
+        option = _ACTIVATIONS[kind]
+        self._tape.record(
+            OpKind.GATED, gate_up, inputs, (out,), Numbers(size=(width,), option=option)
+        )
+        return out
+
+    def _write_kv(
+        self, k: StepTensor, v: StepTensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        if slot_mapping is not self._layout.slot_mapping:
+            raise NotCapturable("KV is written to other slots than the step's")
+        caches, kv_dtype = self._caches(k_cache, v_cache)
+        num_slots = k_cache.shape[0] * k_cache.shape[1]
+        self._tape.record(
+            OpKind.WRITE_KV,
+            k,
+            (self._tape.heads(k), self._tape.heads(v)),
+            caches,
+            Numbers(
+                size=(k.shape[1], k.shape[2], num_slots),
+                stride=(k.stride(0), v.stride(0)),
+                option=kv_dtype,
+            ),
+        )
+
+    def _caches(self, k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[int, int], int]:
+        """The addresses of a layer's caches, and how they hold heads."""
+        kv_dtype = kv_kernel_dtype(k_cache.dtype)
+        if kv_dtype is None:
+            raise NotCapturable(f"there is no native KV cache of {k_cache.dtype}")
+        return (self._tape.fixed(k_cache), self._tape.fixed(v_cache, k_cache.dtype)), kv_dtype
+
+    def _paged_attention(
+        self,
+        q: StepTensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        layout: PagedLayout,
+        params: AttentionParams,
+        sinks: Tensor | None,
+    ) -> StepTensor:
+        is_emitting = self._tape.rows_of(q) == RowsOf.EMITTING
+        expected = self._emitting_layout if is_emitting else self._layout
+        if layout is not expected or q.shape[2] > MAX_HEAD_SIZE:
+            raise NotCapturable("attention over another layout, or over too wide heads")
+        if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
+            raise NotCapturable("attention has another number of sinks than of heads")
+        caches, kv_dtype = self._caches(k_cache, v_cache)
+        # 0 is the null of the native call
+        sinks_at = 0 if sinks is None else self._tape.fixed(sinks, FLOAT32)
+        inputs = (self._tape.heads(q), *caches, sinks_at)
+        out = self._tape.like(q)
+        num_blocks, _, num_kv_heads, _ = k_cache.shape
+        self._tape.record(
+            OpKind.ATTENTION,
+            q,
+            inputs,
+            (out,),
+            Numbers(
+                size=(q.shape[1], num_kv_heads, q.shape[2], num_blocks, params.window or 0),
+                stride=(q.stride(0),),
+                scalar=(params.scale, params.softcap or 0.0),
+                option=kv_dtype,
+            ),
+        )
+        return out
+
+    def _logits(
+        self, hidden: StepTensor, weight: LinearWeight, divisor: float, softcap: float | None
+    ) -> StepTensor:
+        product = self._linear(hidden, weight)
+        if product.dtype == FLOAT32 and divisor == 1.0 and softcap is None:
+            return product
+        out = self._tape.new(product.shape[1:], FLOAT32, self._tape.rows_of(product))
+        scalar = (divisor, softcap or 0.0)
+        inputs = (self._tape.whole(product),)
+        size = (weight.num_outputs,)
+        self._tape.record(OpKind.LOGITS, product, inputs, (out,), Numbers(size=size, scalar=scalar))
+        return out
+
+
+def _as_tensor(x: StepTensor) -> Tensor:
+    """What a model is shown of it."""
+    return cast("Tensor", x)

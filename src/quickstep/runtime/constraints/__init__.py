@@ -1,0 +1,1 @@
+"""What a sequence's grammar and reasoning allow next."""

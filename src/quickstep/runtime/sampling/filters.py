@@ -1,0 +1,115 @@
+"""Top-k, typical-p, top-p, min-p and XTC over one row of scaled logits.
+
+Tokens stand in one canonical order everywhere: larger value first, lower id first among equals.
+So each filter keeps an exact number of tokens, ties included, and a row's result depends on the
+row alone. Everything is float64 NumPy over one contiguous vector: its bits depend on neither the
+thread count nor the rows of the batch.
+
+Called by `runtime.sampling.sampler` and `runtime.sampling.logprobs`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from quickstep.runtime.sampling.exact_math import MASS_UNIT, exp_nonpositive, masses
+from quickstep.types import SamplingParams
+
+__all__ = ["kept_token_ids", "largest"]
+
+Floats = npt.NDArray[np.floating]
+Ids = npt.NDArray[np.int64]
+
+
+def largest(values: Floats, count: int) -> Ids:
+    """Indices of the first `count` values in canonical order, ascending by index."""
+    size = values.shape[0]
+    if count >= size:
+        return np.arange(size)
+    threshold = np.partition(values, size - count)[size - count]
+    above = np.flatnonzero(values > threshold)
+    equal = np.flatnonzero(values == threshold)[: count - above.shape[0]]
+    return np.sort(np.concatenate((above, equal)))
+
+
+def kept_token_ids(
+    scaled: npt.NDArray[np.float64], sampling: SamplingParams, excludes_top: bool = False
+) -> Ids:
+    """The token ids that may be drawn, ascending: top-k -> typical-p -> top-p -> min-p -> XTC.
+
+    Each filter sees the shares of what the one before it left. `scaled` [V] holds (logit - largest
+    logit) / temperature: its maximum is 0, and tokens that are not allowed hold -inf. At least one
+    token is always kept. `excludes_top`: XTC strikes this row.
+    """
+    ids = np.flatnonzero(scaled > -np.inf)
+    if 0 < sampling.top_k < ids.shape[0]:
+        ids = ids[largest(scaled[ids], sampling.top_k)]
+    if sampling.typical_p < 1.0:
+        ids = ids[_typical(scaled[ids], sampling.typical_p)]
+    if sampling.top_p < 1.0:
+        values = scaled[ids]
+        ids = ids[largest(values, _nucleus_size(values - values.max(), sampling.top_p))]
+    if sampling.min_p > 0.0:
+        values = scaled[ids]
+        ids = ids[values - values.max() >= math.log(sampling.min_p)]
+    if excludes_top:
+        ids = ids[_without_top(scaled[ids], sampling.xtc_threshold)]
+    return ids
+
+
+def _typical(values: npt.NDArray[np.float64], typical_p: float) -> Ids:
+    """Places of the smallest set whose share reaches `typical_p`, taking first the tokens whose
+    surprise -log p is nearest to its mean, the entropy (Meister et al. 2022, arXiv:2202.00666).
+
+    A surprise is the logarithm of the total less the value, so how far it is from the entropy is
+    how far the value is from the mean value: no logarithm, and sums of integers alone.
+    """
+    values = values - values.max()
+    weights = masses(values)
+    total = int(weights.sum())
+    moments = np.rint(exp_nonpositive(values) * values * MASS_UNIT)
+    moment = int(moments[weights > 0].astype(np.int64).sum())
+    apart = np.abs(values - float(moment) / float(total))
+    order = np.argsort(apart, kind="stable")
+    mass = np.cumsum(weights[order])
+    return np.sort(order[: int(np.searchsorted(mass, _target(typical_p, total))) + 1])
+
+
+def _without_top(values: npt.NDArray[np.float64], threshold: float) -> Ids:
+    """Places of all but the tokens whose share is at least `threshold`, and of the last of these
+    in canonical order, so that something likely stays.
+    """
+    weights = masses(values - values.max())
+    bound = threshold * float(weights.sum())
+    top = np.flatnonzero(weights.astype(np.float64) >= bound)
+    if not top.size:
+        return np.arange(values.shape[0])
+    least = top[values[top] == values[top].min()][-1]
+    places = np.arange(values.shape[0])
+    behind = (values < values[least]) | ((values == values[least]) & (places >= least))
+    return np.flatnonzero(behind)
+
+
+def _target(share: float, total: int) -> int:
+    """How much of `total` a share is; at least 1, at most all."""
+    return min(max(1, math.ceil(share * float(total))), total)
+
+
+def _nucleus_size(values: npt.NDArray[np.float64], top_p: float) -> int:
+    """Size of the smallest set, largest values first, whose share reaches `top_p`; at least 1.
+
+    Shares are integers, so that they add up to the same in any order. Sorting the few large ones
+    nearly always suffices.
+    """
+    weights = masses(values)
+    total = int(weights.sum())
+    target = _target(top_p, total)
+    for floor in (1e-4 * MASS_UNIT, 0.0):
+        head = -np.sort(-weights[weights >= floor])
+        mass = np.cumsum(head)
+        if mass[-1] >= target:
+            break
+    return int(np.searchsorted(mass, target)) + 1

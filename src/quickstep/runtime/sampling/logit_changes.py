@@ -1,0 +1,80 @@
+"""What changes a row's logits before temperature, as `csrc/kernels/draw_row.h` takes it.
+
+The order is `SamplingState.adjust_`'s: replaced logits and added amounts, then the tokens that are
+allowed, then two lists of bans. Made by `SamplingState.changes`, read by
+`runtime.sampling.native_sampler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from quickstep.dataclass import dataclass
+
+__all__ = ["NO_BANS", "Bans", "LogitChanges", "bits_of_bytes", "bits_of_ids", "edits_of"]
+
+Floats = npt.NDArray[np.float64]
+Ids = npt.NDArray[np.int64]
+Bits = npt.NDArray[np.uint64]
+Edit = tuple[Ids, Floats]
+
+
+@dataclass(frozen=True, slots=True)
+class Bans:
+    """Tokens that may not be drawn; with `yields` unless nothing else would be left."""
+
+    token_ids: Ids
+    yields: bool = False
+
+
+NO_BANS = Bans(np.empty(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class LogitChanges:
+    """Of the next draw.
+
+    Attributes:
+        edit_ids: Tokens whose logit is changed.
+        edit_values: Of the first `num_set` the new logit, of the others what is added to it.
+        num_set: How many are replaced.
+        allowed: Bit i % 64 of word i / 64: token i may be drawn. None: all may.
+        bans: Two lists, the first taken before the second.
+    """
+
+    edit_ids: Ids
+    edit_values: Floats
+    num_set: int
+    allowed: Bits | None
+    bans: tuple[Bans, Bans]
+
+
+def edits_of(replaced: Edit | None, added: Sequence[Edit]) -> tuple[Ids, Floats, int]:
+    """One list of edits, and how many of them replace."""
+    num_set = 0 if replaced is None else replaced[0].shape[0]
+    edits = [*([] if replaced is None else [replaced]), *added]
+    if not edits:
+        return np.empty(0, dtype=np.int64), np.empty(0), 0
+    if len(edits) == 1:
+        return np.ascontiguousarray(edits[0][0]), np.ascontiguousarray(edits[0][1]), num_set
+    ids, values = zip(*edits, strict=True)
+    return np.concatenate(ids), np.concatenate(values), num_set
+
+
+def bits_of_ids(token_ids: Ids, vocab_size: int) -> Bits:
+    """Bits of these tokens."""
+    flags = np.zeros(-(-vocab_size // 64) * 64, dtype=np.uint8)
+    flags[token_ids] = 1
+    return np.packbits(flags, bitorder="little").view(np.uint64)
+
+
+def bits_of_bytes(mask: bytes, vocab_size: int) -> Bits:
+    """The bits of a mask of bytes, which may be shorter or longer than the vocabulary."""
+    num_bytes = -(-vocab_size // 64) * 8
+    whole = np.zeros(num_bytes, dtype=np.uint8)
+    given = np.frombuffer(mask, dtype=np.uint8)[:num_bytes]
+    whole[: given.shape[0]] = given
+    return whole.view(np.uint64)

@@ -1,0 +1,163 @@
+"""From logits to tokens, row by row.
+
+The order is fixed, and stated once, in `SamplingParams`: `SamplingState.adjust_` does what stands
+before temperature, `kept_token_ids` the filters behind it. The draw is an argmax over scaled logits
+plus counter-based noise (`runtime.sampling.noise`), so no generator state exists. Each row is one
+contiguous NumPy vector in float64 on one thread: the rows beside it and the thread count change no
+bit. A row whose logits have no finite maximum, or whose grammar cannot be followed, fails alone.
+
+Called by `runtime.runner`. Logits on an accelerator come over to the host, unless every row is a
+plain argmax.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from quickstep.dataclass import dataclass
+from quickstep.frozen import frozen
+from quickstep.ops.host_tensor import AnyTensor, HostTensor, to_numpy
+from quickstep.runtime.sampling.filters import kept_token_ids
+from quickstep.runtime.sampling.logprobs import token_logprobs
+from quickstep.runtime.sampling.noise import chance, largest_noisy, noise_bits
+from quickstep.runtime.sampling.state import SamplingState
+from quickstep.types import TokenLogprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "NOTHING_ALLOWED",
+    "NO_MAXIMUM",
+    "Sample",
+    "SampleFailure",
+    "adjusted",
+    "failure_of",
+    "sample",
+    "sample_row",
+    "strikes_top",
+]
+_LOGGER = logging.getLogger(__name__)
+
+
+@frozen
+class Sample:
+    """One emitted token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFailure:
+    """Why a row emits nothing. `is_refused`: what its request demands cannot be."""
+
+    reason: str
+    is_refused: bool = False
+
+
+def sample(logits: AnyTensor, states: Sequence[SamplingState]) -> list[Sample | SampleFailure]:
+    """One token per row of `logits` [E, V] fp32, for the sequence state of the same index.
+
+    States are read only; the caller records the tokens.
+    """
+    if not isinstance(logits, HostTensor) and all(state.is_plain_argmax for state in states):
+        return _argmax(logits)
+    rows = to_numpy(logits)
+    return [sample_row(row, state) for row, state in zip(rows, states, strict=True)]
+
+
+def failure_of(
+    error: BaseException, what: str = "the next token could not be drawn"
+) -> SampleFailure:
+    """The failure of a row for which `error` was raised; the rows beside it go on.
+
+    A panic in Rust (of a grammar's matcher, say) is no Exception. What ends the program is raised.
+    """
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        raise error
+    _LOGGER.error("a row failed: %s", what, exc_info=error)
+    return SampleFailure(f"{what}: {error}")
+
+
+def sample_row(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
+    """The token of one row of raw logits [V]."""
+    try:
+        return _drawn(row, state)
+    except BaseException as error:  # one row's end, not the step's
+        return failure_of(error)
+
+
+def _drawn(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
+    if state.adjusts_logits:
+        logits = adjusted(row, state)
+        if isinstance(logits, SampleFailure):
+            return logits
+        token_id = state.steered(_choose(logits, state))
+    elif np.isfinite(row.max()):
+        token_id = _choose(row, state)
+    else:
+        return NO_MAXIMUM
+    num_top = state.sampling.logprobs
+    if num_top is None:
+        return Sample(token_id)
+    asked_ids = state.sampling.logprob_token_ids
+    return Sample(token_id, token_logprobs(row, token_id, num_top, asked_ids))
+
+
+def adjusted(
+    row: npt.NDArray[np.float32], state: SamplingState
+) -> npt.NDArray[np.float64] | SampleFailure:
+    """A row of raw logits [V] after what stands before temperature; its maximum is finite."""
+    if not np.isfinite(row.max()):
+        return NO_MAXIMUM
+    logits = row.astype(np.float64)
+    state.adjust_(logits)
+    if state.failure:
+        return SampleFailure(state.failure, is_refused=True)
+    return logits if np.isfinite(logits.max()) else NOTHING_ALLOWED
+
+
+NO_MAXIMUM = SampleFailure("the logits hold NaN or infinity")
+NOTHING_ALLOWED = SampleFailure(
+    "no token is left after logit_bias, allowed_token_ids, bad_words, grammar and min_tokens",
+    is_refused=True,
+)
+
+
+def _argmax(logits: Tensor) -> list[Sample | SampleFailure]:
+    """Ties go to the lowest id. NaN counts as the largest value, so it surfaces here."""
+    import torch
+
+    token_ids = torch.argmax(logits, dim=1, keepdim=True)
+    is_finite = torch.isfinite(logits.gather(1, token_ids))
+    return [
+        Sample(token_id) if finite else NO_MAXIMUM
+        for token_id, finite in zip(
+            token_ids.flatten().tolist(), is_finite.flatten().tolist(), strict=True
+        )
+    ]
+
+
+def _choose(logits: npt.NDArray[np.floating], state: SamplingState) -> int:
+    sampling, seed, position = state.sampling, state.seed, state.num_outputs
+    temperature = sampling.temperature
+    if temperature == 0.0:
+        return int(logits.argmax())
+    scaled = logits.astype(np.float64)
+    scaled -= scaled.max()
+    with np.errstate(over="ignore"):  # a tiny temperature sends the tail to -inf: it is dropped
+        scaled /= temperature
+    ids = kept_token_ids(scaled, sampling, strikes_top(state))
+    return int(ids[largest_noisy(scaled[ids], noise_bits(seed, position, ids))])
+
+
+def strikes_top(state: SamplingState) -> bool:
+    """Whether XTC strikes the next draw."""
+    probability = state.sampling.xtc_probability
+    return probability > 0.0 and chance(state.seed, state.num_outputs) < probability

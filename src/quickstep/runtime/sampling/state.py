@@ -1,0 +1,278 @@
+"""What the sampler knows of one resident sequence: its parameters and the tokens it has seen.
+
+Owned by the sequence's slot. It is a function of the admission and of the tokens recorded since,
+so a sequence that was preempted and admitted again continues exactly as if it had stayed. What has
+a state of its own (grammar, DRY, bad words, reasoning budget) is rebuilt in the same way, and is
+None for a request that does not ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from quickstep.errors import RequestError
+from quickstep.runtime.constraints.grammar import GrammarConstraint, NewMatcher, grammar_start
+from quickstep.runtime.constraints.reasoning_then_grammar import ReasonedGrammar
+from quickstep.runtime.constraints.thinking_budget import ThinkingBudget
+from quickstep.runtime.sampling.bad_words import BadWords
+from quickstep.runtime.sampling.dry import DryPenalty
+from quickstep.runtime.sampling.logit_changes import (
+    NO_BANS,
+    Bans,
+    Edit,
+    LogitChanges,
+    bits_of_ids,
+    edits_of,
+)
+from quickstep.runtime.sampling.penalties import Penalties
+from quickstep.sampling_params import ReasoningTokens, TokenForms
+from quickstep.types import Admission, SamplingParams
+
+__all__ = ["SamplingState"]
+
+
+class SamplingState:
+    """Adjusts a row's logits before temperature, and counts what was emitted."""
+
+    def __init__(
+        self, admission: Admission, vocab_size: int, new_matcher: NewMatcher | None = None
+    ) -> None:
+        """Rebuild from an admission.
+
+        Raises:
+            RequestError: A token id is not in the model, the grammar cannot be followed, or texts
+                are not in token ids.
+        """
+        sampling = admission.sampling
+        self.sampling: SamplingParams = sampling
+        self.seed = admission.seed
+        self.num_outputs = len(admission.token_ids) - admission.prompt_len
+        self._vocab_size = vocab_size
+        self._bias_ids = _ids_in(vocab_size, sampling.logit_bias, "logit_bias")
+        self._biases = np.array(list(sampling.logit_bias.values()), dtype=np.float64)
+        self._allowed_ids = _ids_in(vocab_size, sampling.allowed_token_ids, "allowed_token_ids")
+        self._end_ids = _end_ids(admission, vocab_size)
+        self._grammar = _grammar(admission, vocab_size, new_matcher)
+        self._allowed_bits = (
+            bits_of_ids(self._allowed_ids, vocab_size) if self._allowed_ids.size else None
+        )
+        self._penalties = _penalties(admission)
+        in_tokens = _token_forms(sampling)
+        self._dry = _dry(admission, in_tokens, vocab_size)
+        self._bad_words = _bad_words(admission, in_tokens, vocab_size)
+        self._thinking = _thinking(admission, in_tokens, vocab_size)
+        followers = (self._grammar, self._dry, self._bad_words, self._thinking)
+        self._followers = [follower for follower in followers if follower is not None]
+        self._always_adjusts = bool(
+            self._penalties is not None
+            or self._bias_ids.size
+            or self._allowed_ids.size
+            or self._followers
+        )
+        # up to how many outputs the ends are banned
+        self._end_ban = sampling.min_tokens if self._end_ids.size else 0
+        self._is_argmax = sampling.temperature == 0.0 and sampling.logprobs is None
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether `adjust_` would change anything for the next token."""
+        return self._always_adjusts or self._bans_ends
+
+    @property
+    def failure(self) -> str:
+        """Why the grammar cannot be followed any further, "" as long as it can."""
+        return "" if self._grammar is None else self._grammar.failure
+
+    @property
+    def is_plain_argmax(self) -> bool:
+        """Whether the next token is the argmax of the raw logits and nothing else is asked."""
+        return self._is_argmax and not self._always_adjusts and self.num_outputs >= self._end_ban
+
+    @property
+    def _bans_ends(self) -> bool:
+        return self.num_outputs < self._end_ban
+
+    def adjust_(self, logits: npt.NDArray[np.float64]) -> None:
+        """What stands before temperature: penalties and bias, then the masks."""
+        self._penalise_(logits)
+        if self._bias_ids.size:
+            logits[self._bias_ids] += self._biases
+        self._mask_(logits)
+
+    def _penalise_(self, logits: npt.NDArray[np.float64]) -> None:
+        if self._penalties is not None:
+            ids = self._penalties.token_ids
+            logits[ids] = self._penalties.lowered(logits[ids])
+        if self._dry is not None:
+            self._dry.penalise_(logits)
+
+    def _mask_(self, logits: npt.NDArray[np.float64]) -> None:
+        """The ban of ends gives way where a grammar allows nothing but ends, and then the one of
+        bad words where nothing else is left. What closes the reasoning goes before everything.
+        """
+        if self._allowed_ids.size:
+            allowed = logits[self._allowed_ids]
+            logits.fill(-np.inf)
+            logits[self._allowed_ids] = allowed
+        if self._grammar is not None:
+            logits[self._grammar.forbidden()] = -np.inf
+        if self._bans_ends:
+            ends = logits[self._end_ids]
+            logits[self._end_ids] = -np.inf
+            if self._grammar is not None and not np.isfinite(logits.max()):
+                logits[self._end_ids] = ends
+        if self._bad_words is not None:
+            self._bad_words.ban_(logits)
+        forced = None if self._thinking is None else self._thinking.forced_token
+        if forced is not None:
+            logits.fill(-np.inf)
+            logits[forced] = 0.0
+
+    def changes(self, row: npt.NDArray[np.float32]) -> LogitChanges:
+        """What `adjust_` would do to the raw logits `row` [V], without a pass over all of them."""
+        allowed = self._allowed_bits
+        if self._grammar is not None:
+            bits = self._grammar.allowed_bits()
+            allowed = bits if allowed is None else bits & allowed
+        forced = None if self._thinking is None else self._thinking.forced_token
+        if forced is not None:
+            only = np.array([forced], dtype=np.int64)
+            bits = bits_of_ids(only, self._vocab_size)
+            return LogitChanges(only, np.zeros(1), 1, bits, (NO_BANS, NO_BANS))
+        ends = NO_BANS
+        if self._bans_ends:
+            ends = Bans(self._end_ids, yields=self._grammar is not None)
+        words = NO_BANS
+        if self._bad_words is not None:
+            words = Bans(self._bad_words.banned(), yields=True)
+        return LogitChanges(*self._edits(row), allowed, (ends, words))
+
+    def _edits(
+        self, row: npt.NDArray[np.float32]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], int]:
+        """Penalties and bias, as `_penalise_` and `adjust_` have them."""
+        replaced: Edit | None = None
+        if self._penalties is not None:
+            ids = self._penalties.token_ids
+            replaced = ids, self._penalties.lowered(row[ids].astype(np.float64))
+        added: list[Edit] = []
+        if self._dry is not None:
+            ids, amounts = self._dry.penalties()
+            added.append((ids, -amounts))
+        if self._bias_ids.size:
+            added.append((self._bias_ids, self._biases))
+        return edits_of(replaced, added)
+
+    def steered(self, token_id: int) -> int:
+        """The drawn token, or another one if it would leave a grammar no room for its end."""
+        return token_id if self._grammar is None else self._grammar.steered(token_id)
+
+    def record(self, token_id: int) -> None:
+        """Count an emitted token."""
+        self.num_outputs += 1
+        for follower in self._followers:
+            follower.record(token_id)
+        if self._penalties is not None:
+            self._penalties.record(token_id)
+
+
+def _grammar(
+    admission: Admission, vocab_size: int, new_matcher: NewMatcher | None
+) -> GrammarConstraint | ReasonedGrammar | None:
+    """The grammar's constraint, behind the reasoning where there is one, its outputs replayed."""
+    start = grammar_start(admission, vocab_size, new_matcher)
+    if start is None:
+        return None
+    sampling = admission.sampling
+    in_tokens = sampling.in_tokens
+    limit = sampling.max_tokens if in_tokens is None else in_tokens.max_tokens
+    tags = None if in_tokens is None else in_tokens.reasoning
+    grammar: GrammarConstraint | ReasonedGrammar
+    if tags is None:
+        grammar = start.constraint(limit)
+    else:
+        _check_closing(tags, vocab_size)
+        grammar = ReasonedGrammar(start, tags, limit)
+    for token_id in admission.token_ids[admission.prompt_len :]:
+        grammar.record(token_id)
+    return grammar
+
+
+def _penalties(admission: Admission) -> Penalties | None:
+    sampling, token_ids, prompt_len = admission.sampling, admission.token_ids, admission.prompt_len
+    additive = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+    if sampling.repetition_penalty == 1.0 and not additive:
+        return None
+    return Penalties(sampling, token_ids[:prompt_len], token_ids[prompt_len:])
+
+
+def _ids_in(vocab_size: int, token_ids: Iterable[int], param: str) -> npt.NDArray[np.int64]:
+    ids = list(token_ids)
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{param} names token {token_id}, the model has {vocab_size} tokens", param=param
+            )
+    return np.array(ids, dtype=np.int64)
+
+
+def _end_ids(admission: Admission, vocab_size: int) -> npt.NDArray[np.int64]:
+    """Tokens that would end the sequence. Ids outside the vocabulary cannot be drawn anyway."""
+    ends = set(admission.sampling.stop_token_ids)
+    if not admission.sampling.ignore_eos:
+        ends |= admission.eos_token_ids
+    return np.array(sorted(i for i in ends if 0 <= i < vocab_size), dtype=np.int64)
+
+
+def _token_forms(sampling: SamplingParams) -> TokenForms:
+    """The texts in token ids. Raises RequestError if nobody has put them there."""
+    if sampling.in_tokens is not None:
+        return sampling.in_tokens
+    has_breakers = sampling.dry_multiplier > 0.0 and sampling.dry_sequence_breakers
+    needed = {
+        "bad_words": bool(sampling.bad_words),
+        "dry_sequence_breakers": bool(has_breakers),
+        "thinking_budget": sampling.thinking_budget is not None,
+        "reasoning_tags": sampling.grammar is not None and sampling.reasoning_tags is not None,
+    }
+    for param, is_needed in needed.items():
+        if is_needed:
+            raise RequestError(f"{param} is not in token ids; submit to an engine", param=param)
+    return TokenForms()
+
+
+def _dry(admission: Admission, in_tokens: TokenForms, vocab_size: int) -> DryPenalty | None:
+    sampling = admission.sampling
+    if sampling.dry_multiplier == 0.0:
+        return None
+    return DryPenalty(sampling, in_tokens.dry_breakers, admission.token_ids, vocab_size)
+
+
+def _bad_words(admission: Admission, in_tokens: TokenForms, vocab_size: int) -> BadWords | None:
+    if not in_tokens.bad_words:
+        return None
+    outputs = admission.token_ids[admission.prompt_len :]
+    return BadWords(in_tokens.bad_words, outputs, vocab_size)
+
+
+def _thinking(
+    admission: Admission, in_tokens: TokenForms, vocab_size: int
+) -> ThinkingBudget | None:
+    budget, tags = admission.sampling.thinking_budget, in_tokens.reasoning
+    if budget is None:
+        return None
+    if tags is None:
+        raise RequestError("thinking_budget has no tag to write", param="thinking_budget")
+    _check_closing(tags, vocab_size)
+    outputs = admission.token_ids[admission.prompt_len :]
+    return ThinkingBudget(budget, tags, outputs)
+
+
+def _check_closing(tags: ReasoningTokens, vocab_size: int) -> None:
+    if max(tags.closing_ids) >= vocab_size:
+        raise RequestError(
+            "reasoning_tags has a closing tag that is no token of the model", param="reasoning_tags"
+        )

@@ -1,0 +1,332 @@
+"""`/v1/messages`: Anthropic's Messages API over the same conversation as chat.
+
+`Messages` is the surface, `CountTokens` the route that only counts. Errors take Anthropic's shape
+in `error_shapes`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickstep.errors import RequestError
+from quickstep.server.anthropic.request_types import (
+    AnyChoice,
+    AnyTool,
+    BetweenToolsThinking,
+    CountTokensRequest,
+    CustomToolSpec,
+    DisabledThinking,
+    EnabledThinking,
+    MessagesRequest,
+    NoChoice,
+)
+from quickstep.server.anthropic.response_types import (
+    CacheCreation,
+    MessageBlock,
+    MessageResponse,
+    MessageUsage,
+    TextContent,
+    ThinkingContent,
+    TokenCount,
+    ToolUseContent,
+)
+from quickstep.server.anthropic.turns import begins_answer, marks_cache, template_messages
+from quickstep.server.generate.adapter import Asked, Head, Served
+from quickstep.server.generate.conversation import Conversation, conversation_request, told_effort
+from quickstep.server.generate.generation import ChoiceDelta, Generation
+from quickstep.server.generate.message_blocks import (
+    Block,
+    BlockKind,
+    BlockNews,
+    Blocks,
+    Change,
+    partial_object,
+)
+from quickstep.server.generate.prompts import prompts_ids
+from quickstep.server.generate.sampling import label
+from quickstep.server.generate.structured import AskedGrammar
+from quickstep.server.generate.tools import Function, OfferedTools, ToolChoice, is_left_out, offer
+from quickstep.server.http.error_shapes import anthropic_shape
+from quickstep.server.http.errors import error_facts, json_response
+from quickstep.server.http.frames import event_frame
+from quickstep.server.http.middleware import report_ignored
+from quickstep.server.openai.chat_message import message_reader
+from quickstep.server.openai.request_types import SamplingFields
+from quickstep.server.schema.field_reader import FieldReader
+from quickstep.types import FinishReason, Grammar
+
+__all__ = ["CountTokens", "Messages"]
+
+_SAME_NAME = ("temperature", "top_k", "top_p")
+_STOP_REASONS: Mapping[FinishReason, str] = {
+    FinishReason.EOS: "end_turn",
+    FinishReason.STOP_TOKEN: "end_turn",
+    FinishReason.STOP_STRING: "stop_sequence",
+    FinishReason.MAX_TOKENS: "max_tokens",
+    FinishReason.DEADLINE: "max_tokens",
+    FinishReason.CONTEXT_LIMIT: "model_context_window_exceeded",
+}
+
+
+class Messages:
+    """The surface."""
+
+    def parse(self, body: bytes, served: Served, caller: str) -> Asked:
+        """Validate. Raises RequestError."""
+        reader = FieldReader(served.field_rules)
+        fields = reader.decode(body, MessagesRequest)
+        served.model(fields.model)
+        if fields.temperature is not None and not 0 <= fields.temperature <= 1:
+            raise RequestError(
+                f"temperature is {fields.temperature:g}, it must be between 0 and 1",
+                param="temperature",
+            )
+        same = {name: getattr(fields, name) for name in _SAME_NAME}
+        shared = SamplingFields(
+            model=fields.model,
+            stop=fields.stop_sequences,
+            thinking_budget=_budget(fields, served, reader),
+            **same,
+        )
+        request = conversation_request(
+            _conversation(fields, served, reader, len(body)),
+            shared,
+            served,
+            own={"max_tokens": fields.max_tokens},
+            renamed={"stop": "stop_sequences", "thinking_budget": "thinking.budget_tokens"},
+        )
+        user = None if fields.metadata is None else fields.metadata.user_id
+        request = replace(
+            request,
+            stream=bool(fields.stream),
+            tenant=label("metadata.user_id", user, served.limits),
+            ignored=reader.ignored,
+        )
+        return Asked(request, partial(_MessagesWriter, served, marks_cache(fields)))
+
+
+class CountTokens:
+    """The route that counts the input of a message."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    async def answer(self, request: Request) -> Response:
+        """The count. Raises RequestError."""
+        body = await request.body()
+        served = self._served
+        reader = FieldReader(served.field_rules)
+        conversation = await served.lanes.parse(len(body), lambda: self._asked(body, reader))
+        report_ignored(request, reader.ignored)
+        prompts = [conversation.prompt]
+        (ids,) = await prompts_ids(served.engine, prompts, served.lanes, max_len=None)
+        return json_response(TokenCount(len(ids)))
+
+    def _asked(self, body: bytes, reader: FieldReader) -> Conversation:
+        fields = reader.decode(body, CountTokensRequest)
+        self._served.model(fields.model)
+        return _conversation(fields, self._served, reader, len(body))
+
+
+def _conversation(
+    fields: CountTokensRequest, served: Served, reader: FieldReader, num_chars: int
+) -> Conversation:
+    messages = template_messages(fields, served)
+    continued = begins_answer(fields)
+    return Conversation(
+        messages,
+        num_chars=num_chars,
+        offered=_offered(fields, served, reader),
+        asked=_asked(fields),
+        extra=_thinking(fields, served, reader),
+        add_generation_prompt=not continued,
+        continued=continued,
+    )
+
+
+def _offered(fields: CountTokensRequest, served: Served, reader: FieldReader) -> OfferedTools:
+    functions = [
+        _function(reader.convert(tool, CustomToolSpec, f"tools[{at}]"), f"tools[{at}]")
+        for at, tool in enumerate(fields.tools or ())
+        if not is_left_out(tool, "custom", reader)
+    ]
+    match fields.tool_choice:
+        case NoChoice():
+            return offer(functions, ToolChoice(may_call=False), one_call=False, served=served)
+        case AnyTool(name=name):
+            choice = ToolChoice(must_call=True, names=(name,))
+        case AnyChoice():
+            choice = ToolChoice(must_call=True)
+        case _:
+            choice = ToolChoice()
+    told = fields.tool_choice
+    one_call = told is not None and told.disable_parallel_tool_use is True
+    return offer(functions, choice, one_call, served)
+
+
+def _function(spec: CustomToolSpec, path: str) -> Function:
+    strict = bool(spec.strict)
+    return Function(spec.name, spec.description, spec.input_schema, strict, path, "input_schema")
+
+
+def _asked(fields: CountTokensRequest) -> AskedGrammar | None:
+    config = fields.output_config
+    if config is None or config.format is None:
+        return None
+    return AskedGrammar(Grammar.of_json_schema(config.format.schema), "output_config.format.schema")
+
+
+def _thinking(fields: CountTokensRequest, served: Served, reader: FieldReader) -> Mapping[str, Any]:
+    """What the template is told of the reasoning; a mode that it does not have is reported."""
+    thinking, config = fields.thinking, fields.output_config
+    effort = None if config is None else config.effort
+    told = told_effort(effort, "output_config.effort", served, reader)
+    if thinking is None:
+        return told
+    if isinstance(thinking, DisabledThinking):
+        return {**told, "enable_thinking": False}
+    if isinstance(thinking, BetweenToolsThinking) or served.formats.reasoning is None:
+        kind = thinking.__struct_config__.tag
+        reader.ignore("thinking", f"{served.engine.model_name} has no mode {kind}")
+        return told
+    return {**told, "enable_thinking": True}
+
+
+def _budget(fields: MessagesRequest, served: Served, reader: FieldReader) -> int | None:
+    """The tokens of the reasoning; reported where it has no tags. Raises RequestError."""
+    thinking = fields.thinking
+    if not isinstance(thinking, EnabledThinking):
+        return None
+    budget = thinking.budget_tokens
+    if not 1 <= budget < fields.max_tokens:
+        raise RequestError(
+            f"thinking.budget_tokens is {budget}, it must be between 1 and max_tokens - 1 "
+            f"({fields.max_tokens - 1})",
+            param="thinking.budget_tokens",
+        )
+    reasoning = served.formats.reasoning
+    if reasoning is None:
+        return None  # which is reported of `thinking`
+    if not reasoning.opening:
+        name = served.engine.model_name
+        reader.ignore("thinking.budget_tokens", f"{name} sets no reasoning apart by tags")
+        return None
+    return budget
+
+
+class _MessagesWriter:
+    """One message, whole or as Anthropic's events."""
+
+    def __init__(
+        self, served: Served, marks_cache: bool, generation: Generation, head: Head
+    ) -> None:
+        self._generation = generation
+        self._block_size = served.engine.block_size if marks_cache else None
+        (choice,) = generation.choices
+        tokenizer = served.engine.tokenizer
+        self._blocks = Blocks(message_reader(generation, choice, tokenizer, "toolu_"))
+        self._id = f"msg_{uuid.uuid4().hex[:24]}"
+
+    def opening(self) -> Iterator[bytes]:
+        """The empty message."""
+        yield _event("message_start", message=self._message())
+        yield _event("ping")
+
+    def news(self, item: ChoiceDelta) -> Iterator[bytes]:
+        """What the delta changes of the blocks."""
+        for news in self._blocks.feed(item.delta):
+            yield _block_event(news)
+
+    def ending(self) -> Iterator[bytes]:
+        """Why it ended, and the usage."""
+        message = self._message()
+        delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
+        yield _event("message_delta", delta=delta, usage=message.usage)
+        yield _event("message_stop")
+
+    def failure(self, error: Exception) -> Iterator[bytes]:
+        """An error event."""
+        yield event_frame("error", anthropic_shape(error_facts(error))[1])
+
+    def note(self, item: ChoiceDelta) -> None:
+        """The same blocks, without events."""
+        self._blocks.feed(item.delta)
+
+    def whole(self) -> MessageResponse:
+        """The finished message."""
+        return self._message([_content(block) for block in self._blocks.blocks])
+
+    def _message(self, content: list[MessageBlock] | None = None) -> MessageResponse:
+        reason, sequence = self._stop()
+        return MessageResponse(
+            id=self._id,
+            model=self._generation.request.model,
+            content=content or [],
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=self._usage(),
+        )
+
+    def _stop(self) -> tuple[str | None, str | None]:
+        last = self._blocks.last
+        if last is None or last.finish_reason is None:
+            return None, None
+        reason = _STOP_REASONS.get(last.finish_reason, "end_turn")
+        if reason == "stop_sequence":
+            return reason, str(last.stop_reason)
+        return ("tool_use" if self._blocks.has_calls and reason == "end_turn" else reason), None
+
+    def _usage(self) -> MessageUsage:
+        usage = self._generation.usage
+        num_read, num_written = usage.num_cached_tokens, 0
+        if self._block_size is not None:
+            # the last token is computed in any case, so that its block is never read
+            num_whole = (usage.num_prompt_tokens - 1) // self._block_size * self._block_size
+            num_written = max(0, num_whole - num_read)
+        return MessageUsage(
+            input_tokens=usage.num_prompt_tokens - num_read - num_written,
+            output_tokens=usage.num_output_tokens,
+            cache_read_input_tokens=num_read,
+            cache_creation_input_tokens=num_written,
+            cache_creation=CacheCreation(ephemeral_5m_input_tokens=num_written),
+            output_tokens_details={"thinking_tokens": self._blocks.num_reasoning_tokens},
+        )
+
+
+def _event(name: str, /, **content: object) -> bytes:
+    return event_frame(name, {"type": name, **content})
+
+
+def _content(block: Block) -> MessageBlock:
+    if block.call is not None:
+        return ToolUseContent(block.call.call_id, block.call.name, partial_object(block.text))
+    if block.kind is BlockKind.REASONING:
+        return ThinkingContent(block.text)
+    return TextContent(block.text)
+
+
+def _block_event(news: BlockNews) -> bytes:
+    block = news.block
+    if news.change is Change.OPENED:
+        empty: MessageBlock = TextContent("")
+        if block.call is not None:
+            empty = ToolUseContent(block.call.call_id, block.call.name, {})
+        elif block.kind is BlockKind.REASONING:
+            empty = ThinkingContent("")
+        return _event("content_block_start", index=block.index, content_block=empty)
+    if news.change is Change.CLOSED:
+        return _event("content_block_stop", index=block.index)
+    if block.kind is BlockKind.CALL:
+        delta = {"type": "input_json_delta", "partial_json": news.text}
+    elif block.kind is BlockKind.REASONING:
+        delta = {"type": "thinking_delta", "thinking": news.text}
+    else:
+        delta = {"type": "text_delta", "text": news.text}
+    return _event("content_block_delta", index=block.index, delta=delta)

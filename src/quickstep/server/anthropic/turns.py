@@ -1,0 +1,151 @@
+"""Anthropic's turns of blocks, as the messages that chat templates read.
+
+A block that a template has no place for is refused with its path. One turn may become several
+messages: every tool result is one of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from quickstep.errors import RequestError
+from quickstep.server.anthropic.request_types import (
+    AssistantTurn,
+    CountTokensRequest,
+    OpaqueBlock,
+    PlainBlock,
+    SystemTurn,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+    UserTurn,
+)
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.conversation import check_continues, check_shows_calls, past_call
+
+__all__ = ["begins_answer", "marks_cache", "template_messages"]
+
+_Message = dict[str, Any]
+
+
+def template_messages(fields: CountTokensRequest, served: Served) -> tuple[_Message, ...]:
+    """The system prompt and all turns. Raises RequestError with the path of what is refused."""
+    if not fields.messages:
+        raise RequestError("messages is an empty list", param="messages")
+    messages: list[_Message] = []
+    if fields.system is not None:
+        messages.append({"role": "system", "content": _text(fields.system, "system")})
+    for place, turn in enumerate(fields.messages):
+        messages += _turn(turn, f"messages[{place}].content", served)
+    if begins_answer(fields):
+        check_continues(messages[-1], f"messages[{len(fields.messages) - 1}]")
+    return tuple(messages)
+
+
+def begins_answer(fields: CountTokensRequest) -> bool:
+    """Whether the last turn is the beginning of the assistant's answer."""
+    return isinstance(fields.messages[-1], AssistantTurn)
+
+
+def marks_cache(fields: CountTokensRequest) -> bool:
+    """Whether the client marks a prefix to be cached. All are; it wants to be told what was."""
+    return (
+        fields.cache_control is not None
+        or any(tool.get("cache_control") is not None for tool in fields.tools or ())
+        or _is_marked(fields.system)
+        or any(_is_marked(turn.content) for turn in fields.messages)
+    )
+
+
+def _is_marked(content: object) -> bool:
+    """Whether one of the blocks, or of the blocks in a tool's result, carries a mark."""
+    return isinstance(content, list) and any(
+        getattr(block, "cache_control", None) is not None
+        or (isinstance(block, ToolResultBlock) and _is_marked(block.content))
+        for block in content
+    )
+
+
+def _turn(turn: Turn, path: str, served: Served) -> list[_Message]:
+    match turn:
+        case SystemTurn():
+            return [{"role": "system", "content": _text(turn.content, path)}]
+        case UserTurn():
+            return _user(turn, path)
+        case AssistantTurn():
+            return [_assistant(turn, path, served)]
+
+
+def _user(turn: UserTurn, path: str) -> list[_Message]:
+    """Text that stands together is one message."""
+    if isinstance(turn.content, str):
+        return [{"role": "user", "content": turn.content}]
+    messages: list[_Message] = []
+    texts: list[str] = []
+    for index, block in enumerate(turn.content):
+        place = f"{path}[{index}]"
+        if isinstance(block, ToolResultBlock):
+            messages += _said(texts)
+            texts = []
+            messages.append(_tool_result(block, place))
+        else:
+            texts.append(_plain(block, place))
+    return messages + _said(texts)
+
+
+def _said(texts: Sequence[str]) -> list[_Message]:
+    return [{"role": "user", "content": "\n".join(texts)}] if texts else []
+
+
+def _tool_result(block: ToolResultBlock, path: str) -> _Message:
+    content = _text(block.content or "", f"{path}.content")
+    if block.is_error:
+        content = f"Error: {content}"
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+
+
+def _assistant(turn: AssistantTurn, path: str, served: Served) -> _Message:
+    if isinstance(turn.content, str):
+        return {"role": "assistant", "content": turn.content}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[_Message] = []
+    for index, block in enumerate(turn.content):
+        place = f"{path}[{index}]"
+        if isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            check_shows_calls(served, place)
+            calls.append(_tool_use(block, place))
+        else:
+            texts.append(_plain(block, place))
+    message: _Message = {"role": "assistant", "content": "\n".join(texts)}
+    if calls:
+        message["tool_calls"] = calls
+        message["content"] = message["content"] or None
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+        if not message["content"]:  # gpt-oss's name of it, beside calls only
+            message["thinking"] = message["reasoning_content"]
+    return message
+
+
+def _tool_use(block: ToolUseBlock, path: str) -> _Message:
+    arguments = json.dumps(block.input, ensure_ascii=False)
+    return past_call(block.id, block.name, arguments)
+
+
+def _text(content: str | Sequence[PlainBlock | OpaqueBlock], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_plain(block, f"{path}[{index}]") for index, block in enumerate(content))
+
+
+def _plain(block: PlainBlock | OpaqueBlock, path: str) -> str:
+    if isinstance(block, OpaqueBlock):
+        kind = block.__struct_config__.tag
+        raise RequestError(f"{path} is of type {kind}, the model reads text only", param=path)
+    return block.text

@@ -1,0 +1,148 @@
+"""`/v1/batches`: create, get, list, cancel, as OpenAI's client calls them.
+
+`LocalBatches` is the whole of it: the files, the jobs and the routes of both. It belongs to one
+app, which stops it before the engine.
+"""
+
+from __future__ import annotations
+
+import re
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickstep.errors import RequestError
+from quickstep.server.batches.endpoints import batch_endpoints
+from quickstep.server.batches.file_store import FileStore
+from quickstep.server.batches.files import Files, page_of
+from quickstep.server.batches.jobs import BatchJobs
+from quickstep.server.batches.record import Batch
+from quickstep.server.batches.request_types import BatchQuery, BatchRequest
+from quickstep.server.batches.response_types import BatchList, BatchObject
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.conversation import checked_metadata
+from quickstep.server.generate.endpoint import caller_of
+from quickstep.server.http.body import ClientDisconnect, read_body
+from quickstep.server.http.errors import json_response
+from quickstep.server.http.middleware import report_ignored
+from quickstep.server.http.route import ApiRoute
+from quickstep.server.metrics import Metrics
+from quickstep.server.openai.request_types import decode_values
+from quickstep.server.options import ServerOptions
+from quickstep.server.schema.field_reader import FieldReader
+
+__all__ = ["LocalBatches"]
+
+_CLIENT_CLOSED = 499
+_WINDOW = re.compile(r"(?P<count>[1-9]\d{0,3})(?P<unit>[mhd])")
+_UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
+_LONGEST_S = 30 * 86_400
+
+
+class LocalBatches:
+    """Files and batches of one server."""
+
+    def __init__(self, served: Served, metrics: Metrics, options: ServerOptions) -> None:
+        self._served = served
+        self._store = FileStore(options.files)
+        endpoints = batch_endpoints(served, metrics)
+        self._jobs = BatchJobs(self._store, endpoints, options.batches, served.limits)
+        self._files = Files(self._store, options.connections.upload_s)
+
+    def start(self) -> None:
+        """Find the files that the operator's directory holds. Raises ConfigError."""
+        self._store.open()
+
+    async def stop(self) -> None:
+        """End the batches that run, remove temporary files."""
+        await self._jobs.stop()
+        self._store.close()
+
+    def routes(self) -> list[ApiRoute]:
+        """Of files and of batches."""
+        path = "/v1/batches"
+        one = f"{path}/{{batch_id}}"
+        return [
+            *self._files.routes(),
+            ApiRoute(
+                "POST",
+                path,
+                self.create,
+                "Answer a file of requests, behind the live ones.",
+                request=BatchRequest,
+                response=BatchObject,
+            ),
+            ApiRoute(
+                "GET",
+                path,
+                self.batches,
+                "The batches of this key.",
+                response=BatchList,
+                query=BatchQuery,
+            ),
+            ApiRoute("GET", one, self.batch, "One batch.", response=BatchObject),
+            ApiRoute("POST", f"{one}/cancel", self.cancel, "End a batch.", response=BatchObject),
+        ]
+
+    async def create(self, request: Request) -> Response:
+        """Begin a batch."""
+        try:
+            body = await read_body(request, self._served.limits.body_bytes)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_CLOSED)
+        reader = FieldReader(self._served.field_rules)
+        fields = await self._served.lanes.parse(
+            len(body), lambda: reader.decode(body, BatchRequest)
+        )
+        report_ignored(request, reader.ignored)
+        if fields.endpoint not in self._jobs.urls:
+            raise RequestError(
+                f"endpoint is {fields.endpoint[:100]!r}, it must be one of "
+                f"{', '.join(self._jobs.urls)}",
+                param="endpoint",
+            )
+        if fields.metadata is not None:
+            checked_metadata(fields.metadata, self._served.limits)
+        batch = Batch(
+            owner=caller_of(request),
+            request=fields,
+            model=self._served.names[0],
+            created_at=self._store.now(),
+            window_s=_window_s(fields.completion_window),
+        )
+        return json_response(self._jobs.create(batch).shown())
+
+    async def batches(self, request: Request) -> Response:
+        """The batches of this key, the newest first."""
+        query = decode_values(request.query_params, BatchQuery)
+        found = self._jobs.batches(caller_of(request))
+        page, has_more = page_of(found, query.after, query.limit)
+        ends = (page[0].id, page[-1].id) if page else (None, None)
+        shown = [batch.shown() for batch in page]
+        return json_response(
+            BatchList(data=shown, has_more=has_more, first_id=ends[0], last_id=ends[1])
+        )
+
+    async def batch(self, request: Request) -> Response:
+        """One batch."""
+        return json_response(self._asked(request).shown())
+
+    async def cancel(self, request: Request) -> Response:
+        """End a batch."""
+        return json_response(self._jobs.cancel(self._asked(request)).shown())
+
+    def _asked(self, request: Request) -> Batch:
+        return self._jobs.get(caller_of(request), request.path_params["batch_id"])
+
+
+def _window_s(window: str) -> int:
+    """OpenAI takes `24h`; here it may be any number of minutes, hours or days."""
+    match = _WINDOW.fullmatch(window)
+    seconds = int(match["count"]) * _UNIT_S[match["unit"]] if match else 0
+    if not 0 < seconds <= _LONGEST_S:
+        raise RequestError(
+            f"completion_window is {window[:100]!r}, it must be 24h or another time such as 30m "
+            "or 7d, up to 30d",
+            param="completion_window",
+        )
+    return seconds

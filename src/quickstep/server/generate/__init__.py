@@ -1,0 +1,1 @@
+"""What all APIs share: from a parsed request to a run on the engine."""

@@ -1,0 +1,179 @@
+"""What a surface is: a thin adapter from a body to a `GenerationRequest`, and back to bytes.
+
+    Surface.parse: bytes -> Asked (GenerationRequest, and who writes its answer)
+    Writer: ChoiceDelta -> frames of a stream, or the whole answer
+
+`routes` runs any surface in the same way, streamed or not. `choices` adapts those that answer with
+a list of choices (`completions`, `chat`); `responses` and `anthropic` write their own frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import field, replace
+from typing import Any, Protocol
+
+from quickstep.dataclass import dataclass
+from quickstep.engine.tool_calls.formats import OutputFormats, reasoning_format, tool_call_format
+from quickstep.errors import RequestError
+from quickstep.server.generate.engine_interface import ServedEngine
+from quickstep.server.generate.generation import ChoiceDelta, Generation, GenerationRequest
+from quickstep.server.http.errors import RouteNotFound
+from quickstep.server.http.work_lanes import WorkLanes
+from quickstep.server.openai.request_types import SamplingFields
+from quickstep.server.options import (
+    AnswerOptions,
+    Deadlines,
+    FieldRules,
+    RequestLimits,
+    ServerOptions,
+)
+
+__all__ = [
+    "Answered",
+    "Asked",
+    "Head",
+    "Served",
+    "Surface",
+    "Writer",
+    "check_names",
+    "output_formats",
+    "stream_flags",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What an adapter may look at: the engine's facts, the names it goes by, the limits, how the
+    model writes calls and reasoning, how long requests may take, what becomes of fields without
+    effect, what answers hold beyond what was asked for, whether the prompts of one API key may hit
+    the cached prompts of another; and the threads for what takes longer.
+    """
+
+    engine: ServedEngine
+    names: tuple[str, ...]
+    limits: RequestLimits
+    formats: OutputFormats
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    field_rules: FieldRules = field(default_factory=FieldRules)
+    answers: AnswerOptions = field(default_factory=AnswerOptions)
+    shares_prefix_cache: bool = False
+    lanes: WorkLanes = field(default_factory=WorkLanes)
+
+    @classmethod
+    def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
+        """What `options` make of an engine that is open. Raises ConfigError."""
+        names = options.served_model_names or (engine.model_name,)
+        formats = output_formats(engine, options)
+        return cls(
+            engine,
+            names,
+            options.limits,
+            formats,
+            options.deadlines,
+            options.field_rules,
+            options.answers,
+            options.share_prefix_cache,
+        )
+
+    def model(self, name: str | None) -> str:
+        """The name to answer with. Raises RequestError 404 for a model that is not served."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            raise RouteNotFound(
+                f"the model {name!r} does not exist; this server has {', '.join(self.names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What an answer begins with, beside its request: seconds since 1970, and the engine's
+    fingerprint.
+    """
+
+    created: int
+    fingerprint: str
+
+
+class Writer(Protocol):
+    """One request's answer in the surface's words: either a stream's frames or one whole."""
+
+    def opening(self) -> Iterable[bytes]:
+        """The frames before the first token."""
+
+    def news(self, item: ChoiceDelta) -> Iterable[bytes]:
+        """The frames of a delta."""
+
+    def ending(self) -> Iterable[bytes]:
+        """The frames behind the last delta."""
+
+    def failure(self, error: Exception) -> Iterable[bytes]:
+        """The last frames of a stream that failed; its status was sent long ago."""
+
+    def note(self, item: ChoiceDelta) -> None:
+        """A delta of an answer that is not streamed."""
+
+    def whole(self) -> object:
+        """The answer that is not streamed, for the JSON encoder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A parsed request, and who will write its answer."""
+
+    request: GenerationRequest
+    writer: Callable[[Generation, Head], Writer]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The JSON answer to a body that came without HTTP; `ignored` are its fields without effect."""
+
+    body: object
+    ignored: tuple[str, ...] = ()
+
+
+class Surface(Protocol):
+    """One generating route."""
+
+    def parse(self, body: bytes, served: Served, caller: str) -> Asked:
+        """Validate. `caller` is whose API key it is, "" without one. Raises RequestError."""
+
+
+def output_formats(engine: ServedEngine, options: ServerOptions) -> OutputFormats:
+    """What the operator set, else what the chat template tells. Raises ConfigError."""
+    template = engine.chat_template
+    return _chosen(OutputFormats() if template is None else template.formats, options)
+
+
+def check_names(options: ServerOptions) -> None:
+    """Raise ConfigError for a format that does not exist, before a model is loaded."""
+    _chosen(OutputFormats(), options)
+
+
+def _chosen(told: OutputFormats, options: ServerOptions) -> OutputFormats:
+    calls, reasoning = options.tool_call_parser, options.reasoning_parser
+    return replace(
+        told,
+        tool_calls=told.tool_calls if calls is None else tool_call_format(calls),
+        reasoning=told.reasoning if reasoning is None else reasoning_format(reasoning),
+    )
+
+
+def stream_flags(fields: SamplingFields, served: Served) -> dict[str, Any]:
+    """`stream` and `stream_options` as fields of `GenerationRequest`. Raises RequestError."""
+    options = fields.stream_options
+    always_usage = served.answers.always_usage
+    if options is None:
+        return {"stream": bool(fields.stream), "include_usage": always_usage}
+    if not fields.stream:
+        raise RequestError("stream_options needs stream: true", param="stream_options")
+    return {
+        "stream": True,
+        "include_usage": bool(options.include_usage) or always_usage,
+        "continuous_usage": bool(options.continuous_usage_stats),
+    }

@@ -1,0 +1,132 @@
+"""A beam search with the face of a request's stream, so that answers are written in one way.
+
+The hypotheses come at the end, all at once: each as one delta, best first. Made by `generation`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from quickstep.engine.beam_search import BeamSearch, BeamSearchParams, Hypothesis
+from quickstep.engine.request_check import check_deadline, check_sampling, check_token_ids
+from quickstep.engine.stream import Delta
+from quickstep.server.generate.engine_interface import ServedEngine, TokenStream, Vocabulary
+from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
+
+__all__ = ["BeamStream", "open_beams"]
+
+
+class Submitting(Protocol):
+    """`ServedEngine.submit` with all but these decided."""
+
+    def __call__(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        deadline_s: float | None = None,
+    ) -> TokenStream:
+        """Queue a request. Raises RequestError, EngineError."""
+
+
+class BeamStream:
+    """A `TokenStream` of `sampling.n` sequences."""
+
+    def __init__(
+        self,
+        search: BeamSearch,
+        prompt_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        tokenizer: Vocabulary,
+    ) -> None:
+        self._search = search
+        self._prompt_token_ids = prompt_token_ids
+        self._sampling = sampling
+        self._tokenizer = tokenizer
+
+    @property
+    def request_id(self) -> str:
+        """None of the engine's: its requests are single tokens."""
+        return ""
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt as the model reads it."""
+        return self._prompt_token_ids
+
+    @property
+    def seed(self) -> int:
+        """The client's, or 0: nothing is drawn."""
+        return self._sampling.seed or 0
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """One delta a hypothesis, best first."""
+        best = await self._search.run()
+        for index, one in enumerate(best[: self._sampling.n]):
+            yield self._delta(index, one)
+
+    async def accepted(self) -> None:
+        """Return once the engine has taken the prompt. Raises RequestError, EngineError."""
+        await self._search.accepted()
+
+    async def aclose(self) -> None:
+        """Abort what still runs. Idempotent."""
+        await self._search.aclose()
+
+    def _delta(self, index: int, one: Hypothesis) -> Delta:
+        ended = one.reason is FinishReason.EOS
+        scores: tuple[TokenLogprobs | None, ...] = () if index else self._search.prompt_logprobs
+        return Delta(
+            index=index,
+            text=self._text(one.token_ids[:-1] if ended else one.token_ids),
+            token_ids=one.token_ids,
+            logprobs=one.logprobs if self._sampling.logprobs is not None else (),
+            finish_reason=one.reason,
+            stop_reason=one.reason.value if one.reason is FinishReason.DEADLINE else None,
+            prompt_logprobs=scores,
+        )
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """As the engine detokenises what goes on behind a prompt."""
+        shown = [token_id for token_id in token_ids if self._is_shown(token_id)]
+        return b"".join(map(self._tokenizer.token_bytes, shown)).decode(errors="replace")
+
+    def _is_shown(self, token_id: int) -> bool:
+        sampling = self._sampling
+        skips = sampling.skip_special_tokens and self._tokenizer.is_special(token_id)
+        return not skips or token_id in sampling.shown_special_token_ids
+
+
+def open_beams(
+    engine: ServedEngine,
+    submit: Submitting,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    params: BeamSearchParams,
+    deadline_s: float | None,
+) -> BeamStream:
+    """Start a search that returns `sampling.n` hypotheses. Raises RequestError, EngineError."""
+    check_deadline(deadline_s)
+    tokenizer = engine.tokenizer
+    vocab_size, ends = tokenizer.vocab_size, tokenizer.eos_token_ids
+    ids = check_token_ids(prompt, vocab_size, engine.max_model_len)
+    check_sampling(sampling, vocab_size, ends)
+
+    def submit_one(
+        token_ids: Sequence[int], one: SamplingParams, left_s: float | None
+    ) -> TokenStream:
+        return submit(token_ids, one, deadline_s=left_s)
+
+    search = BeamSearch(
+        submit_one,
+        ids,
+        params,
+        ends,
+        limits=(engine.max_model_len, vocab_size),
+        scored=(sampling.logprobs or 0, sampling.prompt_logprobs),
+        deadline=(deadline_s, time.monotonic),
+    )
+    search.start()
+    return BeamStream(search, ids, sampling, tokenizer)

@@ -1,0 +1,238 @@
+"""A conversation in neutral words: what chat, responses and Anthropic's messages turn into.
+
+Each surface reads its own schema into a `Conversation`; from here on there is one way: what the
+template is given, which grammar the message has to follow, what to read out of its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any
+
+from quickstep.dataclass import dataclass
+from quickstep.engine.tool_calls.formats import REASONING_FORMATS
+from quickstep.errors import RequestError
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.generation import ChatPrompt, GenerationRequest, OutputReading
+from quickstep.server.generate.sampling import bounded, deadline_of, label, sampling_params
+from quickstep.server.generate.structured import AskedGrammar
+from quickstep.server.generate.tools import OfferedTools, with_answer
+from quickstep.server.openai.request_types import SamplingFields
+from quickstep.server.options import RequestLimits
+from quickstep.server.schema.field_reader import FieldReader
+from quickstep.types import SamplingParams
+
+__all__ = [
+    "Conversation",
+    "check_continues",
+    "check_shows_calls",
+    "checked_metadata",
+    "conversation_request",
+    "past_call",
+    "tenant_of",
+    "told_effort",
+    "told_verbosity",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What the model is to answer, and in which form.
+
+    Attributes:
+        messages: As chat templates read them.
+        num_chars: About how large they are.
+        asked: The grammar of the answer's content.
+        extra: Further names for the template.
+        continued: The last message is the beginning of the answer.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    num_chars: int
+    offered: OfferedTools = field(default_factory=OfferedTools)
+    asked: AskedGrammar | None = None
+    add_generation_prompt: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    continued: bool = False
+
+    @property
+    def prompt(self) -> ChatPrompt:
+        """For the template."""
+        return ChatPrompt(
+            self.messages,
+            num_chars=self.num_chars,
+            add_generation_prompt=self.add_generation_prompt,
+            tools=self.offered.tools,
+            extra=self.extra,
+            continue_final_message=self.continued,
+        )
+
+
+def conversation_request(
+    conversation: Conversation,
+    fields: SamplingFields,
+    served: Served,
+    own: Mapping[str, Any],
+    renamed: Mapping[str, str],
+    prompt_field: str = "messages",
+) -> GenerationRequest:
+    """The internal request. Raises RequestError that names the client's field.
+
+    `own` is what the surface resolved by itself: `max_tokens` (None for not given) and `logprobs`;
+    `renamed` says under which names the client gave them, `prompt_field` where the conversation is.
+    """
+    grammar = _grammar(conversation, served)
+    output = _output(conversation, served)
+    values = dict(own)
+    if values["max_tokens"] is None and "max_tokens" in served.engine.default_sampling:
+        del values["max_tokens"]
+    values["shown_special_token_ids"] = _markers(output, served)
+    values["grammar"] = None if grammar is None else grammar.grammar
+    reasoning = served.formats.reasoning
+    if grammar is not None and reasoning is not None and reasoning.opening:
+        values["reasoning_tags"] = (reasoning.opening, reasoning.closing)
+    values["inside_reasoning"] = output is not None and output.inside_reasoning
+    return GenerationRequest(
+        model=served.model(fields.model),
+        prompts=(conversation.prompt,),
+        sampling=_sampling(fields, served, values, renamed),
+        priority=fields.priority or 0,
+        deadline_s=deadline_of(fields),
+        cache_salt=label("cache_salt", fields.cache_salt, served.limits),
+        output=output,
+        prompt_field=prompt_field,
+        grammar_field="" if grammar is None else grammar.field,
+    )
+
+
+def _sampling(
+    fields: SamplingFields, served: Served, own: Mapping[str, Any], renamed: Mapping[str, str]
+) -> SamplingParams:
+    try:
+        return sampling_params(fields, served, own, renamed)
+    except RequestError as error:
+        given = renamed.get(error.param or "")
+        if given is None or error.param is None:
+            raise
+        message = str(error).replace(error.param, given, 1)
+        raise RequestError(message, param=given, status=error.status) from None
+
+
+def check_shows_calls(served: Served, path: str) -> None:
+    """Earlier calls, at `path`, must not vanish: the template has to write them."""
+    if not served.formats.renders_calls:
+        name = served.engine.model_name
+        raise RequestError(
+            f"{path} is not supported: the chat template of {name} does not show calls", param=path
+        )
+
+
+def past_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """An earlier call for the template; its arguments stay the text that the model wrote, be it the
+    JSON of an object or not: a call may have been cut.
+    """
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def told_effort(
+    effort: str | None, path: str, served: Served, reader: FieldReader
+) -> Mapping[str, Any]:
+    """What the template is told of the reasoning's effort; a level it does not have is reported.
+
+    gpt-oss has three levels, and some templates read any; others can only be told not to reason.
+    """
+    reasoning = served.formats.reasoning
+    is_harmony = reasoning is REASONING_FORMATS["harmony"]
+    if effort is None:
+        return {}
+    if effort == "none" and not is_harmony:
+        return {} if reasoning is None else {"enable_thinking": False}
+    if is_harmony:
+        is_known = effort in ("low", "medium", "high")
+    else:
+        is_known = _template_reads("reasoning_effort", served)
+    if is_known:
+        return {"reasoning_effort": effort}
+    reader.ignore(path, f"{served.engine.model_name} has no level {effort[:64]}")
+    return {}
+
+
+def told_verbosity(
+    verbosity: str | None, path: str, served: Served, reader: FieldReader
+) -> Mapping[str, Any]:
+    """What the template is told of the answer's length; reported where it reads no such thing."""
+    if verbosity is None:
+        return {}
+    if _template_reads("verbosity", served):
+        return {"verbosity": verbosity}
+    if verbosity != "medium":
+        reader.ignore(path, "the model has no verbosity setting")
+    return {}
+
+
+def _template_reads(name: str, served: Served) -> bool:
+    template = served.engine.chat_template
+    return template is not None and name in template.source
+
+
+def tenant_of(user: str | None, safety_identifier: str | None, limits: RequestLimits) -> str:
+    """The client's label of whom the work is accounted to, below its API key;
+    `safety_identifier` is OpenAI's new name of `user`.
+    """
+    identifier = label("safety_identifier", safety_identifier, limits)
+    return label("user", user, limits) or identifier
+
+
+def checked_metadata(metadata: dict[str, str], limits: RequestLimits) -> dict[str, str]:
+    """OpenAI's `metadata`, within its bounds. Raises RequestError."""
+    bounded("metadata", len(metadata), limits.metadata, "entries")
+    if any(len(key) > 64 or len(value) > 512 for key, value in metadata.items()):
+        raise RequestError(
+            "metadata has a key above 64 or a value above 512 characters", param="metadata"
+        )
+    return metadata
+
+
+def _grammar(conversation: Conversation, served: Served) -> AskedGrammar | None:
+    """The grammar of the message behind its reasoning: of its calls, of its content, or of both."""
+    asked, offered = conversation.asked, conversation.offered
+    if asked is None or offered.must_call:
+        return offered.grammar
+    in_channels = served.formats.reasoning is REASONING_FORMATS["harmony"]
+    return with_answer(asked, offered, served) if offered.tools or in_channels else asked
+
+
+def check_continues(message: Mapping[str, Any], path: str) -> None:
+    """Raise RequestError unless `message`, which is at `path`, is a text that can go on."""
+    if message["role"] != "assistant":
+        raise RequestError(
+            f"{path} is no message of the assistant, only such a one can be continued", param=path
+        )
+    if message.get("tool_calls"):
+        raise RequestError(f"{path} calls a tool, it cannot be continued", param=path)
+
+
+def _output(conversation: Conversation, served: Served) -> OutputReading | None:
+    """What to read out of the text; a call is one only if tools were offered."""
+    offered = conversation.offered
+    tool_calls = served.formats.tool_calls if offered.tools else None
+    reasoning = served.formats.reasoning
+    if tool_calls is None and reasoning is None:
+        return None
+    begun = str(conversation.messages[-1]["content"]) if conversation.continued else ""
+    inside = False
+    if reasoning is not None and reasoning.opening:
+        inside = begun.rfind(reasoning.opening) > begun.rfind(reasoning.closing)
+    return OutputReading(tool_calls, reasoning, one_call=offered.one_call, inside_reasoning=inside)
+
+
+def _markers(output: OutputReading | None, served: Served) -> tuple[int, ...]:
+    """The formats' markers that are tokens, so that none of them is skipped as special."""
+    if output is None:
+        return ()
+    formats = (output.tool_calls, output.reasoning)
+    texts = [marker for known in formats if known is not None for marker in known.markers]
+    ids = map(served.engine.tokenizer.token_id, texts)
+    return tuple(token_id for token_id in ids if token_id is not None)

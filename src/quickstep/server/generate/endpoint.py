@@ -1,0 +1,179 @@
+"""One way to run any surface: parse, submit, then a JSON answer or server-sent events.
+
+The client's going away is watched in both forms; whatever happens, the generation is closed,
+which aborts what still runs and frees its blocks.
+
+    read_body -> Surface.parse -> open_generation -> EventStream | JSON
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickstep.dataclass import dataclass
+from quickstep.errors import RequestError
+from quickstep.server.generate.adapter import Answered, Asked, Head, Served, Surface, Writer
+from quickstep.server.generate.generation import Generation, GenerationRequest, open_generation
+from quickstep.server.generate.tenancy import cache_salt_of, tenant_of_key
+from quickstep.server.http.body import ClientDisconnect, read_body, unless_disconnected
+from quickstep.server.http.errors import json_response
+from quickstep.server.http.event_stream import EventStream
+from quickstep.server.http.middleware import key_name, report_ignored
+from quickstep.server.metrics import Metrics, RequestMeter
+
+_Written = TypeVar("_Written")
+
+__all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of"]
+
+# Larger answers, in tokens with their alternatives, are written in a thread.
+_INLINE_TOKENS = 4096
+CLIENT_CLOSED = 499  # nginx's; nobody reads it, it stands in the access log
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A submitted request and how its answer is written."""
+
+    generation: Generation
+    writer: Writer
+    meter: RequestMeter
+
+    async def close(self) -> None:
+        """Abort what still runs, and count the request. Idempotent."""
+        await self.generation.aclose()
+        self.meter.close(self.generation)
+
+
+class GeneratingRoute:
+    """The endpoint of one surface."""
+
+    def __init__(self, surface: Surface, served: Served, metrics: Metrics) -> None:
+        self._surface = surface
+        self._served = served
+        self._metrics = metrics
+
+    async def answer(self, request: Request) -> Response:
+        """Answer one request. Raises RequestError, EngineError."""
+        try:
+            body = await read_body(request, self._served.limits.body_bytes)
+            asked = await self._read(body, caller_of(request))
+            report_ignored(request, asked.request.ignored)
+            answer = await unless_disconnected(request.receive, self._open(asked))
+            if asked.request.stream:
+                return EventStream(frames(answer), answer.close)
+            return await self._whole(request, answer)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED)
+
+    async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
+        """The JSON answer to a body that came some other way than HTTP: a line of a batch.
+
+        `added_priority` lets those who wait go first. Raises RequestError, EngineError.
+        """
+        asked = await self._served.lanes.parse(
+            len(body), lambda: self._surface.parse(body, self._served, caller)
+        )
+        request = asked.request
+        if request.stream:
+            raise RequestError("stream is not supported in a batch", param="stream")
+        asked_s = request.deadline_s  # the operator's default is for clients that wait
+        request = replace(
+            self._owned(request, caller),
+            priority=request.priority + added_priority,
+            deadline_s=None if asked_s is None else self._served.deadlines.of(asked_s),
+        )
+        answer = await self._open(replace(asked, request=request))
+        try:
+            await _noted(answer)
+        finally:
+            await answer.close()
+        body_of_answer = await _written_whole(answer, answer.writer.whole)
+        return Answered(body_of_answer, request.ignored)
+
+    async def _read(self, body: bytes, caller: str) -> Asked:
+        return await self._served.lanes.parse(len(body), lambda: self._asked(body, caller))
+
+    def _asked(self, body: bytes, caller: str) -> Asked:
+        asked = self._surface.parse(body, self._served, caller)
+        request = asked.request
+        deadline_s = self._served.deadlines.of(request.deadline_s)
+        request = replace(self._owned(request, caller), deadline_s=deadline_s)
+        return replace(asked, request=request)
+
+    def _owned(self, request: GenerationRequest, caller: str) -> GenerationRequest:
+        """The request as the caller's key may have it: its account, its part of the cache."""
+        is_shared = self._served.shares_prefix_cache
+        return replace(
+            request,
+            tenant=tenant_of_key(caller, request.tenant),
+            cache_salt=cache_salt_of(caller, request.cache_salt, is_shared),
+        )
+
+    async def _open(self, asked: Asked) -> _Answer:
+        meter = self._metrics.meter(asked.request)
+        served = self._served
+        generation = await open_generation(
+            served.engine, asked.request, served.limits, served.lanes
+        )
+        head = Head(created=int(time.time()), fingerprint=meter.fingerprint)
+        return _Answer(generation, asked.writer(generation, head), meter)
+
+    async def _whole(self, request: Request, answer: _Answer) -> Response:
+        try:
+            await unless_disconnected(request.receive, _noted(answer))
+        finally:
+            await answer.close()
+        return await _written_whole(answer, lambda: json_response(answer.writer.whole()))
+
+
+async def _written_whole(answer: _Answer, write: Callable[[], _Written]) -> _Written:
+    """A complete answer; a large one is written in a thread. It is paid for, so it may wait."""
+    if answer.generation.size <= _INLINE_TOKENS:
+        return write()
+    return await asyncio.to_thread(write)
+
+
+async def _noted(answer: _Answer) -> None:
+    async with aclosing(answer.generation.deltas()) as deltas:
+        async for item in deltas:
+            answer.meter.observe(item)
+            answer.writer.note(item)
+
+
+async def frames(answer: _Answer) -> AsyncGenerator[bytes, None]:
+    """The frames of a stream, whatever happens."""
+    try:
+        async with aclosing(_written(answer)) as written:
+            async for frame in written:
+                yield frame
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:  # the stream's top: its status is sent already
+        for frame in answer.writer.failure(error):
+            yield frame
+
+
+async def _written(answer: _Answer) -> AsyncGenerator[bytes, None]:
+    writer = answer.writer
+    for frame in writer.opening():
+        yield frame
+    async with aclosing(answer.generation.deltas()) as deltas:
+        async for item in deltas:
+            answer.meter.observe(item)
+            for frame in writer.news(item):
+                yield frame
+    for frame in writer.ending():
+        yield frame
+
+
+def caller_of(request: Request) -> str:
+    """Whose the request is, for what is kept beyond it: the API key's name, "" without keys."""
+    return key_name(request)

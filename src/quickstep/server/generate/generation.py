@@ -1,0 +1,401 @@
+"""The internal request that every surface turns into, and its run on the engine.
+
+A surface parses a body into a frozen, bounded `GenerationRequest`; `open_generation` renders,
+tokenises and submits its prompts; `Generation` merges the engine's streams into one sequence of
+`ChoiceDelta`. The engine never sees client dicts, a surface never sees the engine.
+
+Prompt p of P and sequence i of n become choice p * n + i, as OpenAI counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import field
+from functools import partial
+from typing import Any
+
+from quickstep.core.sequence import sequence_seed
+from quickstep.dataclass import dataclass
+from quickstep.engine.beam_search import BeamSearchParams
+from quickstep.engine.best_of import best_indices
+from quickstep.engine.stream import Delta
+from quickstep.engine.tool_calls.formats import ReasoningFormat, ToolCallFormat
+from quickstep.errors import RequestError
+from quickstep.server.generate.beam_stream import open_beams
+from quickstep.server.generate.ends import check_end, in_clients_words
+from quickstep.server.generate.engine_interface import ServedEngine, TokenStream, Vocabulary
+from quickstep.server.generate.prompts import (
+    ChatPrompt,
+    InfillPrompt,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    prompts_ids,
+)
+from quickstep.server.generate.request_size import check_num_tokens
+from quickstep.server.http.work_lanes import WorkLanes
+from quickstep.server.options import RequestLimits
+from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
+
+__all__ = [
+    "ChatPrompt",
+    "Choice",
+    "ChoiceDelta",
+    "Generation",
+    "GenerationRequest",
+    "InfillPrompt",
+    "OutputReading",
+    "Shown",
+    "TextPrompt",
+    "TokenPrompt",
+    "Usage",
+    "open_generation",
+    "opens_reasoning",
+]
+
+_LIMITS = RequestLimits()
+_QUEUED_DELTAS = 256
+_PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of the reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class OutputReading:
+    """The formats to look for in a message.
+
+    `one_call`: further calls are dropped. `inside_reasoning`: the client has begun the reasoning.
+    """
+
+    tool_calls: ToolCallFormat | None
+    reasoning: ReasoningFormat | None
+    one_call: bool = False
+    inside_reasoning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What an answer says beside its text; a surface asks the engine for at least as much.
+
+    Attributes:
+        echo: The prompt stands before the text.
+        logprobs: Alternatives per token of the text; None shows none.
+        prompt_logprobs: Alternatives per token of the prompt; None shows none.
+        token_ids: The token ids of prompt and text.
+        tokens_as_ids: Logprobs name their tokens `token_id:7`.
+        before: Text of the client's that comes before a message's content.
+    """
+
+    echo: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    tokens_as_ids: bool = False
+    before: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What a client asked, whichever surface it came through.
+
+    Attributes:
+        model: The name to answer with.
+        output: What to read out of the text beside content; None for nothing.
+        grammar_field: The client's name of what became `sampling.grammar`.
+        prompt_field: The client's name of what became `prompts`.
+        echoed: Fields of the response that repeat what the client sent (`metadata`).
+        tenant: The client's own label of whom the work is accounted to; the route puts the name of
+            the API key in front.
+        shown: What completions and chat say beside the text.
+        deadline_s: Seconds after which what there is is the answer; None for no limit.
+        num_kept: Of the `sampling.n` sequences, how many are the answer: those with the highest
+            mean logprob. None for all.
+        beams: Search instead of drawing; `sampling.n` hypotheses are the answer.
+        include_usage: One usage chunk ends the stream.
+        continuous_usage: Every chunk carries the usage so far.
+        truncate_prompt_tokens: Only so many of a prompt's last tokens are read; None for all.
+        ignored: Paths of the client's fields that have no effect.
+    """
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+    output: OutputReading | None = None
+    grammar_field: str = ""
+    prompt_field: str = "prompt"
+    echoed: Mapping[str, Any] = field(default_factory=dict)
+    shown: Shown = field(default_factory=Shown)
+    deadline_s: float | None = None
+    num_kept: int | None = None
+    beams: BeamSearchParams | None = None
+    truncate_prompt_tokens: int | None = None
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """News of one choice."""
+
+    choice: int
+    delta: Delta
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice, as its deltas add up. Owned by its Generation."""
+
+    index: int
+    seed: int
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    timings: SequenceTimings | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        """Append a delta."""
+        self.text.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs or ())
+        self.timings = delta.timings or self.timings
+        self.prompt_logprobs.extend(delta.prompt_logprobs)
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request so far. A prompt counts once for its n choices."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's `usage` object."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+class Generation:
+    """A submitted request: its streams merged, its choices added up. Close it when done."""
+
+    def __init__(self, request: GenerationRequest, streams: Sequence[TokenStream]) -> None:
+        self.request = request
+        self._streams = tuple(streams)
+        self._n = request.sampling.n
+        self.choices = tuple(
+            Choice(prompt * self._n + index, sequence_seed(stream.seed, index))
+            for prompt, stream in enumerate(self._streams)
+            for index in range(self._n)
+        )
+
+    @property
+    def seed(self) -> int | None:
+        """The request's seed; None if its prompts drew different ones (each choice names its)."""
+        seeds = {stream.seed for stream in self._streams}
+        return seeds.pop() if len(seeds) == 1 else None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(stream.prompt_token_ids) for stream in self._streams)
+
+    def prompt_token_ids(self, choice: Choice) -> Sequence[int]:
+        """The prompt that a choice continues."""
+        return self._streams[choice.index // self._n].prompt_token_ids
+
+    def prompt_logprobs(self, choice: Choice) -> Sequence[TokenLogprobs | None]:
+        """Those of the prompt that a choice continues; complete before its first delta."""
+        return self.choices[choice.index // self._n * self._n].prompt_logprobs
+
+    @property
+    def kept(self) -> tuple[Choice, ...]:
+        """The choices that are the answer, once all have ended: of each prompt the best."""
+        num_kept = self.request.num_kept
+        if num_kept is None:
+            return self.choices
+        kept: list[Choice] = []
+        for start in range(0, len(self.choices), self._n):
+            drawn = self.choices[start : start + self._n]
+            logprobs = [[one.logprob for one in choice.logprobs] for choice in drawn]
+            kept += [drawn[index] for index in best_indices(logprobs, num_kept)]
+        return tuple(kept)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far; the cached ones of a prompt are known once its first choice has ended."""
+        firsts = [choice.timings for choice in self.choices[:: self._n]]
+        return Usage(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=sum(len(choice.token_ids) for choice in self.choices),
+            num_cached_tokens=sum(timings.num_cached_tokens for timings in firsts if timings),
+        )
+
+    @property
+    def size(self) -> int:
+        """About how large the answer is: tokens, each with the alternatives that are shown."""
+        sampling = self.request.sampling
+        outputs = sum(len(choice.token_ids) for choice in self.choices)
+        prompts = sum(len(choice.prompt_logprobs) for choice in self.choices)
+        per_prompt_token = 1 + (sampling.prompt_logprobs or 0)
+        return outputs * (1 + (sampling.logprobs or 0)) + prompts * per_prompt_token
+
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+        """All deltas as they come, added to `choices`.
+
+        Raises:
+            EngineError: A choice failed.
+            RequestError: What the request demands left a choice no token.
+        """
+        merged = self._merged() if len(self._streams) > 1 else self._of_stream(0)
+        async with aclosing(merged) as deltas:
+            async for item in deltas:
+                self.choices[item.choice].add(item.delta)
+                check_end(item.delta, self.request.sampling, self.request.grammar_field)
+                yield item
+
+    async def finish(self) -> None:
+        """Wait for all choices."""
+        async with aclosing(self.deltas()) as deltas:
+            async for _ in deltas:
+                pass
+
+    async def aclose(self) -> None:
+        """Abort what still runs. Idempotent."""
+        for stream in self._streams:
+            await stream.aclose()
+
+    async def _of_stream(self, prompt: int) -> AsyncGenerator[ChoiceDelta, None]:
+        first = prompt * self._n
+        if self.request.sampling.prompt_logprobs is None or self._n == 1:
+            async for delta in self._streams[prompt]:
+                yield ChoiceDelta(first + delta.index, delta)
+            return
+        # the prompt's scores come with index 0; who is faster waits for them
+        held: list[Delta] = []
+        num_missing = len(self._streams[prompt].prompt_token_ids)
+        async for delta in self._streams[prompt]:
+            num_missing -= len(delta.prompt_logprobs)
+            if delta.index and num_missing:
+                held.append(delta)
+                continue
+            yield ChoiceDelta(first + delta.index, delta)
+            if delta.finish_reason is not None and not delta.index:
+                num_missing = 0
+            while held and not num_missing:
+                late = held.pop(0)
+                yield ChoiceDelta(first + late.index, late)
+
+    async def _merged(self) -> AsyncGenerator[ChoiceDelta, None]:
+        queue: asyncio.Queue[ChoiceDelta | BaseException | None] = asyncio.Queue(_QUEUED_DELTAS)
+        tasks = [
+            asyncio.create_task(self._feed(prompt, queue)) for prompt in range(len(self._streams))
+        ]
+        try:
+            open_streams = len(tasks)
+            while open_streams:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    open_streams -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _feed(
+        self, prompt: int, queue: asyncio.Queue[ChoiceDelta | BaseException | None]
+    ) -> None:
+        try:
+            async for item in self._of_stream(prompt):
+                await queue.put(item)
+            await queue.put(None)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # the task's top: the reader of the queue raises it
+            await queue.put(error)
+
+
+async def open_generation(
+    engine: ServedEngine,
+    request: GenerationRequest,
+    limits: RequestLimits = _LIMITS,
+    lanes: WorkLanes | None = None,
+) -> Generation:
+    """Tokenise and submit every prompt; returns when the engine has taken them all.
+
+    Raises:
+        RequestError: One of them is refused; then nothing stays submitted.
+        EngineError: The engine takes no requests, or too many wait to be tokenised.
+    """
+    truncated = request.truncate_prompt_tokens
+    longest = engine.max_model_len if truncated is None else None
+    try:
+        prompts = await prompts_ids(engine, request.prompts, lanes or WorkLanes(), longest)
+    except RequestError as error:
+        raise in_clients_words(error, request.grammar_field, request.prompt_field) from None
+    if truncated is not None:
+        prompts = [ids[-truncated:] for ids in prompts]
+    await _prepare(engine, request)
+    check_num_tokens(prompts, request.sampling, engine.max_model_len, limits)
+    streams: list[TokenStream] = []
+    try:
+        for token_ids in prompts:
+            streams.append(_submit(engine, token_ids, request))
+        for stream in streams:
+            await stream.accepted()
+    except BaseException as error:
+        for stream in streams:
+            await stream.aclose()
+        raise in_clients_words(error, request.grammar_field, request.prompt_field) from None
+    return Generation(request, streams)
+
+
+def _submit(
+    engine: ServedEngine, token_ids: Sequence[int], request: GenerationRequest
+) -> TokenStream:
+    submit = partial(
+        engine.submit,
+        priority=request.priority,
+        tenant=request.tenant,
+        cache_salt=request.cache_salt,
+    )
+    if request.beams is not None:
+        return open_beams(
+            engine, submit, token_ids, request.sampling, request.beams, request.deadline_s
+        )
+    return submit(token_ids, request.sampling, deadline_s=request.deadline_s)
+
+
+async def _prepare(engine: ServedEngine, request: GenerationRequest) -> None:
+    """Compile the grammar off the event loop. Raises RequestError in the client's words."""
+    try:
+        await engine.prepare(request.sampling)
+    except RequestError as error:
+        raise in_clients_words(error, request.grammar_field) from None
+
+
+def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequence[int]) -> bool:
+    """Whether the output begins inside the reasoning: some templates end in its opening tag."""
+    reasoning = output.reasoning
+    if reasoning is None or not reasoning.opening:
+        return False
+    if output.inside_reasoning:
+        return True
+    end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
+    return end.rstrip().endswith(reasoning.opening)

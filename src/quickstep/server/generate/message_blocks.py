@@ -1,0 +1,207 @@
+"""A message as a row of blocks: reasoning, text, call, each opened, grown and closed once.
+
+The surfaces that answer with items (`responses`) or content blocks (`anthropic`) share it, and
+feed it the same deltas whether they stream or not: what a stream tells adds up to the whole.
+
+    Delta -> MessageReader -> MessageDelta -> BlockNews -> frames
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import field
+from typing import Any
+
+import msgspec
+
+from quickstep.dataclass import dataclass
+from quickstep.engine.stream import Delta
+from quickstep.engine.tool_calls.message_delta import CallDelta, ContentDelta, ReasoningDelta
+from quickstep.server.openai.chat_message import MessageReader
+from quickstep.types import FinishReason, TokenLogprobs
+
+__all__ = ["Block", "BlockKind", "BlockNews", "Blocks", "Change", "partial_object"]
+
+# brackets, strings and other values of a JSON text
+_JSON_PIECES = re.compile(r'[][{},]|"(?:[^"\\]|\\.)*+"|[^][{},:"\s]++', re.DOTALL)
+_MAX_CUTS = 8  # behind a cut stand at most a key, a colon and a value that has begun
+
+
+class BlockKind(enum.Enum):
+    """What a block holds."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+class Change(enum.Enum):
+    """What happens to a block."""
+
+    OPENED = "opened"
+    GREW = "grew"
+    CLOSED = "closed"
+
+
+@dataclass(slots=True)
+class Block:
+    """A block, growing. `call` has the id and the name of one; its text is then the arguments.
+
+    `cut`: its end is missing.
+    """
+
+    index: int
+    kind: BlockKind
+    call: CallDelta | None = None
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cut: bool = False
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNews:
+    """One change; `text` and `logprobs` are what is new."""
+
+    change: Change
+    block: Block
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Blocks:
+    """One choice's blocks. Feed it every delta in order.
+
+    `never_empty`: a message without any block ends with an empty one of text.
+    """
+
+    def __init__(self, reader: MessageReader, never_empty: bool = False) -> None:
+        self._reader = reader
+        self._never_empty = never_empty
+        self._open: Block | None = None
+        self._logprobs: list[TokenLogprobs] = []
+        self.blocks: list[Block] = []
+        self.num_reasoning_tokens = 0
+        self.last: Delta | None = None
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the message calls a function."""
+        return self._reader.has_calls
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None while it runs."""
+        return None if self.last is None else self.last.finish_reason
+
+    def is_open(self, block: Block) -> bool:
+        """Whether more of it may come."""
+        return block is self._open
+
+    def feed(self, delta: Delta) -> list[BlockNews]:
+        """What a delta changes. The last one closes what is open."""
+        self._logprobs.extend(delta.logprobs)
+        reason = delta.finish_reason
+        said = self._reader.read(delta.text, reason is not None)
+        first = said.parts[0] if said.parts else None
+        is_thinking = self._open is not None and self._open.kind is BlockKind.REASONING
+        if is_thinking or isinstance(first, ReasoningDelta):
+            self.num_reasoning_tokens += len(delta.token_ids)
+        news: list[BlockNews] = []
+        for part in said.parts:
+            match part:
+                case ReasoningDelta(text=text):
+                    news += self._grow(BlockKind.REASONING, text)
+                case ContentDelta(text=text):
+                    news += self._grow(BlockKind.TEXT, text)
+                case CallDelta():
+                    news += self._call(part)
+        if reason is not None:
+            self.last = delta
+            if self._never_empty and not self.blocks:
+                news.append(BlockNews(Change.OPENED, self._add(Block(0, BlockKind.TEXT))))
+            news += self._close(cut=reason.openai != "stop")
+        return news
+
+    def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockNews]:
+        block = self._open
+        if block is None or block.kind is not kind:
+            yield from self._close()
+            block = self._add(Block(len(self.blocks), kind))
+            yield BlockNews(Change.OPENED, block)
+        # logprobs of markup and of what was held back in vain belong to no text
+        logprobs = tuple(self._logprobs) if kind is BlockKind.TEXT else ()
+        self._logprobs.clear()
+        block.pieces.append(text)
+        block.logprobs.extend(logprobs)
+        yield BlockNews(Change.GREW, block, text, logprobs)
+
+    def _call(self, piece: CallDelta) -> Iterator[BlockNews]:
+        """A piece of a call, whose pieces follow each other."""
+        self._logprobs.clear()
+        if piece.name:
+            yield from self._close()
+            block = self._add(Block(len(self.blocks), BlockKind.CALL, piece))
+            yield BlockNews(Change.OPENED, block)
+        if piece.arguments:
+            block = self.blocks[-1]
+            block.pieces.append(piece.arguments)
+            yield BlockNews(Change.GREW, block, piece.arguments)
+        if piece.is_last:
+            yield from self._close(cut=_object(self.blocks[-1].text) is None)
+
+    def _add(self, block: Block) -> Block:
+        self.blocks.append(block)
+        self._open = block
+        return block
+
+    def _close(self, cut: bool = False) -> Iterator[BlockNews]:
+        block, self._open = self._open, None
+        if block is not None:
+            block.cut = cut
+            yield BlockNews(Change.CLOSED, block)
+
+
+def partial_object(text: str) -> dict[str, Any]:
+    """The members of an object that a text is the JSON of, or its beginning: those that are there.
+
+    An answer whose schema has an object has no other place for arguments that the limit cut.
+    """
+    complete = _object(text)
+    if complete is not None:
+        return complete
+    for end, closing in reversed(_ends_of_values(text)):
+        partial = _object(text[:end] + closing)
+        if partial is not None:
+            return partial
+    return {}
+
+
+def _ends_of_values(text: str) -> list[tuple[int, str]]:
+    """The last places where a text can be cut off, and the brackets that are open there."""
+    places: deque[tuple[int, str]] = deque(maxlen=_MAX_CUTS)
+    closing: list[str] = []
+    for found in _JSON_PIECES.finditer(text):
+        piece = found.group()
+        if piece in ("{", "["):
+            closing.append("}" if piece == "{" else "]")
+        elif piece in ("}", "]") and closing:
+            closing.pop()
+        if closing and piece != ",":
+            places.append((found.end(), "".join(reversed(closing))))
+    return list(places)
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

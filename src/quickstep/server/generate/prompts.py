@@ -1,0 +1,149 @@
+"""The forms of a prompt, and how each becomes the tokens that the model reads.
+
+A surface makes prompts, `generation` has them tokenised before it submits them. Prompts that
+together have some length are rendered and tokenised in a thread, so that the event loop goes on;
+a text that cannot fit the context is refused before it is tokenised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Any
+
+from quickstep.dataclass import dataclass
+from quickstep.errors import PromptTooLong, RequestError
+from quickstep.server.generate.engine_interface import ServedEngine
+from quickstep.server.http.work_lanes import WorkLanes
+
+__all__ = [
+    "ChatPrompt",
+    "InfillPrompt",
+    "Prompt",
+    "TextPrompt",
+    "TokenPrompt",
+    "prompts_ids",
+    "rendered",
+]
+
+# Shorter prompts are rendered and tokenised on the event loop: a thread hop costs more.
+_INLINE_CHARS = 2048
+_CHARS_OF_A_CALL = 64  # what the shortest prompt costs beside its text
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text to tokenise; special tokens in the text itself are recognised."""
+
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids as the client gave them."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation for the model's chat template. `num_chars` estimates its size.
+
+    `continue_final_message`: the answer goes on from the last message's text.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    num_chars: int
+    add_generation_prompt: bool = True
+    tools: tuple[Mapping[str, Any], ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InfillPrompt:
+    """Text on both sides of what the model is to write; `marker_ids` announce the text before,
+    the text behind, and the middle.
+    """
+
+    before: str
+    behind: str
+    marker_ids: tuple[int, int, int]
+    add_special_tokens: bool = True
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt | InfillPrompt
+
+
+async def prompts_ids(
+    engine: ServedEngine, prompts: Sequence[Prompt], lanes: WorkLanes, max_len: int | None
+) -> list[Sequence[int]]:
+    """The tokens of a request's prompts. `max_len` is the context that each has to fit, as far as
+    that is known beforehand; None for any length.
+
+    Raises:
+        RequestError: A prompt is too long, or the template refuses it.
+        ServerBusy: Too many prompts wait.
+    """
+    num_chars = sum(map(_num_chars, prompts))
+
+    def work() -> list[Sequence[int]]:
+        return [_ids(engine, prompt, max_len) for prompt in prompts]
+
+    return work() if num_chars <= _INLINE_CHARS else await lanes.run(num_chars, work)
+
+
+def _num_chars(prompt: Prompt) -> int:
+    match prompt:
+        case TokenPrompt():
+            return 0
+        case TextPrompt(text=text):
+            return max(len(text), _CHARS_OF_A_CALL)
+        case ChatPrompt(num_chars=num_chars):
+            return num_chars
+        case InfillPrompt(before=before, behind=behind):
+            return len(before) + len(behind)
+
+
+def _ids(engine: ServedEngine, prompt: Prompt, max_len: int | None) -> Sequence[int]:
+    encode = engine.tokenizer.encode
+    if isinstance(prompt, TokenPrompt):
+        return prompt.token_ids
+    if isinstance(prompt, TextPrompt):
+        _check_fits(engine, prompt.text, max_len)
+        return encode(prompt.text, prompt.add_special_tokens)
+    if isinstance(prompt, InfillPrompt):
+        _check_fits(engine, prompt.before + prompt.behind, max_len)
+        before, behind, middle = prompt.marker_ids
+        texts = (encode(prompt.before, False), encode(prompt.behind, False))
+        opening = encode("", prompt.add_special_tokens)
+        return [*opening, before, *texts[0], behind, *texts[1], middle]
+    text = rendered(engine, prompt)
+    _check_fits(engine, text, max_len)
+    return encode(text, False)  # the template has written the special tokens already
+
+
+def _check_fits(engine: ServedEngine, text: str, max_len: int | None) -> None:
+    """Raise PromptTooLong for a text that has too many bytes for any tokens that fit."""
+    if max_len is None or len(text) <= max_len:
+        return
+    least = engine.tokenizer.least_tokens(text)
+    if least > max_len:
+        raise PromptTooLong(least, max_len, at_least=True)
+
+
+def rendered(engine: ServedEngine, prompt: ChatPrompt) -> str:
+    """The prompt text of a conversation. Raises RequestError."""
+    template = engine.chat_template
+    if template is None:
+        raise RequestError(
+            f"{engine.model_name} has no chat template; use /v1/completions", param="messages"
+        )
+    return template.render(
+        prompt.messages,
+        tools=prompt.tools,
+        add_generation_prompt=prompt.add_generation_prompt,
+        extra=prompt.extra,
+        continue_final_message=prompt.continue_final_message,
+    )

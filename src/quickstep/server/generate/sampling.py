@@ -1,0 +1,185 @@
+"""From the request schema's sampling fields to bounded, frozen `SamplingParams`.
+
+A field that the client gave goes before its preset, the preset before the checkpoint's own values.
+
+`SamplingParams` checks the ranges of its own fields; here stand the bounds of the HTTP surface
+(how many stops, how many choices) and the names that differ between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quickstep.engine.text.token_forms import check_reasoning_tags
+from quickstep.errors import RequestError
+from quickstep.sampling_params import preset_values
+from quickstep.server.generate.adapter import Served
+from quickstep.server.openai.request_types import SamplingFields
+from quickstep.server.options import RequestLimits
+from quickstep.types import SamplingParams
+
+__all__ = [
+    "bounded",
+    "deadline_of",
+    "label",
+    "num_alternatives",
+    "sampling_params",
+    "token_ids_of",
+]
+
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "xtc_probability",
+    "xtc_threshold",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_range",
+    "thinking_budget",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+_LOGIT_BIAS_LIMIT = 100.0
+
+
+def sampling_params(
+    fields: SamplingFields,
+    served: Served,
+    own: Mapping[str, Any],
+    renamed: Mapping[str, str],
+) -> SamplingParams:
+    """The request's sampling parameters. Raises RequestError that names the client's field.
+
+    What it leaves open comes from its preset, the checkpoint, then `SamplingParams`. `own` goes
+    first: what the surface resolved by itself (`max_tokens`, `logprobs`); `renamed` says under
+    which name the client gave it.
+    """
+    limits, vocab_size = served.limits, served.engine.tokenizer.vocab_size
+    values: dict[str, Any] = {
+        **served.engine.default_sampling,
+        **preset_values(fields.preset),
+        **_texts(fields, limits),
+    }
+    values |= {name: value for name in _SAME_NAME if (value := getattr(fields, name)) is not None}
+    if fields.thinking_budget is not None:
+        values["reasoning_tags"] = _reasoning_tags(served)
+    values["logit_bias"] = _logit_bias(fields.logit_bias or {}, limits, vocab_size)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        ids = getattr(fields, name) or ()
+        bounded(name, len(ids), limits.stop_token_ids, "entries")
+        values[name] = token_ids_of(name, ids, vocab_size)
+    bounded("n", fields.n or 1, limits.n)
+    try:
+        return SamplingParams(**{**values, **own})
+    except RequestError as error:
+        param = error.param or ""
+        given = renamed.get(param, param)
+        message = str(error).replace(param, given, 1) if given != param else str(error)
+        raise RequestError(message, param=given or None) from None
+
+
+def bounded(name: str, value: int, limit: int, unit: str = "") -> None:
+    """Raise RequestError if `value` is above `limit`."""
+    if value > limit:
+        has = f"has {value} {unit}" if unit else f"is {value}"
+        raise RequestError(f"{name} {has}, the limit is {limit}", param=name)
+
+
+def num_alternatives(name: str, value: int | None, served: Served) -> int | None:
+    """How many alternatives per token; -1 is the whole vocabulary. Raises RequestError."""
+    limit, vocab_size = served.limits.logprobs, served.engine.tokenizer.vocab_size
+    if value is None:
+        return None
+    if value == -1:
+        if limit != -1:
+            raise RequestError(
+                f"{name} is -1, the whole vocabulary, and the limit is {limit}; start the server "
+                "with --max-logprobs -1",
+                param=name,
+            )
+        return vocab_size
+    bounded(name, value, vocab_size if limit == -1 else limit)
+    return value
+
+
+def label(name: str, value: str | None, limits: RequestLimits) -> str:
+    """A short text of the client's, "" if not given. Raises RequestError if it is long."""
+    bounded(name, len(value or ""), limits.label_chars, "characters")
+    return value or ""
+
+
+def token_ids_of(name: str, ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The ids as a tuple. Raises RequestError for one that the model does not have."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise RequestError(
+            f"{name} holds token id {wrong}, the model has ids 0 to {vocab_size - 1}", param=name
+        )
+    return tuple(ids)
+
+
+def deadline_of(fields: SamplingFields) -> float | None:
+    """Seconds after which what was generated is the answer. Raises RequestError."""
+    timeout_s = fields.timeout_s
+    if timeout_s is not None and not timeout_s > 0:
+        raise RequestError(f"timeout_s is {timeout_s:g}, it must be above 0", param="timeout_s")
+    return timeout_s
+
+
+def _texts(fields: SamplingFields, limits: RequestLimits) -> dict[str, tuple[str, ...]]:
+    """The fields that hold texts, those that were given, within their bounds."""
+    stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+    given = {
+        "stop": (stop, limits.stop, limits.stop_chars),
+        "bad_words": (fields.bad_words, limits.bad_words, limits.bad_word_chars),
+        "dry_sequence_breakers": (
+            fields.dry_sequence_breakers,
+            limits.dry_breakers,
+            limits.dry_breaker_chars,
+        ),
+    }
+    texts = {}
+    for name, (values, most, longest) in given.items():
+        if values is not None:
+            bounded(name, len(values), most, "entries")
+            bounded(name, max(map(len, values), default=0), longest, "characters in one entry")
+            texts[name] = tuple(values)
+    return texts
+
+
+def _reasoning_tags(served: Served) -> tuple[str, str]:
+    reasoning = served.formats.reasoning
+    tags = None if reasoning is None else (reasoning.opening, reasoning.closing)
+    return check_reasoning_tags(tags, served.engine.model_name)
+
+
+def _logit_bias(
+    bias: Mapping[str, float], limits: RequestLimits, vocab_size: int
+) -> dict[int, float]:
+    bounded("logit_bias", len(bias), limits.logit_bias, "entries")
+    by_id: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise RequestError(
+                f"logit_bias has the key {key!r}, keys are token ids", param="logit_bias"
+            )
+        if not abs(value) <= _LOGIT_BIAS_LIMIT:
+            raise RequestError(
+                f"logit_bias of {key} is {value:g}, it must be between -100 and 100",
+                param="logit_bias",
+            )
+        by_id[int(key)] = value
+    token_ids_of("logit_bias", list(by_id), vocab_size)
+    return by_id

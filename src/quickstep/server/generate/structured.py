@@ -1,0 +1,78 @@
+"""`response_format` and `structured_outputs`: which grammar the output has to follow.
+
+One grammar at most comes out of a request; it keeps the name of the field that asked for it, so
+that what the engine's compiler refuses is told in the client's words.
+"""
+
+from __future__ import annotations
+
+from quickstep.dataclass import dataclass
+from quickstep.errors import RequestError
+from quickstep.server.openai.request_types import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    SamplingFields,
+    StructuredOutputs,
+    TextFormat,
+)
+from quickstep.types import Grammar
+
+__all__ = ["AskedGrammar", "asked_grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedGrammar:
+    """A grammar, and the path of the client's field."""
+
+    grammar: Grammar
+    field: str
+
+
+def asked_grammar(fields: SamplingFields) -> AskedGrammar | None:
+    """What the fields ask for. Raises RequestError if they contradict each other."""
+    asked = _of_response_format(fields)
+    outputs = fields.structured_outputs
+    if outputs is None:
+        return asked
+    if asked is not None:
+        raise RequestError(
+            "structured_outputs and response_format both constrain the output; send one of them",
+            param="structured_outputs",
+        )
+    return _of_structured_outputs(outputs)
+
+
+def _of_response_format(fields: SamplingFields) -> AskedGrammar | None:
+    match fields.response_format:
+        case None | TextFormat():
+            return None
+        case JsonObjectFormat():
+            return AskedGrammar(Grammar.of_json_object(), "response_format")
+        case JsonSchemaFormat(json_schema=spec):
+            path = "response_format.json_schema.schema"
+            if spec.schema is None:
+                raise RequestError(f"{path} is missing", param=path)
+            return AskedGrammar(Grammar.of_json_schema(spec.schema), path)
+
+
+def _of_structured_outputs(outputs: StructuredOutputs) -> AskedGrammar:
+    found: dict[str, Grammar] = {}
+    if outputs.json is not None:
+        found["json"] = Grammar.of_json_schema(outputs.json)
+    if outputs.json_object:
+        found["json_object"] = Grammar.of_json_object()
+    if outputs.regex is not None:
+        found["regex"] = Grammar.of_regex(outputs.regex)
+    if outputs.choice is not None:
+        found["choice"] = Grammar.of_choice(outputs.choice)
+    if outputs.grammar is not None:
+        found["grammar"] = Grammar.of_rules(outputs.grammar)
+    if len(found) != 1:
+        given = " and ".join(found) or "nothing"
+        raise RequestError(
+            f"structured_outputs has {given}, it takes one of json, json_object, regex, choice and "
+            "grammar",
+            param="structured_outputs",
+        )
+    [(name, grammar)] = found.items()
+    return AskedGrammar(grammar, f"structured_outputs.{name}")

@@ -1,0 +1,268 @@
+"""The tools of a request: checked, as the template reads them, and forced where asked.
+
+A refusal names the field by its path. `tool_choice` required or a function's name is enforced by
+a grammar, in which all arguments fit. Where the model may choose, `strict` is: the grammar is then
+of text or calls, and the arguments of functions that are not strict are any object. With a grammar
+of the answer beside tools, a message is such an answer or calls.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from quickstep.dataclass import dataclass
+from quickstep.engine.tool_calls.answer_grammar import NotNestable, answer_grammar
+from quickstep.engine.tool_calls.call_grammar import call_grammar
+from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, ToolCallFormat
+from quickstep.errors import RequestError
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.sampling import bounded
+from quickstep.server.generate.structured import AskedGrammar
+from quickstep.server.openai.request_types import ChatRequest, FunctionTool
+from quickstep.server.schema.field_reader import FieldReader
+
+__all__ = [
+    "CHOICES",
+    "FUNCTION_NAME",
+    "Function",
+    "OfferedTools",
+    "ToolChoice",
+    "is_left_out",
+    "offer",
+    "offered_tools",
+    "with_answer",
+]
+
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTools:
+    """The tools that the model is shown, and the grammar of its message, if that has one.
+
+    Attributes:
+        grammar: Of calls where one is forced, of text or calls where functions are strict.
+        one_call: A second call of a message is dropped.
+        must_call: The message is nothing but calls.
+        functions: What may be called, for a grammar: `parameters` None where they are free.
+    """
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    grammar: AskedGrammar | None = None
+    one_call: bool = False
+    must_call: bool = False
+    functions: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function as a client describes it, whichever surface it came through.
+
+    `path` is where it stands in the body, `parameters_field` the name of its schema there.
+    """
+
+    name: str
+    description: str | None
+    parameters: Mapping[str, Any] | None
+    strict: bool
+    path: str
+    parameters_field: str = "parameters"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`tool_choice`: `names` are the functions of which one has to be called, None for any."""
+
+    may_call: bool = True
+    must_call: bool = False
+    names: tuple[str, ...] | None = None
+
+
+# `tool_choice` where it is a word, on OpenAI's surfaces.
+CHOICES: Mapping[str, ToolChoice] = MappingProxyType(
+    {
+        "auto": ToolChoice(),
+        "none": ToolChoice(may_call=False),
+        "required": ToolChoice(must_call=True),
+    }
+)
+
+
+def offered_tools(fields: ChatRequest, served: Served, reader: FieldReader) -> OfferedTools:
+    """The tools of a chat request. Raises RequestError."""
+    functions: list[Function] = []
+    for place, tool in enumerate(fields.tools or ()):
+        path = f"tools[{place}]"
+        if is_left_out(tool, "function", reader):
+            continue
+        told = reader.convert(tool, FunctionTool, path).function
+        strict, path = bool(told.strict), f"{path}.function"
+        functions.append(Function(told.name, told.description, told.parameters, strict, path))
+    return offer(
+        functions, _choice(fields.tool_choice), fields.parallel_tool_calls is False, served
+    )
+
+
+def is_left_out(tool: Mapping[str, Any], known: str, reader: FieldReader) -> bool:
+    """Whether a tool is not of the `known` type, one that the client runs; it is then reported.
+
+    The model is not shown it: what runs inside a server (web search) or takes a free text as input
+    is not here. A `tool_choice` that demands it finds no such tool.
+    """
+    kind = tool.get("type", known)
+    if kind == known or not isinstance(kind, str):
+        return False
+    reader.ignore(f"tools[{kind[:64]}]", "the server runs no tools and knows functions only")
+    return True
+
+
+def offer(
+    functions: Sequence[Function], choice: ToolChoice, one_call: bool, served: Served
+) -> OfferedTools:
+    """The tools and what is forced; a choice that forbids calls leaves none of them.
+
+    Raises:
+        RequestError: A tool is wrong, the choice cannot be honoured, or the model knows no tools.
+    """
+    bounded("tools", len(functions), served.limits.tools, "entries")
+    shown: dict[str, Mapping[str, Any]] = {}
+    for function in functions:
+        described = _described(function)
+        if function.name in shown:
+            name = f"{function.path}.name"
+            raise RequestError(f"{name} {function.name} stands there twice", param=name)
+        shown[function.name] = described
+    forced = _forced_functions(shown, choice) if choice.must_call else ()
+    if not choice.may_call or not shown:
+        return OfferedTools()
+    known = _checked_format(served)
+    one_call = one_call or (choice.names is not None and len(choice.names) == 1)
+    tools = tuple({"type": "function", "function": described} for described in shown.values())
+    strict = frozenset(function.name for function in functions if function.strict)
+    loose = tuple(
+        described if name in strict else {**described, "parameters": None}
+        for name, described in shown.items()
+    )
+    asked: AskedGrammar | None = None
+    if forced:
+        asked = _forced_calls(forced, one_call, known, served)
+    elif strict:
+        grammar = answer_grammar(known.spelling, loose, one_call, _special_ids(served))
+        asked = AskedGrammar(grammar, "tools")
+    return OfferedTools(tools, asked, one_call, bool(forced), loose)
+
+
+def with_answer(answer: AskedGrammar, offered: OfferedTools, served: Served) -> AskedGrammar:
+    """The grammar of a message that is an answer under a grammar, or calls where some are offered.
+
+    Raises:
+        RequestError: A call cannot be spelled, or the answer's grammar cannot be part of another.
+    """
+    known = _checked_format(served) if offered.functions else TOOL_CALL_FORMATS["harmony"]
+    try:
+        grammar = answer_grammar(
+            known.spelling,
+            offered.functions,
+            offered.one_call,
+            _special_ids(served),
+            answer.grammar,
+        )
+    except NotNestable as error:
+        raise RequestError(f"{answer.field} {error}", param=answer.field) from None
+    return AskedGrammar(grammar, answer.field)
+
+
+def _forced_functions(
+    functions: Mapping[str, Mapping[str, Any]], choice: ToolChoice
+) -> Sequence[Mapping[str, Any]]:
+    """The functions of which one has to be called. Raises RequestError if there is none."""
+    names = choice.names
+    if names is None and functions:
+        return tuple(functions.values())
+    if names and all(name in functions for name in names):
+        return tuple(functions[name] for name in names)
+    missing = "tools is empty"
+    if names is not None:
+        unknown = next((name for name in names if name not in functions), "")
+        missing = f"no tool is named {unknown[:64]!r}"
+    raise RequestError(f"tool_choice asks for a call, but {missing}", param="tool_choice")
+
+
+def _described(function: Function) -> dict[str, Any]:
+    """A function as templates read it. Raises RequestError."""
+    path = function.path
+    if not FUNCTION_NAME.fullmatch(function.name):
+        raise RequestError(
+            f"{path}.name is {function.name[:64]!r}; it takes 1 to 64 letters, digits, _ and -",
+            param=f"{path}.name",
+        )
+    parameters = function.parameters or _NO_ARGUMENTS
+    if parameters.get("type", "object") != "object":
+        raise RequestError(
+            f"{path}.{function.parameters_field} describes a {parameters['type']!r}, it must be an "
+            "object",
+            param=f"{path}.{function.parameters_field}",
+        )
+    described = {} if function.description is None else {"description": function.description}
+    return {"name": function.name, **described, "parameters": parameters}
+
+
+def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
+    match choice:
+        case None:
+            return ToolChoice()
+        case str() if choice in CHOICES:
+            return CHOICES[choice]
+        case {"type": "function", "function": {"name": str(name), **others}, **more} if not (
+            others or more
+        ):
+            return ToolChoice(must_call=True, names=(name,))
+        case str():
+            shown = repr(choice[:64])
+        case _:
+            shown = "an object of another form"
+    raise RequestError(
+        f"tool_choice is {shown}, it must be auto, none, required or "
+        '{"type": "function", "function": {"name": ...}}',
+        param="tool_choice",
+    )
+
+
+def _forced_calls(
+    functions: Sequence[Mapping[str, Any]], one_call: bool, known: ToolCallFormat, served: Served
+) -> AskedGrammar:
+    """The grammar of calls only. Raises RequestError for a function that it cannot spell."""
+    grammar = call_grammar(known.spelling, functions, one_call, _special_ids(served))
+    return AskedGrammar(grammar, "tools")
+
+
+def _special_ids(served: Served) -> Callable[[str], int | None]:
+    """Which token a text is, if that is a special one."""
+    tokenizer = served.engine.tokenizer
+
+    def special_id(text: str) -> int | None:
+        token_id = tokenizer.token_id(text)
+        return token_id if token_id is not None and tokenizer.is_special(token_id) else None
+
+    return special_id
+
+
+def _checked_format(served: Served) -> ToolCallFormat:
+    """How the model writes calls. Raises RequestError if it knows no tools."""
+    name = served.engine.model_name
+    if not served.formats.renders_tools:
+        raise RequestError(
+            f"tools is not supported: the chat template of {name} does not show tools",
+            param="tools",
+        )
+    if served.formats.tool_calls is None:
+        raise RequestError(
+            f"tools is not supported: how {name} writes calls is not known; start the server with "
+            "--tool-call-parser",
+            param="tools",
+        )
+    return served.formats.tool_calls

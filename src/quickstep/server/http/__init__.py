@@ -1,0 +1,1 @@
+"""HTTP itself: bodies, limits, errors, middleware, event streams."""

@@ -1,0 +1,147 @@
+"""Server-sent events on the wire: frames out as they come, until the end or the client is gone.
+
+A surface writes the frames (`routes`), this sends them. Whatever happens, `close` runs at the end.
+
+What waits for a client is bounded: the connection's buffer, then `send` waits and no frame is
+taken from the engine, which pauses a request with too much unread (`config.StreamConfig`). A client
+that reads nothing for `slow_reader_s` loses its request and its connection. A stream with nothing
+to say sends a comment now and then, which clients skip, so that proxies keep it open over a long
+prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quickstep.server.http.body import ClientDisconnect, unless_disconnected
+from quickstep.server.http.time_limits import NUM_SLICES, patient_timeout
+from quickstep.server.options import ConnectionOptions
+
+__all__ = ["EventStream"]
+
+_LOG = logging.getLogger("quickstep.server")
+_COMMENT = b": keep-alive\n\n"
+
+
+class SlowReader(Exception):
+    """The client has not read for too long."""
+
+
+class EventStream(Response):
+    """A response of frames; each frame is sent whole, as one message."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        close: Callable[[], Awaitable[None]],
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._frames = frames
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream until its end or until the client is gone."""
+        state = scope.get("state", {})
+        paced = _PacedSend(send, state.get("connections") or ConnectionOptions())
+        try:
+            await unless_disconnected(receive, self._run(paced))
+        except ClientDisconnect:
+            pass
+        except SlowReader:
+            _LOG.warning("a client did not read its stream in time; its request is ended")
+            abort: Callable[[], None] | None = state.get("abort_connection")
+            if abort is not None:
+                abort()
+        finally:
+            await self._close()
+
+    async def _run(self, paced: _PacedSend) -> None:
+        """The frames beside the watch over them; whichever ends first ends the other."""
+        sending = asyncio.ensure_future(self._send_all(paced))
+        watching = asyncio.ensure_future(paced.watch())
+        try:
+            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (sending, watching):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (sending, watching):
+                task.cancel()
+            await asyncio.gather(sending, watching, return_exceptions=True)
+
+    async def _send_all(self, paced: _PacedSend) -> None:
+        await paced.start(self.raw_headers)
+        async with aclosing(self._frames) as frames:
+            async for frame in frames:
+                await paced.body(frame)
+        await paced.body(b"", more=False)
+
+
+class _PacedSend:
+    """`send` that knows since when it waits, or since when nothing was sent."""
+
+    def __init__(self, send: Send, connections: ConnectionOptions) -> None:
+        self._send = send
+        self._connections = connections
+        self._loop = asyncio.get_running_loop()
+        self._since_s = self._loop.time()
+        self._is_sending = True  # until the start is out, nothing else may go
+
+    async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """The status and the headers."""
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._sent()
+
+    async def body(self, frame: bytes, more: bool = True) -> None:
+        """A frame; returns when the connection takes more."""
+        self._is_sending = True
+        self._since_s = self._loop.time()
+        await self._send({"type": "http.response.body", "body": frame, "more_body": more})
+        self._sent()
+
+    def _sent(self) -> None:
+        self._is_sending = False
+        self._since_s = self._loop.time()
+
+    async def watch(self) -> None:
+        """Send comments into silence. Raises SlowReader."""
+        silence_s, patience_s = self._connections.comment_every_s, self._connections.slow_reader_s
+        while True:
+            waited_s = self._loop.time() - self._since_s
+            if self._is_sending:
+                if waited_s >= patience_s:
+                    raise SlowReader
+                await self._sleep(patience_s - waited_s)
+            elif not silence_s:
+                await self._sleep(patience_s)
+            elif waited_s >= silence_s:
+                await self._comment(patience_s)
+            else:
+                await self._sleep(min(silence_s - waited_s, patience_s))
+
+    async def _sleep(self, seconds: float) -> None:
+        """At most a slice of the patience; a pause of this process does not count."""
+        asked_s = min(seconds, self._connections.slow_reader_s / NUM_SLICES)
+        began_s = self._loop.time()
+        await asyncio.sleep(asked_s)
+        self._since_s += max(0.0, self._loop.time() - began_s - asked_s)
+
+    async def _comment(self, patience_s: float) -> None:
+        """Beside `body`: a frame may come meanwhile, and each is sent whole."""
+        self._since_s = self._loop.time()
+        try:
+            async with patient_timeout(patience_s):
+                await self._send(
+                    {"type": "http.response.body", "body": _COMMENT, "more_body": True}
+                )
+        except TimeoutError:
+            raise SlowReader from None

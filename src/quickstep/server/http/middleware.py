@@ -1,0 +1,275 @@
+"""The gate that every request passes before its route: size of its head, origin, key, then the log.
+
+Any web page can have its browser send requests here, so a request that names its origin is refused
+unless the operator allows that origin, or the page is this server's own.
+
+It reads the path as the client wrote it, so that no spelling (`//health`, `%2e`, a slash at the
+end, another case) passes for a probe's: whatever is not a probe's path byte for byte needs a key,
+unknown paths included. What the gate knows stands in the request's state for the routes:
+
+    state["api_key_name"]   the name of the client's key, "" if there are no keys: the tenant of
+                            its requests, and the owner of what the server stores for it
+    state["error_shape"]    how the surface writes errors (see `api_errors`)
+    state["connections"]    how long clients may take (see `options`)
+    state["ignored"]        fields of the request that have no effect; routes add to it
+
+Every answer carries the request's id (the client's own, else a new one) in `x-request-id`, and the
+fields without effect in `x-quickstep-ignored`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quickstep.errors import RequestError
+from quickstep.server.http.errors import ErrorShape, error_response
+from quickstep.server.http.route import ApiRoute
+from quickstep.server.options import RequestLimits, ServerOptions
+
+__all__ = [
+    "FrontGate",
+    "check_head",
+    "key_name",
+    "report_ignored",
+    "request_id",
+    "written_path",
+]
+
+_LOG = logging.getLogger("quickstep.server")
+_ACCESS_LOG = logging.getLogger("quickstep.access")
+_REQUEST_ID_CHARS = 128
+_IGNORED_CHARS = 1024
+_MAX_REPORTED = 4096
+_CHALLENGE = {"www-authenticate": "Bearer"}
+_BEARER = b"bearer "
+_PORTS = {b"http": b":80", b"https": b":443"}
+
+
+class FrontGate:
+    """ASGI middleware around all routes."""
+
+    def __init__(self, app: ASGIApp, routes: Iterable[ApiRoute], options: ServerOptions) -> None:
+        known = tuple(routes)
+        self._app = app
+        self._keys = options.api_keys
+        self._limits = options.limits
+        self._connections = options.connections
+        self._origins = frozenset(origin.lower().encode() for origin in options.cors.origins)
+        self._root = options.root_path.encode()
+        self._access_log = options.access_log
+        self._reported = _Reported()
+        self._probes = frozenset(_probes(known))
+        self._shapes: Mapping[bytes, ErrorShape] = {
+            path.encode(): route.error_shape for route in known for path in route.paths
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope.setdefault("state", {})["ignored"] = []
+        watched = _Watched(scope, send, self._reported)
+        try:
+            await self._pass(scope, receive, watched)
+        except Exception as error:  # the request's top: nothing below knows what it is
+            if watched.status is not None:
+                raise
+            await (await error_response(Request(scope), error))(scope, receive, watched)
+        finally:
+            if self._access_log:
+                watched.log()
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = written_path(scope, self._root)
+        state = scope["state"]
+        state["api_key_name"] = ""
+        state["connections"] = self._connections
+        shape = self._shapes.get(path)
+        if shape is not None:
+            state["error_shape"] = shape
+        try:
+            check_head(scope, self._limits)
+            _check_origin(scope, self._origins)
+            if self._keys and (scope["method"], path) not in self._probes:
+                state["api_key_name"] = self._owner(scope)
+        except RequestError as error:
+            response = await error_response(Request(scope), error)
+            if error.status == 401:
+                response.headers.update(_CHALLENGE)
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _owner(self, scope: Scope) -> str:
+        presented = list(_presented(scope))
+        owner = self._keys.owner(presented)
+        if owner is not None:
+            return owner
+        if presented:
+            raise RequestError("the API key is not one of this server's", status=401)
+        raise RequestError(
+            "an API key is missing; send `Authorization: Bearer KEY` or `x-api-key: KEY`",
+            status=401,
+        )
+
+
+def written_path(scope: Scope, root: bytes) -> bytes:
+    """The path as the client wrote it, below the root path that the operator set."""
+    path: bytes = scope["raw_path"].partition(b"?")[0]
+    return path.removeprefix(root)
+
+
+def key_name(request: Request) -> str:
+    """The name of the client's API key, "" if the server has no keys."""
+    name: str = request.scope["state"]["api_key_name"]
+    return name
+
+
+def check_head(scope: Scope, limits: RequestLimits) -> None:
+    """Raise RequestError for a URL or headers that are too long."""
+    url_bytes = len(scope["raw_path"]) + len(scope["query_string"])
+    if url_bytes > limits.url_bytes:
+        raise RequestError(
+            f"the URL has {url_bytes} bytes, the limit is {limits.url_bytes}", status=414
+        )
+    num_bytes = url_bytes + sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    if num_bytes > limits.header_bytes:
+        raise RequestError(
+            f"the headers have {num_bytes} bytes, the limit is {limits.header_bytes}", status=431
+        )
+
+
+def _check_origin(scope: Scope, allowed: Collection[bytes]) -> None:
+    """Raise RequestError 403 for a page of another origin, unless it is one of `allowed`."""
+    origins = [value.strip().lower() for name, value in scope["headers"] if name == b"origin"]
+    if not origins or b"*" in allowed:
+        return
+    hosts = [value.strip().lower() for name, value in scope["headers"] if name == b"host"]
+    for origin in origins:
+        if origin not in allowed and [_authority(origin)] != [_with_port(origin, h) for h in hosts]:
+            shown = ascii(origin[:100].decode("latin-1"))
+            raise RequestError(
+                f"pages of the origin {shown} may not call; the operator may allow it with "
+                "--allowed-origins",
+                status=403,
+            )
+
+
+def _authority(origin: bytes) -> bytes | None:
+    """Host and port of `http://host`; None for what is no such origin, such as `null`."""
+    scheme, separator, authority = origin.partition(b"://")
+    return _with_port(origin, authority) if separator and scheme in _PORTS else None
+
+
+def _with_port(origin: bytes, authority: bytes) -> bytes:
+    """A host with its port, which browsers leave out if it is the scheme's own."""
+    has_port = authority.rpartition(b":")[2].isdigit() and not authority.endswith(b"]")
+    return authority if has_port else authority + _PORTS.get(origin.partition(b":")[0], b"")
+
+
+def _probes(routes: Iterable[ApiRoute]) -> Iterable[tuple[str, bytes]]:
+    for route in routes:
+        if route.is_probe:
+            methods = ("GET", "HEAD") if route.method == "GET" else (route.method,)
+            yield from ((method, path.encode()) for method in methods for path in route.paths)
+
+
+def _presented(scope: Scope) -> Iterable[bytes]:
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            yield value.strip()
+        elif name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
+            yield value[len(_BEARER) :].strip()
+
+
+def report_ignored(request: Request, paths: Iterable[str]) -> None:
+    """Have the answer and the log name fields of the request that have no effect."""
+    ignored: list[str] = request.scope["state"]["ignored"]
+    ignored.extend(path for path in paths if path not in ignored)
+
+
+class _Reported:
+    """What was logged of which client; the oldest are forgotten. Owned by the gate."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def new(self, client: str, paths: Iterable[str]) -> list[str]:
+        """Those of `paths` that were not logged of this client yet."""
+        fresh = [path for path in paths if (client, path[:_REQUEST_ID_CHARS]) not in self._seen]
+        for path in fresh:
+            self._seen[client, path[:_REQUEST_ID_CHARS]] = None
+        while len(self._seen) > _MAX_REPORTED:
+            self._seen.popitem(last=False)
+        return fresh
+
+
+def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client's id, without what a header may not hold; a new one if it sent none."""
+    given = dict(headers).get(b"x-request-id", b"")[:_REQUEST_ID_CHARS]
+    text = "".join(char for char in given.decode("latin-1") if " " <= char <= "~").strip()
+    return text or uuid.uuid4().hex
+
+
+class _Watched:
+    """A `send` that remembers the status, and adds the headers that every answer has."""
+
+    def __init__(self, scope: Scope, send: Send, reported: _Reported) -> None:
+        self._scope = scope
+        self._send = send
+        self._reported = reported
+        self._request_id = request_id(scope["headers"])
+        self.status: int | None = None
+        self._since_s = time.monotonic()
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = [*message.get("headers", ()), *self._headers()]
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+    def log(self) -> None:
+        """One line: who, what, which answer, how long."""
+        scope = self._scope
+        client = scope.get("client")
+        _ACCESS_LOG.info(
+            "%s %s %s %s %.3f s key=%s id=%s",
+            client[0] if client else "-",
+            scope["method"],
+            ascii(scope["path"])[1:-1],
+            self.status or "-",
+            time.monotonic() - self._since_s,
+            scope["state"]["api_key_name"] or "-",
+            self._request_id,
+        )
+
+    def _headers(self) -> Iterable[tuple[bytes, bytes]]:
+        yield b"x-request-id", self._request_id.encode()
+        ignored = self._scope["state"]["ignored"]
+        if ignored:
+            self._log_ignored(ignored)
+            # names are the client's own: escaped, so that none ends the header
+            names = ", ".join(ignored).encode("unicode_escape")
+            yield b"x-quickstep-ignored", names[:_IGNORED_CHARS]
+
+    def _log_ignored(self, ignored: Iterable[str]) -> None:
+        scope = self._scope
+        host = scope["client"][0] if scope.get("client") else "-"
+        client = scope["state"].get("api_key_name") or host
+        fresh = self._reported.new(client, ignored)
+        if fresh:
+            _LOG.warning(
+                "fields without effect in a request of %s to %s: %s",
+                client,
+                ascii(scope["path"])[1:-1],
+                ascii(", ".join(fresh))[1:-1][:_IGNORED_CHARS],
+            )

@@ -1,0 +1,235 @@
+"""HTTP/1.1 with bounds: uvicorn's protocol, which itself waits for ever and keeps any header.
+
+The head of a request has to come in time and within its size; what is refused before there is a
+request is answered here, in OpenAI's shape; so is a connection beyond the limit of open ones. A
+connection that the server has closed but whose client reads nothing is cut. Routes find
+`abort_connection` in the request's state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from quickstep.errors import RequestError
+from quickstep.server.http.errors import error_of
+from quickstep.server.http.middleware import check_head, request_id
+from quickstep.server.http.time_limits import PatientTimer
+from quickstep.server.options import ConnectionOptions, RequestLimits
+
+__all__ = ["BoundedProtocol", "bounded_protocol"]
+
+_LOG = logging.getLogger("quickstep.server")
+_LINGER_S = 2.0
+_LOG_EVERY_S = 10.0
+_MAX_REFUSED = 256  # connections at a time that are told why; the others are cut
+
+
+class _Places:
+    """Who may connect: one for all connections of a server."""
+
+    def __init__(self, max_connections: int) -> None:
+        self.max_connections = max_connections
+        self._num_refused = 0
+        self._logged_s = -_LOG_EVERY_S
+
+    def refused(self, now: float) -> RequestError:
+        """What to say to one connection too many; the log says it now and then."""
+        self._num_refused += 1
+        if now - self._logged_s >= _LOG_EVERY_S:
+            _LOG.warning(
+                "refused %d connections: %d are open, which is --max-connections",
+                self._num_refused,
+                self.max_connections,
+            )
+            self._logged_s, self._num_refused = now, 0
+        return RequestError(
+            f"{self.max_connections} connections are open, which is the limit; try again later",
+            status=503,
+            code="too_many_connections",
+        )
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Made through `bounded_protocol`."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        *,
+        limits: RequestLimits,
+        connections: ConnectionOptions,
+        places: _Places,
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self._limits = limits
+        self._connections = connections
+        self._places = places
+        self._head_timer: PatientTimer | None = None
+        self._head_bytes = 0
+        self._in_head = True
+        self._heard = False
+        self._refusal: RequestError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The clock of the first request runs, if there is a place."""
+        super().connection_made(transport)
+        num_over = len(self.connections) - self._places.max_connections
+        if num_over <= 0:
+            self._await_head()
+            return
+        refusal = self._places.refused(self.loop.time())
+        if num_over > _MAX_REFUSED:
+            self.transport.abort()
+        else:
+            self._answer(refusal)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is awaited any more."""
+        self._stop_awaiting_head()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes in; refuse a head that is too long though it has no end yet."""
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        self._heard = True
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._refusal is None and self._in_head:
+            limit = self._limits.header_bytes
+            if self._head_bytes > limit:
+                self._refusal = RequestError(
+                    f"the headers have more than {limit} bytes, the limit", status=431
+                )
+        if self._refusal is not None:
+            self._answer(self._refusal)
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._in_head = True
+        self._await_head()
+        self.scope["state"]["abort_connection"] = self.transport.abort
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Headers behind a body (trailers) are for nobody."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is there; nothing begins if it is too long."""
+        self._in_head = False
+        self._head_bytes = 0
+        self._stop_awaiting_head()
+        if self._refusal is not None:
+            return
+        scope = {"raw_path": self.url, "query_string": b"", "headers": self.headers}
+        try:
+            check_head(scope, self._limits)
+        except RequestError as error:
+            self._refusal = error
+            return
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Part of the body."""
+        if self._refusal is None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        if self._refusal is None:
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP; `data_received` answers it."""
+        if self._refusal is None:
+            self._refusal = RequestError("the request is not valid HTTP/1.1")
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close, and cut a client that does not even read what it was sent."""
+        super().timeout_keep_alive_handler()
+        self.loop.call_later(self._connections.slow_reader_s, self.transport.abort)
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            header_s = self._connections.header_s
+            self._head_timer = PatientTimer(self.loop, header_s, self._head_is_late)
+
+    def _stop_awaiting_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._await_head()  # an earlier request of this connection is still answered
+        elif not self._heard:
+            self.transport.abort()  # connected in advance, and never used
+        else:
+            seconds = self._connections.header_s
+            self._answer(
+                RequestError(f"the headers did not arrive within {seconds:g} s", status=408)
+            )
+
+    def _answer(self, error: RequestError) -> None:
+        """Refuse what never became a request, and close."""
+        self._refusal = error
+        self._stop_awaiting_head()
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False  # the request before it is answered, then this ends
+            return
+        body = msgspec.json.encode(error_of(error)[1])
+        retry = "retry-after: 1\r\n" if error.status == 503 else ""
+        head = (
+            f"content-type: application/json\r\n{retry}"
+            f"x-request-id: {request_id(self.headers or ())}\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
+        # closing at once, with bytes unread, would tear the answer away from a client that sends
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+        self.loop.call_later(_LINGER_S, self.transport.abort)
+
+
+def bounded_protocol(
+    limits: RequestLimits, connections: ConnectionOptions
+) -> type[asyncio.Protocol]:
+    """The protocol class that uvicorn makes connections of, with its bounds."""
+    places = _Places(connections.max_connections)
+
+    class Protocol(BoundedProtocol):
+        def __init__(
+            self,
+            config: Config,
+            server_state: ServerState,
+            app_state: dict[str, Any],
+            _loop: asyncio.AbstractEventLoop | None = None,
+        ) -> None:
+            super().__init__(
+                config,
+                server_state,
+                app_state,
+                limits=limits,
+                connections=connections,
+                places=places,
+            )
+
+    return Protocol

@@ -1,0 +1,277 @@
+"""From llama.cpp's `/completion` body to the internal request; what we do not do is refused here.
+
+Two fields read as llama.cpp means them, though ours differ: penalties look back over the whole
+context (`repeat_last_n` is -1, or 0 for none), and the samplers stand in our fixed order, of which
+`samplers` may leave out any.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from quickstep.errors import RequestError
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.generation import GenerationRequest
+from quickstep.server.generate.prompts import TextPrompt, TokenPrompt
+from quickstep.server.generate.sampling import (
+    bounded,
+    num_alternatives,
+    sampling_params,
+    token_ids_of,
+)
+from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, PromptObject
+from quickstep.server.openai.request_types import SamplingFields
+from quickstep.types import Grammar, SamplingParams
+
+__all__ = ["SAMPLERS", "llama_request"]
+
+# In the order of `SamplingParams`, under llama.cpp's names.
+SAMPLERS = ("penalties", "dry", "temperature", "top_k", "typ_p", "top_p", "min_p", "xtc")
+_OTHER_NAMES = MappingProxyType(
+    {"typical_p": "typ_p", "typical": "typ_p", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p"}
+)
+# sampler -> what switches it off
+_OFF: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "penalties": {
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        },
+        "dry": {"dry_multiplier": 0.0},
+        "temperature": {"temperature": 1.0},
+        "top_k": {"top_k": 0},
+        "typ_p": {"typical_p": 1.0},
+        "top_p": {"top_p": 1.0},
+        "min_p": {"min_p": 0.0},
+        "xtc": {"xtc_probability": 0.0},
+    }
+)
+_SAME_NAME = ("model", "temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos")
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+# what `SamplingParams` calls as llama.cpp does
+_OWN = (
+    "typical_p",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "xtc_probability",
+    "xtc_threshold",
+)
+_RENAMED = MappingProxyType(
+    {
+        "repetition_penalty": "repeat_penalty",
+        "max_tokens": "n_predict",
+        "logprobs": "n_probs",
+        "n": "n_cmpl",
+        "dry_range": "dry_penalty_last_n",
+    }
+)
+_BANNED = -100.0
+
+
+def llama_request(fields: LlamaCompletionRequest, served: Served) -> GenerationRequest:
+    """The internal request. Raises RequestError that names the client's field."""
+    model = served.model(fields.model)
+    grammar, grammar_field = _grammar(fields)
+    return GenerationRequest(
+        model=model,
+        prompts=_prompts(fields, served),
+        sampling=_sampling(fields, grammar, served),
+        stream=bool(fields.stream),
+        # nobody else has this salt, so that nothing is found in the cache
+        cache_salt=secrets.token_hex(8) if fields.cache_prompt is False else "",
+        grammar_field=grammar_field,
+    )
+
+
+def _sampling(
+    fields: LlamaCompletionRequest, grammar: Grammar | None, served: Served
+) -> SamplingParams:
+    n_probs = num_alternatives("n_probs", fields.n_probs, served)
+    bounded("n_cmpl", fields.n_cmpl or 1, served.limits.n)
+    shared = {name: getattr(fields, name) for name in _SAME_NAME}
+    shared |= {name: getattr(fields, name) for name in _PENALTIES}
+    shared["repetition_penalty"] = fields.repeat_penalty
+    shared["seed"] = None if fields.seed == -1 else fields.seed
+    shared["n"] = fields.n_cmpl
+    own: dict[str, Any] = {
+        name: value for name in _OWN if (value := getattr(fields, name)) is not None
+    }
+    own["logit_bias"] = _logit_bias(fields, served)
+    own["logprobs"] = n_probs or None
+    own["grammar"] = grammar
+    own |= _max_tokens(fields, served)
+    length = "n_predict" if fields.max_tokens is None else "max_tokens"
+    renamed = {**_RENAMED, "max_tokens": length}
+    dry = _dry(fields)
+    own |= {name: value for name, value in dry.items() if name != "dry_multiplier"}
+    sampling = sampling_params(SamplingFields(**shared), served, own, renamed)
+    # switched off last: what has no effect has to be right all the same
+    off = dry | _look_back(fields) | _left_out(fields, served)
+    return replace(sampling, **off)
+
+
+def _max_tokens(fields: LlamaCompletionRequest, served: Served) -> dict[str, int | None]:
+    """`n_predict` or, as some clients say, `max_tokens`; -1 is no limit, and so is silence."""
+    asked = fields.n_predict if fields.max_tokens is None else fields.max_tokens
+    if None not in (fields.n_predict, fields.max_tokens) and fields.n_predict != fields.max_tokens:
+        raise RequestError(
+            f"n_predict is {fields.n_predict} and max_tokens is {fields.max_tokens}; send one",
+            param="max_tokens",
+        )
+    if asked is None and "max_tokens" in served.engine.default_sampling:
+        return {}
+    return {"max_tokens": None if asked in (None, -1) else asked}
+
+
+def _dry(fields: LlamaCompletionRequest) -> dict[str, Any]:
+    """How far DRY looks back: -1 for the whole context, 0 for not at all."""
+    own: dict[str, Any] = {}
+    if fields.dry_sequence_breakers is not None:
+        bounded("dry_sequence_breakers", len(fields.dry_sequence_breakers), 64, "entries")
+        own["dry_sequence_breakers"] = tuple(fields.dry_sequence_breakers)
+    if fields.dry_penalty_last_n == 0:
+        own["dry_multiplier"] = 0.0
+    elif fields.dry_penalty_last_n is not None:
+        # below -1 it is refused by its range
+        own["dry_range"] = 0 if fields.dry_penalty_last_n == -1 else fields.dry_penalty_last_n
+    return own
+
+
+def _look_back(fields: LlamaCompletionRequest) -> dict[str, float]:
+    """The penalties look back over everything; 0 switches them off, other lengths we do not do."""
+    look_back = fields.repeat_last_n
+    if look_back == 0:
+        return dict(_OFF["penalties"])
+    penalised = (fields.repeat_penalty or 1.0) != 1.0 or any(
+        getattr(fields, name) for name in _PENALTIES
+    )
+    if look_back not in (None, -1) and penalised:
+        raise RequestError(
+            f"repeat_last_n is {look_back}, which is not supported: penalties look back over the "
+            "whole context (-1) or are off (0)",
+            param="repeat_last_n",
+        )
+    return {}
+
+
+def _left_out(fields: LlamaCompletionRequest, served: Served) -> dict[str, float]:
+    """What switches off the samplers that `samplers` does not name. Raises RequestError."""
+    if fields.samplers is None:
+        return {}
+    bounded("samplers", len(fields.samplers), 32, "entries")
+    names = [_OTHER_NAMES.get(name, name) for name in fields.samplers]
+    unknown = [name for name in names if name not in SAMPLERS]
+    if unknown:
+        raise RequestError(
+            f"samplers holds {unknown[0][:64]!r}, known are {', '.join(SAMPLERS)}",
+            param="samplers",
+        )
+    temperature = fields.temperature
+    if temperature is None:
+        temperature = served.engine.default_sampling.get("temperature", 1.0)
+    # where the temperature stands matters only if it changes anything but the argmax
+    is_still = "temperature" not in names or temperature in (0.0, 1.0)
+    order = [name for name in names if not (is_still and name == "temperature")]
+    if order != sorted(set(order), key=SAMPLERS.index):
+        raise RequestError(
+            f"samplers is in the order {', '.join(names)}; it is fixed: {', '.join(SAMPLERS)}",
+            param="samplers",
+        )
+    off: dict[str, float] = {}
+    for sampler in SAMPLERS:
+        if sampler not in names:
+            off |= _OFF[sampler]
+    return off
+
+
+def _logit_bias(fields: LlamaCompletionRequest, served: Served) -> dict[int, float]:
+    """Pairs or an object, of ids or of texts whose tokens are meant; `false` bans."""
+    given = fields.logit_bias or []
+    pairs = list(given.items()) if isinstance(given, dict) else given
+    bounded("logit_bias", len(pairs), served.limits.logit_bias, "entries")
+    tokenizer = served.engine.tokenizer
+    by_id: dict[int, float] = {}
+    for key, value in pairs:
+        bias = _bias(key, value)
+        if isinstance(given, dict) and isinstance(key, str) and key.isascii() and key.isdigit():
+            key = int(key[:20])
+        if isinstance(key, str):
+            bounded("logit_bias", len(key), served.limits.stop_chars, "characters in one text")
+            ids = tokenizer.encode(key, False)
+        else:
+            ids = [key]
+        by_id |= dict.fromkeys(token_ids_of("logit_bias", ids, tokenizer.vocab_size), bias)
+    bounded("logit_bias", len(by_id), served.limits.logit_bias, "tokens")
+    return by_id
+
+
+def _bias(key: int | str, value: float | bool) -> float:
+    if value is True:
+        raise RequestError(
+            f"logit_bias of {str(key)[:64]!r} is true, it must be a number or false",
+            param="logit_bias",
+        )
+    if value is False:
+        return _BANNED
+    if not abs(value) <= -_BANNED:
+        raise RequestError(
+            f"logit_bias of {str(key)[:64]!r} is {value:g}, it must be between -100 and 100",
+            param="logit_bias",
+        )
+    return value
+
+
+def _grammar(fields: LlamaCompletionRequest) -> tuple[Grammar | None, str]:
+    """The grammar that the output must match, and the field that asked for it."""
+    if fields.grammar and fields.json_schema is not None:
+        raise RequestError("grammar and json_schema both constrain the output", param="grammar")
+    if fields.json_schema is not None:
+        return Grammar.of_json_schema(fields.json_schema), "json_schema"
+    if fields.grammar:
+        return Grammar.of_gbnf(fields.grammar), "grammar"
+    return None, ""
+
+
+def _prompts(
+    fields: LlamaCompletionRequest, served: Served
+) -> tuple[TextPrompt | TokenPrompt, ...]:
+    """One prompt, or several in a list without a bare number."""
+    prompt = fields.prompt
+    if not isinstance(prompt, list):
+        return (_text(prompt),)
+    if not prompt:
+        raise RequestError("prompt is an empty list", param="prompt")
+    if any(isinstance(part, int) for part in prompt):
+        return (_mixed(prompt, served),)
+    bounded("prompt", len(prompt), served.limits.prompts, "entries")
+    return tuple(
+        _mixed(item, served) if isinstance(item, list) else _text(item)
+        for item in prompt
+        if not isinstance(item, int)
+    )
+
+
+def _text(prompt: str | PromptObject) -> TextPrompt:
+    if isinstance(prompt, str):
+        return TextPrompt(prompt)
+    return TextPrompt(prompt.prompt_string)
+
+
+def _mixed(parts: list[Any], served: Served) -> TokenPrompt:
+    """Ids as they are, texts tokenised; a text at the start brings what begins a prompt."""
+    tokenizer = served.engine.tokenizer
+    ids: list[int] = []
+    for place, part in enumerate(parts):
+        if isinstance(part, str):
+            ids += tokenizer.encode(part, place == 0)
+        elif isinstance(part, int):
+            ids += token_ids_of("prompt", [part], tokenizer.vocab_size)
+        else:
+            raise RequestError("prompt mixes token ids with lists of them", param="prompt")
+    return TokenPrompt(tuple(ids))

@@ -1,0 +1,209 @@
+"""`/v1/embeddings`: texts or token ids in, a vector of length 1 for each out.
+
+The prompts are submitted together, so that they share steps; the answer waits for all of them.
+When the client goes away, what still runs is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import struct
+from collections.abc import Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickstep.errors import EngineError, RequestError
+from quickstep.server.generate.adapter import Answered, Served
+from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
+from quickstep.server.generate.ends import in_clients_words
+from quickstep.server.generate.engine_interface import TokenStream
+from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, prompts_ids
+from quickstep.server.generate.request_size import check_num_tokens
+from quickstep.server.generate.sampling import bounded, label, token_ids_of
+from quickstep.server.generate.tenancy import cache_salt_of, tenant_of_key
+from quickstep.server.http.body import ClientDisconnect, read_body, unless_disconnected
+from quickstep.server.http.errors import GenerationFailed, json_response
+from quickstep.server.http.middleware import report_ignored
+from quickstep.server.metrics import EmbeddingMeter, Metrics
+from quickstep.server.openai.embedding_types import (
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    EmbeddingUsage,
+)
+from quickstep.server.schema.field_reader import FieldReader
+from quickstep.types import FinishReason, Pooling, SamplingParams
+
+__all__ = ["Embeddings"]
+
+# Larger answers, in numbers, are written in a thread.
+_INLINE_NUMBERS = 16_384
+_SAMPLING = SamplingParams(max_tokens=1)  # of which nothing is drawn
+
+
+class Embeddings:
+    """The endpoint."""
+
+    def __init__(self, served: Served, metrics: Metrics) -> None:
+        self._served = served
+        self._metrics = metrics
+
+    async def answer(self, request: Request) -> Response:
+        """Answer one request. Raises RequestError, EngineError."""
+        try:
+            body = await read_body(request, self._served.limits.body_bytes)
+            reader = FieldReader(self._served.field_rules)
+            work = self._embed(body, reader, caller_of(request))
+            answer = await unless_disconnected(request.receive, work)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED)
+        report_ignored(request, reader.ignored)
+        if sum(len(item.embedding) for item in answer.data) <= _INLINE_NUMBERS:
+            return json_response(answer)
+        return await asyncio.to_thread(json_response, answer)
+
+    async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
+        """The JSON answer to a body that came some other way than HTTP: a line of a batch."""
+        reader = FieldReader(self._served.field_rules)
+        answer = await self._embed(body, reader, caller, added_priority)
+        return Answered(answer, reader.ignored)
+
+    async def _embed(
+        self, body: bytes, reader: FieldReader, caller: str, added_priority: int = 0
+    ) -> EmbeddingList:
+        served = self._served
+        fields, prompts = await served.lanes.parse(len(body), lambda: _parsed(body, reader, served))
+        priority = (fields.priority or 0) + added_priority
+        fields = msgspec.structs.replace(fields, priority=priority)
+        model = served.model(fields.model)
+        if fields.dimensions is not None and fields.dimensions < 1:
+            raise RequestError(
+                f"dimensions is {fields.dimensions}, it must be at least 1", param="dimensions"
+            )
+        engine = served.engine
+        try:
+            ids = await prompts_ids(engine, prompts, served.lanes, engine.max_model_len)
+        except RequestError as error:
+            raise in_clients_words(error, "", "input") from None
+        check_num_tokens(ids, _SAMPLING, engine.max_model_len, served.limits)
+        vectors = await self._vectors(ids, fields, caller)
+        as_text = fields.encoding_format == "base64"
+        data = [
+            Embedding("embedding", index, _base64(vector) if as_text else list(vector))
+            for index, vector in enumerate(vectors)
+        ]
+        num_tokens = sum(map(len, ids))
+        return EmbeddingList("list", data, model, EmbeddingUsage(num_tokens, num_tokens))
+
+    async def _vectors(
+        self, prompts: Sequence[Sequence[int]], fields: EmbeddingRequest, caller: str
+    ) -> list[Sequence[float]]:
+        engine, limits = self._served.engine, self._served.limits
+        pooling = engine.default_pooling if fields.pooling is None else Pooling(fields.pooling)
+        tenant = tenant_of_key(caller, label("user", fields.user, limits))
+        deadline_s = self._served.deadlines.of(_timeout(fields))
+        salt = label("cache_salt", fields.cache_salt, limits)
+        cache_salt = cache_salt_of(caller, salt, self._served.shares_prefix_cache)
+        meter = self._metrics.embedding_meter([len(prompt) for prompt in prompts])
+        streams: list[TokenStream] = []
+        try:
+            for prompt in prompts:
+                stream = engine.submit(
+                    prompt,
+                    _SAMPLING,
+                    priority=fields.priority or 0,
+                    tenant=tenant,
+                    cache_salt=cache_salt,
+                    deadline_s=deadline_s,
+                    pooling=pooling,
+                )
+                streams.append(stream)
+            vectors = await asyncio.gather(*(_vector(stream, meter) for stream in streams))
+            return [_shortened(vector, fields.dimensions) for vector in vectors]
+        except RequestError as error:
+            raise in_clients_words(error, "", "input") from None
+        finally:
+            for stream in streams:
+                await stream.aclose()
+            meter.close()
+
+
+def _parsed(
+    body: bytes, reader: FieldReader, served: Served
+) -> tuple[EmbeddingRequest, list[TextPrompt | TokenPrompt]]:
+    fields = reader.decode(body, EmbeddingRequest)
+    return fields, _prompts(fields, served)
+
+
+def _prompts(fields: EmbeddingRequest, served: Served) -> list[TextPrompt | TokenPrompt]:
+    given, special = fields.input, fields.add_special_tokens is not False
+    vocab_size = served.engine.tokenizer.vocab_size
+    if isinstance(given, str):
+        return [TextPrompt(given, special)]
+    if not given:
+        raise RequestError("input is an empty list", param="input")
+    ids = [item for item in given if isinstance(item, int)]
+    if len(ids) == len(given):
+        return [TokenPrompt(token_ids_of("input", ids, vocab_size))]
+    bounded("input", len(given), served.limits.prompts, "entries")
+    texts = [TextPrompt(item, special) for item in given if isinstance(item, str)]
+    lists = [
+        TokenPrompt(token_ids_of("input", item, vocab_size))
+        for item in given
+        if isinstance(item, list)
+    ]
+    if len(given) not in (len(texts), len(lists)):
+        raise RequestError("input mixes texts, token ids and lists of token ids", param="input")
+    return [*texts, *lists]
+
+
+def _timeout(fields: EmbeddingRequest) -> float | None:
+    if fields.timeout_s is not None and not fields.timeout_s > 0:
+        raise RequestError(
+            f"timeout_s is {fields.timeout_s}, it must be above 0", param="timeout_s"
+        )
+    return fields.timeout_s
+
+
+async def _vector(stream: TokenStream, meter: EmbeddingMeter) -> Sequence[float]:
+    await stream.accepted()
+    meter.accepted()
+    async for delta in stream:
+        meter.observe(delta)
+        if delta.embedding is not None:
+            return delta.embedding
+        if delta.finish_reason is not None and delta.finish_reason.is_failure:
+            raise GenerationFailed(delta.error or "the model failed on this request")
+        if delta.finish_reason is FinishReason.DEADLINE:
+            raise RequestError(
+                "the embedding was not there within timeout_s; allow it more time",
+                param="timeout_s",
+                status=408,
+            )
+    raise EngineError("the server is shutting down; send the request again")
+
+
+def _shortened(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:
+    """The first `dimensions`, of length 1 again."""
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    if dimensions > len(vector):
+        raise RequestError(
+            f"dimensions is {dimensions}, the model's embeddings have {len(vector)}",
+            param="dimensions",
+        )
+    head = vector[:dimensions]
+    length = math.sqrt(math.fsum(value * value for value in head)) or 1.0
+    return struct.unpack(f"<{dimensions}f", _floats([value / length for value in head]))
+
+
+def _base64(vector: Sequence[float]) -> str:
+    return base64.b64encode(_floats(vector)).decode()
+
+
+def _floats(vector: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(vector)}f", *vector)

@@ -1,0 +1,236 @@
+"""`/tokenize` and `/detokenize`: text to token ids and back, in vLLM's and in llama.cpp's words.
+
+The fields tell whose words they are: `prompt` or `messages` are vLLM's, `content` is llama.cpp's;
+a field of one side beside the other's is refused. The answer holds what either side reads. Long
+inputs are worked on in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickstep.errors import RequestError
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.prompts import ChatPrompt, rendered
+from quickstep.server.generate.sampling import bounded, token_ids_of
+from quickstep.server.http.body import read_body
+from quickstep.server.http.errors import json_response
+from quickstep.server.http.middleware import report_ignored
+from quickstep.server.http.route import ApiRoute
+from quickstep.server.openai.chat import Chat
+from quickstep.server.openai.request_types import ChatRequest
+from quickstep.server.openai.tokenize_request_types import (
+    ApplyTemplateRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from quickstep.server.openai.tokenize_response_types import (
+    Detokenized,
+    RenderedPrompt,
+    Tokenized,
+    TokenizerInfo,
+    TokenPiece,
+)
+from quickstep.server.schema.field_reader import FieldReader
+
+__all__ = ["Tokenizing"]
+
+# Shorter bodies are worked on in the event loop: a thread hop costs more.
+_INLINE_BYTES = 2048
+_Schema = TypeVar("_Schema", bound=msgspec.Struct)
+
+_SOURCES = ("prompt", "messages", "content")
+# which fields go with which source; `model` goes with all
+_FIELDS = {
+    "prompt": {"add_special_tokens", "return_token_strs", "mm_processor_kwargs"},
+    "messages": {
+        "add_special_tokens",
+        "return_token_strs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "chat_template_kwargs",
+        "mm_processor_kwargs",
+        "tools",
+    },
+    "content": {"add_special", "parse_special", "with_pieces"},
+}
+
+
+class Tokenizing:
+    """The endpoints, by name."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    def routes(self) -> list[ApiRoute]:
+        """All of them."""
+        return [
+            ApiRoute(
+                "POST",
+                "/tokenize",
+                self.tokenize,
+                "Token ids of a text or of a conversation.",
+                request=TokenizeRequest,
+                response=Tokenized,
+            ),
+            ApiRoute(
+                "POST",
+                "/detokenize",
+                self.detokenize,
+                "The text of token ids.",
+                request=DetokenizeRequest,
+                response=Detokenized,
+            ),
+            ApiRoute(
+                "GET",
+                "/tokenizer_info",
+                self.info,
+                "The vocabulary's special tokens and the chat template.",
+                response=TokenizerInfo,
+            ),
+            ApiRoute(
+                "POST",
+                "/apply-template",
+                self.apply_template,
+                "The prompt text of a conversation.",
+                request=ApplyTemplateRequest,
+                response=RenderedPrompt,
+            ),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or of a conversation."""
+        body = await read_body(request, self._served.limits.body_bytes)
+        return await self._off_the_loop(
+            len(body), lambda: json_response(self._tokenized(request, body))
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids, special tokens included."""
+        body = await read_body(request, self._served.limits.body_bytes)
+        return await self._off_the_loop(
+            len(body), lambda: json_response(self._detokenized(request, body))
+        )
+
+    async def info(self, _: Request) -> Response:
+        """The vocabulary's special tokens and the chat template."""
+        engine = self._served.engine
+        tokenizer, template = engine.tokenizer, engine.chat_template
+        named = tokenizer.special_tokens
+        return json_response(
+            TokenizerInfo(
+                vocab_size=tokenizer.vocab_size,
+                model_max_length=engine.max_model_len,
+                chat_template=None if template is None else template.source,
+                eos_token_ids=sorted(tokenizer.eos_token_ids),
+                bos_token=named.get("bos_token"),
+                eos_token=named.get("eos_token"),
+                pad_token=named.get("pad_token"),
+                unk_token=named.get("unk_token"),
+            )
+        )
+
+    async def apply_template(self, request: Request) -> Response:
+        """The prompt text of a conversation."""
+        body = await read_body(request, self._served.limits.body_bytes)
+
+        def answer() -> Response:
+            fields = self._read(request, body, ApplyTemplateRequest)
+            chat = ChatRequest(**msgspec.structs.asdict(fields))
+            return json_response(RenderedPrompt(prompt=self._rendered(request, chat)))
+
+        return await self._off_the_loop(len(body), answer)
+
+    async def _off_the_loop(self, size: int, work: Callable[[], Response]) -> Response:
+        return work() if size <= _INLINE_BYTES else await self._served.lanes.run(size, work)
+
+    def _read(self, request: Request, body: bytes, schema: type[_Schema]) -> _Schema:
+        reader = FieldReader(self._served.field_rules)
+        fields = reader.decode(body, schema)
+        report_ignored(request, reader.ignored)
+        return fields
+
+    def _detokenized(self, request: Request, body: bytes) -> Detokenized:
+        served = self._served
+        fields = self._read(request, body, DetokenizeRequest)
+        served.model(fields.model)
+        bounded("tokens", len(fields.tokens), served.limits.detokenized, "entries")
+        tokenizer = served.engine.tokenizer
+        ids = token_ids_of("tokens", fields.tokens, tokenizer.vocab_size)
+        text = tokenizer.decode(ids, False)
+        return Detokenized(prompt=text, content=text)
+
+    def _tokenized(self, request: Request, body: bytes) -> Tokenized:
+        fields = self._read(request, body, TokenizeRequest)
+        self._served.model(fields.model)
+        _check_source(fields)
+        ids = self._ids(request, fields)
+        tokenizer = self._served.engine.tokenizer
+        tokens: list[int | TokenPiece] = [*ids]
+        if fields.with_pieces:
+            tokens = [TokenPiece(each, _piece(tokenizer.token_bytes(each))) for each in ids]
+        strings = None
+        if fields.return_token_strs:
+            strings = [tokenizer.piece(token_id) or "" for token_id in ids]
+        return Tokenized(
+            tokens=tokens,
+            count=len(ids),
+            max_model_len=self._served.engine.max_model_len,
+            token_strs=strings,
+        )
+
+    def _ids(self, request: Request, fields: TokenizeRequest) -> list[int]:
+        """The ids; each source has its own default for special tokens."""
+        encode = self._served.engine.tokenizer.encode
+        if fields.content is not None:
+            return encode(fields.content, bool(fields.add_special))
+        if fields.prompt is not None:
+            return encode(fields.prompt, fields.add_special_tokens is not False)
+        chat = ChatRequest(
+            messages=fields.messages or [],
+            model=fields.model,
+            tools=fields.tools,
+            add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=fields.continue_final_message,
+            chat_template_kwargs=fields.chat_template_kwargs,
+        )
+        # the template has written the special tokens already
+        return encode(self._rendered(request, chat), bool(fields.add_special_tokens))
+
+    def _rendered(self, request: Request, chat: ChatRequest) -> str:
+        """The prompt text, exactly as the chat route would render it."""
+        parsed = Chat().parse(msgspec.json.encode(chat), self._served)
+        report_ignored(request, parsed.ignored)
+        (prompt,) = parsed.prompts
+        assert isinstance(prompt, ChatPrompt), "a chat has one prompt, of this kind"
+        return rendered(self._served.engine, prompt)
+
+
+def _check_source(fields: TokenizeRequest) -> None:
+    """One of the three sources, with its own fields. Raises RequestError."""
+    given = [name for name in _SOURCES if getattr(fields, name) is not None]
+    if len(given) != 1:
+        sent = " and ".join(given) or "none of them"
+        raise RequestError(
+            f"send one of prompt, messages and content; the body has {sent}",
+            param=given[1] if given else "prompt",
+        )
+    source = given[0]
+    for name in fields.__struct_fields__:
+        goes = name in _FIELDS[source] or name in ("model", source)
+        if not goes and getattr(fields, name) is not None:
+            raise RequestError(f"{name} does not go with {source}", param=name)
+
+
+def _piece(data: bytes) -> str | list[int]:
+    """Text, or the bytes of a token that is a part of a character."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)

@@ -1,0 +1,53 @@
+"""The JSON bodies of `/tokenize`, `/detokenize` and `/apply-template`, as msgspec types."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from quickstep.server.openai.request_types import Message
+from quickstep.server.schema.field_classes import refused
+
+__all__ = ["ApplyTemplateRequest", "DetokenizeRequest", "TokenizeRequest"]
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """The body of `/tokenize`: `prompt` or `messages` (vLLM), or `content` (llama.cpp)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    content: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Annotated[str | None, refused("the model's own template is used")] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: Annotated[dict[str, Any] | None, refused("the model reads text only")] = (
+        None
+    )
+    tools: list[dict[str, Any]] | None = None
+    add_special: bool | None = None
+    parse_special: Annotated[
+        bool | None, refused("special tokens are recognised in every text", passes=(True,))
+    ] = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """The body of `/detokenize`, the same for vLLM and llama.cpp."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """The body of llama.cpp's `/apply-template`."""
+
+    messages: list[Message]
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

@@ -1,0 +1,199 @@
+"""OpenAI's input items, as the messages that chat templates read.
+
+An assistant's turn is spread over several items (reasoning, message, calls): what stands together
+becomes one message. An item that a template has no place for is refused with its path.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quickstep.errors import RequestError
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.conversation import check_shows_calls, past_call
+from quickstep.server.responses.request_types import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    InputPart,
+    InputTextPart,
+    MessageItem,
+    OutputRefusalPart,
+    OutputTextPart,
+    ReasoningItem,
+)
+from quickstep.server.schema.field_reader import FieldReader
+
+__all__ = [
+    "InputItem",
+    "listed_items",
+    "read_items",
+    "sealed",
+    "template_messages",
+    "with_instructions",
+]
+
+InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+_KINDS: Mapping[object, type[InputItem]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionCallOutputItem,
+    "reasoning": ReasoningItem,
+}
+_ID_PREFIXES = {
+    "message": "msg_",
+    "function_call": "fc_",
+    "function_call_output": "fco_",
+    "reasoning": "rs_",
+}
+
+
+def read_items(
+    given: str | Sequence[dict[str, Any]] | None, reader: FieldReader
+) -> list[InputItem]:
+    """The items, typed. Raises RequestError with the path of a wrong one."""
+    if given is None:
+        raise RequestError("input is missing", param="input")
+    if isinstance(given, str):
+        return [MessageItem("user", given)]
+    if not given:
+        raise RequestError("input is an empty list", param="input")
+    return [_item(item, f"input[{place}]", reader) for place, item in enumerate(given)]
+
+
+def _item(item: dict[str, Any], path: str, reader: FieldReader) -> InputItem:
+    kind = item.get("type", "message")
+    schema = _KINDS.get(kind) if isinstance(kind, str) else None
+    if schema is None:
+        kinds = ", ".join(map(str, _KINDS))
+        raise RequestError(
+            f"{path}.type {str(kind)[:64]} is not supported; it takes {kinds}", param=f"{path}.type"
+        )
+    # clients send back what they were given, with a null for every field that they know of
+    given = {name: value for name, value in item.items() if value is not None}
+    return reader.convert(given, schema, path)
+
+
+def listed_items(items: Sequence[InputItem]) -> tuple[dict[str, Any], ...]:
+    """The items as `input_items` lists them: each with an id and a status."""
+    return tuple(_listed(item) for item in items)
+
+
+def _listed(item: InputItem) -> dict[str, Any]:
+    item_id = item.id or f"{_ID_PREFIXES[item.type]}{uuid.uuid4().hex}"
+    head = {"id": item_id, "type": item.type, "status": item.status or "completed"}
+    match item:
+        case MessageItem(role=role, content=content):
+            kind = "output_text" if role == "assistant" else "input_text"
+            parts: Any = [{"type": kind, "text": content}] if isinstance(content, str) else content
+            return {**head, "role": role, "content": parts}
+        case FunctionCallItem():
+            said = {"name": item.name, "arguments": item.arguments}
+            return {**head, "call_id": item.call_id, **said}
+        case FunctionCallOutputItem():
+            return {**head, "call_id": item.call_id, "output": item.output}
+        case ReasoningItem():
+            return {**head, "summary": item.summary or [], "content": item.content or []}
+
+
+def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[str, Any]]:
+    """The messages. Raises RequestError with the path of what is refused."""
+    turns = _Turns()
+    for place, item in enumerate(items):
+        path = f"input[{place}]"
+        match item:
+            case MessageItem(role="assistant"):
+                turns.assistant("content", _text(item.content, f"{path}.content"))
+            case MessageItem():
+                role = "user" if item.role == "user" else "system"
+                turns.add({"role": role, "content": _text(item.content, f"{path}.content")})
+            case ReasoningItem():
+                turns.assistant("reasoning_content", _reasoning(item, path))
+            case FunctionCallItem():
+                check_shows_calls(served, path)
+                turns.call(past_call(item.call_id, item.name, item.arguments))
+            case FunctionCallOutputItem():
+                content = _text(item.output, f"{path}.output")
+                turns.add({"role": "tool", "tool_call_id": item.call_id, "content": content})
+    return turns.messages
+
+
+def with_instructions(
+    instructions: str | None, messages: Sequence[Mapping[str, Any]]
+) -> tuple[Mapping[str, Any], ...]:
+    """Instructions go first; many templates take one system message only, so they join it."""
+    if not instructions:
+        return tuple(messages)
+    if messages and messages[0]["role"] == "system":
+        instructions = f"{instructions}\n\n{messages[0]['content']}"
+        messages = messages[1:]
+    return ({"role": "system", "content": instructions}, *messages)
+
+
+def sealed(text: str) -> str:
+    """Reasoning as `encrypted_content`: a form to hand back, not a secret."""
+    return base64.b64encode(text.encode()).decode()
+
+
+class _Turns:
+    """Messages, while items are added. The last one is the assistant's if `_assistant` is set."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._assistant: dict[str, Any] | None = None
+
+    def add(self, message: dict[str, Any]) -> None:
+        """A message of somebody else."""
+        self.messages.append(message)
+        self._assistant = None
+
+    def assistant(self, name: str, text: str) -> None:
+        """Content or reasoning; a turn has one of each, reasoning first, then calls."""
+        turn = self._assistant
+        ended_by = ("tool_calls", "reasoning_content")[: 1 + (name == "reasoning_content")]
+        if turn is None or turn["content"] is not None or any(other in turn for other in ended_by):
+            turn = self._begin()
+        turn[name] = text
+
+    def call(self, call: dict[str, Any]) -> None:
+        """A call."""
+        turn = self._assistant or self._begin()
+        turn.setdefault("tool_calls", []).append(call)
+        if turn["content"] is None and "reasoning_content" in turn:
+            turn["thinking"] = turn["reasoning_content"]  # gpt-oss's name of it, beside calls only
+
+    def _begin(self) -> dict[str, Any]:
+        self._assistant = {"role": "assistant", "content": None}
+        self.messages.append(self._assistant)
+        return self._assistant
+
+
+def _reasoning(item: ReasoningItem, path: str) -> str:
+    if item.content:
+        return "\n".join(part.text for part in item.content)
+    if item.encrypted_content is None:
+        return "\n".join(part.text for part in item.summary or ())
+    try:
+        return base64.b64decode(item.encrypted_content, validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        place = f"{path}.encrypted_content"
+        raise RequestError(f"{place} was not written by this server", param=place) from None
+
+
+def _text(content: str | Sequence[InputPart], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: InputPart, path: str) -> str:
+    match part:
+        case InputTextPart(text=text) | OutputTextPart(text=text):
+            return text
+        case OutputRefusalPart(refusal=refusal):
+            return refusal
+    kind = part.__struct_config__.tag
+    raise RequestError(f"{path} is of type {kind}, the model reads text only", param=path)

@@ -1,0 +1,254 @@
+"""The JSON body of OpenAI's Responses API, as msgspec types: the whole schema.
+
+Read by `responses` and `responses_input`, and by nothing else. The sampling fields beyond OpenAI's
+are those of chat. What the server does not do is declared as well, with its class
+(`field_classes`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from quickstep.server.openai.request_types import (
+    JsonObjectFormat,
+    ResponseFormat,
+    SamplingFields,
+    StreamOptions,
+    TextFormat,
+)
+from quickstep.server.schema.field_classes import hint, refused
+
+__all__ = [
+    "FunctionCallItem",
+    "FunctionCallOutputItem",
+    "FunctionToolSpec",
+    "InputItemsQuery",
+    "InputPart",
+    "MessageItem",
+    "ReasoningItem",
+    "ResponsesRequest",
+    "ResponsesStreamOptions",
+    "SchemaFormat",
+    "TextConfig",
+]
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputTextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="input_text"):
+    """A piece of a message to the model."""
+
+    text: str
+    prompt_cache_breakpoint: Annotated[
+        dict[str, Any] | None, hint("prefixes are cached without marks")
+    ] = None
+
+
+class OutputTextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="output_text"):
+    """A piece of a message of the model's; notes about it come back as they were given."""
+
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class OutputRefusalPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="refusal"):
+    """A refusal of the model's; the template sees its text."""
+
+    refusal: str
+
+
+class InputImagePart(msgspec.Struct, frozen=True, tag="input_image"):
+    """An image: known, so that it is refused in words."""
+
+
+class InputFilePart(msgspec.Struct, frozen=True, tag="input_file"):
+    """A file: known, so that it is refused in words."""
+
+
+class InputAudioPart(msgspec.Struct, frozen=True, tag="input_audio"):
+    """A sound: known, so that it is refused in words."""
+
+
+InputPart = (
+    InputTextPart
+    | OutputTextPart
+    | OutputRefusalPart
+    | InputImagePart
+    | InputFilePart
+    | InputAudioPart
+)
+
+
+class MessageItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A message of anybody's; `type` may be left out. Id and status say nothing to the model."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputPart]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: Status | None = None
+    phase: Annotated[str | None, hint("the model writes in no phases")] = None
+
+
+class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """An earlier call of the model's."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+    caller: Annotated[Any, refused("only the model calls", passes=({"type": "direct"},))] = None
+    namespace: Annotated[Any, refused("functions have no namespaces")] = None
+
+
+class FunctionCallOutputItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """What the function gave back."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputPart]
+    id: str | None = None
+    status: Status | None = None
+    caller: Annotated[Any, refused("only the model calls", passes=({"type": "direct"},))] = None
+    name: str | None = None
+    namespace: Annotated[Any, refused("functions have no namespaces")] = None
+
+
+class SummaryPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="summary_text"):
+    """A piece of a summary of the reasoning."""
+
+    text: str
+
+
+class ReasoningPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="reasoning_text"):
+    """A piece of the reasoning."""
+
+    text: str
+
+
+class ReasoningItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Earlier reasoning: its content, else what `encrypted_content` holds, else its summary."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[SummaryPart] | None = None
+    content: list[ReasoningPart] | None = None
+    encrypted_content: str | None = None
+    status: Status | None = None
+
+
+class FunctionToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    allowed_callers: Annotated[
+        list[str] | None, refused("only the model calls", passes=(["direct"],))
+    ] = None
+    defer_loading: Annotated[bool | None, hint("every tool is shown", passes=(False,))] = None
+    output_schema: Annotated[
+        dict[str, Any] | None, hint("what a function gives back is not checked")
+    ] = None
+
+
+class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
+    """Output that fits a JSON schema. It is enforced whatever `strict` says."""
+
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The form of the answer."""
+
+    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None,
+        hint("the model has no verbosity setting", passes=("medium",), conditional=True),
+    ] = None
+
+
+class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """How to reason: what asks for nothing passes."""
+
+    effort: Annotated[str | None, hint("the model has no such level", conditional=True)] = None
+    summary: Annotated[str | None, hint("the reasoning is given as it is")] = None
+    generate_summary: Annotated[str | None, hint("the reasoning is given as it is")] = None
+    context: Annotated[str | None, hint("the reasoning is given as it is", passes=("auto",))] = None
+    mode: Annotated[str | None, hint("the model has one mode", passes=("standard",))] = None
+
+
+class ResponsesStreamOptions(StreamOptions, forbid_unknown_fields=True, frozen=True):
+    """`stream_options`: the last event has the usage in any case."""
+
+    include_usage: Annotated[bool | None, hint("the last event has the usage", passes=(False,))] = (
+        None
+    )
+    continuous_usage_stats: Annotated[
+        bool | None, hint("the last event has the usage", passes=(False,))
+    ] = None
+
+
+class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """The body of `/v1/responses`."""
+
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    prompt_cache_key: Annotated[str | None, hint("one engine has every prefix in its reach")] = None
+    safety_identifier: str | None = None
+    store: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    top_logprobs: int | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    access_programs: Annotated[Any, refused("there are no access programs")] = None
+    max_tokens: Annotated[int | None, refused("send max_output_tokens")] = None
+    n: Annotated[int | None, refused("a response is one answer", passes=(1,))] = None
+    response_format: Annotated[ResponseFormat | None, refused("send text.format")] = None
+    background: Annotated[Any, refused("a response ends with its request", passes=(False,))] = None
+    background_options: Annotated[Any, refused("a response ends with its request")] = None
+    context_management: Annotated[Any, hint("the input is taken as it is", passes=([],))] = None
+    conversation: Annotated[Any, refused("send previous_response_id")] = None
+    image: Annotated[Any, refused("the model reads text only")] = None
+    moderation: Annotated[Any, refused("there is no moderation model")] = None
+    prompt: Annotated[Any, refused("there are no stored prompts")] = None
+    prompt_cache_options: Annotated[
+        dict[str, Any] | None, hint("prefixes are cached without a lifetime")
+    ] = None
+    prompt_cache_retention: Annotated[
+        str | None, hint("prefixes are cached in memory only", passes=("in_memory",))
+    ] = None
+    service_tier: Annotated[
+        str | None, hint("there is one service tier", passes=("auto", "default"))
+    ] = None
+    truncation: Annotated[
+        str | None, hint("nothing of the input is left out", passes=("disabled",))
+    ] = None
+
+
+class InputItemsQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The query of `GET /v1/responses/{id}/input_items`; what `include` adds is there already."""
+
+    after: str | None = None
+    include: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 20  # OpenAI's
+    order: Literal["asc", "desc"] = "desc"

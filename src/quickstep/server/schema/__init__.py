@@ -1,0 +1,1 @@
+"""What is known of each request field, and the documents made of it."""

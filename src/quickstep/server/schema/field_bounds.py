@@ -1,0 +1,278 @@
+"""What the checks demand of a field beyond its type, in the keywords of JSON Schema.
+
+The numbers are those that the checks read (`sampling_params.RANGES`, the operator's
+`RequestLimits`, the size of the vocabulary); which field they belong to stands here, and the
+tests try every bound from both sides. `openapi` writes them into the schemas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any
+
+import msgspec
+
+from quickstep.dataclass import dataclass
+from quickstep.sampling_params import PRESETS, RANGES
+from quickstep.server.anthropic import request_types as anthropic_schema
+from quickstep.server.batches.request_types import BatchRequest
+from quickstep.server.generate.tools import FUNCTION_NAME
+from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
+from quickstep.server.openai import request_types as schemas
+from quickstep.server.openai.embedding_types import EmbeddingRequest
+from quickstep.server.openai.tokenize_request_types import (
+    ApplyTemplateRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from quickstep.server.options import FieldRules, RequestLimits
+from quickstep.server.responses import request_types as responses_schema
+from quickstep.server.responses.endpoint import INCLUDES, INCLUDES_NOTHING
+
+__all__ = ["Keywords", "SchemaFacts", "bounds_of"]
+
+Keywords = Mapping[str, Any]
+
+_LOGIT_BIAS = 100.0
+_ABOVE_0_TO_1 = {"exclusiveMinimum": 0, "maximum": 1}
+_NAMED_FUNCTION = {"name": {"pattern": f"^(?:{FUNCTION_NAME.pattern})$"}}
+_METADATA_KEY_CHARS = 64
+_METADATA_VALUE_CHARS = 512
+
+
+_LLAMA_SAME_RANGE = (
+    *("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "xtc_probability", "xtc_threshold"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaFacts:
+    """What the document says of one server. `vocab_size` None leaves token ids open."""
+
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    vocab_size: int | None = None
+    model_names: tuple[str, ...] = ()
+    field_rules: FieldRules = field(default_factory=FieldRules)
+
+
+def bounds_of(schema: type[msgspec.Struct], facts: SchemaFacts) -> dict[str, Keywords]:
+    """The keywords of every bounded field of `schema`, inherited ones included."""
+    known = _bounds(facts)
+    found: dict[str, Keywords] = {}
+    for parent in reversed(schema.__mro__):
+        found |= known.get(parent, {})
+    return found
+
+
+def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
+    return {
+        **_of_openai(facts),
+        **_of_responses(facts.limits),
+        **_of_messages(facts.limits),
+        **_of_llama_cpp(facts.limits),
+        **_of_others(facts),
+    }
+
+
+def _label(limits: RequestLimits) -> Keywords:
+    return {"maxLength": limits.label_chars}
+
+
+def _metadata(limits: RequestLimits) -> Keywords:
+    return {
+        "maxProperties": limits.metadata,
+        "propertyNames": {"maxLength": _METADATA_KEY_CHARS},
+        "additionalProperties": {"type": "string", "maxLength": _METADATA_VALUE_CHARS},
+    }
+
+
+def _of_openai(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
+    limits = facts.limits
+    return {
+        schemas.SamplingFields: _of_sampling(facts),
+        schemas.ChoiceFields: {
+            "prompt_logprobs": _num_logprobs(limits),
+            "logprob_token_ids": {
+                "maxItems": limits.logprob_token_ids,
+                "items": _token_id(facts),
+            },
+            "truncate_prompt_tokens": {"minimum": -1},
+        },
+        schemas.CompletionRequest: {
+            "prompt": {"anyOf": _prompts(facts)},
+            "logprobs": _num_logprobs(limits),
+            "best_of": {**_range("n"), "maximum": limits.n},
+        },
+        schemas.ChatRequest: {
+            "messages": {"minItems": 1},
+            "max_completion_tokens": _range("max_tokens"),
+            "top_logprobs": _num_logprobs(limits),
+            "metadata": _metadata(limits),
+            "safety_identifier": _label(limits),
+            "prompt_cache_key": _label(limits),
+            "tools": {"maxItems": limits.tools},
+            "tool_choice": {"anyOf": _TOOL_CHOICES},
+        },
+        schemas.FunctionSpec: _NAMED_FUNCTION,
+    }
+
+
+def _of_responses(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+    return {
+        responses_schema.ResponsesRequest: {
+            "max_output_tokens": {**_range("max_tokens"), "minimum": 1},
+            "max_tool_calls": {"minimum": 1},
+            "top_logprobs": _num_logprobs(limits),
+            "metadata": _metadata(limits),
+            "safety_identifier": _label(limits),
+            "prompt_cache_key": _label(limits),
+            "tools": {"maxItems": limits.tools},
+            "input": {"minItems": 1},
+            "include": {"items": {"enum": [*INCLUDES, *INCLUDES_NOTHING]}},
+        },
+        responses_schema.FunctionToolSpec: _NAMED_FUNCTION,
+    }
+
+
+def _of_messages(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+    return {
+        anthropic_schema.CountTokensRequest: {
+            "messages": {"minItems": 1},
+            "tools": {"maxItems": limits.tools},
+        },
+        anthropic_schema.MessagesRequest: {
+            "max_tokens": {**_range("max_tokens"), "minimum": 1},
+            "temperature": {"minimum": 0, "maximum": 1},
+            "top_k": _range("top_k"),
+            "top_p": _ABOVE_0_TO_1,
+            "stop_sequences": _list_of_texts(limits.stop, limits.stop_chars),
+        },
+        anthropic_schema.RequestMetadata: {"user_id": _label(limits)},
+        anthropic_schema.CustomToolSpec: _NAMED_FUNCTION,
+    }
+
+
+def _of_llama_cpp(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+    length = {**_range("max_tokens"), "minimum": -1}
+    return {
+        LlamaCompletionRequest: {
+            **{name: _range(name) for name in _LLAMA_SAME_RANGE},
+            "top_p": _ABOVE_0_TO_1,
+            "typical_p": _ABOVE_0_TO_1,
+            "repeat_penalty": _range("repetition_penalty"),
+            "n_predict": length,
+            "max_tokens": length,
+            "dry_penalty_last_n": {**_range("dry_range"), "minimum": -1},
+            "seed": _range("seed"),
+            "prompt": {"minItems": 1},
+            "stop": _texts(limits.stop, limits.stop_chars),
+            "n_probs": _num_logprobs(limits),
+            "n_cmpl": {**_range("n"), "maximum": limits.n},
+        },
+    }
+
+
+def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
+    limits = facts.limits
+    return {
+        EmbeddingRequest: {
+            "input": {"anyOf": _prompts(facts)},
+            "dimensions": {"minimum": 1},
+            "timeout_s": {"exclusiveMinimum": 0},
+            "user": _label(limits),
+            "cache_salt": _label(limits),
+        },
+        BatchRequest: {"metadata": _metadata(limits)},
+        ApplyTemplateRequest: {"messages": {"minItems": 1}},
+        TokenizeRequest: {"messages": {"minItems": 1}},
+        DetokenizeRequest: {"tokens": {"maxItems": limits.detokenized, "items": _token_id(facts)}},
+    }
+
+
+def _num_logprobs(limits: RequestLimits) -> Keywords:
+    if limits.logprobs == -1:
+        return {**_range("logprobs"), "minimum": -1}
+    return {**_range("logprobs"), "maximum": limits.logprobs}
+
+
+def _token_id(facts: SchemaFacts) -> Keywords:
+    lowest = {"type": "integer", "minimum": 0}
+    return lowest if facts.vocab_size is None else {**lowest, "maximum": facts.vocab_size - 1}
+
+
+def _prompts(facts: SchemaFacts) -> list[Keywords]:
+    """A text, one prompt's token ids, or a list of either."""
+    token_ids = {"type": "array", "items": _token_id(facts), "minItems": 1}
+    several = {"type": "array", "minItems": 1, "maxItems": facts.limits.prompts}
+    return [
+        {"type": "string"},
+        {**several, "items": {"type": "string"}},
+        token_ids,
+        {**several, "items": token_ids},
+    ]
+
+
+def _texts(most: int, longest: int) -> Keywords:
+    """A text or a list of them."""
+    return {"minLength": 1, "maxLength": longest, **_list_of_texts(most, longest)}
+
+
+def _list_of_texts(most: int, longest: int) -> Keywords:
+    text = {"type": "string", "minLength": 1, "maxLength": longest}
+    return {"maxItems": most, "items": text}
+
+
+def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
+    limits = facts.limits
+    shared = schemas.SamplingFields.__struct_fields__
+    token_ids = {"maxItems": limits.stop_token_ids, "items": _token_id(facts)}
+    return {
+        **{name: _range(name) for name in RANGES if name in shared},
+        "n": {**_range("n"), "maximum": limits.n},
+        "top_p": _ABOVE_0_TO_1,
+        "typical_p": _ABOVE_0_TO_1,
+        "preset": {"enum": list(PRESETS)},
+        "timeout_s": {"exclusiveMinimum": 0},
+        "logit_bias": {
+            "maxProperties": limits.logit_bias,
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {
+                "type": "number",
+                "minimum": -_LOGIT_BIAS,
+                "maximum": _LOGIT_BIAS,
+            },
+        },
+        "allowed_token_ids": token_ids,
+        "stop_token_ids": token_ids,
+        "stop": _texts(limits.stop, limits.stop_chars),
+        "bad_words": _list_of_texts(limits.bad_words, limits.bad_word_chars),
+        "dry_sequence_breakers": _list_of_texts(limits.dry_breakers, limits.dry_breaker_chars),
+        "user": _label(limits),
+        "cache_salt": _label(limits),
+    }
+
+
+_TOOL_CHOICES = [
+    {"enum": ["auto", "none", "required"]},
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "properties": {"name": {"type": "string"}},
+                "required": ["name"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["type", "function"],
+        "additionalProperties": False,
+    },
+]
+
+
+def _range(name: str) -> Keywords:
+    low, high = RANGES[name]
+    return {"minimum": low} if high is None else {"minimum": low, "maximum": high}

@@ -1,0 +1,292 @@
+"""`/openapi.json`: OpenAPI 3.1 of every route, written from the route table and the schemas.
+
+    ApiRoute (path, method, types) ------------+
+    msgspec types -> msgspec's JSON schemas ---+-> openapi_document -> /docs, docs/reference
+    field_bounds, field_reference -------------+
+
+Nothing is told of a route by hand: what a field does or why it has no effect comes from
+`field_reference`, its limits from `field_bounds`, the rest from its type. `x-class` of a field is
+`honoured`, `hint`, `note` or `refused`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType, UnionType
+from typing import Any, get_args, get_origin
+
+import msgspec
+
+from quickstep import __version__
+from quickstep.server.http.error_shapes import OVERLOADED, anthropic_shape
+from quickstep.server.http.route import ApiRoute
+from quickstep.server.openai.request_types import SamplingFields
+from quickstep.server.schema.error_types import ErrorAnswer, MessagesError
+from quickstep.server.schema.field_bounds import Keywords, SchemaFacts, bounds_of
+from quickstep.server.schema.field_classes import Hint, Refusal
+from quickstep.server.schema.field_parts import TOOL_TYPES, parts_of
+from quickstep.server.schema.field_reference import REFUSED_FORMS, reference_of
+from quickstep.server.schema.field_rows import Honoured, Note, Row
+from quickstep.server.schema.types import component_names, reachable_structs
+from quickstep.types import SamplingParams
+
+__all__ = ["openapi_document"]
+
+_REF = "#/components/schemas/{name}"
+_PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
+_STATUSES: Mapping[int, str] = {
+    400: "The request is wrong; the error names the field.",
+    401: "The API key is missing or wrong.",
+    403: "The request comes from a web page of an origin that is not allowed.",
+    404: "There is no such route, model or other resource.",
+    405: "The route has other methods.",
+    408: "The body came too slowly, or an embedding took longer than timeout_s.",
+    413: "The body is too large.",
+    414: "The URL is too long.",
+    415: "The body is not said to be JSON.",
+    431: "The headers are too large.",
+    429: "Too many requests wait; retry after the header's seconds.",
+    500: "The server failed on this request.",
+    503: "The engine takes no requests now, or too much waits to be read.",
+}
+# Which keywords of JSON Schema concern values of which type.
+_KEYWORDS: Mapping[str, frozenset[str]] = {
+    "string": frozenset({"minLength", "maxLength", "pattern", "enum", "examples"}),
+    "array": frozenset({"minItems", "maxItems", "items"}),
+    "object": frozenset({"maxProperties", "propertyNames", "additionalProperties"}),
+    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+}
+
+# What holds where neither the request nor the checkpoint's generation_config.json says anything;
+# each surface has a max_tokens of its own.
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        field.name: field.default
+        for field in dataclasses.fields(SamplingParams)
+        if isinstance(field.default, (int, float, tuple)) and field.name != "max_tokens"
+    }
+)
+
+
+def openapi_document(routes: Sequence[ApiRoute], facts: SchemaFacts) -> dict[str, Any]:
+    """The whole document, as plain JSON values."""
+    types = {
+        struct
+        for route in routes
+        for declared in (
+            *(route.request, *route.requests),
+            *(route.response, _error(route), *route.events),
+        )
+        if declared is not None
+        for struct in reachable_structs(declared)
+    }
+    names = component_names(types)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Quickstep",
+            "version": __version__,
+            "description": "Every field is honoured, reported in the answer's header "
+            "x-quickstep-ignored, or refused with its name; null is not given.",
+        },
+        "security": [{}, {"key": []}],
+        "paths": _paths(routes, names, facts),
+        "components": {
+            "schemas": _schemas(names, facts),
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _paths(
+    routes: Sequence[ApiRoute], names: Mapping[type, str], facts: SchemaFacts
+) -> dict[str, Any]:
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        for path in (route.path, *route.aliases):
+            item = paths.setdefault(_PATH_PARAMETER.sub(r"{\1}", path), {})
+            item[route.method.lower()] = _operation(route, path, names, facts)
+    return paths
+
+
+def _operation(
+    route: ApiRoute, path: str, names: Mapping[type, str], facts: SchemaFacts
+) -> dict[str, Any]:
+    words = re.findall(r"\w+", _PATH_PARAMETER.sub(r"\1", path))
+    operation: dict[str, Any] = {
+        "operationId": "_".join([route.method.lower(), *words]),
+        "summary": route.summary,
+        "parameters": [*_path_parameters(path), *_query_parameters(route, facts)],
+        "responses": _responses(route, names),
+    }
+    if route.is_probe:
+        operation["security"] = []
+    if route.request is not None:
+        operation["requestBody"] = _request_body(route, _ref(names[route.request]))
+    elif route.requests:
+        forms = [_ref(names[schema]) for schema in route.requests]
+        operation["requestBody"] = _request_body(route, {"anyOf": forms})
+    return operation
+
+
+def _request_body(route: ApiRoute, schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"required": True, "content": {route.request_type: {"schema": schema}}}
+
+
+def _path_parameters(path: str) -> Iterator[dict[str, Any]]:
+    for match in _PATH_PARAMETER.finditer(path):
+        schema = {"type": "string", "minLength": 1}
+        yield {"name": match.group(1), "in": "path", "required": True, "schema": schema}
+
+
+def _query_parameters(route: ApiRoute, facts: SchemaFacts) -> Iterator[dict[str, Any]]:
+    if route.query is None:
+        return
+    (_,), components = msgspec.json.schema_components([route.query], ref_template=_REF)
+    schema = components[route.query.__name__]
+    _refine(schema, route.query, facts)
+    for name, field in schema["properties"].items():
+        description = field.pop("description", "")
+        required = name in schema.get("required", ())
+        yield {
+            "name": name,
+            "in": "query",
+            "required": required,
+            "schema": field,
+            "description": description,
+        }
+
+
+def _responses(route: ApiRoute, names: Mapping[type, str]) -> dict[str, Any]:
+    answer: dict[str, Any] = {}
+    if route.response is not None:
+        answer["application/json"] = {"schema": _typed(route.response, names)}
+    if route.streams:
+        events = [_ref(names[event]) for event in (*route.events, _error(route))]
+        told = {"anyOf": events} if route.events else {"type": "object"}
+        # 3.1 has no word for the schema of one event's data; 3.2's is not widely read yet
+        answer["text/event-stream"] = {"x-events": told}
+    if not answer:
+        answer[route.content_type] = {"schema": {"type": "string"}}
+    error = {"application/json": {"schema": _ref(names[_error(route)])}}
+    responses: dict[str, Any] = {"200": {"description": route.summary, "content": answer}}
+    for status, description in _STATUSES.items():
+        shown = OVERLOADED if status == 503 and _error(route) is MessagesError else status
+        responses[str(shown)] = {"description": description, "content": error}
+    if route.is_probe and route.response is not None:
+        both = {"anyOf": [_typed(route.response, names), _ref(names[_error(route)])]}
+        responses["503"]["content"] = {"application/json": {"schema": both}}
+    return responses
+
+
+def _typed(declared: Any, names: Mapping[type, str]) -> dict[str, Any]:
+    """A struct's schema by its name, a list of them, any object, or one of these."""
+    if get_origin(declared) is UnionType:
+        return {"anyOf": [_typed(member, names) for member in get_args(declared)]}
+    if get_origin(declared) is list:
+        return {"type": "array", "items": _typed(get_args(declared)[0], names)}
+    if get_origin(declared) is dict:
+        return {"type": "object"}
+    return _ref(names[declared])
+
+
+def _error(route: ApiRoute) -> type[msgspec.Struct]:
+    return MessagesError if route.error_shape is anthropic_shape else ErrorAnswer
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": _REF.format(name=name)}
+
+
+def _schemas(names: Mapping[type, str], facts: SchemaFacts) -> dict[str, Any]:
+    _, components = msgspec.json.schema_components(list(names), ref_template=_REF)
+    for struct, name in names.items():
+        why = REFUSED_FORMS.get(struct)
+        if why is None:
+            _unfold(components[name], struct, names)
+            _refine(components[name], struct, facts)
+        else:  # nothing fits
+            tag = {"title": name, "description": f"Refused: {why}.", "x-refused": why}
+            components[name] = {**tag, "not": {}}
+    return components
+
+
+def _unfold(
+    schema: dict[str, Any], struct: type[msgspec.Struct], names: Mapping[type, str]
+) -> None:
+    """The entries of lists that the type leaves open."""
+    for name, parts in parts_of(struct).items():
+        forms = [_ref(names[part]) for part in parts]
+        forms += [_other_tool(TOOL_TYPES[part]) for part in parts if part in TOOL_TYPES]
+        entries = {"items": {"anyOf": forms}}
+        schema["properties"][name] = _bounded(schema["properties"][name], entries)
+
+
+def _other_tool(known: str) -> dict[str, Any]:
+    """A tool that the client does not run: it is left out of the prompt and reported."""
+    kind = {"type": "string", "not": {"const": known}}
+    return {"type": "object", "properties": {"type": kind}, "required": ["type"]}
+
+
+def _refine(schema: dict[str, Any], struct: type[msgspec.Struct], facts: SchemaFacts) -> None:
+    """Add to a struct's schema what its types cannot say."""
+    properties = schema.get("properties", {})
+    if schema.get("additionalProperties") is False and not facts.field_rules.refuse_unknown:
+        schema["additionalProperties"] = True  # unknown fields are dropped and reported
+    for name, keywords in bounds_of(struct, facts).items():
+        properties[name] = _bounded(properties[name], keywords)
+    for name, row in reference_of(struct).items():
+        if isinstance(row, Refusal):
+            values = [None, *row.passes]
+            properties[name] = {
+                "enum": values,
+                "description": f"Refused: {row.why}.",
+                "x-refused": row.why,
+            }
+            if name not in schema.get("required", ()):
+                properties[name]["default"] = None
+        else:
+            properties[name]["description"] = _description(row)
+        properties[name]["x-class"] = _class(row)
+    if issubclass(struct, SamplingFields):
+        for name in properties.keys() & _DEFAULTS.keys():
+            properties[name]["x-default"] = _DEFAULTS[name]
+
+
+def _description(row: Honoured | Note | Hint) -> str:
+    match row:
+        case Note(why=why):
+            return f"A note without effect: {why}."
+        case Hint(why=why):
+            return f"A hint without effect: {why}."
+        case Honoured(effect=effect, otherwise=None):
+            return effect
+        case Honoured(effect=effect):
+            return f"A hint: {effect[:1].lower()}{effect[1:]} Reported where it has no effect."
+
+
+def _class(row: Row) -> str:
+    match row:
+        case Note():
+            return "note"
+        case Hint():
+            return "hint"
+        case Refusal():
+            return "refused"
+        case Honoured(otherwise=otherwise):
+            return "honoured" if otherwise is None else "hint"
+
+
+def _bounded(schema: dict[str, Any], keywords: Keywords) -> dict[str, Any]:
+    """`schema` with the keywords in the branches that they concern."""
+    branches = schema.get("anyOf")
+    if "anyOf" in keywords:
+        null = [branch for branch in branches or () if branch == {"type": "null"}]
+        return {**schema, "anyOf": [*keywords["anyOf"], *null]}
+    if branches is not None:
+        return {**schema, "anyOf": [_bounded(branch, keywords) for branch in branches]}
+    kind = "integer" if schema.get("type") == "number" else schema.get("type", "")
+    concerned = _KEYWORDS.get(kind, frozenset())
+    return schema | {key: value for key, value in keywords.items() if key in concerned}

@@ -1,0 +1,1 @@
+"""The exactness checker: same request, same bits."""

@@ -1,0 +1,304 @@
+"""The exactness checker: same request, same bits, whatever stands beside it.
+
+Each random request runs alone first (one slot, whole prompt at once, cold cache); then in random
+groups under scenarios that chunk, hit prefixes, starve the pool, abort neighbours, pause, overlap
+steps, at each thread count. Token ids, logprob bits and the finish reason have to be equal. One
+comparison is one sequence of one run held against its run alone; an aborted neighbour is held
+against the beginning of its run alone.
+
+Called by `quickstep verify` and by tests. Everything is a function of the model and the seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from quickstep.config import PolicyName, SchedulerConfig
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.sequence import sequence_seed
+from quickstep.dataclass import dataclass
+from quickstep.errors import EngineError
+from quickstep.model.interface import Model
+from quickstep.ops.torch_import import has_torch
+from quickstep.runtime.constraints.grammar import NewMatcher
+from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.types import Request
+from quickstep.verify.report import VerifyOptions, VerifyReport
+from quickstep.verify.requests import (
+    LONG_OUTPUTS,
+    MAX_OUTPUTS,
+    MAX_PROMPT_LEN,
+    Vocabulary,
+    draw_requests,
+)
+from quickstep.verify.run import Event, Signal, Trace, run_requests
+
+__all__ = [
+    "SCENARIOS",
+    "LoadForThreads",
+    "Progress",
+    "Scenario",
+    "VerifyOptions",
+    "VerifyReport",
+    "verify",
+]
+
+_MAX_NUM_SEQS = 24
+# Some prompts end so near to it that the context limit ends the sequence.
+_MAX_MODEL_LEN = MAX_PROMPT_LEN + MAX_OUTPUTS - 24
+
+Progress = Callable[[str, int, int], None]
+
+# The model to verify, computing on that many CPU threads.
+LoadForThreads = Callable[[int], Model]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """How a group of requests is run."""
+
+    name: str
+    is_chunked: bool = False
+    prefix_caching: bool = False
+    is_starved: bool = False
+    has_aborts: bool = False
+    has_pauses: bool = False
+    pipeline_depth: int = 1
+    policy: PolicyName = PolicyName.MIXED
+
+
+SCENARIOS = (
+    Scenario("batched"),
+    Scenario("chunked", is_chunked=True),
+    Scenario("prefix hits", prefix_caching=True),
+    Scenario("prefill first", prefix_caching=True, policy=PolicyName.PREFILL_FIRST),
+    Scenario("preempted", is_starved=True),
+    Scenario("aborts", prefix_caching=True, has_aborts=True),
+    Scenario("paused", prefix_caching=True, has_pauses=True, pipeline_depth=2),
+    Scenario("overlapped", prefix_caching=True, pipeline_depth=2),
+    Scenario(
+        "all together",
+        is_chunked=True,
+        prefix_caching=True,
+        is_starved=True,
+        has_aborts=True,
+        has_pauses=True,
+        pipeline_depth=2,
+    ),
+)
+_ALONE = Scenario("alone again")
+
+
+def verify(
+    load: LoadForThreads,
+    options: VerifyOptions,
+    eos_token_ids: frozenset[int] = frozenset(),
+    progress: Progress | None = None,
+    new_matcher: NewMatcher | None = None,
+) -> VerifyReport:
+    """Draw, run and compare. Sets torch's thread count, and puts it back.
+
+    `load` is called once per thread count, since native kernels keep theirs for life; the model of
+    one count is dropped before the next is loaded. Without `new_matcher` no request has a grammar.
+
+    Raises:
+        EngineError: A request fails even alone, a block leaked, or the scheduler is stuck.
+    """
+    threads_before = _set_torch_threads(options.threads[0])
+    try:
+        return _Verifier(load, options, eos_token_ids, progress or _no_progress, new_matcher).run()
+    finally:
+        _set_torch_threads(threads_before)
+
+
+def _set_torch_threads(num_threads: int) -> int:
+    """Set torch's thread count, where torch is installed; gives the one before."""
+    if not has_torch():
+        return num_threads
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    return before
+
+
+def _no_progress(what: str, done: int, total: int) -> None:
+    """Show nothing."""
+
+
+class _Verifier:
+    def __init__(
+        self,
+        load: LoadForThreads,
+        options: VerifyOptions,
+        eos_token_ids: frozenset[int],
+        progress: Progress,
+        new_matcher: NewMatcher | None,
+    ) -> None:
+        self._load = load
+        self._new_matcher = new_matcher
+        self._threads = options.threads[0]
+        self._model = model = load(self._threads)
+        self._options = options
+        self._progress = progress
+        self._max_model_len = min(_MAX_MODEL_LEN, model.max_model_len)
+        self._blocks_per_sequence = -(-self._max_model_len // options.block_size)
+        self._num_blocks = (_MAX_NUM_SEQS + 1) * self._blocks_per_sequence
+        self._kv = allocate_kv(
+            model.kv_shape.stored_as(options.kv_dtype),
+            self._num_blocks,
+            options.block_size,
+            model.device,
+        )
+        self._requests = draw_requests(
+            options.num_requests,
+            options.seed,
+            Vocabulary(model.vocab_size, eos_token_ids, new_matcher is not None),
+            options.block_size,
+            self._max_model_len,
+        )
+        self._alone: dict[tuple[str, int], Trace] = {}
+        self._report = VerifyReport(options)
+
+    def run(self) -> VerifyReport:
+        total = len(self._requests) * (1 + len(self._options.threads) * self._options.rounds)
+        for done, request in enumerate(self._requests):
+            self._progress("alone", done, total)
+            self._alone.update(self._run_alone(request))
+        done = len(self._requests)
+        for threads in self._options.threads:
+            if threads != self._threads:
+                self._use(threads)
+                self._compare_alone(threads)
+            for scenario, group in self._groups(threads):
+                self._progress(f"{scenario.name}, threads {threads}", done, total)
+                self._compare_group(scenario, group, threads)
+                done += 0 if scenario.is_starved else len(group)
+        self._progress("done", total, total)
+        return self._report
+
+    def _use(self, threads: int) -> None:
+        """Go on with the model on another thread count."""
+        _set_torch_threads(threads)
+        del self._model
+        self._model = self._load(threads)
+        self._threads = threads
+
+    def _run_alone(self, request: Request) -> dict[tuple[str, int], Trace]:
+        """Each sequence by itself: one slot, the whole prompt at once, nothing cached."""
+        config = SchedulerConfig(
+            max_num_seqs=1,
+            max_num_batched_tokens=self._max_model_len,
+            max_model_len=self._max_model_len,
+        )
+        traces: dict[tuple[str, int], Trace] = {}
+        for index in range(request.sampling.n):
+            seed = sequence_seed(request.seed, index)
+            scores = request.sampling.prompt_logprobs if index == 0 else None
+            sampling = replace(request.sampling, n=1, prompt_logprobs=scores)
+            one = replace(request, sampling=sampling, seed=seed)
+            pool = self._pool(self._num_blocks, prefix_caching=False)
+            event = Event(0, one.request_id, one)
+            ran, _ = run_requests(self._model, self._kv, config, pool, [event], self._new_matcher)
+            trace = ran[request.request_id, 0]
+            if trace.finish_reason is not None and trace.finish_reason.is_failure:
+                raise EngineError(f"{request.request_id} fails even alone: {trace.error}")
+            traces[request.request_id, index] = trace
+        return traces
+
+    def _compare_alone(self, threads: int) -> None:
+        """A part of the runs alone again, at another thread count."""
+        for request in self._requests[::16]:
+            self._compare(_ALONE, threads, self._run_alone(request))
+
+    def _groups(self, threads: int) -> Iterator[tuple[Scenario, list[Request]]]:
+        """Every request once per round, in groups of random size, scenarios in turn.
+
+        Starved groups are drawn beside that.
+        """
+        draws = random.Random(f"groups {self._options.seed} {threads}")
+        num_groups = 0
+        # small enough that every scenario gets its turn
+        num_drawn = self._options.rounds * len(self._requests)
+        largest = min(40, max(6, num_drawn // len(SCENARIOS)))
+        for _ in range(self._options.rounds):
+            order = draws.sample(self._requests, len(self._requests))
+            while order:
+                scenario = SCENARIOS[num_groups % len(SCENARIOS)]
+                num_groups += 1
+                size = draws.randint(6, largest)
+                if scenario.is_starved:
+                    yield scenario, self._growing_group(draws)
+                else:
+                    yield scenario, order[:size]
+                    del order[:size]
+
+    def _growing_group(self, draws: random.Random) -> list[Request]:
+        """Half of it sequences that grow by blocks: only those get preempted once admitted."""
+        long = [request for request in self._requests if _max_tokens(request) >= LONG_OUTPUTS]
+        group = draws.sample(long, min(8, len(long)))
+        short = [request for request in self._requests if _max_tokens(request) < LONG_OUTPUTS]
+        return group + draws.sample(short, min(8, len(short)))
+
+    def _compare_group(self, scenario: Scenario, group: list[Request], threads: int) -> None:
+        draws = random.Random(f"{scenario.name} {threads} {group[0].request_id}")
+        config = SchedulerConfig(
+            max_num_seqs=draws.randint(6 if scenario.is_starved else 3, _MAX_NUM_SEQS),
+            max_num_batched_tokens=draws.choice((5, 16, 17, 33)) if scenario.is_chunked else 512,
+            max_model_len=self._max_model_len,
+            pipeline_depth=scenario.pipeline_depth,
+            policy=scenario.policy,
+        )
+        num_blocks = self._num_blocks
+        if scenario.is_starved:
+            num_blocks = self._blocks_per_sequence + draws.randint(1, 4)
+        pool = self._pool(num_blocks, scenario.prefix_caching)
+        span = 4 if scenario.is_starved else 2 * len(group)
+        events = _events(group, span, scenario, draws)
+        traces, counts = run_requests(
+            self._model, self._kv, config, pool, events, self._new_matcher
+        )
+        self._compare(scenario, threads, traces)
+        self._report.of(scenario.name).runs.add(counts)
+
+    def _pool(self, num_blocks: int, prefix_caching: bool) -> KVBlockPool:
+        return KVBlockPool(num_blocks, self._options.block_size, prefix_caching)
+
+    def _compare(
+        self, scenario: Scenario, threads: int, traces: dict[tuple[str, int], Trace]
+    ) -> None:
+        for (request_id, index), got in traces.items():
+            expected = self._alone[request_id.removesuffix(_NEIGHBOUR), index]
+            self._report.compare(scenario.name, threads, f"{request_id}#{index}", expected, got)
+
+
+_NEIGHBOUR = "/neighbour"
+
+
+def _max_tokens(request: Request) -> int:
+    return request.sampling.max_tokens or MAX_OUTPUTS
+
+
+def _events(
+    group: list[Request], span: int, scenario: Scenario, draws: random.Random
+) -> list[Event]:
+    """Arrivals over `span` steps; with aborts, a third get a twin that is aborted on its way, with
+    pauses a third are held for a while.
+    """
+    events = []
+    for request in group:
+        at = draws.randrange(span)
+        events.append(Event(at, request.request_id, request))
+        if scenario.has_pauses and draws.random() < 1 / 3:
+            paused_at = at + draws.randint(1, 12)
+            events.append(Event(paused_at, request.request_id, Signal.PAUSE))
+            resumed_at = paused_at + draws.randint(1, 30)
+            events.append(Event(resumed_at, request.request_id, Signal.RESUME))
+        if scenario.has_aborts and draws.random() < 1 / 3:
+            twin = replace(request, request_id=request.request_id + _NEIGHBOUR)
+            twin_at = max(0, at + draws.randint(-3, 3))
+            events.append(Event(twin_at, twin.request_id, twin))
+            events.append(Event(twin_at + draws.randint(1, 30), twin.request_id, Signal.ABORT))
+    return events

@@ -1,0 +1,179 @@
+"""What the exactness checker was asked, and what it found. Called by `verify.checker`.
+
+A comparison holds one sequence of one run against its run alone: token ids, the bits of their
+logprobs, and why it ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, field
+from typing import TypeVar
+
+from quickstep.dataclass import dataclass
+from quickstep.errors import ConfigError
+from quickstep.types import FinishReason
+from quickstep.verify.run import RunCounts, Trace
+
+__all__ = ["Mismatch", "ScenarioCounts", "VerifyOptions", "VerifyReport"]
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """What to draw and run.
+
+    Attributes:
+        rounds: Groups that each request takes part in, per thread count.
+        threads: CPU thread counts; the runs alone use the first of them.
+        kv_dtype: `CacheConfig.kv_dtype`.
+    """
+
+    num_requests: int = 200
+    seed: int = 0
+    threads: tuple[int, ...] = (1, 2)
+    rounds: int = 1
+    block_size: int = 16
+    kv_dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "rounds"):
+            if getattr(self, name) < 1:
+                flag = name.replace("num_", "")
+                raise ConfigError(f"--{flag} is {getattr(self, name)}, it must be at least 1")
+        if not self.threads or min(self.threads) < 1:
+            raise ConfigError(f"--threads is {self.threads}, it must name counts of at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The first difference found. Logprobs as hexadecimal bits; None where one run has ended."""
+
+    scenario: str
+    threads: int
+    sequence_id: str
+    position: int
+    expected_token: int | None
+    got_token: int | None
+    expected_logprobs: str | None
+    got_logprobs: str | None
+    detail: str
+
+
+@dataclass(slots=True)
+class ScenarioCounts:
+    """Comparisons of one scenario, and what its runs went through."""
+
+    comparisons: int = 0
+    mismatches: int = 0
+    runs: RunCounts = field(default_factory=RunCounts)
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What was compared and what differed."""
+
+    options: VerifyOptions
+    scenarios: dict[str, ScenarioCounts] = field(default_factory=dict)
+    first_mismatch: Mismatch | None = None
+
+    @property
+    def comparisons(self) -> int:
+        """Sequences held against their run alone."""
+        return sum(counts.comparisons for counts in self.scenarios.values())
+
+    @property
+    def mismatches(self) -> int:
+        """Comparisons in which a token, a logprob bit or the end differed."""
+        return sum(counts.mismatches for counts in self.scenarios.values())
+
+    def of(self, scenario: str) -> ScenarioCounts:
+        """The counts of a scenario, to add to."""
+        return self.scenarios.setdefault(scenario, ScenarioCounts())
+
+    def compare(
+        self, scenario: str, threads: int, sequence_id: str, expected: Trace, got: Trace
+    ) -> None:
+        """Hold one sequence against its run alone, and count."""
+        counts = self.of(scenario)
+        counts.comparisons += 1
+        prompt_position = _first_prompt_difference(expected, got)
+        if prompt_position is not None:
+            counts.mismatches += 1
+            self.first_mismatch = self.first_mismatch or Mismatch(
+                scenario=scenario,
+                threads=threads,
+                sequence_id=sequence_id,
+                position=prompt_position,
+                expected_token=None,
+                got_token=None,
+                expected_logprobs=_hex(_at(expected.prompt_bits, prompt_position)),
+                got_logprobs=_hex(_at(got.prompt_bits, prompt_position)),
+                detail="a score of the prompt or its embedding; the position is the prompt's",
+            )
+            return
+        position = _first_difference(expected, got)
+        if position is None:
+            return
+        counts.mismatches += 1
+        if self.first_mismatch is None:
+            self.first_mismatch = Mismatch(
+                scenario=scenario,
+                threads=threads,
+                sequence_id=sequence_id,
+                position=position,
+                expected_token=_at(expected.token_ids, position),
+                got_token=_at(got.token_ids, position),
+                expected_logprobs=_hex(_at(expected.logprob_bits, position)),
+                got_logprobs=_hex(_at(got.logprob_bits, position)),
+                detail=f"ended with {_end(expected)} alone, {_end(got)} here",
+            )
+
+    def to_json(self) -> dict[str, object]:
+        """Plain data."""
+        return {
+            "comparisons": self.comparisons,
+            "mismatches": self.mismatches,
+            **asdict(self.options),
+            "scenarios": {name: asdict(counts) for name, counts in self.scenarios.items()},
+            "first_mismatch": asdict(self.first_mismatch) if self.first_mismatch else None,
+        }
+
+
+def _first_prompt_difference(expected: Trace, got: Trace) -> int | None:
+    """The first of the prompt's values that differ; an aborted run may have fewer."""
+    wanted, have = expected.prompt_bits, got.prompt_bits
+    for position, (one, other) in enumerate(zip(wanted, have, strict=False)):
+        if one != other:
+            return position
+    is_whole = len(wanted) == len(have) or got.finish_reason is FinishReason.ABORTED
+    return None if is_whole else min(len(wanted), len(have))
+
+
+def _first_difference(expected: Trace, got: Trace) -> int | None:
+    """The first output position where the runs differ; the length if only their ends do."""
+    wanted, have = expected.token_ids, got.token_ids
+    if got.finish_reason is FinishReason.ABORTED:
+        wanted = wanted[: len(have)]
+    shorter = min(len(wanted), len(have))
+    for position in range(shorter):
+        if wanted[position] != have[position]:
+            return position
+        if expected.logprob_bits[position] != got.logprob_bits[position]:
+            return position
+    same_end = got.finish_reason in (expected.finish_reason, FinishReason.ABORTED)
+    return None if len(wanted) == len(have) and same_end else shorter
+
+
+def _at(values: Sequence[Item], position: int) -> Item | None:
+    return values[position] if position < len(values) else None
+
+
+def _hex(bits: bytes | None) -> str | None:
+    return None if bits is None else bits.hex()
+
+
+def _end(trace: Trace) -> str:
+    reason = trace.finish_reason.value if trace.finish_reason else "no end"
+    return f"{reason} ({trace.error})" if trace.error else reason
