@@ -57,7 +57,7 @@ from quickstep.core.scheduler import Scheduler
 
 # In the order of their imports.
 _MODULES = (
-    "prefix",
+    "block_hashes",
     "block_pool",
     "cost_model",
     "sequence",
