@@ -6,6 +6,7 @@ The bodies are made from the types alone; `EXAMPLES` holds what a type cannot te
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -27,13 +28,17 @@ from quickstep.server.responses_schema import (
     ResponsesStreamOptions,
 )
 from quickstep.server.route_list import api_routes
-from quickstep.server.schema_types import branches, field_types
+from quickstep.server.schema_types import branches
+from quickstep.server.schema_types import field_types as uncached_field_types
 from quickstep.server.schemas_files import BatchRequest, ExpiresAfter
 from quickstep.server.schemas_tokens import TokenizeRequest
 from quickstep.server.surface import Served, output_formats
 
 Struct = type[msgspec.Struct]
 Keys = tuple[str | int, ...]
+
+# Asked thousands of times while tests are collected.
+field_types = functools.cache(uncached_field_types)
 
 # What a small body has beside its required fields, or in place of a plain value.
 EXAMPLES: dict[Struct, dict[str, Any]] = {
