@@ -75,7 +75,13 @@ def imported_by(code: str, *names: str) -> list[str]:
 
 
 def test_the_server_listens_without_the_apis_that_no_client_has_called() -> None:
-    modules = ("anthropic.endpoint", "app", "batches.endpoint", "batches.files", "openai.embeddings")
+    modules = (
+        "anthropic.endpoint",
+        "app",
+        "batches.endpoint",
+        "batches.files",
+        "openai.embeddings",
+    )
     modules += ("llama_cpp.completion", "openai.tokenize", "responses.endpoint", "route_list")
     names = [f"quickstep.server.{name}" for name in (*modules, "schema.openapi")]
     assert imported_by(SERVER, *names, "quickstep.engine.text.gguf_tokenizer") == []

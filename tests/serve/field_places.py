@@ -6,6 +6,7 @@ The bodies are made from the types alone; `EXAMPLES` holds what a type cannot te
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
@@ -30,10 +31,14 @@ from quickstep.server.route_list import api_routes
 from quickstep.server.schema.field_classes import Refusal
 from quickstep.server.schema.field_parts import parts_of
 from quickstep.server.schema.field_reference import REFUSED_FORMS, reference_of
-from quickstep.server.schema.types import branches, field_types
+from quickstep.server.schema.types import branches
+from quickstep.server.schema.types import field_types as uncached_field_types
 
 Struct = type[msgspec.Struct]
 Keys = tuple[str | int, ...]
+
+# Asked thousands of times while tests are collected.
+field_types = functools.cache(uncached_field_types)
 
 # What a small body has beside its required fields, or in place of a plain value.
 EXAMPLES: dict[Struct, dict[str, Any]] = {

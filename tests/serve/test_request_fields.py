@@ -5,6 +5,7 @@ bounds in `field_bounds`; the first tests demand that none of them lacks a field
 """
 
 import asyncio
+import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args, get_origin
@@ -379,12 +380,13 @@ def item_of(place: Place) -> Callable[[int], Any]:
     """The entries, where the field may be a list; no two have the same name."""
     lists = [branch for branch in branches(place.declared) if get_origin(branch) is list]
     parts = parts_of(place.struct).get(place.name)
-    kind = parts[0] if parts else get_args(lists[0])[0] if lists else None
+    smallest = minimal(parts[0] if parts else get_args(lists[0])[0] if lists else None)
 
     def item(index: int) -> Any:
-        value = minimal(kind)
-        if place.name == "tools":
-            value.get("function", value)["name"] = f"f{index}"
+        if place.name != "tools":
+            return smallest  # the same object: a list may take a million
+        value = copy.deepcopy(smallest)
+        value.get("function", value)["name"] = f"f{index}"
         return value
 
     return item
