@@ -270,7 +270,8 @@ def _dry(admission: Admission, in_tokens: TokenForms, vocab_size: int) -> DryPen
     sampling = admission.sampling
     if sampling.dry_multiplier == 0.0:
         return None
-    return DryPenalty(sampling, in_tokens.dry_breakers, admission.token_ids, vocab_size)
+    breakers, flags = in_tokens.dry_breakers, in_tokens.dry_breaker_flags
+    return DryPenalty(sampling, breakers, admission.token_ids, vocab_size, flags)
 
 
 def _bad_words(admission: Admission, in_tokens: TokenForms, vocab_size: int) -> BadWords | None:
