@@ -128,6 +128,8 @@ class TokenForms:
     Attributes:
         bad_words: The token sequences that may not be completed.
         dry_breakers: The token sequences that end a repetition.
+        dry_breaker_flags: A byte for each token, 1 if it ends a repetition by itself; empty for no
+            more than `dry_breakers`. A text of one letter may be in most tokens.
         reasoning: The tags that `thinking_budget` counts between and a grammar follows; None where
             neither is the case.
         max_tokens: Output tokens that there is room for: `max_tokens`, or less by the context.
@@ -135,6 +137,7 @@ class TokenForms:
 
     bad_words: tuple[tuple[int, ...], ...] = ()
     dry_breakers: tuple[tuple[int, ...], ...] = ()
+    dry_breaker_flags: bytes = b""
     reasoning: ReasoningTokens | None = None
     max_tokens: int | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from quickstep.engine.assembly import open_engine
 from quickstep.engine.outputs import collect
 from quickstep.engine.text.token_forms import TokenFormFinder
 from quickstep.engine.text.tokenizer import Tokenizer
+from quickstep.engine.token_texts import TokenTexts
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
 from quickstep.runtime.constraints.reasoning import Place, ReasoningTracker
@@ -45,10 +47,46 @@ def test_a_bad_word_is_banned_with_and_without_a_space():
 
 
 def test_breakers_are_all_tokens_that_hold_one_and_long_ones_in_a_row():
-    found = forms(dry_multiplier=1.0, dry_sequence_breakers=["\n", "zqx zqx"]).dry_breakers
-    single = {ids[0] for ids in found if len(ids) == 1}
+    found = forms(dry_multiplier=1.0, dry_sequence_breakers=["\n", "zqx zqx"])
+    single = {i for i, is_breaker in enumerate(found.dry_breaker_flags) if is_breaker}
     assert single == {i for i in range(4096) if b"\n" in TOKENIZER.token_bytes(i)}
-    assert ids_of("zqx zqx") in found
+    assert ids_of("zqx zqx") in found.dry_breakers
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"dry_multiplier": 1.0, "dry_sequence_breakers": ["e", "a"]},
+        {"thinking_budget": 3},
+        {"grammar": Grammar.of_json_object(), "reasoning_tags": ("<think>", "</think>")},
+    ],
+)
+def test_the_vocabulary_is_looked_through_once_and_in_a_thread(params, monkeypatch):
+    threads = []
+    for name in ("__init__", "holding", "within"):
+        method = getattr(TokenTexts, name)
+
+        def noted(self, *args, method=method):
+            threads.append(threading.current_thread())
+            return method(self, *args)
+
+        monkeypatch.setattr(TokenTexts, name, noted)
+    finder = TokenFormFinder(TOKENIZER, 4096, 512, REASONING_FORMATS["think"])
+    sampling = SamplingParams(**params)
+    assert not finder.knows(sampling)
+    asyncio.run(finder.prepare(sampling))
+    assert finder.knows(sampling)
+    num_looks = len(threads)
+    assert num_looks >= 2 and threading.current_thread() not in threads
+    assert finder.find(sampling, (1,)).in_tokens is not None
+    assert len(threads) == num_looks
+
+
+def test_a_breaker_that_most_tokens_hold_costs_an_admission_no_more_than_a_rare_one():
+    found = forms(dry_multiplier=1.0, dry_sequence_breakers=["e", "t", "a", " "])
+    assert sum(found.dry_breaker_flags) > 1000
+    assert len(found.dry_breaker_flags) == 4096
+    assert len(found.dry_breakers) <= 8
 
 
 def test_requests_without_texts_stay_as_they_are():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from scheduler_world import PROMPT, CountingPool, Setup, World, ask, finish, policy_of
@@ -11,9 +12,10 @@ from shadow_executor import Trouble
 from quickstep.config import PolicyName
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.scheduler import Scheduler
-from quickstep.core.sequence import sequence_seed
+from quickstep.core.sequence import Sequence, sequence_seed
+from quickstep.core.setup_cost import setup_us
 from quickstep.errors import EngineError
-from quickstep.types import FinishReason, Phase, StepResult
+from quickstep.types import FinishReason, Grammar, Phase, StepResult
 
 # -- phases, chunks, prefix hits ------------------------------------------------------------------
 
@@ -340,3 +342,39 @@ def test_predictions_follow_the_measured_steps() -> None:
         outcome = world.scheduler.commit(plan, replace(result, seconds=3.0), world.now)
         world.in_flight.clear()
     assert outcome.record.predicted_s == pytest.approx(3.0, rel=0.05)
+
+
+# -- what admissions cost beside tokens -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"grammar": Grammar.of_json_object()},
+        {"dry_multiplier": 0.8},
+        {"repetition_penalty": 1.2},
+    ],
+    ids=["grammar", "dry", "repetition penalty"],
+)
+def test_expensive_set_ups_are_spread_over_steps(
+    sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = ask(n=10)
+    request = replace(plain, sampling=replace(plain.sampling, ignore_eos=False, **sampling))
+    price_us = setup_us(Sequence(request, 0, 0, 0.0, 1.0))
+    assert price_us > 5 * setup_us(Sequence(plain, 0, 0, 0.0, 1.0))
+    monkeypatch.setattr("quickstep.core.scheduler.MAX_SETUP_US", 2.5 * price_us)
+    world = World(Setup(num_blocks=200, max_num_seqs=16, max_num_batched_tokens=400))
+    world.add(request)
+    world.drain()
+    counts = [len(plan.admitted) for plan in world.plans if plan.admitted]
+    assert counts == [3, 3, 3, 1]
+
+
+def test_a_set_up_above_the_limit_is_alone_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quickstep.core.scheduler.MAX_SETUP_US", 1e-3)
+    world = World(Setup(num_blocks=200, max_num_seqs=16, max_num_batched_tokens=400))
+    world.add(ask("a", n=3))
+    world.add(ask("b"))
+    finish(world)
+    assert [len(plan.admitted) for plan in world.plans if plan.admitted] == [1, 1, 1, 1]

@@ -24,6 +24,7 @@ from quickstep.core.cost_model import CostModel
 from quickstep.core.intake import Limits
 from quickstep.core.policies import Policy, StepView
 from quickstep.core.sequence import Sequence, SequenceState
+from quickstep.core.setup_cost import MAX_SETUP_US, setup_us
 from quickstep.core.step import (
     FlightRow,
     InFlightStep,
@@ -181,7 +182,7 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, draft: StepDraft, budget: int, now: float) -> None:
-        while budget > 0:
+        while budget > 0 and draft.setup_us < MAX_SETUP_US:
             sequence = self._waiting.head
             # A preempted one waits for its tokens in flight: admission needs all of them.
             if sequence is None or sequence.num_pending:
@@ -196,6 +197,7 @@ class Scheduler:
                 self._totals.prefix_query_tokens += sequence.prompt_len
                 self._totals.prefix_hit_tokens += residency.planned
             draft.admitted.append(sequence.admission())
+            draft.setup_us += setup_us(sequence)
             num_tokens = min(residency.prefill_end - residency.planned, budget)
             self._place(draft, sequence, num_tokens, tuple(residency.blocks))
             budget -= num_tokens

@@ -55,9 +55,12 @@ class InFlightStep:
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step under construction; `room` is how many tokens it may still take."""
+    """A step under construction; `room` is how many tokens it may still take, `setup_us` what
+    setting up the admitted sequences costs.
+    """
 
     room: int
+    setup_us: float = 0.0
     decode: list[FlightRow] = field(default_factory=list)
     prefill: list[FlightRow] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)

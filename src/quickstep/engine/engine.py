@@ -234,12 +234,17 @@ class Engine:
         text = self.chat_template.render(messages, tools, add_generation_prompt, extra)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def is_prepared(self, sampling: SamplingParams) -> bool:
+        """Whether nothing that takes long is left for `submit`."""
+        return sampling.grammar is None and self._token_forms.knows(sampling)
+
     async def prepare(self, sampling: SamplingParams) -> CompiledGrammar | None:
         """Compile what `submit` will need of it, in a thread; hold it until then.
 
         Raises:
             RequestError: As `submit`.
         """
+        await self._token_forms.prepare(sampling)
         return await prepare_grammar(sampling.grammar, self._model.grammars)
 
     def submit(

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from quickstep.errors import EngineError, RequestError
 from quickstep.runtime.constraints.grammar import NewMatcher
+from quickstep.runtime.kept_states import KeptStates
 from quickstep.runtime.pooling import Pool
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import Admission, StepRow
@@ -35,7 +36,11 @@ class Slot:
     """
 
     def __init__(
-        self, admission: Admission, vocab_size: int, new_matcher: NewMatcher | None = None
+        self,
+        admission: Admission,
+        vocab_size: int,
+        new_matcher: NewMatcher | None = None,
+        kept_state: SamplingState | None = None,
     ) -> None:
         self.sequence_id = admission.sequence_id
         self.token_ids = admission.token_ids
@@ -44,11 +49,8 @@ class Slot:
         self.last_token: int | None = None
         self.failure = ""
         self.is_refused = False
-        self.state: SamplingState | None = None
-        token_ids = admission.token_ids
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            self.failure = f"the prompt has token ids outside the model's {vocab_size}"
-        else:
+        self.state = kept_state
+        if kept_state is None:
             self._open_state(admission, vocab_size, new_matcher)
         self._block_ids = np.zeros(8, dtype=np.int32)
         self.block_table_address: int = self._block_ids.ctypes.data
@@ -58,6 +60,10 @@ class Slot:
         self, admission: Admission, vocab_size: int, new_matcher: NewMatcher | None
     ) -> None:
         """Whatever is raised here is this sequence's end, and no other's."""
+        token_ids = admission.token_ids
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            self.failure = f"the prompt has token ids outside the model's {vocab_size}"
+            return
         try:
             self.state = SamplingState(admission, vocab_size, new_matcher)
         except RequestError as error:
@@ -105,6 +111,7 @@ class SlotTable:
         self._vocab_size = vocab_size
         self._new_matcher = new_matcher
         self._slots: list[Slot | None] = [None] * num_slots
+        self._kept = KeptStates(num_slots)
 
     def __getitem__(self, index: int) -> Slot:
         slot = self._slots[self._checked(index)]
@@ -129,9 +136,17 @@ class SlotTable:
                     f"{admission.sequence_id} needs it free"
                 )
         for index in released:
-            self._slots[index] = None
+            self._release(index)
         for admission in admitted:
-            self._slots[admission.slot] = Slot(admission, self._vocab_size, self._new_matcher)
+            kept_state = self._kept.take(admission)
+            slot = Slot(admission, self._vocab_size, self._new_matcher, kept_state)
+            self._slots[admission.slot] = slot
+
+    def _release(self, index: int) -> None:
+        slot = self._slots[index]
+        self._slots[index] = None
+        if slot is not None and slot.state is not None and not slot.failure:
+            self._kept.put(slot.sequence_id, slot.state)
 
     def fail(self, rows: Iterable[StepRow], reason: str) -> None:
         """These rows did not run: their sequences cannot go on."""

@@ -130,7 +130,7 @@ class EngineService:
         match message:
             case Open():
                 self._start(self._open(message), self._tasks)
-            case Submit() if message.sampling.grammar is None:
+            case Submit() if self._is_prepared(message):
                 self._submit(message)
             case Submit(number=number):
                 self._preparing.add(number)
@@ -212,8 +212,13 @@ class EngineService:
             self._start(self._pump(number, stream), self._pumps)
         self._stats_due.set()
 
+    def _is_prepared(self, message: Submit) -> bool:
+        return self._engine is None or self._engine.is_prepared(message.sampling)
+
     async def _prepare(self, message: Submit) -> None:
-        """Compile a request's grammar in a thread, then submit it unless it was aborted."""
+        """Do in a thread what takes long, such as to compile a grammar; then submit the request,
+        unless it was aborted.
+        """
         number = message.number
         try:
             held = await self._require_engine().prepare(message.sampling)

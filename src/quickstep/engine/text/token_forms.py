@@ -8,7 +8,8 @@ is found for DRY's breakers and for tags is kept, since it takes a look at the w
 
 from __future__ import annotations
 
-import re
+import asyncio
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -16,7 +17,10 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from quickstep.engine.text.tokenizer import Tokenizer
+from quickstep.engine.token_texts import Ids, TokenTexts
 from quickstep.engine.tool_calls.formats import ReasoningFormat
 from quickstep.errors import RequestError
 from quickstep.sampling_params import ReasoningTokens, TokenForms
@@ -47,8 +51,9 @@ class TokenFormFinder:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._reasoning = reasoning
-        self._breakers: OrderedDict[str, tuple[Spelling, ...]] = OrderedDict()
+        self._breakers: OrderedDict[str, Ids] = OrderedDict()
         self._tags: OrderedDict[tuple[str, str], ReasoningTokens] = OrderedDict()
+        self._lock = threading.Lock()  # of both
 
     @classmethod
     def of_model(cls, model: LoadedModel) -> TokenFormFinder:
@@ -56,6 +61,20 @@ class TokenFormFinder:
         template = model.chat_template
         reasoning = None if template is None else template.formats.reasoning
         return cls(model.tokenizer, model.vocab_size, model.max_model_len, reasoning)
+
+    def knows(self, sampling: SamplingParams) -> bool:
+        """Whether `find` need not look at the whole vocabulary."""
+        tags = self._tags_of(sampling)
+        breakers = sampling.dry_sequence_breakers if sampling.dry_multiplier else ()
+        with self._lock:
+            return (tags is None or tags in self._tags) and all(
+                text in self._breakers for text in breakers
+            )
+
+    async def prepare(self, sampling: SamplingParams) -> None:
+        """Look at it in a thread. Raises RequestError as `find`."""
+        if not self.knows(sampling):
+            await asyncio.to_thread(self.find, sampling, ())
 
     def find(self, sampling: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
         """The parameters with `in_tokens` set if anything asks for it.
@@ -75,6 +94,7 @@ class TokenFormFinder:
         found = TokenForms(
             bad_words=self._bad_words(sampling),
             dry_breakers=self._dry_breakers(sampling),
+            dry_breaker_flags=self._breaker_flags(sampling),
             reasoning=self._reasoning_tokens(sampling, prompt),
             max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
         )
@@ -99,47 +119,45 @@ class TokenFormFinder:
             )
         return words
 
+    def _breaker_flags(self, sampling: SamplingParams) -> bytes:
+        """Every token that holds a breaker's text."""
+        if sampling.dry_multiplier == 0.0 or not sampling.dry_sequence_breakers:
+            return b""
+        flags = np.zeros(self._vocab_size, dtype=np.bool_)
+        for text in sampling.dry_sequence_breakers:
+            flags[self._holding(text)] = True
+        return flags.tobytes()
+
     def _dry_breakers(self, sampling: SamplingParams) -> tuple[Spelling, ...]:
+        """The breakers' own tokens in a row."""
         if sampling.dry_multiplier == 0.0:
             return ()
-        texts = sampling.dry_sequence_breakers
-        return tuple(spelling for text in texts for spelling in self._breaker(text))
+        texts = [t for text in sampling.dry_sequence_breakers for t in (text, " " + text)]
+        spelled = (self._encode("dry_sequence_breakers", text) for text in texts)
+        return tuple(dict.fromkeys(ids for ids in spelled if len(ids) > 1))
 
-    def _breaker(self, text: str) -> tuple[Spelling, ...]:
-        """Every token that holds the text, and the text's own tokens in a row."""
-        known = self._breakers.get(text)
-        if known is not None:
-            self._breakers.move_to_end(text)
-            return known
-        spelled = [self._encode("dry_sequence_breakers", t) for t in (text, " " + text)]
-        sought = text.encode()
-        tokens, joined = self._vocabulary
-        is_held = sought in joined  # most texts are not, which one search tells
-        holding = [(i,) for i, token in enumerate(tokens) if sought in token] if is_held else []
-        found = (*holding, *dict.fromkeys(ids for ids in spelled if len(ids) > 1))
-        self._breakers[text] = found
-        while len(self._breakers) > _KEPT:
-            self._breakers.popitem(last=False)
-        return found
+    def _holding(self, text: str) -> Ids:
+        with self._lock:
+            known = self._breakers.pop(text, None)
+        if known is None:
+            known = self._texts.holding(text.encode())
+        with self._lock:
+            self._breakers[text] = known
+            while len(self._breakers) > _KEPT:
+                self._breakers.popitem(last=False)
+        return known
 
     @cached_property
-    def _vocabulary(self) -> tuple[list[bytes], bytes]:
-        """The bytes of each token, and all of them behind each other; no text holds the byte that
-        is between them.
-        """
-        tokens = [self._tokenizer.token_bytes(i) for i in range(self._vocab_size)]
-        return tokens, b"\xff".join(tokens)
+    def _texts(self) -> TokenTexts:
+        return TokenTexts([self._tokenizer.token_bytes(i) for i in range(self._vocab_size)])
 
     def _reasoning_tokens(
         self, sampling: SamplingParams, prompt: Sequence[int]
     ) -> ReasoningTokens | None:
-        has_grammar = sampling.grammar is not None and sampling.reasoning_tags is not None
-        if sampling.thinking_budget is None and not has_grammar:
+        if not _follows_reasoning(sampling):
             return None
-        tags = sampling.reasoning_tags
-        if tags is None and self._reasoning is not None:
-            tags = (self._reasoning.opening, self._reasoning.closing)
-        found = self._tag_tokens(check_reasoning_tags(tags, "the model"))
+        tags = check_reasoning_tags(self._tags_of(sampling), "the model")
+        found = self._tag_tokens(tags)
         end = self._tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False).rstrip()
         is_open = sampling.inside_reasoning or end.endswith(found.opening.decode())
         is_over = not is_open and end.endswith(found.closing.decode())
@@ -147,21 +165,29 @@ class TokenFormFinder:
             return None  # the template has turned the reasoning off: the grammar begins at once
         return replace(found, starts_open=is_open)
 
+    def _tags_of(self, sampling: SamplingParams) -> tuple[str, str] | None:
+        """The tags that the request's reasoning stands between; None where it does not matter."""
+        if not _follows_reasoning(sampling):
+            return None
+        if sampling.reasoning_tags is None and self._reasoning is not None:
+            return self._reasoning.opening, self._reasoning.closing
+        return sampling.reasoning_tags
+
     def _tag_tokens(self, tags: tuple[str, str]) -> ReasoningTokens:
         """The tags in tokens; kept, since it takes a look at the whole vocabulary."""
-        known = self._tags.get(tags)
+        with self._lock:
+            known = self._tags.get(tags)
         if known is not None:
-            self._tags.move_to_end(tags)
             return known
         opening, closing = (tag.encode() for tag in tags)
-        is_piece = _pieces_of(opening, closing)
-        tokens, _ = self._vocabulary
-        pieces = {place: text for place, text in enumerate(tokens) if is_piece.search(text)}
+        texts = self._texts
+        pieces = {token_id: texts[token_id] for token_id in texts.within(opening, closing).tolist()}
         closing_ids = self._encode("reasoning_tags", tags[1])
         found = ReasoningTokens(opening, closing, closing_ids, MappingProxyType(pieces))
-        self._tags[tags] = found
-        while len(self._tags) > _KEPT:
-            self._tags.popitem(last=False)
+        with self._lock:
+            self._tags[tags] = found
+            while len(self._tags) > _KEPT:
+                self._tags.popitem(last=False)
         return found
 
     def _encode(self, param: str, text: str) -> Spelling:
@@ -172,17 +198,9 @@ class TokenFormFinder:
         return tuple(ids)
 
 
-def _pieces_of(*tags: bytes) -> re.Pattern[bytes]:
-    """Finds the texts that may stand in a tag, with or without neighbours, or are white space."""
-    ways = [rb"\A[ \t\n\r]+\Z"]
-    for tag in tags:
-        size = len(tag)
-        ends = (re.escape(tag[:end]) + rb"\Z" for end in range(1, size))
-        begins = (rb"\A" + re.escape(tag[start:]) for start in range(1, size))
-        inner = {tag[a:b] for a in range(1, size) for b in range(a + 1, size)}
-        ways += [re.escape(tag), *ends, *begins]
-        ways += [rb"\A" + re.escape(text) + rb"\Z" for text in sorted(inner)]
-    return re.compile(b"|".join(ways))
+def _follows_reasoning(sampling: SamplingParams) -> bool:
+    has_grammar = sampling.grammar is not None and sampling.reasoning_tags is not None
+    return sampling.thinking_budget is not None or has_grammar
 
 
 def check_reasoning_tags(tags: tuple[str, str] | None, model_name: str) -> tuple[str, str]:

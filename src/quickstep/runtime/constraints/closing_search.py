@@ -18,6 +18,7 @@ endings and `max_states`.
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -43,6 +44,7 @@ _STRUCTURE = frozenset('{}[],:"')
 _LATE = 4  # tokens by which a path is too late, once another has begun the next member or item
 _LONGER = 2  # steps that a path may take more, and yet be spelled in fewer tokens
 _MARKER = 0xFF  # in forced bytes: a special token follows
+_SPECIAL = re.compile(r"\xff\[([0-9]+)\]")
 _FIRST_MARKER = 256  # in a path, a special token is this plus its id
 _TRIED_PLACES = 24  # of a known ending, from one state
 _TRIED_BYTES = 2048  # of known endings, from all states of a search
@@ -412,13 +414,15 @@ class ClosingSearch:
         self, walker: _Walker, path: str, mask: bytes, allowed: int, forced: bytes
     ) -> list[str]:
         """What to try next, the likeliest to end soon first."""
-        if forced and _MARKER not in forced:
-            return [forced.decode("latin-1")]
+        way = _path_of(forced)
+        if way and chr(_MARKER) not in way:
+            return [way]
         if not allowed:
-            bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
-            markers = np.flatnonzero(bits[: self._vocabulary.first_byte_id])[:_FEW].tolist()
-            return [chr(_FIRST_MARKER + token_id) for token_id in markers]
+            return self._markers(mask)
         if allowed.bit_count() > _MANY:
+            markers = self._markers(mask)
+            if markers:  # a marker ends free text, which else only goes on
+                return [*markers, *_samples(allowed)]
             if allowed >> _QUOTE & 1:
                 return ['"']
             last = ord(path[-1]) if path else 0
@@ -435,6 +439,17 @@ class ClosingSearch:
         empty = [pair for pair in _EMPTY_VALUES if allowed >> ord(pair[0]) & 1]
         return [*empty, *_characters(allowed & ~_DIGIT_BITS), *digits]
 
+    def _markers(self, mask: bytes) -> list[str]:
+        """A few of the special tokens that may come next."""
+        num_bytes = self._vocabulary.first_byte_id // 8
+        if not any(mask[:num_bytes]):
+            return []
+        bits = np.unpackbits(
+            np.frombuffer(mask, dtype=np.uint8, count=num_bytes), bitorder="little"
+        )
+        markers = np.flatnonzero(bits)[:_FEW].tolist()
+        return [chr(_FIRST_MARKER + token_id) for token_id in markers]
+
     def _longer_run(self, walker: _Walker, path: str) -> str:
         """A character again, in strides, since a long text has few tokens."""
         run_len = len(path) - len(path.rstrip(path[-1]))
@@ -442,6 +457,11 @@ class ClosingSearch:
         ids = self._vocabulary.byte_ids(run)
         fits = walker.matcher.validate_tokens(ids) == len(ids)
         return run if fits else path[-1]
+
+
+def _path_of(forced: bytes) -> str:
+    """Forced bytes as a path: a special token is a marker and its id in brackets."""
+    return _SPECIAL.sub(lambda found: chr(_FIRST_MARKER + int(found[1])), forced.decode("latin-1"))
 
 
 def _characters(allowed: int) -> list[str]:

@@ -35,12 +35,15 @@ class DryPenalty:
         breakers: Sequence[tuple[int, ...]],
         token_ids: Sequence[int],
         vocab_size: int,
+        breaker_flags: bytes = b"",
     ) -> None:
         self._multiplier = sampling.dry_multiplier
         self._base = sampling.dry_base
         self._allowed_length = sampling.dry_allowed_length
         self._range = sampling.dry_range
         self._breaks = np.zeros(vocab_size, dtype=np.bool_)
+        flags = np.frombuffer(breaker_flags, dtype=np.bool_)[:vocab_size]
+        self._breaks[: flags.size] = flags
         single = [ids[0] for ids in breakers if len(ids) == 1]
         self._breaks[[token_id for token_id in single if token_id < vocab_size]] = True
         self._long_breakers = [np.array(ids) for ids in breakers if len(ids) > 1]

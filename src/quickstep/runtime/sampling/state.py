@@ -48,6 +48,8 @@ class SamplingState:
         """
         sampling = admission.sampling
         self.sampling: SamplingParams = sampling
+        self._admission = admission
+        self._recorded: list[int] = []  # since the admission
         self.seed = admission.seed
         self.num_outputs = len(admission.token_ids) - admission.prompt_len
         self._vocab_size = vocab_size
@@ -75,6 +77,25 @@ class SamplingState:
         # up to how many outputs the ends are banned
         self._end_ban = sampling.min_tokens if self._end_ids.size else 0
         self._is_argmax = sampling.temperature == 0.0 and sampling.logprobs is None
+
+    @property
+    def is_expensive(self) -> bool:
+        """Whether it takes long to rebuild: its parts look at all tokens, or search."""
+        return self._grammar is not None or self._dry is not None
+
+    def continues_with(self, admission: Admission) -> bool:
+        """Whether an admission would be rebuilt to just this state."""
+        first, token_ids = self._admission, admission.token_ids
+        num_first = len(first.token_ids)
+        return (
+            len(token_ids) == num_first + len(self._recorded)
+            and token_ids[:num_first] == first.token_ids
+            and list(token_ids[num_first:]) == self._recorded
+            and admission.prompt_len == first.prompt_len
+            and admission.seed == first.seed
+            and admission.eos_token_ids == first.eos_token_ids
+            and admission.sampling == first.sampling
+        )
 
     @property
     def adjusts_logits(self) -> bool:
@@ -173,6 +194,7 @@ class SamplingState:
     def record(self, token_id: int) -> None:
         """Count an emitted token."""
         self.num_outputs += 1
+        self._recorded.append(token_id)
         for follower in self._followers:
             follower.record(token_id)
         if self._penalties is not None:
@@ -248,7 +270,8 @@ def _dry(admission: Admission, in_tokens: TokenForms, vocab_size: int) -> DryPen
     sampling = admission.sampling
     if sampling.dry_multiplier == 0.0:
         return None
-    return DryPenalty(sampling, in_tokens.dry_breakers, admission.token_ids, vocab_size)
+    breakers, flags = in_tokens.dry_breakers, in_tokens.dry_breaker_flags
+    return DryPenalty(sampling, breakers, admission.token_ids, vocab_size, flags)
 
 
 def _bad_words(admission: Admission, in_tokens: TokenForms, vocab_size: int) -> BadWords | None:

@@ -351,12 +351,13 @@ async def open_generation(
         raise in_clients_words(error, request.grammar_field, request.prompt_field) from None
     if truncated is not None:
         prompts = [ids[-truncated:] for ids in prompts]
-    await _prepare(engine, request)
+    prepared = await _prepare(engine, request)
     check_num_tokens(prompts, request.sampling, engine.max_model_len, limits)
     streams: list[TokenStream] = []
     try:
         for token_ids in prompts:
             streams.append(_submit(engine, token_ids, request))
+        del prepared  # a compiled grammar, which the streams hold by now
         for stream in streams:
             await stream.accepted()
     except BaseException as error:
@@ -382,10 +383,14 @@ def _submit(
     return submit(token_ids, request.sampling, deadline_s=request.deadline_s)
 
 
-async def _prepare(engine: ServedEngine, request: GenerationRequest) -> None:
-    """Compile the grammar off the event loop. Raises RequestError in the client's words."""
+async def _prepare(engine: ServedEngine, request: GenerationRequest) -> object:
+    """Compile the grammar off the event loop; hold the result until the request is submitted.
+
+    Raises:
+        RequestError: In the client's words.
+    """
     try:
-        await engine.prepare(request.sampling)
+        return await engine.prepare(request.sampling)
     except RequestError as error:
         raise in_clients_words(error, request.grammar_field) from None
 
