@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from client import CHAT, COMPLETIONS, MESSAGES, client_of
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, Script
 from surface_calls import ANTHROPIC, COUNT_TOKENS, RESPONSES
 
 from quickstep.server.api_keys import ApiKeys
@@ -276,3 +276,39 @@ def test_betas_are_reported_unless_they_ask_for_what_is_here() -> None:
     reported = ["anthropic-beta=computer-use-2025-01-24"]
     assert ignored(post(ANTHROPIC, {}, headers=betas)) == reported
     assert post(ANTHROPIC, {}, STRICT, headers=betas).status_code == 400
+
+
+ONE_OF = {"oneOf": [{"type": "integer"}, {"type": "number", "maximum": 9}]}
+LOOSENED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ONE_OF}}},
+        "response_format.json_schema.schema.oneOf",
+    ),
+    (COMPLETIONS, {"structured_outputs": {"json": ONE_OF}}, "structured_outputs.json.oneOf"),
+    (
+        RESPONSES,
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": ONE_OF}}},
+        "text.format.schema.oneOf",
+    ),
+    (
+        ANTHROPIC,
+        {"output_config": {"format": {"type": "json_schema", "schema": ONE_OF}}},
+        "output_config.format.schema.oneOf",
+    ),
+    ("/completion", {"json_schema": ONE_OF}, "json_schema.oneOf"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body", "name"), LOOSENED)
+def test_a_keyword_that_the_engine_loosens_is_reported_and_with_strict_refused(
+    path: str, body: dict[str, Any], name: str, stream: bool
+) -> None:
+    engine = FakeEngine(script=Script(ignored=("oneOf",)))
+    sent = {**body, "stream": stream, "colour": 1}
+    assert ignored(post(path, sent, engine=engine)) == ["colour", name]
+    refused = post(path, {**body, "stream": stream}, STRICT, engine)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith(f"{name} is enforced less strictly")
+    assert not engine.open_streams

@@ -23,6 +23,7 @@ from quickstep.errors import RequestError
 from quickstep.server.api_errors import json_response
 from quickstep.server.body import ClientDisconnect, read_body, unless_disconnected
 from quickstep.server.event_stream import EventStream
+from quickstep.server.field_reader import loosened_keyword
 from quickstep.server.front_gate import key_name, report_ignored
 from quickstep.server.generation import Generation, GenerationRequest, open_generation
 from quickstep.server.metrics import Metrics, RequestMeter
@@ -67,6 +68,7 @@ class GeneratingRoute:
             asked = await self._read(body, caller_of(request))
             report_ignored(request, asked.request.ignored)
             answer = await unless_disconnected(request.receive, self._open(asked))
+            report_ignored(request, answer.generation.loosened)
             if asked.request.stream:
                 return EventStream(frames(answer), answer.close)
             return await self._whole(request, answer)
@@ -96,7 +98,7 @@ class GeneratingRoute:
         finally:
             await answer.close()
         body_of_answer = await _written_whole(answer, answer.writer.whole)
-        return Answered(body_of_answer, request.ignored)
+        return Answered(body_of_answer, (*request.ignored, *answer.generation.loosened))
 
     async def _read(self, body: bytes, caller: str) -> Asked:
         return await self._served.lanes.parse(len(body), lambda: self._asked(body, caller))
@@ -123,6 +125,9 @@ class GeneratingRoute:
         generation = await open_generation(
             served.engine, asked.request, served.limits, served.lanes
         )
+        if generation.loosened and served.field_rules.refuse_hints:
+            await generation.aclose()
+            raise loosened_keyword(generation.loosened[0])
         head = Head(created=int(time.time()), fingerprint=meter.fingerprint)
         return _Answer(generation, asked.writer(generation, head), meter)
 
