@@ -282,7 +282,12 @@ ONE_OF = {"oneOf": [{"type": "integer"}, {"type": "number", "maximum": 9}]}
 LOOSENED: list[tuple[str, dict[str, Any], str]] = [
     (
         CHAT,
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": ONE_OF}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": ONE_OF},
+            }
+        },
         "response_format.json_schema.schema.oneOf",
     ),
     (COMPLETIONS, {"structured_outputs": {"json": ONE_OF}}, "structured_outputs.json.oneOf"),
