@@ -35,7 +35,7 @@ from quickstep.server.request_size import check_num_tokens
 from quickstep.server.routes import CLIENT_CLOSED, caller_of
 from quickstep.server.sampling import bounded, label, token_ids_of
 from quickstep.server.surface import Answered, Served
-from quickstep.server.tenancy import cache_salt_of, tenant_of_key
+from quickstep.server.tenancy import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.types import FinishReason, Pooling, SamplingParams
 
 __all__ = ["Embeddings"]
@@ -77,7 +77,7 @@ class Embeddings:
     ) -> EmbeddingList:
         served = self._served
         fields, prompts = await served.lanes.parse(len(body), lambda: _parsed(body, reader, served))
-        priority = (fields.priority or 0) + added_priority
+        priority = priority_of_key(caller, fields.priority or 0, served.api_keys, added_priority)
         fields = msgspec.structs.replace(fields, priority=priority)
         model = served.model(fields.model)
         if fields.dimensions is not None and fields.dimensions < 1:

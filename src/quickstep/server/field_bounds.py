@@ -16,6 +16,7 @@ import msgspec
 from quickstep.dataclass import dataclass
 from quickstep.sampling_params import PRESETS, RANGES
 from quickstep.server import anthropic_schema, responses_schema, schemas
+from quickstep.server.api_keys import PriorityRange
 from quickstep.server.embedding_schema import EmbeddingRequest
 from quickstep.server.options import FieldRules, RequestLimits
 from quickstep.server.responses import INCLUDES, INCLUDES_NOTHING
@@ -53,6 +54,7 @@ class SchemaFacts:
     vocab_size: int | None = None
     model_names: tuple[str, ...] = ()
     field_rules: FieldRules = field(default_factory=FieldRules)
+    priorities: PriorityRange = field(default_factory=PriorityRange)
 
 
 def bounds_of(schema: type[msgspec.Struct], facts: SchemaFacts) -> dict[str, Keywords]:
@@ -179,6 +181,7 @@ def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
             "input": {"anyOf": _prompts(facts)},
             "dimensions": {"minimum": 1},
             "timeout_s": {"exclusiveMinimum": 0},
+            "priority": _priority(facts),
             "user": _label(limits),
             "cache_salt": _label(limits),
         },
@@ -187,6 +190,11 @@ def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
         TokenizeRequest: {"messages": {"minItems": 1}},
         DetokenizeRequest: {"tokens": {"maxItems": limits.detokenized, "items": _token_id(facts)}},
     }
+
+
+def _priority(facts: SchemaFacts) -> Keywords:
+    """A key may have a narrower range than the widest of all."""
+    return {"minimum": facts.priorities.low, "maximum": facts.priorities.high}
 
 
 def _num_logprobs(limits: RequestLimits) -> Keywords:
@@ -233,6 +241,7 @@ def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
         "typical_p": _ABOVE_0_TO_1,
         "preset": {"enum": list(PRESETS)},
         "timeout_s": {"exclusiveMinimum": 0},
+        "priority": _priority(facts),
         "logit_bias": {
             "maxProperties": limits.logit_bias,
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},

@@ -28,7 +28,7 @@ from quickstep.server.front_gate import key_name, report_ignored
 from quickstep.server.generation import Generation, GenerationRequest, open_generation
 from quickstep.server.metrics import Metrics, RequestMeter
 from quickstep.server.surface import Answered, Asked, Head, Served, Surface, Writer
-from quickstep.server.tenancy import cache_salt_of, tenant_of_key
+from quickstep.server.tenancy import cache_salt_of, priority_of_key, tenant_of_key
 
 _Written = TypeVar("_Written")
 
@@ -88,8 +88,7 @@ class GeneratingRoute:
             raise RequestError("stream is not supported in a batch", param="stream")
         asked_s = request.deadline_s  # the operator's default is for clients that wait
         request = replace(
-            self._owned(request, caller),
-            priority=request.priority + added_priority,
+            self._owned(request, caller, added_priority),
             deadline_s=None if asked_s is None else self._served.deadlines.of(asked_s),
         )
         answer = await self._open(replace(asked, request=request))
@@ -110,11 +109,18 @@ class GeneratingRoute:
         request = replace(self._owned(request, caller), deadline_s=deadline_s)
         return replace(asked, request=request)
 
-    def _owned(self, request: GenerationRequest, caller: str) -> GenerationRequest:
-        """The request as the caller's key may have it: its account, its part of the cache."""
+    def _owned(
+        self, request: GenerationRequest, caller: str, added_priority: int = 0
+    ) -> GenerationRequest:
+        """The request as the caller's key may have it: its account, its part of the cache, its
+        priority. Raises RequestError.
+        """
         is_shared = self._served.shares_prefix_cache
         return replace(
             request,
+            priority=priority_of_key(
+                caller, request.priority, self._served.api_keys, added_priority
+            ),
             tenant=tenant_of_key(caller, request.tenant),
             cache_salt=cache_salt_of(caller, request.cache_salt, is_shared),
         )

@@ -17,6 +17,7 @@ from quickstep.dataclass import dataclass
 from quickstep.engine.tool_calls.formats import OutputFormats, reasoning_format, tool_call_format
 from quickstep.errors import RequestError
 from quickstep.server.api_errors import RouteNotFound
+from quickstep.server.api_keys import ApiKeys
 from quickstep.server.engine_face import ServedEngine
 from quickstep.server.generation import ChoiceDelta, Generation, GenerationRequest
 from quickstep.server.options import (
@@ -47,7 +48,7 @@ class Served:
     """What an adapter may look at: the engine's facts, the names it goes by, the limits, how the
     model writes calls and reasoning, how long requests may take, what becomes of fields without
     effect, what answers hold beyond what was asked for, whether the prompts of one API key may hit
-    the cached prompts of another; and the threads for what takes longer.
+    the cached prompts of another; whose keys may have which priority; and the threads for what takes longer.
     """
 
     engine: ServedEngine
@@ -58,6 +59,7 @@ class Served:
     field_rules: FieldRules = field(default_factory=FieldRules)
     answers: AnswerOptions = field(default_factory=AnswerOptions)
     shares_prefix_cache: bool = False
+    api_keys: ApiKeys = field(default_factory=ApiKeys)
     lanes: WorkLanes = field(default_factory=WorkLanes)
 
     @classmethod
@@ -74,6 +76,7 @@ class Served:
             options.field_rules,
             options.answers,
             options.share_prefix_cache,
+            options.api_keys,
         )
 
     def model(self, name: str | None) -> str:
