@@ -308,7 +308,7 @@ class FakeEngine:
             raise self.refusals.pop()
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
-        if len(prompt) >= self.max_model_len:
+        if len(prompt) + (pooling is None) > self.max_model_len:
             raise PromptTooLong(len(prompt), self.max_model_len)
         item = Submitted(tuple(prompt), sampling, priority, tenant, cache_salt, deadline_s, pooling)
         self.submitted.append(item)

@@ -1,4 +1,4 @@
-"""Which priorities a client may send: a range for each API key, and one for servers without keys."""
+"""Which priorities a client may send: a range for each API key, and one without keys."""
 
 from __future__ import annotations
 

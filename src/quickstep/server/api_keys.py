@@ -127,7 +127,7 @@ def _priority_range(given: str, name: str) -> PriorityRange:
     low, high = (int(part) for part in parts.groups()) if parts else (1, 0)
     if not -_MAX_PRIORITY <= low <= high <= _MAX_PRIORITY:
         raise ConfigError(
-            f"the priorities of the API key {name} are {given[:64]!r}; write LOW..HIGH with integers "
+            f"the priorities of the API key {name} are {given[:64]!r}; write LOW..HIGH, integers "
             f"from {-_MAX_PRIORITY} to {_MAX_PRIORITY}, such as {name}[-5..5]=KEY"
         )
     return PriorityRange(low, high)

@@ -18,6 +18,7 @@ from quickstep.sampling_params import PRESETS, RANGES
 from quickstep.server import anthropic_schema, responses_schema, schemas
 from quickstep.server.api_keys import PriorityRange
 from quickstep.server.embedding_schema import EmbeddingRequest
+from quickstep.server.ollama import requests as ollama
 from quickstep.server.options import FieldRules, RequestLimits
 from quickstep.server.responses import INCLUDES, INCLUDES_NOTHING
 from quickstep.server.schemas_files import BatchRequest
@@ -72,6 +73,7 @@ def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
         **_of_responses(facts.limits),
         **_of_messages(facts.limits),
         **_of_llama_cpp(facts.limits),
+        **_of_ollama(facts.limits),
         **_of_others(facts),
     }
 
@@ -170,6 +172,29 @@ def _of_llama_cpp(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]
             "stop": _texts(limits.stop, limits.stop_chars),
             "n_probs": _num_logprobs(limits),
             "n_cmpl": {**_range("n"), "maximum": limits.n},
+        },
+    }
+
+
+def _of_ollama(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+    same = ("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
+    return {
+        ollama.OllamaOptions: {
+            **{name: _range(name) for name in same},
+            "top_p": _ABOVE_0_TO_1,
+            "typical_p": _ABOVE_0_TO_1,
+            "repeat_penalty": _range("repetition_penalty"),
+            "num_predict": {**_range("max_tokens"), "minimum": -2},
+            "stop": _texts(limits.stop, limits.stop_chars),
+        },
+        ollama.OllamaGenerateFields: {
+            "think": {"enum": ["low", "medium", "high"]},
+            "top_logprobs": _num_logprobs(limits),
+        },
+        ollama.OllamaChatRequest: {"tools": {"maxItems": limits.tools}},
+        ollama.OllamaEmbedRequest: {
+            "input": {"maxItems": limits.prompts},
+            "dimensions": {"minimum": 1},
         },
     }
 

@@ -70,7 +70,7 @@ class GeneratingRoute:
             answer = await unless_disconnected(request.receive, self._open(asked))
             report_ignored(request, answer.generation.loosened)
             if asked.request.stream:
-                return EventStream(frames(answer), answer.close)
+                return EventStream(frames(answer), answer.close, asked.stream_type)
             return await self._whole(request, answer)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)

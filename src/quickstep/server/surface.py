@@ -19,6 +19,7 @@ from quickstep.errors import RequestError
 from quickstep.server.api_errors import RouteNotFound
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.engine_face import ServedEngine
+from quickstep.server.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.generation import ChoiceDelta, Generation, GenerationRequest
 from quickstep.server.options import (
     AnswerOptions,
@@ -48,7 +49,8 @@ class Served:
     """What an adapter may look at: the engine's facts, the names it goes by, the limits, how the
     model writes calls and reasoning, how long requests may take, what becomes of fields without
     effect, what answers hold beyond what was asked for, whether the prompts of one API key may hit
-    the cached prompts of another; whose keys may have which priority; and the threads for what takes longer.
+    the cached prompts of another; which priorities each key may have; and the threads for what
+    takes longer.
     """
 
     engine: ServedEngine
@@ -126,10 +128,11 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A parsed request, and who will write its answer."""
+    """A parsed request, who will write its answer, and the media type of its stream."""
 
     request: GenerationRequest
     writer: Callable[[Generation, Head], Writer]
+    stream_type: str = SERVER_SENT_EVENTS
 
 
 @dataclass(frozen=True, slots=True)
