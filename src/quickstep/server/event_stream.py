@@ -1,4 +1,5 @@
-"""A stream on the wire, server-sent events or lines of JSON: frames out as they come, until the end or the client is gone.
+"""A stream on the wire, of server-sent events or lines of JSON: frames out as they come, until the
+end or the client is gone.
 
 A surface writes the frames (`routes`), this sends them. Whatever happens, `close` runs at the end.
 

@@ -207,27 +207,26 @@ def _messages(given: Sequence[OllamaMessage], served: Served) -> tuple[Mapping[s
     for place, message in enumerate(given):
         path = f"messages[{place}]"
         plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-        if message.role == "tool":
+        if message.role == "tool" or message.tool_name or message.tool_call_id:
             plain |= _result(message, unanswered)
         elif message.content is None and not (message.tool_calls or message.thinking):
             raise RequestError(f"{path}.content is missing", param=f"{path}.content")
-        if message.role == "assistant":
-            calls = message.tool_calls or []
-            if calls:
-                check_shows_calls(served, f"{path}.tool_calls")
-                # nine letters and digits, which the templates of some families demand
-                ids = [call.id or f"{place:04}{number:05}" for number, call in enumerate(calls)]
-                plain["tool_calls"] = [
-                    past_call(call_id, call.function.name, _json(call.function.arguments))
-                    for call_id, call in zip(ids, calls, strict=True)
-                ]
-                unanswered = [
-                    (call_id, call.function.name) for call_id, call in zip(ids, calls, strict=True)
-                ]
-            if message.thinking:
-                plain["reasoning_content"] = message.thinking
-                if not plain["content"]:  # gpt-oss's name of it, next to calls only
-                    plain["thinking"] = message.thinking
+        if message.tool_calls:
+            check_shows_calls(served, f"{path}.tool_calls")
+            calls = [
+                # nine digits: templates of some families take no other length
+                (call.id or f"{place:05}{number:04}"[-9:], call.function)
+                for number, call in enumerate(message.tool_calls)
+            ]
+            plain["tool_calls"] = [
+                past_call(call_id, function.name, _json(function.arguments))
+                for call_id, function in calls
+            ]
+            unanswered = [(call_id, function.name) for call_id, function in calls]
+        if message.thinking:
+            plain["reasoning_content"] = message.thinking
+            if not plain["content"]:  # gpt-oss's name of it, next to calls only
+                plain["thinking"] = message.thinking
         messages.append(plain)
     return tuple(messages)
 
