@@ -19,6 +19,7 @@ from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.generate.adapter import Served, output_formats
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.metrics import Metrics
+from quickstep.server.ollama import requests as ollama
 from quickstep.server.openai import request_types as schemas
 from quickstep.server.openai.tokenize_request_types import TokenizeRequest
 from quickstep.server.options import ServerOptions
@@ -56,6 +57,12 @@ EXAMPLES: dict[Struct, dict[str, Any]] = {
     schemas.StructuredOutputs: {"regex": "a"},
     schemas.AssistantMessage: {"content": "a"},
     schemas.CalledFunction: {"arguments": "{}"},
+    ollama.OllamaModelFields: {"model": "fake"},
+    ollama.OllamaGenerateFields: {"stream": False},
+    ollama.OllamaChatRequest: {"messages": [{"role": "user", "content": "a"}]},
+    ollama.OllamaGenerateRequest: {"prompt": "a"},
+    ollama.OllamaShowRequest: {"model": "fake"},
+    ollama.OllamaMessage: {"content": "a"},
 }
 # What has to stand behind it in a list.
 BEHIND: dict[Struct, list[Any]] = {AssistantTurn: [{"role": "user", "content": "a"}]}
@@ -79,6 +86,8 @@ BESIDE: dict[tuple[Struct, str], dict[str, Any]] = {
         for name in ("add_special", "parse_special", "with_pieces")
     },
     (ResponsesRequest, "top_logprobs"): {"include": ["message.output_text.logprobs"]},
+    (ollama.OllamaChatRequest, "top_logprobs"): {"logprobs": True},
+    (ollama.OllamaGenerateRequest, "top_logprobs"): {"logprobs": True},
     (schemas.CompletionRequest, "min_tokens"): {"max_tokens": 2**31 - 1},
 }
 

@@ -14,6 +14,7 @@ from quickstep.server.http.error_shapes import anthropic_shape
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.llama_cpp.routes import llama_cpp_routes
 from quickstep.server.metrics import Metrics
+from quickstep.server.ollama.routes import ollama_routes
 from quickstep.server.openai.embedding_types import EmbeddingList, EmbeddingRequest
 from quickstep.server.openai.embeddings import Embeddings
 from quickstep.server.openai.invocations import invocations_route
@@ -46,6 +47,7 @@ def api_routes(
         *batches.routes(),
         *Tokenizing(served).routes(),
         *llama_cpp_routes(served, metrics),
+        *ollama_routes(served, metrics),
         *probe_routes(served, metrics, options),
     ]
     pages = ApiPages(routes, served)  # they tell of themselves, too

@@ -22,6 +22,15 @@ from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
 from quickstep.server.openai import request_types as schemas
 from quickstep.server.openai.embedding_types import EmbeddingRequest
 from quickstep.server.openai.tokenize_request_types import (
+from quickstep.server import anthropic_schema, responses_schema, schemas
+from quickstep.server.api_keys import PriorityRange
+from quickstep.server.openai.embedding_types import EmbeddingRequest
+from quickstep.server.ollama import requests as ollama
+from quickstep.server.options import FieldRules, RequestLimits
+from quickstep.server.responses.endpoint import INCLUDES, INCLUDES_NOTHING
+from quickstep.server.batches.request_types import BatchRequest
+from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
+from quickstep.server.openai.tokenize_request_types import (
     ApplyTemplateRequest,
     DetokenizeRequest,
     TokenizeRequest,
@@ -55,6 +64,7 @@ class SchemaFacts:
     vocab_size: int | None = None
     model_names: tuple[str, ...] = ()
     field_rules: FieldRules = field(default_factory=FieldRules)
+    priorities: PriorityRange = field(default_factory=PriorityRange)
 
 
 def bounds_of(schema: type[msgspec.Struct], facts: SchemaFacts) -> dict[str, Keywords]:
@@ -72,6 +82,7 @@ def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
         **_of_responses(facts.limits),
         **_of_messages(facts.limits),
         **_of_llama_cpp(facts.limits),
+        **_of_ollama(facts.limits),
         **_of_others(facts),
     }
 
@@ -174,6 +185,29 @@ def _of_llama_cpp(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]
     }
 
 
+def _of_ollama(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+    same = ("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
+    return {
+        ollama.OllamaOptions: {
+            **{name: _range(name) for name in same},
+            "top_p": _ABOVE_0_TO_1,
+            "typical_p": _ABOVE_0_TO_1,
+            "repeat_penalty": _range("repetition_penalty"),
+            "num_predict": {**_range("max_tokens"), "minimum": -2},
+            "stop": _texts(limits.stop, limits.stop_chars),
+        },
+        ollama.OllamaGenerateFields: {
+            "think": {"enum": ["low", "medium", "high"]},
+            "top_logprobs": _num_logprobs(limits),
+        },
+        ollama.OllamaChatRequest: {"tools": {"maxItems": limits.tools}},
+        ollama.OllamaEmbedRequest: {
+            "input": {"maxItems": limits.prompts},
+            "dimensions": {"minimum": 1},
+        },
+    }
+
+
 def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
     limits = facts.limits
     return {
@@ -181,6 +215,7 @@ def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
             "input": {"anyOf": _prompts(facts)},
             "dimensions": {"minimum": 1},
             "timeout_s": {"exclusiveMinimum": 0},
+            "priority": _priority(facts),
             "user": _label(limits),
             "cache_salt": _label(limits),
         },
@@ -189,6 +224,11 @@ def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
         TokenizeRequest: {"messages": {"minItems": 1}},
         DetokenizeRequest: {"tokens": {"maxItems": limits.detokenized, "items": _token_id(facts)}},
     }
+
+
+def _priority(facts: SchemaFacts) -> Keywords:
+    """A key may have a narrower range than the widest of all."""
+    return {"minimum": facts.priorities.low, "maximum": facts.priorities.high}
 
 
 def _num_logprobs(limits: RequestLimits) -> Keywords:
@@ -235,6 +275,7 @@ def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
         "typical_p": _ABOVE_0_TO_1,
         "preset": {"enum": list(PRESETS)},
         "timeout_s": {"exclusiveMinimum": 0},
+        "priority": _priority(facts),
         "logit_bias": {
             "maxProperties": limits.logit_bias,
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},

@@ -15,6 +15,9 @@ from quickstep.server.anthropic.request_types import CountTokensRequest, CustomT
 from quickstep.server.openai.request_types import ChatRequest, FunctionTool
 from quickstep.server.openai.tokenize_request_types import ApplyTemplateRequest, TokenizeRequest
 from quickstep.server.responses.request_types import (
+from quickstep.server.anthropic.request_types import CountTokensRequest, CustomToolSpec
+from quickstep.server.ollama.requests import OllamaChatRequest
+from quickstep.server.responses.request_types import (
     FunctionCallItem,
     FunctionCallOutputItem,
     FunctionToolSpec,
@@ -35,6 +38,7 @@ _PARTS: Mapping[type[msgspec.Struct], _Parts] = MappingProxyType(
         },
         CountTokensRequest: {"tools": (CustomToolSpec,)},
         ChatRequest: {"tools": (FunctionTool,)},
+        OllamaChatRequest: {"tools": (FunctionTool,)},
         TokenizeRequest: {"tools": (FunctionTool,)},
         ApplyTemplateRequest: {"tools": (FunctionTool,)},
     }

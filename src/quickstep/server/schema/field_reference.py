@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from quickstep.server.ollama import field_effects as ollama
 from quickstep.server.openai import request_types as schemas
 from quickstep.server.schema import field_reference_messages as messages
 from quickstep.server.schema import field_reference_others as others
@@ -188,7 +189,7 @@ REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = MappingProxyType(
     }
 )
 
-_TABLES = (_EFFECTS, responses.EFFECTS, messages.EFFECTS, others.EFFECTS)
+_TABLES = (_EFFECTS, responses.EFFECTS, messages.EFFECTS, others.EFFECTS, ollama.EFFECTS)
 
 
 def reference_of(struct: type[msgspec.Struct]) -> dict[str, Row]:
