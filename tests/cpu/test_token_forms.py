@@ -15,8 +15,8 @@ from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerCon
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.outputs import collect
 from quickstep.engine.text.token_forms import TokenFormFinder
+from quickstep.engine.text.token_texts import TokenTexts
 from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.engine.token_texts import TokenTexts
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
 from quickstep.runtime.constraints.reasoning import Place, ReasoningTracker

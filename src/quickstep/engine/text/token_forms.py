@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quickstep.engine.text.token_texts import Ids, TokenTexts
 from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.engine.token_texts import Ids, TokenTexts
 from quickstep.engine.tool_calls.formats import ReasoningFormat
 from quickstep.errors import RequestError
 from quickstep.sampling_params import ReasoningTokens, TokenForms

@@ -16,20 +16,13 @@ import msgspec
 from quickstep.dataclass import dataclass
 from quickstep.sampling_params import PRESETS, RANGES
 from quickstep.server.anthropic import request_types as anthropic_schema
+from quickstep.server.api_keys import PriorityRange
 from quickstep.server.batches.request_types import BatchRequest
 from quickstep.server.generate.tools import FUNCTION_NAME
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
+from quickstep.server.ollama import requests as ollama
 from quickstep.server.openai import request_types as schemas
 from quickstep.server.openai.embedding_types import EmbeddingRequest
-from quickstep.server.openai.tokenize_request_types import (
-from quickstep.server import anthropic_schema, responses_schema, schemas
-from quickstep.server.api_keys import PriorityRange
-from quickstep.server.openai.embedding_types import EmbeddingRequest
-from quickstep.server.ollama import requests as ollama
-from quickstep.server.options import FieldRules, RequestLimits
-from quickstep.server.responses.endpoint import INCLUDES, INCLUDES_NOTHING
-from quickstep.server.batches.request_types import BatchRequest
-from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
 from quickstep.server.openai.tokenize_request_types import (
     ApplyTemplateRequest,
     DetokenizeRequest,

@@ -12,11 +12,9 @@ from types import MappingProxyType
 import msgspec
 
 from quickstep.server.anthropic.request_types import CountTokensRequest, CustomToolSpec
+from quickstep.server.ollama.requests import OllamaChatRequest
 from quickstep.server.openai.request_types import ChatRequest, FunctionTool
 from quickstep.server.openai.tokenize_request_types import ApplyTemplateRequest, TokenizeRequest
-from quickstep.server.responses.request_types import (
-from quickstep.server.anthropic.request_types import CountTokensRequest, CustomToolSpec
-from quickstep.server.ollama.requests import OllamaChatRequest
 from quickstep.server.responses.request_types import (
     FunctionCallItem,
     FunctionCallOutputItem,
