@@ -21,7 +21,7 @@ import numpy as np
 
 from quickstep.engine.text.token_texts import Ids, TokenTexts
 from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.engine.tool_calls.formats import ReasoningFormat
+from quickstep.engine.tool_calls.formats import ReasoningFormat, check_reasoning_tags
 from quickstep.errors import RequestError
 from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import SamplingParams
@@ -29,7 +29,7 @@ from quickstep.types import SamplingParams
 if TYPE_CHECKING:
     from quickstep.engine.loaded_model import LoadedModel
 
-__all__ = ["TokenFormFinder", "check_reasoning_tags"]
+__all__ = ["TokenFormFinder"]
 
 Spelling = tuple[int, ...]
 
@@ -201,13 +201,3 @@ class TokenFormFinder:
 def _follows_reasoning(sampling: SamplingParams) -> bool:
     has_grammar = sampling.grammar is not None and sampling.reasoning_tags is not None
     return sampling.thinking_budget is not None or has_grammar
-
-
-def check_reasoning_tags(tags: tuple[str, str] | None, model_name: str) -> tuple[str, str]:
-    """The tags, if there are any to count between. Raises RequestError."""
-    if tags is None or not all(tags):
-        raise RequestError(
-            f"thinking_budget is not supported: {model_name} sets no reasoning apart by tags",
-            param="thinking_budget",
-        )
-    return tags

@@ -34,7 +34,7 @@ from quickstep.engine.tool_calls.mistral import (
 from quickstep.engine.tool_calls.pythonic import PYTHONIC_MARKERS, PYTHONIC_SPELLING, pythonic
 from quickstep.engine.tool_calls.reader import Grammar, Markers, Parsing, Reader
 from quickstep.engine.tool_calls.think import think
-from quickstep.errors import ConfigError
+from quickstep.errors import ConfigError, RequestError
 
 __all__ = [
     "REASONING_FORMATS",
@@ -42,6 +42,7 @@ __all__ = [
     "OutputFormats",
     "ReasoningFormat",
     "ToolCallFormat",
+    "check_reasoning_tags",
     "formats_of",
     "message_grammar",
     "reasoning_format",
@@ -220,3 +221,13 @@ def _named(name: str, formats: Mapping[str, _Format], flag: str) -> _Format:
         names = ", ".join([*formats, "none"])
         raise ConfigError(f"{flag} is {name!r}; known are {names}")
     return known
+
+
+def check_reasoning_tags(tags: tuple[str, str] | None, model_name: str) -> tuple[str, str]:
+    """The tags, if there are any to count between. Raises RequestError."""
+    if tags is None or not all(tags):
+        raise RequestError(
+            f"thinking_budget is not supported: {model_name} sets no reasoning apart by tags",
+            param="thinking_budget",
+        )
+    return tags

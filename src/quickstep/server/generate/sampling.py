@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quickstep.engine.text.token_forms import check_reasoning_tags
+from quickstep.engine.tool_calls.formats import check_reasoning_tags
 from quickstep.errors import RequestError
 from quickstep.sampling_params import preset_values
 from quickstep.server.generate.adapter import Served
