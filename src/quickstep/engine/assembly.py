@@ -185,6 +185,7 @@ def load_weights(
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
     from quickstep.model.loader import check_requantization, load_model, reason_for_torch
+    from quickstep.model.long_context import with_context
     from quickstep.model.spec import read_spec
     from quickstep.ops.native.backend import native_status
     from quickstep.ops.resolve import resolve_ops
@@ -192,6 +193,7 @@ def load_weights(
 
     checkpoint = checkpoint or find_checkpoint(config.load)
     spec = read_spec(checkpoint.path)
+    spec = with_context(spec, config.max_model_len, config.allow_long_context)
     device = choose_device(config.load.device)
     dtype = choose_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
