@@ -1,5 +1,5 @@
 """A server with a scripted engine, for what the demo model does not do: it reasons, calls two tools
-at once, fails, is busy, or never answers. The last message of a request names the script.
+at once, fails, is busy, or never answers. The last message of the user names the script.
 
     python tests/clients/scripted_server.py [--api-key KEY]
 
@@ -43,7 +43,7 @@ SCRIPTS = {
 
 
 class ScriptedEngine(FakeEngine):
-    """Answers with the script that the last line of the prompt names, else with the usual words.
+    """Answers with the script that the user's last message names, else with the usual words.
 
     "busy N" is refused N times before it is answered.
     """
@@ -52,14 +52,14 @@ class ScriptedEngine(FakeEngine):
 
     def submit(self, prompt: str | Sequence[int], *arguments: Any, **options: Any) -> FakeStream:
         text = bytes(prompt).decode(errors="replace") if not isinstance(prompt, str) else prompt
-        lines = [line.removeprefix("user: ") for line in text.splitlines()]
-        asked = next((line for line in reversed(lines) if line in SCRIPTS), "")
-        busy = next((int(line.split()[1]) for line in lines if line.startswith("busy ")), 0)
+        asked = [line for line in text.splitlines() if line.startswith("user: ")][-1:]
+        name = asked[0].removeprefix("user: ") if asked else ""
+        busy = int(name.split()[1]) if name.startswith("busy ") else 0
         if self.num_refused < busy:
             self.num_refused += 1
             raise EngineError("the engine is starting")
         self.num_refused = 0
-        self.script = SCRIPTS.get(asked, Script())
+        self.script = SCRIPTS.get(name, Script())
         return super().submit(prompt, *arguments, **options)
 
 
