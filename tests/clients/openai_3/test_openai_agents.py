@@ -70,9 +70,9 @@ def test_an_answer_and_its_stream(url: str, api: str) -> None:
         result = Runner.run_streamed(agent, QUESTION, run_config=QUIET)
         text = ""
         async for event in result.stream_events():
-            if event.type == "raw_response_event":
-                if event.data.type == "response.output_text.delta":
-                    text += event.data.delta
+            data = getattr(event, "data", None)
+            if getattr(data, "type", "") == "response.output_text.delta":
+                text += data.delta
         return result, text
 
     streamed, text = LOOP.run(stream())
@@ -107,7 +107,7 @@ def test_a_tool_is_called_in_a_stream(url: str, api: str) -> None:
         return result
 
     result = LOOP.run(stream())
-    assert [item.type for item in result.new_items][0] == "tool_call_item"
+    assert result.new_items[0].type == "tool_call_item"
     assert result.final_output
 
 
