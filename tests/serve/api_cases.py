@@ -130,7 +130,11 @@ class Api:
             self._fits(told["schema"], response.json())
         if response.status_code >= 400:
             assert media_type == JSON
-            assert response.json()["error"]["message"]
+            assert message_of(response)
+        if media_type == "application/x-ndjson":
+            assert response.text.endswith("\n")
+            for line in response.text.splitlines():
+                self._fits(told["x-events"], json.loads(line))
         if media_type == "text/event-stream":
             for event in _data(response.text):
                 self._fits(told["x-events"], event)
@@ -138,6 +142,13 @@ class Api:
     def _fits(self, schema: dict[str, Any], value: Any) -> None:
         whole = {**schema, "components": self.document["components"]}
         jsonschema_rs.validator_for(whole).validate(value)
+
+
+def message_of(response: httpx.Response) -> str:
+    """What an error says; Ollama's is its message alone."""
+    error = response.json()["error"]
+    message: str = error if isinstance(error, str) else error["message"]
+    return message
 
 
 def _data(text: str) -> Iterator[Any]:

@@ -111,6 +111,7 @@ class Script:
     gate: asyncio.Event | None = None
     words: tuple[str, ...] = WORDS
     stop_reason: int | str | None = None
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -131,6 +132,7 @@ class FakeStream:
         self.request_id = request_id
         self.prompt_token_ids = item.prompt
         self.seed = 1234 if item.sampling.seed is None else item.sampling.seed
+        self.ignored = engine.script.ignored
         self._engine = engine
         self._item = item
         self._sampling = item.sampling
@@ -306,7 +308,7 @@ class FakeEngine:
             raise self.refusals.pop()
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
-        if len(prompt) >= self.max_model_len:
+        if len(prompt) + (pooling is None) > self.max_model_len:
             raise PromptTooLong(len(prompt), self.max_model_len)
         item = Submitted(tuple(prompt), sampling, priority, tenant, cache_salt, deadline_s, pooling)
         self.submitted.append(item)

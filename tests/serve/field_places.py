@@ -20,6 +20,7 @@ from quickstep.server.field_classes import Refusal
 from quickstep.server.field_parts import parts_of
 from quickstep.server.field_reference import REFUSED_FORMS, reference_of
 from quickstep.server.metrics import Metrics
+from quickstep.server.ollama import requests as ollama
 from quickstep.server.options import ServerOptions
 from quickstep.server.responses_schema import (
     FunctionCallItem,
@@ -51,6 +52,12 @@ EXAMPLES: dict[Struct, dict[str, Any]] = {
     schemas.StructuredOutputs: {"regex": "a"},
     schemas.AssistantMessage: {"content": "a"},
     schemas.CalledFunction: {"arguments": "{}"},
+    ollama.OllamaModelFields: {"model": "fake"},
+    ollama.OllamaGenerateFields: {"stream": False},
+    ollama.OllamaChatRequest: {"messages": [{"role": "user", "content": "a"}]},
+    ollama.OllamaGenerateRequest: {"prompt": "a"},
+    ollama.OllamaShowRequest: {"model": "fake"},
+    ollama.OllamaMessage: {"content": "a"},
 }
 # What has to stand behind it in a list.
 BEHIND: dict[Struct, list[Any]] = {AssistantTurn: [{"role": "user", "content": "a"}]}
@@ -74,6 +81,8 @@ BESIDE: dict[tuple[Struct, str], dict[str, Any]] = {
         for name in ("add_special", "parse_special", "with_pieces")
     },
     (ResponsesRequest, "top_logprobs"): {"include": ["message.output_text.logprobs"]},
+    (ollama.OllamaChatRequest, "top_logprobs"): {"logprobs": True},
+    (ollama.OllamaGenerateRequest, "top_logprobs"): {"logprobs": True},
     (schemas.CompletionRequest, "min_tokens"): {"max_tokens": 2**31 - 1},
 }
 

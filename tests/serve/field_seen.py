@@ -62,11 +62,12 @@ class Seen:
 
     @property
     def prompt(self) -> str:
-        """The prompt's text: of the engine, or of the template if the engine got nothing."""
+        """The prompt's text: of the engine, else of the template; "" if neither got one."""
         if self.engine.submitted:
             return bytes(self.submitted.prompt).decode(errors="replace")
         assert self.engine.chat_template is not None
-        return self.engine.chat_template.texts[-1]
+        texts = self.engine.chat_template.texts
+        return texts[-1] if texts else ""
 
 
 Holds = Callable[[Seen], bool]

@@ -17,6 +17,7 @@ from api_cases import (
     as_integers,
     document_of,
     exchange,
+    message_of,
     num_cases,
     operations,
     request_of,
@@ -79,6 +80,8 @@ BEYOND_THE_SCHEMA = re.compile(
     | response_format\.json_schema\.schema\ is\ missing
     | the\ (prompt|input)\ is\ empty | prompt\ has\ \d+\ tokens
     | logit_bias\ holds\ token\ id
+    | options\.repeat_last_n\ is | system\ cannot\ go | model\ is\ missing
+    | models\ cannot\ be\ 
     | the\ model\ .*\ does\ not\ exist
     """,
     re.VERBOSE,
@@ -98,7 +101,7 @@ def check(case: schemathesis.Case, mode: GenerationMode) -> None:
     API.judge(case, response)
     assert not engine.open_streams
     if mode is POSITIVE and response.status_code >= 400:
-        message = response.json()["error"]["message"]
+        message = message_of(response)
         known = NOT_THERE if response.status_code == 404 else BEYOND_THE_SCHEMA
         assert known.match(message), message
 

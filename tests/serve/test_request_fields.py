@@ -18,6 +18,7 @@ from client import client_of
 from fake_engine import FakeEngine, FakeTokenizer
 from field_cases import OPENAI_CASES
 from field_cases_messages import MESSAGES_CASES
+from field_cases_ollama import OLLAMA_CASES
 from field_cases_others import COMPLETION_LINE, OTHER_CASES
 from field_cases_responses import RESPONSES_CASES
 from field_places import PLACES, Place, Struct, json_routes, minimal, structs_in
@@ -56,7 +57,7 @@ from quickstep.server.schemas import ChatRequest, CompletionRequest, FunctionSpe
 from quickstep.server.schemas_files import BatchRequest
 from quickstep.server.schemas_tokens import ApplyTemplateRequest, TokenizeRequest
 
-CASES = OPENAI_CASES | RESPONSES_CASES | MESSAGES_CASES | OTHER_CASES
+CASES = OPENAI_CASES | RESPONSES_CASES | MESSAGES_CASES | OLLAMA_CASES | OTHER_CASES
 CLIENTS: dict[type[msgspec.Struct], Any] = {
     ChatRequest: chat_create_params.CompletionCreateParamsBase,
     CompletionRequest: completion_create_params.CompletionCreateParamsBase,
@@ -155,14 +156,22 @@ def unasked(place: Place, case: Case, before: Mapping[str, Any]) -> dict[str, An
 def assert_names(response: httpx.Response, path: str) -> None:
     """400, and the error is about `path` or what is in it."""
     assert response.status_code == 400, response.text
-    error = response.json()["error"]
-    # Anthropic's errors have no place for the field's name, so the message begins with it
+    error = error_of(response)
+    # other errors than OpenAI's have no place for the field's name, so the message begins with it
     param = error["param"] if "param" in error else error["message"].split()[0].rstrip(":")
     assert param == path or param.startswith((f"{path}.", f"{path}[")), error
 
 
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error; Ollama's is its message alone."""
+    error = response.json()["error"]
+    return {"message": error} if isinstance(error, str) else error
+
+
 # Of an answer, what differs each time.
-_FLEETING = re.compile(r'"(?:\w*id|created\w*|completed_at|expires_at|\w*_ms|\w*_second)": *[^,}]+')
+_FLEETING = re.compile(
+    r'"(?:\w*id|created\w*|completed_at|expires_at|\w*_ms|\w*_second|\w*_duration)": *[^,}]+'
+)
 
 
 def told(response: httpx.Response) -> str:
@@ -303,7 +312,7 @@ def test_a_hint_without_effect_is_reported_and_changes_nothing(place: Place) -> 
     assert not results[1][2]
     strict = post(place.route, given, thinking(), STRICT)
     assert_names(strict, place.path)
-    assert f"has no effect: {hint.why}" in strict.json()["error"]["message"]
+    assert f"has no effect: {hint.why}" in error_of(strict)["message"]
 
 
 @pytest.mark.parametrize("place", HINTS, ids=str)
@@ -334,7 +343,7 @@ def test_a_refused_field_is_400_with_its_name(place: Place) -> None:
     engine = FakeEngine()
     response = post(place.route, place.with_value(value), engine)
     assert_names(response, place.path)
-    assert f"{place.path} is not supported: {refusal.why}" in response.json()["error"]["message"]
+    assert f"{place.path} is not supported: {refusal.why}" in error_of(response)["message"]
     assert not engine.submitted
 
 
@@ -421,7 +430,7 @@ def test_an_unknown_field_is_reported_or_400_with_its_name(route: ApiRoute, name
     assert reported.status_code == post(route, minimal(route.request)).status_code == 200
     told = reported.headers["x-quickstep-ignored"]
     assert told == name.encode("unicode_escape").decode()[:1024]
-    error = post(route, body, options=STRICT).json()["error"]
+    error = error_of(post(route, body, options=STRICT))
     assert "unknown" in error["message"]
     assert error.get("param", name) == name
 

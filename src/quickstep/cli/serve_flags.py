@@ -131,11 +131,12 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
         action="extend",
         default=[],
         metavar="KEY",
-        help="KEY or NAME=KEY that clients have to send; also taken from the variable "
+        help="KEY or NAME=KEY that clients have to send, or NAME[LOW..HIGH]=KEY with the range of "
+        "its requests' priorities (default: -10..10); also taken from the variable "
         f"{KEY_VARIABLE}, which no other user can see (default: everybody may call)",
     )
     group.add_argument(
-        "--api-key-file", metavar="FILE", help="NAME:KEY or NAME=KEY, one in each line"
+        "--api-key-file", metavar="FILE", help="such keys, one in each line (NAME:KEY as well)"
     )
     group.add_argument(
         "--share-prefix-cache",

@@ -183,6 +183,7 @@ def load_weights(
     """Find, plan and load what `config` names. Raises ConfigError."""
     from quickstep.model.checkpoint_weights import open_checkpoint_files, open_weights
     from quickstep.model.loader import check_requantization, load_model, reason_for_torch
+    from quickstep.model.long_context import with_context
     from quickstep.model.placement import choose_device, choose_dtype
     from quickstep.model.source import find_checkpoint
     from quickstep.model.spec import read_spec
@@ -192,6 +193,7 @@ def load_weights(
 
     checkpoint = checkpoint or find_checkpoint(config.load)
     spec = read_spec(checkpoint.path)
+    spec = with_context(spec, config.max_model_len, config.allow_long_context)
     device = choose_device(config.load.device)
     dtype = choose_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")

@@ -37,6 +37,7 @@ class ApiPages:
                 self._served.engine.tokenizer.vocab_size,
                 self._served.names,
                 self._served.field_rules,
+                self._served.api_keys.priorities,
             )
             self._document = msgspec.json.encode(openapi_document(self._routes, facts))
         return Response(self._document, media_type="application/json")

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from quickstep.dataclass import dataclass
 from quickstep.server.api_errors import ErrorShape, openai_shape
+from quickstep.server.event_stream import SERVER_SENT_EVENTS
 
 __all__ = ["ApiRoute"]
 
@@ -29,8 +30,9 @@ class ApiRoute:
         request: The schema of the JSON body, None for no body.
         response: The schema of the JSON answer with status 200: a struct or a list of them; None
             for an answer that is no JSON.
-        streams: The answer may be server-sent events.
+        streams: The answer may be a stream of server-sent events, or of what `stream_type` says.
         events: The schemas of their data, beside that of an error.
+        stream_type: The media type of the stream.
         query: The schema of the query's parameters, None for none.
         request_type: The media type of the body.
         content_type: The media type of an answer that is no JSON.
@@ -55,6 +57,7 @@ class ApiRoute:
     aliases: tuple[str, ...] = ()
     error_shape: ErrorShape = openai_shape
     requests: tuple[type[msgspec.Struct], ...] = ()
+    stream_type: str = SERVER_SENT_EVENTS
 
     @property
     def paths(self) -> tuple[str, ...]:

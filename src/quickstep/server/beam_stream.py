@@ -61,6 +61,11 @@ class BeamStream:
         """The client's, or 0: nothing is drawn."""
         return self._sampling.seed or 0
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """A search has no grammar."""
+        return ()
+
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """One delta a hypothesis, best first."""
         best = await self._search.run()

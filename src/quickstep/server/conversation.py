@@ -30,6 +30,7 @@ __all__ = [
     "checked_metadata",
     "conversation_request",
     "past_call",
+    "renamed_sampling",
     "tenant_of",
     "told_effort",
     "told_verbosity",
@@ -96,7 +97,7 @@ def conversation_request(
     return GenerationRequest(
         model=served.model(fields.model),
         prompts=(conversation.prompt,),
-        sampling=_sampling(fields, served, values, renamed),
+        sampling=renamed_sampling(fields, served, values, renamed),
         priority=fields.priority or 0,
         deadline_s=deadline_of(fields),
         cache_salt=label("cache_salt", fields.cache_salt, served.limits),
@@ -106,9 +107,10 @@ def conversation_request(
     )
 
 
-def _sampling(
+def renamed_sampling(
     fields: SamplingFields, served: Served, own: Mapping[str, Any], renamed: Mapping[str, str]
 ) -> SamplingParams:
+    """The sampling parameters. Raises RequestError that names the client's field (`renamed`)."""
     try:
         return sampling_params(fields, served, own, renamed)
     except RequestError as error:

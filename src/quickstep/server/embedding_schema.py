@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
 
@@ -24,7 +24,7 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     user: str | None = None
     pooling: Literal["mean", "last"] | None = None
     add_special_tokens: bool | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: int | None = None
     cache_salt: str | None = None
     timeout_s: float | None = None
 

@@ -11,6 +11,7 @@ import base64
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 from starlette.requests import Request
@@ -35,7 +36,7 @@ from quickstep.server.request_size import check_num_tokens
 from quickstep.server.routes import CLIENT_CLOSED, caller_of
 from quickstep.server.sampling import bounded, label, token_ids_of
 from quickstep.server.surface import Answered, Served
-from quickstep.server.tenancy import cache_salt_of, tenant_of_key
+from quickstep.server.tenancy import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.types import FinishReason, Pooling, SamplingParams
 
 __all__ = ["Embeddings"]
@@ -77,7 +78,25 @@ class Embeddings:
     ) -> EmbeddingList:
         served = self._served
         fields, prompts = await served.lanes.parse(len(body), lambda: _parsed(body, reader, served))
-        priority = (fields.priority or 0) + added_priority
+        return await self.embed(fields, prompts, caller, added_priority)
+
+    async def embed(
+        self,
+        fields: EmbeddingRequest,
+        prompts: Sequence[TextPrompt | TokenPrompt],
+        caller: str,
+        added_priority: int = 0,
+        truncates: bool = False,
+        input_field: str = "input",
+    ) -> EmbeddingList:
+        """The vectors of `prompts`, of which only the beginnings are read where they are too long,
+        if `truncates`. Raises RequestError that names `input_field`, EngineError.
+        """
+        served = self._served
+        longest = served.engine.max_model_len
+        if truncates:
+            prompts = [_beginning(prompt, served) for prompt in prompts]
+        priority = priority_of_key(caller, fields.priority or 0, served.api_keys, added_priority)
         fields = msgspec.structs.replace(fields, priority=priority)
         model = served.model(fields.model)
         if fields.dimensions is not None and fields.dimensions < 1:
@@ -86,11 +105,13 @@ class Embeddings:
             )
         engine = served.engine
         try:
-            ids = await prompts_ids(engine, prompts, served.lanes, engine.max_model_len)
+            ids = await prompts_ids(engine, prompts, served.lanes, None if truncates else longest)
         except RequestError as error:
-            raise in_clients_words(error, "", "input") from None
+            raise in_clients_words(error, "", input_field) from None
+        if truncates:
+            ids = [one[:longest] for one in ids]
         check_num_tokens(ids, _SAMPLING, engine.max_model_len, served.limits)
-        vectors = await self._vectors(ids, fields, caller)
+        vectors = await self._vectors(ids, fields, caller, input_field)
         as_text = fields.encoding_format == "base64"
         data = [
             Embedding("embedding", index, _base64(vector) if as_text else list(vector))
@@ -100,7 +121,11 @@ class Embeddings:
         return EmbeddingList("list", data, model, EmbeddingUsage(num_tokens, num_tokens))
 
     async def _vectors(
-        self, prompts: Sequence[Sequence[int]], fields: EmbeddingRequest, caller: str
+        self,
+        prompts: Sequence[Sequence[int]],
+        fields: EmbeddingRequest,
+        caller: str,
+        input_field: str,
     ) -> list[Sequence[float]]:
         engine, limits = self._served.engine, self._served.limits
         pooling = engine.default_pooling if fields.pooling is None else Pooling(fields.pooling)
@@ -125,7 +150,7 @@ class Embeddings:
             vectors = await asyncio.gather(*(_vector(stream, meter) for stream in streams))
             return [_shortened(vector, fields.dimensions) for vector in vectors]
         except RequestError as error:
-            raise in_clients_words(error, "", "input") from None
+            raise in_clients_words(error, "", input_field) from None
         finally:
             for stream in streams:
                 await stream.aclose()
@@ -159,6 +184,19 @@ def _prompts(fields: EmbeddingRequest, served: Served) -> list[TextPrompt | Toke
     if len(given) not in (len(texts), len(lists)):
         raise RequestError("input mixes texts, token ids and lists of token ids", param="input")
     return [*texts, *lists]
+
+
+def _beginning(prompt: TextPrompt | TokenPrompt, served: Served) -> TextPrompt | TokenPrompt:
+    """So much of a text as can make the longest prompt, so that no more is tokenised."""
+    longest = served.engine.max_model_len
+    if isinstance(prompt, TokenPrompt):
+        return prompt
+    num_tokens = served.engine.tokenizer.least_tokens(prompt.text)
+    if num_tokens <= longest + 1:
+        return prompt
+    # a token has at most as many bytes as the text has per token, one rounded off
+    bytes_per_token = len(prompt.text.encode()) // (num_tokens - 1) + 1
+    return replace(prompt, text=prompt.text[: longest * bytes_per_token])
 
 
 def _timeout(fields: EmbeddingRequest) -> float | None:

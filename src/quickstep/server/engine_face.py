@@ -35,6 +35,12 @@ class TokenStream(Protocol):
     def seed(self) -> int:
         """The noise seed that was used, given or drawn."""
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Keywords of the request's grammar that are enforced less strictly than they say; known
+        once the engine has accepted the request.
+        """
+
     def __aiter__(self) -> AsyncIterator[Delta]:
         """Iterate the deltas; ends after the last sequence's end."""
 

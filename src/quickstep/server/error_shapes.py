@@ -11,7 +11,7 @@ from typing import Any
 
 from quickstep.server.api_errors import ErrorFacts
 
-__all__ = ["OVERLOADED", "anthropic_shape"]
+__all__ = ["OVERLOADED", "anthropic_shape", "ollama_shape"]
 
 OVERLOADED = 529  # Anthropic's number for what others call 503
 
@@ -34,3 +34,8 @@ def anthropic_shape(facts: ErrorFacts) -> tuple[int, dict[str, Any]]:
     kind = _TYPES.get(facts.status, default)
     status = OVERLOADED if facts.status == 503 else facts.status
     return status, {"type": "error", "error": {"type": kind, "message": facts.message}}
+
+
+def ollama_shape(facts: ErrorFacts) -> tuple[int, dict[str, Any]]:
+    """The status, and Ollama's body: the message alone."""
+    return facts.status, {"error": facts.message}

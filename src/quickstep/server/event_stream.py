@@ -1,4 +1,5 @@
-"""Server-sent events on the wire: frames out as they come, until the end or the client is gone.
+"""A stream on the wire, of server-sent events or lines of JSON: frames out as they come, until the
+end or the client is gone.
 
 A surface writes the frames (`routes`), this sends them. Whatever happens, `close` runs at the end.
 
@@ -15,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -23,10 +25,12 @@ from quickstep.server.body import ClientDisconnect, unless_disconnected
 from quickstep.server.options import ConnectionOptions
 from quickstep.server.patience import NUM_SLICES, patient_timeout
 
-__all__ = ["EventStream"]
+__all__ = ["NDJSON", "SERVER_SENT_EVENTS", "EventStream"]
 
 _LOG = logging.getLogger("quickstep.server")
 _COMMENT = b": keep-alive\n\n"
+SERVER_SENT_EVENTS = "text/event-stream"
+NDJSON = "application/x-ndjson"  # lines of JSON, between which no comment can be
 
 
 class SlowReader(Exception):
@@ -36,14 +40,14 @@ class SlowReader(Exception):
 class EventStream(Response):
     """A response of frames; each frame is sent whole, as one message."""
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         frames: AsyncGenerator[bytes, None],
         close: Callable[[], Awaitable[None]],
+        media_type: str = SERVER_SENT_EVENTS,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._frames = frames
         self._close = close
@@ -51,7 +55,10 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream until its end or until the client is gone."""
         state = scope.get("state", {})
-        paced = _PacedSend(send, state.get("connections") or ConnectionOptions())
+        connections = state.get("connections") or ConnectionOptions()
+        if self.media_type != SERVER_SENT_EVENTS:
+            connections = replace(connections, comment_every_s=0.0)
+        paced = _PacedSend(send, connections)
         try:
             await unless_disconnected(receive, self._run(paced))
         except ClientDisconnect:

@@ -16,7 +16,9 @@ import msgspec
 from quickstep.dataclass import dataclass
 from quickstep.sampling_params import PRESETS, RANGES
 from quickstep.server import anthropic_schema, responses_schema, schemas
+from quickstep.server.api_keys import PriorityRange
 from quickstep.server.embedding_schema import EmbeddingRequest
+from quickstep.server.ollama import requests as ollama
 from quickstep.server.options import FieldRules, RequestLimits
 from quickstep.server.responses import INCLUDES, INCLUDES_NOTHING
 from quickstep.server.schemas_files import BatchRequest
@@ -53,6 +55,7 @@ class SchemaFacts:
     vocab_size: int | None = None
     model_names: tuple[str, ...] = ()
     field_rules: FieldRules = field(default_factory=FieldRules)
+    priorities: PriorityRange = field(default_factory=PriorityRange)
 
 
 def bounds_of(schema: type[msgspec.Struct], facts: SchemaFacts) -> dict[str, Keywords]:
@@ -70,6 +73,7 @@ def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
         **_of_responses(facts.limits),
         **_of_messages(facts.limits),
         **_of_llama_cpp(facts.limits),
+        **_of_ollama(facts.limits),
         **_of_others(facts),
     }
 
@@ -172,6 +176,29 @@ def _of_llama_cpp(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]
     }
 
 
+def _of_ollama(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+    same = ("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
+    return {
+        ollama.OllamaOptions: {
+            **{name: _range(name) for name in same},
+            "top_p": _ABOVE_0_TO_1,
+            "typical_p": _ABOVE_0_TO_1,
+            "repeat_penalty": _range("repetition_penalty"),
+            "num_predict": {**_range("max_tokens"), "minimum": -2},
+            "stop": _texts(limits.stop, limits.stop_chars),
+        },
+        ollama.OllamaGenerateFields: {
+            "think": {"enum": ["low", "medium", "high"]},
+            "top_logprobs": _num_logprobs(limits),
+        },
+        ollama.OllamaChatRequest: {"tools": {"maxItems": limits.tools}},
+        ollama.OllamaEmbedRequest: {
+            "input": {"maxItems": limits.prompts},
+            "dimensions": {"minimum": 1},
+        },
+    }
+
+
 def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
     limits = facts.limits
     return {
@@ -179,6 +206,7 @@ def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
             "input": {"anyOf": _prompts(facts)},
             "dimensions": {"minimum": 1},
             "timeout_s": {"exclusiveMinimum": 0},
+            "priority": _priority(facts),
             "user": _label(limits),
             "cache_salt": _label(limits),
         },
@@ -187,6 +215,11 @@ def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
         TokenizeRequest: {"messages": {"minItems": 1}},
         DetokenizeRequest: {"tokens": {"maxItems": limits.detokenized, "items": _token_id(facts)}},
     }
+
+
+def _priority(facts: SchemaFacts) -> Keywords:
+    """A key may have a narrower range than the widest of all."""
+    return {"minimum": facts.priorities.low, "maximum": facts.priorities.high}
 
 
 def _num_logprobs(limits: RequestLimits) -> Keywords:
@@ -233,6 +266,7 @@ def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
         "typical_p": _ABOVE_0_TO_1,
         "preset": {"enum": list(PRESETS)},
         "timeout_s": {"exclusiveMinimum": 0},
+        "priority": _priority(facts),
         "logit_bias": {
             "maxProperties": limits.logit_bias,
             "propertyNames": {"pattern": "^[0-9]{1,10}$"},

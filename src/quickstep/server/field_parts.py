@@ -12,6 +12,7 @@ from types import MappingProxyType
 import msgspec
 
 from quickstep.server.anthropic_schema import CountTokensRequest, CustomToolSpec
+from quickstep.server.ollama.requests import OllamaChatRequest
 from quickstep.server.responses_schema import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -35,6 +36,7 @@ _PARTS: Mapping[type[msgspec.Struct], _Parts] = MappingProxyType(
         },
         CountTokensRequest: {"tools": (CustomToolSpec,)},
         ChatRequest: {"tools": (FunctionTool,)},
+        OllamaChatRequest: {"tools": (FunctionTool,)},
         TokenizeRequest: {"tools": (FunctionTool,)},
         ApplyTemplateRequest: {"tools": (FunctionTool,)},
     }

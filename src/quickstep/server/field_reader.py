@@ -17,7 +17,7 @@ from quickstep.server.options import FieldRules
 from quickstep.server.schemas import invalid_json, unknown_field, validation_error
 from quickstep.server.unknown_fields import take_out_unknown
 
-__all__ = ["FieldReader"]
+__all__ = ["FieldReader", "loosened_keyword"]
 
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)
 _POSITION = re.compile(r"\[\d+\]")
@@ -87,3 +87,12 @@ class FieldReader:
     def _report(self, path: str) -> None:
         if len(self._ignored) < _MAX_IGNORED:
             self._ignored[_POSITION.sub("[]", path)] = None
+
+
+def loosened_keyword(path: str) -> RequestError:
+    """The refusal, where hints are refused, of a schema's keyword that is not enforced exactly."""
+    return RequestError(
+        f"{path} is enforced less strictly than it says; change the schema, or start the server "
+        "without --strict",
+        param=path,
+    )

@@ -18,6 +18,7 @@ from quickstep.server import field_reference_responses as responses
 from quickstep.server import schemas
 from quickstep.server.field_classes import FieldClass, Hint, field_classes
 from quickstep.server.field_rows import Effects, Honoured, Note, Row
+from quickstep.server.ollama import field_effects as ollama
 
 __all__ = ["REFUSED_FORMS", "reference_of"]
 
@@ -188,7 +189,7 @@ REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = MappingProxyType(
     }
 )
 
-_TABLES = (_EFFECTS, responses.EFFECTS, messages.EFFECTS, others.EFFECTS)
+_TABLES = (_EFFECTS, responses.EFFECTS, messages.EFFECTS, others.EFFECTS, ollama.EFFECTS)
 
 
 def reference_of(struct: type[msgspec.Struct]) -> dict[str, Row]:

@@ -41,8 +41,8 @@ class BatchOptions:
         active_per_key: The same of one API key.
         num_kept: Batches that are remembered; of the key that has most, the one that ended first
             is forgotten.
-        added_priority: What the lines' priority is raised by; lower goes first, so live requests
-            do.
+        added_priority: What the lines' priority, between -10 and 10, is raised by; lower goes
+            first, so live requests do.
         num_tries: How often a line is sent to an engine that takes none (it restarts, say).
         retry_s: The pause between two tries.
     """

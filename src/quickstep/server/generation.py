@@ -252,6 +252,13 @@ class Generation:
         per_prompt_token = 1 + (sampling.prompt_logprobs or 0)
         return outputs * (1 + (sampling.logprobs or 0)) + prompts * per_prompt_token
 
+    @property
+    def loosened(self) -> tuple[str, ...]:
+        """Keywords of the client's schema that are enforced less strictly than they say."""
+        field = self.request.grammar_field
+        keywords = {keyword for stream in self._streams for keyword in stream.ignored}
+        return tuple(f"{field}.{keyword}" for keyword in sorted(keywords))
+
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """All deltas as they come, added to `choices`.
 

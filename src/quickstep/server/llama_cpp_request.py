@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from quickstep.errors import RequestError
 from quickstep.server.generation import GenerationRequest
@@ -22,7 +22,7 @@ from quickstep.server.schemas_llama_cpp import LlamaCompletionRequest, PromptObj
 from quickstep.server.surface import Served
 from quickstep.types import Grammar, SamplingParams
 
-__all__ = ["SAMPLERS", "llama_request"]
+__all__ = ["SAMPLERS", "llama_request", "switched_off_penalties"]
 
 # In the order of `SamplingParams`, under llama.cpp's names.
 SAMPLERS = ("penalties", "dry", "temperature", "top_k", "typ_p", "top_p", "min_p", "xtc")
@@ -107,7 +107,7 @@ def _sampling(
     own |= {name: value for name, value in dry.items() if name != "dry_multiplier"}
     sampling = sampling_params(SamplingFields(**shared), served, own, renamed)
     # switched off last: what has no effect has to be right all the same
-    off = dry | _look_back(fields) | _left_out(fields, served)
+    off = dry | switched_off_penalties(fields) | _left_out(fields, served)
     return replace(sampling, **off)
 
 
@@ -138,19 +138,42 @@ def _dry(fields: LlamaCompletionRequest) -> dict[str, Any]:
     return own
 
 
-def _look_back(fields: LlamaCompletionRequest) -> dict[str, float]:
-    """The penalties look back over everything; 0 switches them off, other lengths we do not do."""
+class LookBack(Protocol):
+    """The penalties of a request, and how far they look back."""
+
+    @property
+    def repeat_last_n(self) -> int | None:
+        """Tokens; -1 for the whole context, 0 for none."""
+
+    @property
+    def repeat_penalty(self) -> float | None:
+        """1 is off."""
+
+    @property
+    def presence_penalty(self) -> float | None:
+        """0 is off."""
+
+    @property
+    def frequency_penalty(self) -> float | None:
+        """0 is off."""
+
+
+def switched_off_penalties(fields: LookBack, field: str = "repeat_last_n") -> dict[str, float]:
+    """The penalties look back over everything; 0 switches them off, other lengths we do not do.
+
+    Raises RequestError that names the client's `field`.
+    """
     look_back = fields.repeat_last_n
     if look_back == 0:
         return dict(_OFF["penalties"])
-    penalised = (fields.repeat_penalty or 1.0) != 1.0 or any(
-        getattr(fields, name) for name in _PENALTIES
+    penalised = (
+        (fields.repeat_penalty or 1.0) != 1.0 or fields.presence_penalty or fields.frequency_penalty
     )
     if look_back not in (None, -1) and penalised:
         raise RequestError(
-            f"repeat_last_n is {look_back}, which is not supported: penalties look back over the "
+            f"{field} is {look_back}, which is not supported: penalties look back over the "
             "whole context (-1) or are off (0)",
-            param="repeat_last_n",
+            param=field,
         )
     return {}
 

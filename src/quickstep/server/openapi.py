@@ -20,14 +20,15 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from quickstep import __version__
+from quickstep.server.api_errors import ErrorShape
 from quickstep.server.api_route import ApiRoute
-from quickstep.server.error_shapes import OVERLOADED, anthropic_shape
+from quickstep.server.error_shapes import OVERLOADED, anthropic_shape, ollama_shape
 from quickstep.server.field_bounds import Keywords, SchemaFacts, bounds_of
 from quickstep.server.field_classes import Hint, Refusal
 from quickstep.server.field_parts import TOOL_TYPES, parts_of
 from quickstep.server.field_reference import REFUSED_FORMS, reference_of
 from quickstep.server.field_rows import Honoured, Note, Row
-from quickstep.server.response_errors import ErrorAnswer, MessagesError
+from quickstep.server.response_errors import ErrorAnswer, MessagesError, OllamaError
 from quickstep.server.schema_types import component_names, reachable_structs
 from quickstep.server.schemas import SamplingFields
 from quickstep.types import SamplingParams
@@ -50,6 +51,10 @@ _STATUSES: Mapping[int, str] = {
     429: "Too many requests wait; retry after the header's seconds.",
     500: "The server failed on this request.",
     503: "The engine takes no requests now, or too much waits to be read.",
+}
+_ERRORS: Mapping[ErrorShape, type[msgspec.Struct]] = {
+    anthropic_shape: MessagesError,
+    ollama_shape: OllamaError,
 }
 # Which keywords of JSON Schema concern values of which type.
 _KEYWORDS: Mapping[str, frozenset[str]] = {
@@ -167,7 +172,7 @@ def _responses(route: ApiRoute, names: Mapping[type, str]) -> dict[str, Any]:
         events = [_ref(names[event]) for event in (*route.events, _error(route))]
         told = {"anyOf": events} if route.events else {"type": "object"}
         # 3.1 has no word for the schema of one event's data; 3.2's is not widely read yet
-        answer["text/event-stream"] = {"x-events": told}
+        answer[route.stream_type] = {"x-events": told}
     if not answer:
         answer[route.content_type] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": _ref(names[_error(route)])}}
@@ -193,7 +198,7 @@ def _typed(declared: Any, names: Mapping[type, str]) -> dict[str, Any]:
 
 
 def _error(route: ApiRoute) -> type[msgspec.Struct]:
-    return MessagesError if route.error_shape is anthropic_shape else ErrorAnswer
+    return _ERRORS.get(route.error_shape, ErrorAnswer)
 
 
 def _ref(name: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The JSON of errors, as types: OpenAI's, and Anthropic's on its routes; see `response_openai`."""
+"""The JSON of errors, as types: OpenAI's, and Anthropic's and Ollama's on their own routes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["ErrorAnswer", "MessagesError"]
+__all__ = ["ErrorAnswer", "MessagesError", "OllamaError"]
 
 
 class ErrorFact(msgspec.Struct, frozen=True):
@@ -36,3 +36,11 @@ class MessagesError(msgspec.Struct, frozen=True):
 
     type: Literal["error"]
     error: MessagesErrorFact
+
+
+class OllamaError(msgspec.Struct, frozen=True):
+    """Every answer of Ollama's routes with a status of 400 or above, and the last line of a stream
+    that failed.
+    """
+
+    error: str

@@ -15,6 +15,7 @@ from quickstep.server.first_routes import generating_routes, probe_routes
 from quickstep.server.invocations import invocations_route
 from quickstep.server.llama_cpp_routes import llama_cpp_routes
 from quickstep.server.metrics import Metrics
+from quickstep.server.ollama.routes import ollama_routes
 from quickstep.server.options import ServerOptions
 from quickstep.server.response_events import MESSAGES_EVENTS, RESPONSES_EVENTS
 from quickstep.server.response_messages import MessageResponse, TokenCount
@@ -46,6 +47,7 @@ def api_routes(
         *batches.routes(),
         *Tokenizing(served).routes(),
         *llama_cpp_routes(served, metrics),
+        *ollama_routes(served, metrics),
         *probe_routes(served, metrics, options),
     ]
     pages = ApiPages(routes, served)  # they tell of themselves, too

@@ -23,11 +23,12 @@ from quickstep.errors import RequestError
 from quickstep.server.api_errors import json_response
 from quickstep.server.body import ClientDisconnect, read_body, unless_disconnected
 from quickstep.server.event_stream import EventStream
+from quickstep.server.field_reader import loosened_keyword
 from quickstep.server.front_gate import key_name, report_ignored
 from quickstep.server.generation import Generation, GenerationRequest, open_generation
 from quickstep.server.metrics import Metrics, RequestMeter
 from quickstep.server.surface import Answered, Asked, Head, Served, Surface, Writer
-from quickstep.server.tenancy import cache_salt_of, tenant_of_key
+from quickstep.server.tenancy import cache_salt_of, priority_of_key, tenant_of_key
 
 _Written = TypeVar("_Written")
 
@@ -67,8 +68,9 @@ class GeneratingRoute:
             asked = await self._read(body, caller_of(request))
             report_ignored(request, asked.request.ignored)
             answer = await unless_disconnected(request.receive, self._open(asked))
+            report_ignored(request, answer.generation.loosened)
             if asked.request.stream:
-                return EventStream(frames(answer), answer.close)
+                return EventStream(frames(answer), answer.close, asked.stream_type)
             return await self._whole(request, answer)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
@@ -86,8 +88,7 @@ class GeneratingRoute:
             raise RequestError("stream is not supported in a batch", param="stream")
         asked_s = request.deadline_s  # the operator's default is for clients that wait
         request = replace(
-            self._owned(request, caller),
-            priority=request.priority + added_priority,
+            self._owned(request, caller, added_priority),
             deadline_s=None if asked_s is None else self._served.deadlines.of(asked_s),
         )
         answer = await self._open(replace(asked, request=request))
@@ -96,7 +97,7 @@ class GeneratingRoute:
         finally:
             await answer.close()
         body_of_answer = await _written_whole(answer, answer.writer.whole)
-        return Answered(body_of_answer, request.ignored)
+        return Answered(body_of_answer, (*request.ignored, *answer.generation.loosened))
 
     async def _read(self, body: bytes, caller: str) -> Asked:
         return await self._served.lanes.parse(len(body), lambda: self._asked(body, caller))
@@ -108,11 +109,18 @@ class GeneratingRoute:
         request = replace(self._owned(request, caller), deadline_s=deadline_s)
         return replace(asked, request=request)
 
-    def _owned(self, request: GenerationRequest, caller: str) -> GenerationRequest:
-        """The request as the caller's key may have it: its account, its part of the cache."""
+    def _owned(
+        self, request: GenerationRequest, caller: str, added_priority: int = 0
+    ) -> GenerationRequest:
+        """The request as the caller's key may have it: its account, its part of the cache, its
+        priority. Raises RequestError.
+        """
         is_shared = self._served.shares_prefix_cache
         return replace(
             request,
+            priority=priority_of_key(
+                caller, request.priority, self._served.api_keys, added_priority
+            ),
             tenant=tenant_of_key(caller, request.tenant),
             cache_salt=cache_salt_of(caller, request.cache_salt, is_shared),
         )
@@ -123,6 +131,9 @@ class GeneratingRoute:
         generation = await open_generation(
             served.engine, asked.request, served.limits, served.lanes
         )
+        if generation.loosened and served.field_rules.refuse_hints:
+            await generation.aclose()
+            raise loosened_keyword(generation.loosened[0])
         head = Head(created=int(time.time()), fingerprint=meter.fingerprint)
         return _Answer(generation, asked.writer(generation, head), meter)
 

@@ -132,7 +132,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: int | None = None
     cache_salt: str | None = None
     timeout_s: float | None = None
     guided_choice: Annotated[Any, refused("send structured_outputs.choice")] = None

@@ -30,6 +30,7 @@ __all__ = [
     "Function",
     "OfferedTools",
     "ToolChoice",
+    "functions_of",
     "is_left_out",
     "offer",
     "offered_tools",
@@ -94,17 +95,25 @@ CHOICES: Mapping[str, ToolChoice] = MappingProxyType(
 
 def offered_tools(fields: ChatRequest, served: Served, reader: FieldReader) -> OfferedTools:
     """The tools of a chat request. Raises RequestError."""
+    return offer(
+        functions_of(fields.tools or (), reader),
+        _choice(fields.tool_choice),
+        fields.parallel_tool_calls is False,
+        served,
+    )
+
+
+def functions_of(tools: Sequence[dict[str, Any]], reader: FieldReader) -> list[Function]:
+    """The functions of `tools` in OpenAI's form. Raises RequestError."""
     functions: list[Function] = []
-    for place, tool in enumerate(fields.tools or ()):
+    for place, tool in enumerate(tools):
         path = f"tools[{place}]"
         if is_left_out(tool, "function", reader):
             continue
         told = reader.convert(tool, FunctionTool, path).function
         strict, path = bool(told.strict), f"{path}.function"
         functions.append(Function(told.name, told.description, told.parameters, strict, path))
-    return offer(
-        functions, _choice(fields.tool_choice), fields.parallel_tool_calls is False, served
-    )
+    return functions
 
 
 def is_left_out(tool: Mapping[str, Any], known: str, reader: FieldReader) -> bool:

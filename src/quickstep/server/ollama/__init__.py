@@ -1,0 +1,1 @@
+"""Ollama's API: its requests, its answers, and the routes below `/api`."""

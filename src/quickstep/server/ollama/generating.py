@@ -1,0 +1,283 @@
+"""`/api/chat` and `/api/generate`: the surfaces, and their answers as one JSON object or as lines.
+
+A stream is lines of JSON (NDJSON); the last one is `done` and has the figures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
+from quickstep.server.api_errors import error_facts, json_response
+from quickstep.server.chat_message import logprob_entry, message_reader
+from quickstep.server.error_shapes import ollama_shape
+from quickstep.server.event_stream import NDJSON
+from quickstep.server.field_reader import FieldReader
+from quickstep.server.front_gate import report_ignored
+from quickstep.server.generation import ChoiceDelta, Generation
+from quickstep.server.message_blocks import partial_object
+from quickstep.server.metrics import Metrics
+from quickstep.server.ollama.answers import (
+    OllamaChatAnswer,
+    OllamaFunction,
+    OllamaGenerateAnswer,
+    OllamaLogprob,
+    OllamaMadeCall,
+    OllamaSpokenMessage,
+    OllamaTopLogprob,
+)
+from quickstep.server.ollama.models import known_model, rfc3339
+from quickstep.server.ollama.prompting import chat_request, generate_request
+from quickstep.server.ollama.requests import (
+    OllamaChatRequest,
+    OllamaGenerateFields,
+    OllamaGenerateRequest,
+)
+from quickstep.server.routes import GeneratingRoute
+from quickstep.server.surface import Asked, Head, Served, Surface
+from quickstep.types import TokenLogprobs
+
+__all__ = ["OllamaChat", "OllamaGenerate", "OllamaRoute"]
+
+Answer = OllamaChatAnswer | OllamaGenerateAnswer
+Spoken = Callable[..., Answer]  # content, reasoning and calls of an answer, and its other fields
+_UNLOADING = (0, "0", "0s")
+
+
+class NothingAsked(Exception):
+    """The request has nothing to answer: it only loads the model, which is loaded."""
+
+    def __init__(self, answer: Answer, ignored: tuple[str, ...]) -> None:
+        super().__init__("the model is loaded")
+        self.answer = answer
+        self.ignored = ignored
+
+
+class OllamaRoute:
+    """The endpoint of one of the surfaces."""
+
+    def __init__(self, surface: Surface, served: Served, metrics: Metrics) -> None:
+        self._generating = GeneratingRoute(surface, served, metrics)
+
+    async def answer(self, request: Request) -> Response:
+        """Answer one request. Raises RequestError, EngineError."""
+        try:
+            return await self._generating.answer(request)
+        except NothingAsked as nothing:
+            report_ignored(request, nothing.ignored)
+            return json_response(nothing.answer)
+
+
+class OllamaChat:
+    """The surface of `/api/chat`."""
+
+    def parse(self, body: bytes, served: Served, caller: str) -> Asked:
+        """Validate. Raises RequestError."""
+        reader = FieldReader(served.field_rules)
+        fields = reader.decode(body, OllamaChatRequest)
+        if not fields.messages:
+            raise _nothing(fields, served, reader, _chat_answer)
+        request = chat_request(fields, served, reader, len(body))
+        request = replace(request, ignored=reader.ignored)
+        return Asked(request, partial(_Lines, served, _chat_answer), NDJSON)
+
+
+class OllamaGenerate:
+    """The surface of `/api/generate`."""
+
+    def parse(self, body: bytes, served: Served, caller: str) -> Asked:
+        """Validate. Raises RequestError."""
+        reader = FieldReader(served.field_rules)
+        fields = reader.decode(body, OllamaGenerateRequest)
+        if not fields.prompt and not fields.suffix:
+            raise _nothing(fields, served, reader, _generate_answer)
+        request = generate_request(fields, served, reader)
+        request = replace(request, ignored=reader.ignored)
+        return Asked(request, partial(_Lines, served, _generate_answer), NDJSON)
+
+
+def _nothing(
+    fields: OllamaGenerateFields, served: Served, reader: FieldReader, answer: Spoken
+) -> NothingAsked:
+    known_model(fields.model, served)
+    reason = "unload" if fields.keep_alive in _UNLOADING else "load"
+    told = {"model": fields.model, "created_at": rfc3339(time.time()), "done": True}
+    return NothingAsked(answer("", "", [], done_reason=reason, **told), reader.ignored)
+
+
+def _chat_answer(
+    content: str, reasoning: str, calls: list[OllamaMadeCall], **more: Any
+) -> OllamaChatAnswer:
+    message = OllamaSpokenMessage(
+        content=content, thinking=reasoning or UNSET, tool_calls=calls or UNSET
+    )
+    return OllamaChatAnswer(message=message, **more)
+
+
+def _generate_answer(
+    content: str, reasoning: str, calls: list[OllamaMadeCall], **more: Any
+) -> OllamaGenerateAnswer:
+    return OllamaGenerateAnswer(response=content, thinking=reasoning or UNSET, **more)
+
+
+class _Lines:
+    """One answer: lines as they come, or all in one object."""
+
+    def __init__(
+        self,
+        served: Served,
+        answer: Spoken,
+        generation: Generation,
+        head: Head,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._answer = answer
+        self._generation = generation
+        self._clock = clock
+        self._started_s = clock()
+        self._first_s: float | None = None
+        self._tokenizer = served.engine.tokenizer
+        (self._choice,) = generation.choices
+        self._reader = message_reader(generation, self._choice, self._tokenizer)
+        self._calls: list[OllamaMadeCall] = []
+        self._call = CallDelta(0)
+        self._arguments: list[str] = []
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+
+    def opening(self) -> Iterator[bytes]:
+        """Nothing."""
+        return iter(())
+
+    def news(self, item: ChoiceDelta) -> Iterator[bytes]:
+        """A line, if there is anything to say; a call is complete in its line."""
+        said, calls = self._read(item)
+        logprobs = self._logprobs(item.delta.logprobs)
+        if said.content or said.reasoning or calls or logprobs:
+            yield self._line(
+                self._answer(
+                    said.content,
+                    said.reasoning,
+                    calls,
+                    done=False,
+                    logprobs=logprobs or UNSET,
+                    **self._about(),
+                )
+            )
+
+    def ending(self) -> Iterator[bytes]:
+        """The line with the figures."""
+        yield self._line(self._answer("", "", [], **self._about(), **self._figures()))
+
+    def failure(self, error: Exception) -> Iterator[bytes]:
+        """The error as the last line."""
+        yield self._line(ollama_shape(error_facts(error))[1])
+
+    def note(self, item: ChoiceDelta) -> None:
+        """Collect what is new."""
+        said, _ = self._read(item)
+        self._content.append(said.content)
+        self._reasoning.append(said.reasoning)
+
+    def whole(self) -> Answer:
+        """The complete answer with the figures."""
+        return self._answer(
+            "".join(self._content),
+            "".join(self._reasoning),
+            self._calls,
+            logprobs=self._logprobs(self._choice.logprobs) or UNSET,
+            **self._about(),
+            **self._figures(),
+        )
+
+    def _line(self, answer: object) -> bytes:
+        return msgspec.json.encode(answer) + b"\n"
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "model": self._generation.request.model,
+            "created_at": rfc3339(self._clock()),
+        }
+
+    def _read(self, item: ChoiceDelta) -> tuple[MessageDelta, list[OllamaMadeCall]]:
+        """What became certain, and the calls that ended with it."""
+        if self._first_s is None:
+            self._first_s = self._clock()
+        delta = item.delta
+        said = self._reader.read(delta.text, delta.finish_reason is not None)
+        num_known = len(self._calls)
+        for part in said.parts:
+            if isinstance(part, CallDelta):
+                self._add(part)
+        return said, self._calls[num_known:]
+
+    def _add(self, part: CallDelta) -> None:
+        if part.name:
+            self._call = part
+            self._arguments = []
+        self._arguments.append(part.arguments)
+        if part.is_last:
+            # an object has no other place for arguments that the limit cut
+            arguments = partial_object("".join(self._arguments))
+            function = OllamaFunction(len(self._calls), self._call.name, arguments)
+            self._calls.append(OllamaMadeCall(self._call.call_id, function))
+
+    def _figures(self) -> dict[str, Any]:
+        """Why it ended, and how long what took: the engine's figures, else the clock's."""
+        choice, timings = self._choice, self._choice.timings
+        reason = choice.finish_reason
+        if timings is None or timings.first_token_s is None:
+            now_s = self._clock()
+            first_s = now_s if self._first_s is None else self._first_s
+            total_s, prompt_s, eval_s = (
+                now_s - self._started_s,
+                first_s - self._started_s,
+                now_s - first_s,
+            )
+        else:
+            total_s = timings.finished_s - timings.arrival_s
+            prompt_s = timings.prefill_s
+            eval_s = timings.finished_s - timings.first_token_s
+        return {
+            "done": True,
+            "done_reason": "length" if reason and reason.openai == "length" else "stop",
+            "total_duration": _nanoseconds(total_s),
+            "load_duration": 0,
+            "prompt_eval_count": len(self._generation.prompt_token_ids(choice)),
+            "prompt_eval_duration": _nanoseconds(prompt_s),
+            "eval_count": len(choice.token_ids),
+            "eval_duration": _nanoseconds(eval_s),
+        }
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> list[OllamaLogprob]:
+        if self._generation.request.sampling.logprobs is None:
+            return []
+        shows_top = bool(self._generation.request.sampling.logprobs)
+        return [
+            OllamaLogprob(
+                **self._entry(one.token_id, one.logprob),
+                top_logprobs=[
+                    OllamaTopLogprob(**self._entry(token_id, value)) for token_id, value in one.top
+                ]
+                if shows_top
+                else UNSET,
+            )
+            for one in logprobs
+        ]
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return logprob_entry(self._tokenizer, token_id, logprob)
+
+
+def _nanoseconds(seconds: float) -> int:
+    """At least one: clients divide by it."""
+    return max(1, round(seconds * 1e9))

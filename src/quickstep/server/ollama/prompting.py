@@ -1,0 +1,246 @@
+"""From Ollama's bodies to the internal request: what is asked, in which form, sampled how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from quickstep.errors import RequestError
+from quickstep.server.conversation import (
+    Conversation,
+    check_shows_calls,
+    conversation_request,
+    past_call,
+    renamed_sampling,
+    told_effort,
+)
+from quickstep.server.field_reader import FieldReader
+from quickstep.server.fill_in_middle import infill_markers
+from quickstep.server.generation import GenerationRequest
+from quickstep.server.llama_cpp_request import switched_off_penalties
+from quickstep.server.ollama.models import known_model
+from quickstep.server.ollama.requests import (
+    OllamaChatRequest,
+    OllamaGenerateFields,
+    OllamaGenerateRequest,
+    OllamaMessage,
+    OllamaOptions,
+)
+from quickstep.server.prompts import InfillPrompt, TextPrompt
+from quickstep.server.sampling import num_alternatives
+from quickstep.server.schemas import SamplingFields
+from quickstep.server.structured import AskedGrammar
+from quickstep.server.surface import Served
+from quickstep.server.tools import ToolChoice, functions_of, offer
+from quickstep.types import Grammar
+
+__all__ = ["chat_request", "generate_request"]
+
+_SAME_NAME = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop"),
+    *("presence_penalty", "frequency_penalty"),
+)
+_RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: f"options.{name}" for name in (*_SAME_NAME, "seed")},
+        "repetition_penalty": "options.repeat_penalty",
+        "max_tokens": "options.num_predict",
+        "logprobs": "top_logprobs",
+    }
+)
+_NO_OPTIONS = OllamaOptions()
+_RANDOM_SEED = -1
+_EFFORTS = ("low", "medium", "high")
+
+
+def chat_request(
+    fields: OllamaChatRequest, served: Served, reader: FieldReader, num_chars: int
+) -> GenerationRequest:
+    """The next message of a conversation. Raises RequestError."""
+    messages = _messages(fields.messages or (), served)
+    functions = functions_of(fields.tools or (), reader)
+    continued = _begins_answer(messages)
+    conversation = Conversation(
+        messages,
+        num_chars=num_chars,
+        offered=offer(functions, ToolChoice(), one_call=False, served=served),
+        asked=_asked(fields),
+        extra=_thinking(fields, served, reader),
+        add_generation_prompt=not continued,
+        continued=continued,
+    )
+    return _of_conversation(conversation, fields, served, "messages")
+
+
+def generate_request(
+    fields: OllamaGenerateRequest, served: Served, reader: FieldReader
+) -> GenerationRequest:
+    """The answer to one prompt, or what continues it as it is. Raises RequestError."""
+    prompt = fields.prompt or ""
+    if fields.raw and fields.system:
+        raise RequestError("system cannot go with raw: true", param="system")
+    if fields.suffix:
+        if fields.system:
+            raise RequestError("system cannot go with suffix", param="system")
+        markers = infill_markers(served.engine.tokenizer)
+        return _of_text(InfillPrompt(prompt, fields.suffix, markers), fields, served)
+    if fields.raw or served.engine.chat_template is None:
+        text = f"{fields.system}\n\n{prompt}" if fields.system else prompt
+        return _of_text(TextPrompt(text), fields, served)
+    system = [{"role": "system", "content": fields.system}] if fields.system else []
+    conversation = Conversation(
+        (*system, {"role": "user", "content": prompt}),
+        num_chars=len(prompt) + len(fields.system or ""),
+        asked=_asked(fields),
+        extra=_thinking(fields, served, reader),
+    )
+    return _of_conversation(conversation, fields, served, "prompt")
+
+
+def _of_conversation(
+    conversation: Conversation, fields: OllamaGenerateFields, served: Served, prompt_field: str
+) -> GenerationRequest:
+    own = _own(fields, served)
+    request = conversation_request(
+        conversation, _shared(fields, served), served, own, _RENAMED, prompt_field
+    )
+    return _finished(request, fields)
+
+
+def _of_text(
+    prompt: TextPrompt | InfillPrompt, fields: OllamaGenerateFields, served: Served
+) -> GenerationRequest:
+    asked = _asked(fields)
+    own = _own(fields, served)
+    if own["max_tokens"] is None and "max_tokens" in served.engine.default_sampling:
+        del own["max_tokens"]
+    own["grammar"] = None if asked is None else asked.grammar
+    shared = _shared(fields, served)
+    request = GenerationRequest(
+        model=fields.model,
+        prompts=(prompt,),
+        sampling=renamed_sampling(shared, served, own, _RENAMED),
+        grammar_field="" if asked is None else asked.field,
+    )
+    return _finished(request, fields)
+
+
+def _finished(request: GenerationRequest, fields: OllamaGenerateFields) -> GenerationRequest:
+    """With the name that the client used; a stream unless it wants none."""
+    options = fields.options or _NO_OPTIONS
+    off: dict[str, Any] = dict(switched_off_penalties(options, "options.repeat_last_n"))
+    sampling = replace(request.sampling, **off)
+    stream = fields.stream is not False
+    return replace(request, model=fields.model, sampling=sampling, stream=stream)
+
+
+def _shared(fields: OllamaGenerateFields, served: Served) -> SamplingFields:
+    options = fields.options or _NO_OPTIONS
+    same = {name: getattr(options, name) for name in _SAME_NAME}
+    return SamplingFields(
+        model=known_model(fields.model, served),
+        repetition_penalty=options.repeat_penalty,
+        seed=None if options.seed == _RANDOM_SEED else options.seed,
+        **same,
+    )
+
+
+def _own(fields: OllamaGenerateFields, served: Served) -> dict[str, Any]:
+    """Up to the end of the context if there is no limit, or one of -2, -1 or 0."""
+    options = fields.options or _NO_OPTIONS
+    num_predict = options.num_predict
+    if num_predict is not None and num_predict < -2:
+        raise RequestError(
+            f"options.num_predict is {num_predict}, it must be at least -2",
+            param="options.num_predict",
+        )
+    own: dict[str, Any] = {
+        "max_tokens": num_predict if num_predict is not None and num_predict > 0 else None
+    }
+    if fields.logprobs:
+        own["logprobs"] = num_alternatives("top_logprobs", fields.top_logprobs or 0, served)
+    elif fields.top_logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    return own
+
+
+def _asked(fields: OllamaGenerateFields) -> AskedGrammar | None:
+    if not isinstance(fields.format, dict):
+        return AskedGrammar(Grammar.of_json_object(), "format") if fields.format else None
+    return AskedGrammar(Grammar.of_json_schema(fields.format), "format")
+
+
+def _thinking(
+    fields: OllamaGenerateFields, served: Served, reader: FieldReader
+) -> Mapping[str, Any]:
+    """What the template is told of the reasoning; reported where the model has none."""
+    think = fields.think
+    if isinstance(think, str):
+        if think not in _EFFORTS:
+            raise RequestError(
+                f"think is {think[:64]!r}, it must be true, false, low, medium or high",
+                param="think",
+            )
+        return told_effort(think, "think", served, reader)
+    if think is None:
+        return {}
+    if think and served.formats.reasoning is None:
+        reader.ignore("think", f"{served.engine.model_name} does not reason")
+        return {}
+    return {"enable_thinking": think}
+
+
+def _begins_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is the beginning of the answer, as Ollama's templates have it."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+
+
+def _messages(given: Sequence[OllamaMessage], served: Served) -> tuple[Mapping[str, Any], ...]:
+    """As chat templates read them. Calls without an id get one, which their results then name."""
+    messages: list[Mapping[str, Any]] = []
+    unanswered: list[tuple[str, str]] = []  # ids and names of calls
+    for place, message in enumerate(given):
+        path = f"messages[{place}]"
+        plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.role == "tool" or message.tool_name or message.tool_call_id:
+            plain |= _result(message, unanswered)
+        elif message.content is None and not (message.tool_calls or message.thinking):
+            raise RequestError(f"{path}.content is missing", param=f"{path}.content")
+        if message.tool_calls:
+            check_shows_calls(served, f"{path}.tool_calls")
+            calls = [
+                # nine digits: templates of some families take no other length
+                (call.id or f"{place:05}{number:04}"[-9:], call.function)
+                for number, call in enumerate(message.tool_calls)
+            ]
+            plain["tool_calls"] = [
+                past_call(call_id, function.name, _json(function.arguments))
+                for call_id, function in calls
+            ]
+            unanswered = [(call_id, function.name) for call_id, function in calls]
+        if message.thinking:
+            plain["reasoning_content"] = message.thinking
+            if not plain["content"]:  # gpt-oss's name of it, next to calls only
+                plain["thinking"] = message.thinking
+        messages.append(plain)
+    return tuple(messages)
+
+
+def _result(message: OllamaMessage, unanswered: list[tuple[str, str]]) -> dict[str, str]:
+    """Which call a tool's result belongs to: the one of its id, else the next of its name."""
+    call_id, name = message.tool_call_id, message.tool_name
+    for at, (known_id, known_name) in enumerate(unanswered):
+        if call_id == known_id or (call_id is None and name in (None, known_name)):
+            del unanswered[at]
+            return {"tool_call_id": known_id, "name": name or known_name}
+    named = {} if name is None else {"name": name}
+    return {"tool_call_id": call_id or "", **named}
+
+
+def _json(arguments: Mapping[str, Any]) -> str:
+    return msgspec.json.encode(arguments).decode()
