@@ -18,6 +18,7 @@ import sys
 import pytest
 from hypothesis import settings
 
+collect_ignore = ["clients"]  # they need other packages: `make clients`
 os.environ["OMP_NUM_THREADS"] = "1"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
