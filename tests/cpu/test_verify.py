@@ -16,11 +16,11 @@ from quickstep.engine.verification_requests import (
     draw_requests,
 )
 from quickstep.errors import ConfigError, EngineError
-from quickstep.runtime import batch, runner, sampler, slots
+from quickstep.runtime import batch, sampler, slots
 from quickstep.runtime.noise import noise_bits
 from quickstep.runtime.penalties import Penalties
 from quickstep.runtime.pooling import Pool
-from quickstep.runtime.prompt_scores import score_prompt
+from quickstep.runtime.prompt_scores import PromptScorer
 from quickstep.runtime.sampling_state import SamplingState
 
 EOS = frozenset({3})
@@ -153,16 +153,15 @@ def test_a_mean_that_depends_on_chunks_is_caught(monkeypatch):
 
 
 def test_scores_that_read_the_row_beside_are_caught(monkeypatch):
-    monkeypatch.setattr(
-        runner, "score_prompt", lambda model, hidden, row, slot: shifted(model, hidden, row, slot)
-    )
+    whole = PromptScorer.score
+
+    def shifted(scorer, hidden, row, slot):
+        """The chunk's last position is scored with the first one's logits."""
+        scores = whole(scorer, hidden, row, slot)
+        return (*scores[:-1], scores[0]) if len(scores) > 1 else scores
+
+    monkeypatch.setattr(PromptScorer, "score", shifted)
     assert verified(PagedHashModel()).mismatches > 0
-
-
-def shifted(model, hidden, row, slot):
-    """The chunk's last position is scored with the first one's logits."""
-    scores = score_prompt(model, hidden, row, slot)
-    return (*scores[:-1], scores[0]) if len(scores) > 1 else scores
 
 
 class GivesNaN(PagedHashModel):
