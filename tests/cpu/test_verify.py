@@ -9,12 +9,12 @@ from paged_hash_model import PagedHashModel
 
 from quickstep.config import CacheConfig
 from quickstep.errors import ConfigError, EngineError
-from quickstep.runtime import batch, runner, slots
+from quickstep.runtime import batch, slots
 from quickstep.runtime.pooling import Pool
 from quickstep.runtime.sampling import sampler
 from quickstep.runtime.sampling.noise import noise_bits
 from quickstep.runtime.sampling.penalties import Penalties
-from quickstep.runtime.sampling.prompt_logprobs import score_prompt
+from quickstep.runtime.sampling.prompt_logprobs import PromptScorer
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.verify.checker import SCENARIOS, VerifyOptions, verify
 from quickstep.verify.requests import (
@@ -154,16 +154,15 @@ def test_a_mean_that_depends_on_chunks_is_caught(monkeypatch):
 
 
 def test_scores_that_read_the_row_beside_are_caught(monkeypatch):
-    monkeypatch.setattr(
-        runner, "score_prompt", lambda model, hidden, row, slot: shifted(model, hidden, row, slot)
-    )
+    whole = PromptScorer.score
+
+    def shifted(scorer, hidden, row, slot):
+        """The chunk's last position is scored with the first one's logits."""
+        scores = whole(scorer, hidden, row, slot)
+        return (*scores[:-1], scores[0]) if len(scores) > 1 else scores
+
+    monkeypatch.setattr(PromptScorer, "score", shifted)
     assert verified(PagedHashModel()).mismatches > 0
-
-
-def shifted(model, hidden, row, slot):
-    """The chunk's last position is scored with the first one's logits."""
-    scores = score_prompt(model, hidden, row, slot)
-    return (*scores[:-1], scores[0]) if len(scores) > 1 else scores
 
 
 class GivesNaN(PagedHashModel):

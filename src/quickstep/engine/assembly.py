@@ -148,7 +148,7 @@ def wire_engine(
 ) -> Engine:
     """The engine around a model that is in memory; `kv` has the plan's blocks."""
     from quickstep.core.block_pool import KVBlockPool
-    from quickstep.core.cost_model import LinearCostModel
+    from quickstep.core.cost_model import Coefficients, LinearCostModel
     from quickstep.core.policies import make_policy
     from quickstep.core.scheduler import Scheduler
     from quickstep.engine.engine import Engine
@@ -166,9 +166,10 @@ def wire_engine(
     )
     settings = _fitted(config.scheduler, plan)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
+    start = Coefficients.of_vocabulary(model.vocab_size)
     return Engine(
         description,
-        Scheduler(settings, pool, make_policy(settings), LinearCostModel()),
+        Scheduler(settings, pool, make_policy(settings), LinearCostModel(start)),
         LocalExecutor(runner),
         step_log=StepLog(path=step_log_path),
         streams=config.streams,
