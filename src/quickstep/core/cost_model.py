@@ -29,9 +29,9 @@ _PACE_REACH = 1.5
 @frozen
 class StepLoad:
     """What a step costs by: its tokens, rows, the KV tokens that its attention reads, the pairs of
-    a token and a position that it sees, and the positions whose logits score the prompt. A decode row
-    has as many KV tokens as pairs; in a chunk of prefill the pairs grow with its tokens times the
-    context before it. A scored position costs by the vocabulary, which a model has one of.
+    a token and a position that it sees, and the positions whose logits score the prompt. A decode
+    row has as many KV tokens as pairs; in a chunk of prefill the pairs grow with its tokens times
+    the context before it. A scored position costs by the vocabulary, which a model has one of.
     """
 
     num_tokens: int = 0
