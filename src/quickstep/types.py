@@ -314,8 +314,8 @@ class StepRecord:
     """One line of the step log. The executor measures `seconds`; times are the scheduler's clock.
 
     `num_kv_tokens` is the context that attention read, summed over rows (each row's `end`);
-    `num_pairs` the positions that tokens saw, summed over tokens. `num_scored` positions gave prompt
-    logprobs.
+    `num_pairs` the positions that tokens saw, summed over tokens. `num_scored` positions gave
+    prompt logprobs.
     `predicted_s` is what the cost model said before the step ran.
     """
 

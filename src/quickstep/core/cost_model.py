@@ -28,10 +28,10 @@ _PACE_REACH = 1.5
 
 @frozen
 class StepLoad:
-    """What a step costs by: its tokens, rows, the KV tokens that its attention reads, the pairs of a
-    token and a position that it sees, and the positions whose logits score the prompt. A decode row
-    has as many KV tokens as pairs; in a chunk of prefill the pairs grow with its tokens times the
-    context before it. A scored position costs by the vocabulary, which a model has one of.
+    """What a step costs by: its tokens, rows, the KV tokens that its attention reads, the pairs of
+    a token and a position that it sees, and the positions whose logits score the prompt. A decode
+    row has as many KV tokens as pairs; in a chunk of prefill the pairs grow with its tokens times
+    the context before it. A scored position costs by the vocabulary, which a model has one of.
     """
 
     num_tokens: int = 0
@@ -80,8 +80,8 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Seconds per step, token, row, KV token, pair and scored position. The defaults are a small CPU
-    model with a vocabulary of 50,000.
+    """Seconds per step, token, row, KV token, pair and scored position. The defaults are a small
+    CPU model with a vocabulary of 50,000.
     """
 
     step_s: float = 2e-3
