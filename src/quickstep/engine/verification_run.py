@@ -167,7 +167,7 @@ class _Run:
                 added.beams,
                 self._limits,
                 add=lambda beam: self._scheduler.add(beam, self._now),
-                abort=self._count_aborts,
+                abort=self._abort_scheduled,
             )
             return
         self._scheduler.add(request, self._now)
@@ -179,14 +179,14 @@ class _Run:
     def _abort(self, request_id: str) -> None:
         search = self._searches.pop(request_id, None)
         if search is None:
-            self._take(self._count_aborts(request_id))
+            self._take(self._abort_scheduled(request_id))
             return
         search.cancel()
         for (name, _), trace in self.traces.items():
             if name == request_id:
                 trace.finish_reason = FinishReason.ABORTED
 
-    def _count_aborts(self, request_id: str) -> tuple[SequenceOutput, ...]:
+    def _abort_scheduled(self, request_id: str) -> tuple[SequenceOutput, ...]:
         ended = self._scheduler.abort(request_id, self._now)
         self.counts.aborts += len(ended)
         return ended
