@@ -12,10 +12,10 @@ READY := $(VENV)/.ready
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/kernels/*)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check format bench soak peers gpu verify native reference clean
+.PHONY: help demo test check format bench soak peers gpu verify verify-long native reference clean
 
 help:
-	@echo "make demo | test | check | format | reference | verify | native | bench | soak | peers | gpu | clean"
+	@echo "make demo | test | check | format | reference | verify | verify-long | native | bench | soak | peers | gpu | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -39,6 +39,10 @@ test: $(READY)
 
 verify: $(READY)
 	$(BIN)/quickstep verify --requests 2000
+
+# Fresh seeds, each printed, until a mismatch or for so long: make verify-long MINUTES=30
+verify-long: $(READY)
+	$(BIN)/python tools/verify_long.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -315,7 +315,8 @@ class StepRecord:
 
     `num_kv_tokens` is the context that attention read, summed over rows (each row's `end`);
     `num_pairs` the positions that tokens saw, summed over tokens. `num_scored` positions gave
-    prompt logprobs. `predicted_s` is what the cost model said before the step ran.
+    prompt logprobs.
+    `predicted_s` is what the cost model said before the step ran.
     """
 
     step_id: int

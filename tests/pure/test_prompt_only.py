@@ -156,7 +156,9 @@ COSTS = Coefficients(0.010, 0.001, 0.0, 0.0, 0.0, score_s=0.002)
 
 
 def steps_of(*prompts: Request) -> list[StepPlan]:
-    """The plans up to the last prompt token, with 20 decoding sequences; a step may take 100 ms."""
+    """The plans up to the last prompt token, next to 20 sequences that decode; a step may take
+    100 ms.
+    """
     config = SchedulerConfig(
         max_num_seqs=32, max_num_batched_tokens=1000, max_model_len=400, inter_token_target_s=0.1001
     )

@@ -81,7 +81,7 @@ class CostModel(Protocol):
 @dataclass(frozen=True, slots=True)
 class Coefficients:
     """Seconds per step, token, row, KV token, pair and scored position. The defaults are a small
-    model on a CPU with a vocabulary of 50,000.
+    CPU model with a vocabulary of 50,000.
     """
 
     step_s: float = 2e-3

@@ -57,7 +57,7 @@ class PromptScorer:
             self._score = NativeScorer(model.ops.steps.scores(model.vocab_size)).score
 
     def score(self, hidden: AnyTensor, row: StepRow, slot: Slot) -> tuple[TokenLogprobs, ...]:
-        """The scores of the tokens behind the row's scored positions; `hidden`: the row's, [T, H].
+        """The scores of the tokens after the row's scored positions; `hidden` [T, H] is the row's.
 
         Logits without a finite maximum set the slot's failure, and nothing is scored.
         """
