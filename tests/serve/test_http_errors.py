@@ -85,7 +85,7 @@ def test_a_body_of_unknown_length_is_limited_as_well() -> None:
     assert ask("POST", CHAT, options=options, content=pieces(), headers=JSON).status_code == 413
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/images", "/v1/chat/completions/x"])
+@pytest.mark.parametrize("path", ["/api", "/v1", "/v1/images", "/v1/chat/completions/x"])
 def test_an_unknown_route_is_404(path: str) -> None:
     response = ask("GET", path)
     assert response.status_code == 404
