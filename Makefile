@@ -12,10 +12,12 @@ READY := $(VENV)/.ready
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/kernels/*)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check format bench soak peers gpu verify verify-long native reference clean
+CLIENTS := .venv-clients
+
+.PHONY: help demo test clients check format bench soak peers gpu verify verify-long native reference clean
 
 help:
-	@echo "make demo | test | check | format | reference | verify | verify-long | native | bench | soak | peers | gpu | clean"
+	@echo "make demo | test | clients | check | format | reference | verify | verify-long | native | bench | soak | peers | gpu | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -36,6 +38,17 @@ demo: $(SMALL)
 test: $(READY)
 	$(BIN)/python -m pytest --without-torch tests/pure
 	$(BIN)/python -m pytest --ignore=tests/pure
+
+# Clients of other people against a live server, each group with its packages in an environment of
+# its own: some want version 2 of OpenAI's client and the others version 3.
+clients: $(READY) $(CLIENTS)/openai_2/.ready $(CLIENTS)/openai_3/.ready
+	$(CLIENTS)/openai_2/bin/python -m pytest tests/clients/sdk tests/clients/openai_2
+	$(CLIENTS)/openai_3/bin/python -m pytest tests/clients/sdk tests/clients/openai_3
+
+$(CLIENTS)/%/.ready: tests/clients/%/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)/$*
+	$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 verify: $(READY)
 	$(BIN)/quickstep verify --requests 2000
@@ -87,4 +100,4 @@ gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks --device cuda
 
 clean:
-	rm -rf $(VENV) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -274,6 +274,45 @@ def test_a_busy_server_is_retried(scripted_url: str) -> None:
     assert answer.choices[0].message.content
 
 
+def ollama_at(url: str, provider: str, model: str = "demo") -> dict[str, Any]:
+    return at(url, provider, model) | {"api_base": url}
+
+
+@pytest.mark.parametrize("provider", ["ollama", "ollama_chat"])
+def test_ollamas_api_answers_and_streams(url: str, provider: str) -> None:
+    fields = ollama_at(url, provider)
+    complete: Any = litellm.completion(**fields, messages=QUESTION, num_ctx=2048)
+    chunks = list(litellm.completion(**fields, messages=QUESTION, stream=True))
+    streamed: Any = litellm.stream_chunk_builder(chunks)
+    for answer in (complete, streamed):
+        assert answer.choices[0].message.content
+        assert answer.choices[0].finish_reason in ("stop", "length")
+        assert answer.usage.completion_tokens > 0
+    assert streamed.choices[0].message.content == complete.choices[0].message.content
+
+
+def test_ollamas_api_calls_a_tool_and_fills_a_model(url: str) -> None:
+    fields = ollama_at(url, "ollama_chat")
+    message: Any = litellm.completion(**fields, messages=WEATHER, tools=[TOOL]).choices[0].message
+    assert "city" in json.loads(message.tool_calls[0].function.arguments)
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "20 degrees"}
+    turns = [*WEATHER, message, result]
+    assert litellm.completion(**fields, messages=turns, tools=[TOOL]).choices
+    answer: Any = litellm.completion(**fields, messages=PERSON, response_format=Person)
+    assert Person.model_validate_json(answer.choices[0].message.content)
+
+
+def test_ollamas_api_gives_reasoning(scripted_url: str) -> None:
+    fields = scripted(scripted_url, "ollama_chat", "reason", api_base=scripted_url)
+    message: Any = litellm.completion(**fields, reasoning_effort="low").choices[0].message
+    assert (message.reasoning_content, message.content) == ("Two and two.", "Four.")
+
+
+def test_ollamas_api_embeds(url: str) -> None:
+    answer: Any = litellm.embedding(model="ollama/demo", api_base=url, input=["a", "b c"])
+    assert len(answer.data) == 2
+
+
 # What aider sends: its `Model.send_completion` and `Coder.show_send_output_stream`.
 
 
