@@ -195,6 +195,9 @@ class BrokenMatcher:
     def __init__(self, broken, error):
         self.broken, self.error = broken, error
 
+    def deep_copy(self):
+        return self
+
     def is_stopped(self):
         return False
 
