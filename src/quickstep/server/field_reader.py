@@ -39,10 +39,12 @@ class FieldReader:
     def decode(self, body: bytes, schema: type[_Schema]) -> _Schema:
         """The typed request. Raises RequestError with the path of the first wrong field."""
         try:
-            # decoding the text first refuses invalid UTF-8 in skipped values as well
-            fields = msgspec.json.decode(body.decode(), type=schema)
-        except msgspec.ValidationError:
-            return self.convert(msgspec.json.decode(body), schema)
+            text = body.decode()  # refuses invalid UTF-8 in skipped values as well
+            try:
+                fields = msgspec.json.decode(text, type=schema)
+            except msgspec.ValidationError:
+                # what follows the first wrong field was not read: it may be no JSON
+                return self.convert(msgspec.json.decode(text), schema)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise invalid_json(error) from None
         self._judge(fields, "")
