@@ -10,6 +10,9 @@ BIN := $(VENV)/bin
 SMALL := $(VENV)/.small
 READY := $(VENV)/.ready
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/kernels/*)
+# A process per core, of about 1 GB each; `make test PYTEST_WORKERS=0` runs all tests in one.
+PYTEST_WORKERS ?= auto
+PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 CLIENTS := .venv-clients
@@ -36,8 +39,8 @@ demo: $(SMALL)
 	@$(BIN)/quickstep demo
 
 test: $(READY)
-	$(BIN)/python -m pytest --without-torch tests/pure
-	$(BIN)/python -m pytest --ignore=tests/pure
+	$(PYTEST) --without-torch tests/pure
+	$(PYTEST) --ignore=tests/pure
 
 # Clients of other people against a live server, each group with its packages in an environment of
 # its own: some want version 2 of OpenAI's client and the others version 3.
