@@ -82,4 +82,5 @@ class TokenTexts:
     def _ids_at(self, places: Ids) -> Ids:
         """The tokens at ascending places, each once."""
         token_ids: Ids = np.searchsorted(self._starts, places, side="right") - 1
-        return token_ids[np.diff(token_ids, prepend=-1) != 0]
+        found: Ids = token_ids[np.diff(token_ids, prepend=-1) != 0]
+        return found
