@@ -81,12 +81,13 @@ class Page:
         for name in self.bodies:
             yield from self.body(name)
         yield "## Objects in requests\n"
+        objects = [name for name in self.reachable(self.bodies) if name not in self.bodies]
         yield from self.table(
-            (f"{name}.", *row)
-            for name in self.reachable(self.bodies)
-            if name not in self.bodies
-            for row in _rows(self.schemas[name])
+            (f"{name}.", *row) for name in objects for row in _rows(self.schemas[name])
         )
+        reasons = ((name, self.schemas[name].get("x-refused")) for name in objects)
+        refused = "; ".join(f"`{name}`: {reason}" for name, reason in reasons if reason)
+        yield f"Refused objects: {refused}.\n"
 
     def endpoints(self) -> Iterator[str]:
         """One line for each endpoint, without its aliases."""
