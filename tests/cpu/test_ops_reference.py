@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from op_checks.agreement import agreement
+from op_checks.cases import OPS, cases
+from op_checks.invariance import mismatches, same_bits, torch_threads
 from quickstep.errors import ConfigError
-from quickstep.ops.agreement import agreement
-from quickstep.ops.cases import OPS, cases
-from quickstep.ops.invariance import mismatches, same_bits, torch_threads
 from quickstep.ops.reference import reference_ops
 
 ALL_CASES = list(cases())

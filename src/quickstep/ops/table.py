@@ -2,8 +2,8 @@
 
 A model receives one `OpTable`, resolved once at load (`ops.resolve`), and calls nothing else that
 computes over rows. The PyTorch reference in `ops/reference/` is each op's definition; native and
-Triton implementations agree with it (`ops/cases.py`) and with themselves for every batch: the
-bits of a row never depend on the rows beside it.
+Triton implementations agree with it (`tests/op_checks/cases.py`) and with themselves for every
+batch: the bits of a row never depend on the other rows.
 
 Letters: T tokens, R rows, E emitting rows, H query heads, K kv heads, D head size, B blocks,
 S block size, V vocabulary, N output features, C input features.

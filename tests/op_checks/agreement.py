@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from op_checks.cases import AttentionCase, Case, bind
 from quickstep.dataclass import dataclass
-from quickstep.ops.cases import AttentionCase, Case, bind
 from quickstep.ops.kv_format import read_heads
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable, QuantizedWeight

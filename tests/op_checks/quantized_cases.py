@@ -1,4 +1,4 @@
-"""Inputs of the ops on integer codes, for `ops.cases`: every form of a `QuantizedWeight`."""
+"""Inputs of the quantized ops: every form of a `QuantizedWeight`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quickstep.ops.case_draws import CaseDraws, label
+from op_checks.case_inputs import CaseInputs, label
 from quickstep.ops.table import MULTIPLIER_INPUTS, QuantizedWeight
 
 __all__ = ["Inputs", "quantized_linear_inputs", "quantized_rows_inputs"]
@@ -60,7 +60,7 @@ _QUANTIZED_SHAPES = (
 
 
 def _quantized_weight(
-    source: CaseDraws, shape: tuple[int, int], bits: int, group: int, *, zeros: bool
+    source: CaseInputs, shape: tuple[int, int], bits: int, group: int, *, zeros: bool
 ) -> QuantizedWeight:
     outputs, inputs = shape
     codes = source.integers(0, 2**bits, outputs, inputs).to(torch.uint8)
@@ -79,7 +79,7 @@ def quantized_linear_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
     """Tokens (x,), fixed (weight, bias)."""
     for num_tokens, width, outputs, bits, group, zeros, has_bias in _QUANTIZED_SHAPES:
         name = label("quantized_linear", dtype, num_tokens, width, outputs, bits, group, zeros)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         weight = _quantized_weight(source, (outputs, width), bits, group, zeros=zeros)
         bias = source.normal(outputs) if has_bias else None
         x = source.normal(num_tokens, width)
@@ -87,14 +87,14 @@ def quantized_linear_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
         yield Inputs(name, (x,), (weight, bias))
     for num_tokens, width, outputs, group, has_bias in _MULTIPLIED_SHAPES:
         name = label("quantized_linear", dtype, num_tokens, width, outputs, "multiplied", group)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         weight = _multiplied_weight(source, (outputs, width), group)
         bias = source.normal(outputs) if has_bias else None
         yield Inputs(name, (source.normal(num_tokens, width),), (weight, bias))
     yield from _extreme_codes(dtype)
 
 
-def _multiplied_weight(source: CaseDraws, shape: tuple[int, int], group: int) -> QuantizedWeight:
+def _multiplied_weight(source: CaseInputs, shape: tuple[int, int], group: int) -> QuantizedWeight:
     weight = _quantized_weight(source, shape, 4, group, zeros=False)
     held = source.integers(0, 16, shape[0], shape[1] // MULTIPLIER_INPUTS)
     return replace(weight, multipliers=(2 * held - 15).to(torch.int8))
@@ -119,12 +119,12 @@ def quantized_rows_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
     """Tokens (token_ids,), fixed (weight, dtype)."""
     for num_tokens, width, rows, bits, group, zeros, _ in _QUANTIZED_SHAPES[1:]:
         name = label("quantized_rows", dtype, num_tokens, width, rows, bits, group)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         weight = _quantized_weight(source, (rows, width), bits, group, zeros=zeros)
         token_ids = source.permutation(rows)[:num_tokens]
         yield Inputs(name, (token_ids,), (weight, dtype))
     for num_tokens, width, rows, group, _ in _MULTIPLIED_SHAPES[:-1]:
         name = label("quantized_rows", dtype, num_tokens, width, rows, "multiplied", group)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         weight = _multiplied_weight(source, (rows, width), group)
         yield Inputs(name, (source.permutation(rows)[:num_tokens],), (weight, dtype))
