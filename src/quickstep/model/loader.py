@@ -35,7 +35,7 @@ from quickstep.model.checkpoint.weights import (
 )
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec, QKNorm
-from quickstep.model.formats.detect import open_coded_reader
+from quickstep.model.formats.detect import open_quantized_reader
 from quickstep.model.interface import Model
 from quickstep.model.quantization import find_scheme
 from quickstep.model.quantize import QuantizingSource
@@ -97,7 +97,10 @@ def load_model(
     longer = any(
         rope.kind is RopeKind.LONGROPE and max_model_len > rope.trained_len for rope in spec.ropes
     )
-    settings = (str(dtype), ops.name, "long factors" if longer else "", load.quantization or "")
+    positions = "long factors" if longer else ""
+    if spec.long_context is not None:
+        positions = f"{positions}{spec.long_context.rope_type} x {spec.long_context.factor!r}"
+    settings = (str(dtype), ops.name, positions, load.quantization or "")
     fingerprint = Fingerprinting(read_config(checkpoint.path), files, settings)
     if not spec.native:
         # Imported here: transformers is optional, and takes seconds to import.
@@ -116,15 +119,15 @@ def load_model(
     weights.check()
     check_requantization(weights, load.quantization)
 
-    def told(num_bytes: int, total_bytes: int) -> None:
+    def report(num_bytes: int, total_bytes: int) -> None:
         fingerprint.begin()
         if progress is not None:
             progress(num_bytes, total_bytes)
 
     if on_host:
-        stored = _open_source(weights, dtype, device, told)
+        stored = _open_source(weights, dtype, device, report)
     else:
-        stored = _open_source(weights, torch_dtype(dtype), torch_device(device), told)
+        stored = _open_source(weights, torch_dtype(dtype), torch_device(device), report)
     source = quantizing(stored, load.quantization, weights.names, ops)
     return build_decoder(spec, ops, source, weights.names, max_model_len, fingerprint.result)
 
@@ -157,8 +160,10 @@ def reason_for_torch(weights: CheckpointWeights, ops: OpTable, load: LoadConfig)
 
 
 def check_requantization(weights: CheckpointWeights, quantization: str | None) -> None:
-    """Refuse `--quantization` for weights in codes: rounding twice would only lose. ConfigError."""
-    if quantization is not None and weights.storage is not None and weights.coded:
+    """Refuse `--quantization` for weights in quantized values: rounding twice would only lose.
+    ConfigError.
+    """
+    if quantization is not None and weights.storage is not None and weights.quantized:
         raise ConfigError(
             f"--quantization is {quantization}, but the checkpoint is quantised already "
             f"({weights.storage.name}); leave the option out, or load the unquantised checkpoint"
@@ -181,13 +186,15 @@ def _open_source(
         return FusedExpertsSource(reader, weights.experts)
     if weights.storage is None:
         return reader
-    return open_coded_reader(reader, weights.storage, weights.shapes, weights.config, weights.spec)
+    return open_quantized_reader(
+        reader, weights.storage, weights.shapes, weights.config, weights.spec
+    )
 
 
 def quantizing(
     source: TensorSource, quantization: str | None, names: DecoderNames, ops: OpTable
 ) -> TensorSource:
-    """`source`, with matrices in the codes that `--quantization` asks for."""
+    """`source`, with matrices in the quantized values that `--quantization` asks for."""
     scheme = find_scheme(quantization)
     if scheme is None:
         return source
@@ -248,7 +255,7 @@ class _Packing:
         return self._table(self._reader.linear((name,)))
 
     def _table(self, embedding: Tensor | QuantizedWeight) -> Tensor | LinearWeight:
-        """An embedding that is no projection: as it is, unless it is in codes."""
+        """An embedding that is no projection: as it is, unless it is in quantized values."""
         return self._pack(embedding) if isinstance(embedding, QuantizedWeight) else embedding
 
     def _layers(self, prefix: str) -> Iterator[LayerWeights]:
@@ -331,9 +338,9 @@ def _equal(a: Tensor | QuantizedWeight, b: Tensor | QuantizedWeight) -> bool:
     import torch
 
     if isinstance(a, QuantizedWeight) and isinstance(b, QuantizedWeight):
-        same_codes = torch.equal(a.codes, b.codes) and torch.equal(a.scales, b.scales)
-        pairs = ((a.zeros, b.zeros), (a.multipliers, b.multipliers))
-        return same_codes and all(
+        same_quants = torch.equal(a.quants, b.quants) and torch.equal(a.scales, b.scales)
+        pairs = ((a.zeros, b.zeros), (a.sub_scales, b.sub_scales))
+        return same_quants and all(
             x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs
         )
     return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)

@@ -74,7 +74,7 @@ def record(model: Decoder, kv: KVCache, block_size: int, every_token: bool) -> R
 
 
 class _Recordings:
-    """Of the emitting tokens, and of every token once that is asked for."""
+    """Of the emitting tokens, and of every token once that is requested."""
 
     def __init__(self, of_emitting: Recording, of_all: Callable[[], Recording | None]) -> None:
         self._of_emitting = of_emitting

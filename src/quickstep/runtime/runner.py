@@ -18,7 +18,7 @@ from quickstep.ops.table import KVCache
 from quickstep.runtime.capture import open_steps
 from quickstep.runtime.constraints.grammar import NewMatcher
 from quickstep.runtime.sampling.native_sampler import open_sampler
-from quickstep.runtime.sampling.prompt_logprobs import score_prompt
+from quickstep.runtime.sampling.prompt_logprobs import PromptScorer
 from quickstep.runtime.sampling.sampler import Sample, SampleFailure, failure_of
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
@@ -44,6 +44,7 @@ class ModelRunner:
     ) -> None:
         self._steps = open_steps(model, kv, block_size, enforce_eager)
         self._sample = open_sampler(model)
+        self._scorer = PromptScorer(self._steps, model)
         self._num_blocks = kv.keys[0].shape[0]
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
         self._clock = clock
@@ -110,8 +111,8 @@ class ModelRunner:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
             states = [state for i in emitting if (state := slots[i].state) is not None]
-            for index, drawn in zip(emitting, self._sample(logits, states), strict=True):
-                outputs[index] = _recorded(slots[index], drawn, outputs[index])
+            for index, sampled in zip(emitting, self._sample(logits, states), strict=True):
+                outputs[index] = _recorded(slots[index], sampled, outputs[index])
         failures = tuple(
             RowFailure(index, slot.failure, slot.is_refused)
             for index, slot in enumerate(slots)
@@ -139,7 +140,7 @@ class ModelRunner:
 
     def _of_prompt(self, row: StepRow, slot: Slot, hidden: AnyTensor) -> RowOutput:
         """What the row says of its prompt: scores of its tokens, its embedding. `hidden` [T, H]."""
-        scores = score_prompt(self._steps, hidden, row, slot) if row.num_scored else ()
+        scores = self._scorer.score(hidden, row, slot) if row.num_scored else ()
         if slot.pool is None:
             return RowOutput(prompt_logprobs=scores)
         if slot.pool.needs_all and slot.pool.num_tokens != row.start:
@@ -154,19 +155,19 @@ class ModelRunner:
 _NOTHING = RowOutput()
 
 
-def _recorded(slot: Slot, drawn: Sample | SampleFailure, output: RowOutput) -> RowOutput:
+def _recorded(slot: Slot, sampled: Sample | SampleFailure, output: RowOutput) -> RowOutput:
     """The row's output with its token, after the slot has taken note of it."""
     if slot.failure:
         return _NOTHING
-    if isinstance(drawn, SampleFailure):
-        slot.failure, slot.is_refused = drawn.reason, drawn.is_refused
+    if isinstance(sampled, SampleFailure):
+        slot.failure, slot.is_refused = sampled.reason, sampled.is_refused
         return _NOTHING
     try:
-        slot.record(drawn.token_id)
+        slot.record(sampled.token_id)
     except BaseException as error:  # one row's end, not the step's
         slot.failure = failure_of(error).reason
         return _NOTHING
-    logprobs = (drawn.logprobs,) if drawn.logprobs else ()
+    logprobs = (sampled.logprobs,) if sampled.logprobs else ()
     if output is _NOTHING:
-        return RowOutput((drawn.token_id,), logprobs)
-    return replace(output, token_ids=(drawn.token_id,), logprobs=logprobs)
+        return RowOutput((sampled.token_id,), logprobs)
+    return replace(output, token_ids=(sampled.token_id,), logprobs=logprobs)

@@ -78,8 +78,8 @@ class CheckpointWeights:
         return None if self.storage is None else self.storage.parts(name, shape)
 
     @property
-    def coded(self) -> bool:
-        """Whether any matrix is stored in codes."""
+    def quantized(self) -> bool:
+        """Whether any matrix is stored in quantized values."""
         storage = self.storage
         if storage is None:
             return False

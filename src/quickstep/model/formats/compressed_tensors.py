@@ -46,7 +46,7 @@ class CompressedTensorsStorage:
         self._files = files
 
     def parts(self, name: str, shape: Shape) -> Shapes | None:
-        """Codes and scales; zero points and an order where the files have them."""
+        """Quantized values and scales; zero points and an order where the files have them."""
         module, tensors = module_of(name), self._files.tensors
         packed = f"{module}.weight_packed" in tensors
         if len(shape) != 2 or not (packed or f"{module}.weight_scale" in tensors):
@@ -87,21 +87,21 @@ class CompressedTensorsStorage:
         return MatrixFormat(scheme.bits, group, self._has_zeros(module, scheme), wide)
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The codes about 2**(bits - 1)."""
+        """The quantized values about 2**(bits - 1)."""
         module = module_of(name)
         scheme = self._scheme(module)
         outputs, inputs = shape
         group_size = checked_group(module, scheme.group_size, inputs)
         if f"{module}.weight_packed" in self._files.tensors:
-            codes = unpack_words(reader.raw(f"{module}.weight_packed"), scheme.bits)[:, :inputs]
+            quants = unpack_words(reader.raw(f"{module}.weight_packed"), scheme.bits)[:, :inputs]
             if f"{module}.weight_shape" in self._files.tensors:
                 reader.raw(f"{module}.weight_shape")
         else:
-            codes = _about_middle(reader.raw(name), scheme.bits)
+            quants = _about_middle(reader.raw(name), scheme.bits)
         groups = (outputs, inputs // group_size)
         scales = reader.raw(f"{module}.weight_scale").float().expand(groups).contiguous()
         zeros = self._zeros(module, scheme, groups, reader)
-        weight = QuantizedWeight(codes.contiguous(), scales, zeros, scheme.bits, group_size)
+        weight = QuantizedWeight(quants.contiguous(), scales, zeros, scheme.bits, group_size)
         name = f"{module}.weight_g_idx"
         if name in self._files.tensors:
             reader.raw(name)
@@ -167,18 +167,18 @@ class CompressedTensorsStorage:
             return None
         stored = reader.raw(name)
         if stored.dtype == torch.int32:
-            codes = unpack_words(stored.t(), scheme.bits).t()[: groups[0]]
+            quants = unpack_words(stored.t(), scheme.bits).t()[: groups[0]]
         else:
-            codes = _about_middle(stored, scheme.bits)
+            quants = _about_middle(stored, scheme.bits)
         middle = 2 ** (scheme.bits - 1)
         if not scheme.symmetric:
-            return codes.float().expand(groups).contiguous()
-        if bool((codes != middle).any()):
+            return quants.float().expand(groups).contiguous()
+        if bool((quants != middle).any()):
             raise ConfigError(f"{name} is not zero, although {module} is symmetric")
         return None
 
 
 def _about_middle(signed: Tensor, bits: int) -> Tensor:
-    """int8 codes -> uint8 codes about 2**(bits - 1)."""
+    """int8 quantized values -> uint8 quantized values about 2**(bits - 1)."""
     wide: Tensor = signed.to(torch.int16) + 2 ** (bits - 1)
     return wide.to(torch.uint8)

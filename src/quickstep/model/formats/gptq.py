@@ -88,14 +88,14 @@ class GptqStorage:
         return MatrixFormat(self._bits, group, True, wide)
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The codes, outputs first."""
+        """The quantized values, outputs first."""
         module, bits = module_of(name), self._bits
         group_size = checked_group(name, self._group_size, shape[1])
-        codes = unpack_words(reader.raw(f"{module}.qweight").t(), bits)
+        quants = unpack_words(reader.raw(f"{module}.qweight").t(), bits)
         stored = unpack_words(reader.raw(f"{module}.qzeros"), bits)
         zeros = (stored + self._less) & (2**bits - 1)
         weight = QuantizedWeight(
-            codes,
+            quants,
             reader.raw(f"{module}.scales").float().t().contiguous(),
             zeros.float().t().contiguous(),
             bits,
@@ -108,7 +108,7 @@ class GptqStorage:
         return weight if order is None else gathered(weight, order)
 
     def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
-        """Codes stand in words here, so they are read."""
+        """Quantized values stand in words here, so they are read."""
 
     def is_void(self, name: str) -> bool:
         """AutoGPTQ gives every module a bias, of zeros where the model has none."""

@@ -50,9 +50,9 @@ def requantized_form(num_inputs: int) -> MatrixFormat:
 
 def gathered(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
     """A matrix whose input c belongs to group order[c], rounded again."""
-    order = order.to(weight.codes.device)
+    order = order.to(weight.quants.device)
     zeros = weight.zeros
     middle = 2 ** (weight.bits - 1) if zeros is None else zeros[:, order]
-    whole = (weight.codes.float() - middle) * weight.scales[:, order]
+    whole = (weight.quants.float() - middle) * weight.scales[:, order]
     form = requantized_form(whole.shape[1])
     return quantize(whole, form.bits, form.group_size, form.has_zeros)

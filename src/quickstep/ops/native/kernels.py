@@ -18,7 +18,7 @@ from quickstep.ops.native.attention import NativeAttention, heads_in_place
 from quickstep.ops.native.library import raise_for_status
 from quickstep.ops.native.loading import NativeLoading
 from quickstep.ops.native.logits import NativeLogits
-from quickstep.ops.native.packed import PackedCodes, PackedWeight, kernel_dtype
+from quickstep.ops.native.packed import PackedQuantized, PackedWeight, kernel_dtype
 from quickstep.ops.native.quantized import NativeQuantized
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
 
@@ -118,16 +118,16 @@ class NativeOps:
         bits: int,
         group_size: int | None,
         has_zeros: bool,
-        has_multipliers: bool = False,
+        has_sub_scales: bool = False,
     ) -> QuantizedWeight:
         """`OpTable.quantize`."""
-        form = (bits, group_size, has_zeros, has_multipliers)
+        form = (bits, group_size, has_zeros, has_sub_scales)
         return self._quantized.quantize(_rows(weight), *form)
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """`OpTable.linear`."""
         packed = weight.data
-        if isinstance(packed, PackedCodes):
+        if isinstance(packed, PackedQuantized):
             assert x.shape[1] == weight.num_inputs
             return self._quantized.linear(_rows(x), weight, packed)
         if not isinstance(packed, PackedWeight):
@@ -171,7 +171,7 @@ class NativeOps:
     def _packed_rows(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
         packed = weight.data
         out = token_ids.new_empty((token_ids.numel(), weight.num_inputs), dtype=dtype)
-        if isinstance(packed, PackedCodes):
+        if isinstance(packed, PackedQuantized):
             self._quantized.rows(token_ids, weight, out)
             return out
         if not isinstance(packed, PackedWeight):

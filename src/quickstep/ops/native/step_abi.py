@@ -1,6 +1,7 @@
-"""The C types of captured steps and of draws: `csrc/quickstep.h`, field by field.
+"""The C types of captured steps, of sampling and of scores: `csrc/quickstep.h`, field by field.
 
-Declared by `ops.native.library`; used by `ops.native.program` and `ops.native.sampling`.
+Declared by `ops.native.library`; used by `ops.native.program`, `ops.native.sampling` and
+`ops.native.scores`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint64
 
 __all__ = [
     "STEP_SIGNATURES",
-    "DrawCall",
     "OpCall",
     "OpKind",
     "ProgramInputs",
     "RowsOf",
+    "ScoresCall",
     "StepCall",
     "StepRowCall",
 ]
@@ -86,8 +87,8 @@ class StepCall(ctypes.Structure):
     )
 
 
-class DrawCall(ctypes.Structure):
-    """`qs_draw`."""
+class SampleCall(ctypes.Structure):
+    """`qs_sample`."""
 
     _fields_ = (
         ("logits", c_void_p),
@@ -104,7 +105,7 @@ class DrawCall(ctypes.Structure):
         ("first_yields", c_int32),
         ("second_yields", c_int32),
         ("num_top", c_int32),
-        ("strikes_top", c_int32),
+        ("applies_xtc", c_int32),
         ("top_k", c_int64),
         ("temperature", c_double),
         ("top_p", c_double),
@@ -115,9 +116,27 @@ class DrawCall(ctypes.Structure):
         ("key_c", c_uint64),
         ("token_id", c_int64),
         ("rank", c_int64),
-        ("mass", c_int64),
+        ("total_probability", c_int64),
         ("peak", c_float),
         ("chosen", c_float),
+        ("top_ids", c_void_p),
+        ("top_logits", c_void_p),
+    )
+
+
+class ScoresCall(ctypes.Structure):
+    """`qs_scores`."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("token_ids", c_void_p),
+        ("num_positions", c_int64),
+        ("vocab_size", c_int64),
+        ("num_top", c_int64),
+        ("ranks", c_void_p),
+        ("total_probabilities", c_void_p),
+        ("peaks", c_void_p),
+        ("chosen", c_void_p),
         ("top_ids", c_void_p),
         ("top_logits", c_void_p),
     )
@@ -133,6 +152,7 @@ STEP_SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_program_create", _I, (_P, POINTER(OpCall), _L, POINTER(ProgramInputs), POINTER(_P))),
     ("qs_program_destroy", None, (_P,)),
     ("qs_program_run", _I, (_P, _P)),
-    ("qs_draw_scratch_bytes", _L, (_P, _L, _L)),
-    ("qs_draw_rows", _I, (_P, _P, _L, _L, _P)),
+    ("qs_sample_scratch_bytes", _L, (_P, _L, _L)),
+    ("qs_sample_rows", _I, (_P, _P, _L, _L, _P)),
+    ("qs_score_tokens", _I, (_P, _P, _P)),
 )

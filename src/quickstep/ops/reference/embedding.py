@@ -1,4 +1,4 @@
-"""Rows of a table. A copy, so nothing rounds; codes are dequantised and rounded once."""
+"""Rows of a table. A copy, so nothing rounds; quantized values are dequantised and rounded once."""
 
 from __future__ import annotations
 
