@@ -1,6 +1,6 @@
 // exp, log and tanh in float64 from IEEE additions, products and quotients alone (no fused ones:
 // the build forbids contraction), so that NumPy and PyTorch compute the same bits operation by
-// operation: ops/reference/elementary.py and runtime/sampling/exact_math.py. Written for one value,
+// operation: ops/reference/exact_math.py and runtime/sampling/exact_math.py. Written for one value,
 // without branches, for loops that the compiler vectorises.
 #pragma once
 

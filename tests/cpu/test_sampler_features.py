@@ -14,7 +14,7 @@ from test_sampler import VOCAB, logits_of, state_of, token_of
 from test_sampler_law import LOGITS, NUM_DRAWS, assert_follows
 
 from quickstep.errors import RequestError
-from quickstep.runtime.constraints.thinking_budget import ThinkingBudget
+from quickstep.runtime.constraints.reasoning import ThinkingBudget
 from quickstep.runtime.sampling import dry
 from quickstep.runtime.sampling.bad_words import BadWords
 from quickstep.runtime.sampling.dry import DryPenalty

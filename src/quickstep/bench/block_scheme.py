@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quickstep.ops.reference.logits import finished_logits
+from quickstep.ops.reference.linear import finished_logits
 from quickstep.ops.table import LinearWeight, OpTable
 
 __all__ = ["BLOCK", "block_ops", "block_product", "rounded_q4_0", "rounded_q8_0"]

@@ -10,10 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec, QKNorm
-from quickstep.model.feed_forward import dense_feed_forward
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable
-from quickstep.model.weights import AttentionWeights, DecoderWeights, LayerWeights, SparseWeights
+from quickstep.model.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    DenseWeights,
+    LayerWeights,
+    SparseWeights,
+)
 from quickstep.ops.host_tensor import Device, rounded
 from quickstep.ops.table import AttentionParams, KVCache, OpTable, PagedLayout
 
@@ -21,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "dense_feed_forward"]
 
 
 class Decoder:
@@ -225,3 +230,9 @@ class Decoder:
 
             return sparse_feed_forward(self._ops, weights, x, self._spec.moe, activation)
         return dense_feed_forward(self._ops, weights, x, activation)
+
+
+def dense_feed_forward(ops: OpTable, weights: DenseWeights, x: Tensor, activation: str) -> Tensor:
+    """[T, C] -> [T, C]: down(act(gate(x)) * up(x))."""
+    gate_up = ops.linear(x, weights.gate_up)
+    return ops.linear(ops.gated_activation(gate_up, activation), weights.down)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quickstep.model.decoder import dense_feed_forward
 from quickstep.model.decoder_spec import MoESpec
-from quickstep.model.feed_forward import dense_feed_forward
 from quickstep.model.weights import SparseWeights
-from quickstep.ops.reference.elementary import exp_nonpositive
-from quickstep.ops.reference.fixed_point import round_rows
+from quickstep.ops.reference.exact_math import exp_nonpositive, round_rows
 from quickstep.ops.table import OpTable
 
 __all__ = ["route", "sparse_feed_forward"]

@@ -8,7 +8,7 @@
 q is signed; packed words hold q + 2**(bits - 1), zero points of packed files likewise, along the
 outputs. Activations are quantised per token here whatever the file says; files that fix an
 activation's scale, or quantise the KV cache, are refused. Groups that `actorder` scattered over the
-inputs are `scattered_groups`' part.
+inputs are scattered as GPTQ's act-order does it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.formats.compressed_config import WeightScheme, read_schemes
-from quickstep.model.formats.packed_ints import unpack_words
-from quickstep.model.formats.scattered_groups import (
+from quickstep.model.formats.gptq import (
     gathered,
     requantized_form,
     scattered_order,
+    unpack_words,
 )
 from quickstep.model.formats.storage import Shape, Shapes, checked_group, module_of
 from quickstep.model.quantization import MatrixFormat

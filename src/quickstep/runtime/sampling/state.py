@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from quickstep.errors import RequestError
 from quickstep.runtime.constraints.grammar import GrammarConstraint, NewMatcher, grammar_start
+from quickstep.runtime.constraints.reasoning import ThinkingBudget
 from quickstep.runtime.constraints.reasoning_then_grammar import ReasonedGrammar
-from quickstep.runtime.constraints.thinking_budget import ThinkingBudget
 from quickstep.runtime.sampling.bad_words import BadWords
 from quickstep.runtime.sampling.dry import DryPenalty
 from quickstep.runtime.sampling.logit_changes import (
