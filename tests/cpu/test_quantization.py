@@ -191,10 +191,10 @@ def test_memory_is_what_sizing_says(quantization: str) -> None:
     native = load_native(1)
     assert native is not None
     model = demo(quantization, "bfloat16", native)
-    held = model.weights.head.nbytes
+    held = model.weights.lm_head.nbytes
     for layer in model.weights.layers:
-        dense = layer.feed_forward
-        for weight in (layer.attention.qkv, layer.attention.output, dense.gate_up, dense.down):
+        dense = layer.mlp
+        for weight in (layer.attention.qkv, layer.attention.o_proj, dense.gate_up, dense.down_proj):
             held += weight.nbytes
     planned = weight_bytes(model.spec, 2, quantization)
     norms = 2 * 256 * (2 * len(model.weights.layers) + 1)
@@ -205,7 +205,7 @@ def test_memory_is_what_sizing_says(quantization: str) -> None:
 def test_tied_embeddings_are_held_once() -> None:
     for quantization in (None, "int8", "int4"):
         weights = demo(quantization).weights
-        assert weights.embedding is weights.head
+        assert weights.embed_tokens is weights.lm_head
 
 
 def test_the_fingerprint_names_the_quantisation() -> None:
@@ -222,10 +222,10 @@ def test_experts_are_quantised_and_their_router_is_not(quantization: str) -> Non
     spec = parse_spec(TINY)
     draw = RandomDraw(torch.float32, CPU, 0, quantization)
     model = random_model(spec, reference_ops(), draw, 256)
-    moe = model.weights.layers[0].feed_forward
+    moe = model.weights.layers[0].mlp
     assert isinstance(moe.router.data, Tensor)
-    assert isinstance(moe.experts[3].down.data, QuantizedWeight)
-    assert model.weights.embedding is not model.weights.head
+    assert isinstance(moe.experts[3].down_proj.data, QuantizedWeight)
+    assert model.weights.embed_tokens is not model.weights.lm_head
     report = verify(
         lambda threads: model, VerifyOptions(num_requests=12, threads=(1,)), frozenset()
     )

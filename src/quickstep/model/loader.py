@@ -45,9 +45,9 @@ from quickstep.model.spec import read_config
 from quickstep.model.weights import (
     AttentionWeights,
     DecoderWeights,
-    DenseWeights,
     LayerWeights,
-    SparseWeights,
+    MLPWeights,
+    MoEWeights,
 )
 from quickstep.ops.dtypes import DType, torch_dtype
 from quickstep.ops.host_tensor import CPU, HostTensor, torch_device
@@ -198,7 +198,7 @@ def quantizing(
     scheme = find_scheme(quantization)
     if scheme is None:
         return source
-    return QuantizingSource(source, scheme, frozenset((names.embedding, names.head)), ops)
+    return QuantizingSource(source, scheme, frozenset((names.embed_tokens, names.lm_head)), ops)
 
 
 def build_decoder(
@@ -237,16 +237,16 @@ class _Packing:
     def _outer(self, names: DecoderNames) -> tuple[Tensor | LinearWeight, LinearWeight]:
         """Embedding and output projection: one weight where they are tied."""
         if not names.head_stored:
-            packed = self._matrix((names.embedding,))
+            packed = self._matrix((names.embed_tokens,))
             return packed, packed
         if self._spec.tied:
-            embedding = self._reader.linear((names.embedding,))
-            projection = self._reader.linear((names.head,))
+            embedding = self._reader.linear((names.embed_tokens,))
+            projection = self._reader.linear((names.lm_head,))
             if _equal(projection, embedding):
                 packed = self._pack(embedding)
                 return packed, packed
             return self._table(embedding), self._pack(projection)
-        return self._embedding(names.embedding), self._matrix((names.head,))
+        return self._embedding(names.embed_tokens), self._matrix((names.lm_head,))
 
     def _embedding(self, name: str) -> Tensor | LinearWeight:
         """An embedding that is no projection, packed where that needs no second copy of it."""
@@ -269,11 +269,11 @@ class _Packing:
         names = self._norms
         return LayerWeights(
             attention=self._attention(f"{start}self_attn."),
-            feed_forward=self._experts(start) if sparse else self._dense(f"{start}mlp."),
-            before_attention=norm(names.before_attention),
-            after_attention=norm(names.after_attention),
-            before_feed_forward=norm(names.before_feed_forward),
-            after_feed_forward=norm(names.after_feed_forward),
+            mlp=self._experts(start) if sparse else self._dense(f"{start}mlp."),
+            input_layernorm=norm(names.input_layernorm),
+            post_attention_layernorm=norm(names.post_attention_layernorm),
+            pre_feedforward_layernorm=norm(names.pre_feedforward_layernorm),
+            post_feedforward_layernorm=norm(names.post_feedforward_layernorm),
         )
 
     def _attention(self, start: str) -> AttentionWeights:
@@ -283,21 +283,21 @@ class _Packing:
         normed = spec.qk_norm is not QKNorm.NONE
         return AttentionWeights(
             qkv=self._linear(start, parts, spec.qkv_bias),
-            output=self._linear(start, ("o_proj",), spec.output_bias),
+            o_proj=self._linear(start, ("o_proj",), spec.output_bias),
             q_norm=self._reader.tensor(f"{start}q_norm.weight") if normed else None,
             k_norm=self._reader.tensor(f"{start}k_norm.weight") if normed else None,
             sinks=self._reader.tensor(f"{start}sinks").float() if spec.sinks else None,
         )
 
-    def _dense(self, start: str) -> DenseWeights:
+    def _dense(self, start: str) -> MLPWeights:
         fused = self._spec.naming.fused_gate_up
         parts = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
         bias = self._spec.mlp_bias
-        return DenseWeights(
+        return MLPWeights(
             self._linear(start, parts, bias), self._linear(start, ("down_proj",), bias)
         )
 
-    def _experts(self, start: str) -> SparseWeights:
+    def _experts(self, start: str) -> MoEWeights:
         naming, moe = self._spec.naming, self._spec.moe
         assert moe is not None
         gate, up, down = naming.expert_parts
@@ -309,8 +309,8 @@ class _Packing:
         for index in range(moe.num_experts):
             expert = f"{start}{naming.experts}.{index}."
             gate_up = self._linear(expert, gates, moe.biases)
-            experts.append(DenseWeights(gate_up, self._linear(expert, (down,), moe.biases)))
-        return SparseWeights(router, tuple(experts))
+            experts.append(MLPWeights(gate_up, self._linear(expert, (down,), moe.biases)))
+        return MoEWeights(router, tuple(experts))
 
     def _linear(self, start: str, parts: tuple[str, ...], bias: bool) -> LinearWeight:
         offsets = None

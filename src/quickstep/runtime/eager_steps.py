@@ -77,10 +77,10 @@ def with_torch_kv(kv: KVCache) -> KVCache:
 
 
 def _weights(weights: DecoderWeights) -> DecoderWeights:
-    embedding = weights.embedding
+    embedding = weights.embed_tokens
     return replace(
         weights,
-        embedding=embedding if isinstance(embedding, LinearWeight) else to_torch(embedding),
+        embed_tokens=embedding if isinstance(embedding, LinearWeight) else to_torch(embedding),
         layers=tuple(map(_layer, weights.layers)),
         final_norm=to_torch(weights.final_norm),
     )
@@ -90,10 +90,10 @@ def _layer(layer: LayerWeights) -> LayerWeights:
     return replace(
         layer,
         attention=_attention(layer.attention),
-        before_attention=_small(layer.before_attention),
-        after_attention=_small(layer.after_attention),
-        before_feed_forward=_small(layer.before_feed_forward),
-        after_feed_forward=_small(layer.after_feed_forward),
+        input_layernorm=_small(layer.input_layernorm),
+        post_attention_layernorm=_small(layer.post_attention_layernorm),
+        pre_feedforward_layernorm=_small(layer.pre_feedforward_layernorm),
+        post_feedforward_layernorm=_small(layer.post_feedforward_layernorm),
     )
 
 
