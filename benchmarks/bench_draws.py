@@ -84,7 +84,7 @@ def main() -> None:
     options = parser.parse_args()
     ops = load_native(options.threads)
     assert ops is not None and ops.steps is not None
-    sampler = NativeSampler(ops.steps.draws(VOCAB_SIZE))
+    sampler = NativeSampler(ops.steps.sampler(VOCAB_SIZE))
     print(describe_machine())
     columns = [(shape, rows) for shape in ("peaked", "flat") for rows in options.rows]
     print(f"{'us a row':18s}" + "".join(f"{f'{s} x{r}':>20s}" for s, r in columns))

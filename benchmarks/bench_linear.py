@@ -36,7 +36,7 @@ QUANTIZED = {
     "int8": MatrixFormat(8, 128),
     "int8-g64": MatrixFormat(8, 64),
     "int8-row": MatrixFormat(8),
-    "int4": MatrixFormat(4, 128, has_multipliers=True),
+    "int4": MatrixFormat(4, 128, has_sub_scales=True),
     "int4-g32": MatrixFormat(4, 32),
 }
 
@@ -53,10 +53,10 @@ class Layer:
 
 
 def quantized_layer(ops: OpTable, weight: torch.Tensor, form: MatrixFormat) -> Layer:
-    codes = ops.quantize(weight, form.bits, form.group_size, False, form.has_multipliers)
+    quantized = ops.quantize(weight, form.bits, form.group_size, False, form.has_sub_scales)
     nbytes = form.num_bytes(tuple(weight.shape))
     copies = max(2, min(64, ROTATED_BYTES // nbytes))
-    packed = [ops.pack_quantized(codes, None) for _ in range(copies)]
+    packed = [ops.pack_quantized(quantized, None) for _ in range(copies)]
     return Layer(lambda x, i: ops.linear(x, packed[i]), copies, nbytes, torch.bfloat16, torch.int8)
 
 

@@ -177,7 +177,7 @@ class Measurement:
                 return tokens, True
             sampled = int(draws.choice(allowed))
             resumed = time.thread_time()
-            token_id = constraint.steered(sampled)
+            token_id = constraint.forced_token(sampled)
             constraint.record(token_id)
             spent = time.thread_time() - resumed + masked - started
             outcome.token_s.append(spent)

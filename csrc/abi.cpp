@@ -278,9 +278,9 @@ int qs_probe_multiply(qs_context* context, int dtype, int64_t rounds, int64_t* n
   return QS_OK;
 }
 
-int qs_probe_multiply_codes(qs_context* context, int64_t rounds, int64_t* num_flops) {
+int qs_probe_multiply_int8(qs_context* context, int64_t rounds, int64_t* num_flops) {
   if (rounds < 1) return QS_INVALID;
-  *num_flops = context->kernels->probe_multiply_codes(context->pool, rounds);
+  *num_flops = context->kernels->probe_multiply_int8(context->pool, rounds);
   return QS_OK;
 }
 

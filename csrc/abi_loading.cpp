@@ -5,13 +5,13 @@
 #include <cstdlib>
 #include <new>
 
-#include "code_layout.h"
+#include "quantized_layout.h"
 #include "memory.h"
 #include "stored_rows.h"
 
 namespace {
 
-constexpr int64_t kPieceBytes = 256 << 10;  // as stored: with its codes it fits a core's own cache
+constexpr int64_t kPieceBytes = 256 << 10;  // as stored: with its quants it fits a core's own cache
 
 int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -86,17 +86,17 @@ class Pieces {
   uint8_t* slots_;
 };
 
-// One matrix on its way to codes.
-struct CodeLoad {
+// One matrix on its way to quants.
+struct QuantizedLoad {
   qs_context* context;
   const qs_stored_matrix& matrix;
-  qs_code_form& form;
+  qs_quantized_form& form;
   const qs::PackedQuantized& packed;
   int64_t num_groups;
   std::atomic<bool> fits_half{true};
   std::atomic<double> exact{0.0}, wrong{0.0};
 
-  bool is_coded() const { return qs::row_kind(matrix.kind)->bits != 0; }
+  bool is_quantized() const { return qs::row_kind(matrix.kind)->bits != 0; }
 };
 
 void add(std::atomic<double>& sum, double value) {
@@ -105,13 +105,13 @@ void add(std::atomic<double>& sum, double value) {
   }
 }
 
-// What lies in a slot: scales, zeros, the stored rows, codes, multipliers (null without).
-struct CodePiece {
+// What lies in a slot: scales, zeros, the stored rows, quants, sub-block scales (null without).
+struct QuantizedPiece {
   float* scales;
   float* zeros;
   uint8_t* stored;
-  uint8_t* codes;
-  int8_t* multipliers;
+  uint8_t* quants;
+  int8_t* sub_scales;
 };
 
 float stored_value(int kind, const uint8_t* row, int64_t index) {
@@ -125,8 +125,8 @@ float stored_value(int kind, const uint8_t* row, int64_t index) {
   return kind == QS_ROWS_F16 ? qs::half_to_float(half) : qs::bf16_to_float(half);
 }
 
-// The row's weights against its codes, for the sums that `form` asks for.
-void measure_row(CodeLoad& load, const CodePiece& piece, int64_t row) {
+// The row's weights against its quants, for the sums that `form` asks for.
+void measure_row(QuantizedLoad& load, const QuantizedPiece& piece, int64_t row) {
   const int64_t k = load.matrix.k, group_size = k / load.num_groups;
   const uint8_t* stored = piece.stored + row * qs::stored_row_bytes(load.matrix.kind, k);
   const float middle = static_cast<float>(1 << (load.form.bits - 1));
@@ -135,10 +135,10 @@ void measure_row(CodeLoad& load, const CodePiece& piece, int64_t row) {
     const int64_t group = row * load.num_groups + i / group_size;
     const float zero = load.form.has_zeros != 0 ? piece.zeros[group] : middle;
     const float value = stored_value(load.matrix.kind, stored, i);
-    const float code = static_cast<float>(piece.codes[row * k + i]);
-    const int64_t at = (row * k + i) / qs::kMultiplierInputs;
-    const float multiplier = piece.multipliers != nullptr ? piece.multipliers[at] : 1.0f;
-    const double distance = (code - zero) * multiplier * piece.scales[group] - value;
+    const float quant = static_cast<float>(piece.quants[row * k + i]);
+    const int64_t at = (row * k + i) / qs::kSubBlockInputs;
+    const float sub_scale = piece.sub_scales != nullptr ? piece.sub_scales[at] : 1.0f;
+    const double distance = (quant - zero) * sub_scale * piece.scales[group] - value;
     exact += static_cast<double>(value) * value;
     wrong += distance * distance;
   }
@@ -146,24 +146,25 @@ void measure_row(CodeLoad& load, const CodePiece& piece, int64_t row) {
   add(load.wrong, wrong);
 }
 
-void round_piece(CodeLoad& load, qs::Pool* solo, const CodePiece& piece, qs::RowRange rows) {
+void round_piece(QuantizedLoad& load, qs::Pool* solo, const QuantizedPiece& piece,
+                 qs::RowRange rows) {
   const int64_t k = load.matrix.k;
   load.context->kernels->quantize_weights(
       solo, {load.matrix.kind, load.form.bits, load.form.group_size != 0, rows.count, k, k,
-             load.form.group_size, piece.stored, piece.codes, piece.scales,
-             load.form.has_zeros != 0 ? piece.zeros : nullptr, piece.multipliers});
+             load.form.group_size, piece.stored, piece.quants, piece.scales,
+             load.form.has_zeros != 0 ? piece.zeros : nullptr, piece.sub_scales});
   const int64_t step = load.form.sample_step;
   for (int64_t row = 0; row < rows.count; ++row) {
     if ((rows.first + row) % step == 0) measure_row(load, piece, row);
   }
 }
 
-void decode_piece(const CodeLoad& load, const CodePiece& piece, qs::RowRange rows) {
+void decode_piece(const QuantizedLoad& load, const QuantizedPiece& piece, qs::RowRange rows) {
   const int64_t k = load.matrix.k, row_bytes = qs::stored_row_bytes(load.matrix.kind, k);
   for (int64_t row = 0; row < rows.count; ++row) {
     float* zeros = load.form.has_zeros != 0 ? piece.zeros + row * load.num_groups : nullptr;
     qs::decode_row(load.matrix.kind, piece.stored + row * row_bytes, k,
-                   {piece.codes + row * k, piece.scales + row * load.num_groups, zeros});
+                   {piece.quants + row * k, piece.scales + row * load.num_groups, zeros});
   }
   if (load.form.scales != nullptr) {
     memcpy(piece.scales, load.form.scales + rows.first * load.num_groups,
@@ -172,7 +173,7 @@ void decode_piece(const CodeLoad& load, const CodePiece& piece, qs::RowRange row
 }
 
 // False where a scale or zero needs more than the 16 bits of the layout.
-bool scales_fit(const CodeLoad& load, const CodePiece& piece, int64_t num_rows) {
+bool scales_fit(const QuantizedLoad& load, const QuantizedPiece& piece, int64_t num_rows) {
   if (load.num_groups == 1 || !load.packed.half_scales) return true;
   const float middle = static_cast<float>(1 << (load.form.bits - 1));
   for (int64_t i = 0; i < num_rows * load.num_groups; ++i) {
@@ -194,18 +195,18 @@ qs::PackedQuantized panels_of(const qs::PackedQuantized& packed, qs::RowRange ro
   return view;
 }
 
-bool load_piece(CodeLoad& load, qs::Pool* solo, qs::RowRange rows, uint8_t* memory) {
+bool load_piece(QuantizedLoad& load, qs::Pool* solo, qs::RowRange rows, uint8_t* memory) {
   const int64_t k = load.matrix.k;
-  CodePiece piece;
+  QuantizedPiece piece;
   piece.scales = reinterpret_cast<float*>(memory);
   piece.zeros = piece.scales + rows.count * load.num_groups;
   piece.stored = reinterpret_cast<uint8_t*>(piece.zeros + rows.count * load.num_groups);
-  piece.codes = piece.stored + rows.count * qs::stored_row_bytes(load.matrix.kind, k);
-  piece.multipliers = load.form.has_multipliers != 0
-                          ? reinterpret_cast<int8_t*>(piece.codes + rows.count * k)
+  piece.quants = piece.stored + rows.count * qs::stored_row_bytes(load.matrix.kind, k);
+  piece.sub_scales = load.form.has_sub_scales != 0
+                          ? reinterpret_cast<int8_t*>(piece.quants + rows.count * k)
                           : nullptr;
   if (!qs::read_rows(load.matrix, rows.first, rows.count, piece.stored)) return false;
-  if (load.is_coded()) {
+  if (load.is_quantized()) {
     decode_piece(load, piece, rows);
   } else {
     round_piece(load, solo, piece, rows);
@@ -217,17 +218,17 @@ bool load_piece(CodeLoad& load, qs::Pool* solo, qs::RowRange rows, uint8_t* memo
   const qs::PackedQuantized view = panels_of(load.packed, rows);
   const float* zeros = load.form.has_zeros != 0 ? piece.zeros : nullptr;
   load.context->kernels->pack_quantized(
-      solo, {piece.codes, piece.scales, zeros, piece.multipliers, &view});
+      solo, {piece.quants, piece.scales, zeros, piece.sub_scales, &view});
   return true;
 }
 
-bool valid_form(const qs_stored_matrix& matrix, const qs_code_form& form) {
+bool valid_form(const qs_stored_matrix& matrix, const qs_quantized_form& form) {
   const int64_t group_size = form.group_size == 0 ? matrix.k : form.group_size;
-  if (!qs::valid_code_form(form.bits, matrix.n, matrix.k, group_size)) return false;
+  if (!qs::valid_quantized_form(form.bits, matrix.n, matrix.k, group_size)) return false;
   const qs::RowKind& kind = *qs::row_kind(matrix.kind);
-  if (form.has_multipliers != 0 &&
+  if (form.has_sub_scales != 0 &&
       (kind.bits != 0 || group_size > qs::kSharedInputs ||
-       !qs::takes_multipliers(form.bits, matrix.k, group_size, form.has_zeros != 0))) {
+       !qs::takes_sub_scales(form.bits, matrix.k, group_size, form.has_zeros != 0))) {
     return false;
   }
   if (kind.bits == 0) return form.sample_step >= 1 && (form.group_size != 0 || !form.has_zeros);
@@ -238,18 +239,18 @@ bool valid_form(const qs_stored_matrix& matrix, const qs_code_form& form) {
 }
 
 // Loads in one layout. QS_OUT_OF_RANGE where scales do not fit half of it.
-int load_codes(qs_context* context, const qs_stored_matrix& matrix, qs_code_form& form,
+int load_quantized(qs_context* context, const qs_stored_matrix& matrix, qs_quantized_form& form,
                bool half_scales, qs_quantized* linear) {
   const int64_t group_size = form.group_size == 0 ? matrix.k : form.group_size;
-  linear->packed = qs::code_layout(
+  linear->packed = qs::quantized_layout(
       {form.bits, matrix.n, matrix.k, group_size, form.has_zeros != 0, half_scales,
-       form.has_multipliers != 0});
-  if (!qs::allocate_codes(linear, form.bias != nullptr)) return QS_OUT_OF_MEMORY;
+       form.has_sub_scales != 0});
+  if (!qs::allocate_quantized(linear, form.bias != nullptr)) return QS_OUT_OF_MEMORY;
   qs::weight_spread(linear->packed.weights, linear->weight_bytes, context->nodes);
   if (form.bias != nullptr) memcpy(linear->packed.bias, form.bias, matrix.n * sizeof(float));
-  CodeLoad load = {context, matrix, form, linear->packed, matrix.k / group_size};
+  QuantizedLoad load = {context, matrix, form, linear->packed, matrix.k / group_size};
   const int64_t per_row = matrix.k + load.num_groups * 2 * static_cast<int64_t>(sizeof(float)) +
-                          (form.has_multipliers != 0 ? matrix.k / qs::kMultiplierInputs : 0);
+                          (form.has_sub_scales != 0 ? matrix.k / qs::kSubBlockInputs : 0);
   Pieces pieces(context, matrix, qs::kQuantizedPanel, per_row);
   if (!pieces.ready()) return QS_OUT_OF_MEMORY;
   const bool whole = pieces.for_each([&](int64_t first, int64_t count, uint8_t* memory) {
@@ -300,7 +301,7 @@ int qs_linear_load(qs_context* context, const qs_stored_matrix* matrix, const vo
   return status;
 }
 
-int qs_quantized_load(qs_context* context, const qs_stored_matrix* matrix, qs_code_form* form,
+int qs_quantized_load(qs_context* context, const qs_stored_matrix* matrix, qs_quantized_form* form,
                       qs_quantized** out) {
   if (!valid(*matrix) || !valid_form(*matrix, *form)) return QS_INVALID;
   int status = QS_OUT_OF_RANGE;
@@ -309,7 +310,7 @@ int qs_quantized_load(qs_context* context, const qs_stored_matrix* matrix, qs_co
   while (status == QS_OUT_OF_RANGE) {
     qs_quantized* linear = new (std::nothrow) qs_quantized{};
     if (linear == nullptr) return QS_OUT_OF_MEMORY;
-    status = load_codes(context, *matrix, *form, half_scales, linear);
+    status = load_quantized(context, *matrix, *form, half_scales, linear);
     half_scales = false;
     if (status == QS_OK) {
       *out = linear;

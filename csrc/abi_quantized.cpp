@@ -4,7 +4,7 @@
 #include <initializer_list>
 #include <new>
 
-#include "code_layout.h"
+#include "quantized_layout.h"
 #include "memory.h"
 
 namespace {
@@ -25,9 +25,9 @@ bool all_fit_half(const float* values, int64_t count, float less, float times) {
 }
 
 bool valid(const qs_quantized_weight& weight) {
-  if (!qs::valid_code_form(weight.bits, weight.n, weight.k, weight.group_size)) return false;
-  return weight.multipliers == nullptr ||
-         qs::takes_multipliers(weight.bits, weight.k, weight.group_size, weight.zeros != nullptr);
+  if (!qs::valid_quantized_form(weight.bits, weight.n, weight.k, weight.group_size)) return false;
+  return weight.sub_scales == nullptr ||
+         qs::takes_sub_scales(weight.bits, weight.k, weight.group_size, weight.zeros != nullptr);
 }
 
 qs::PackedQuantized layout_of(const qs_quantized_weight& weight) {
@@ -35,13 +35,13 @@ qs::PackedQuantized layout_of(const qs_quantized_weight& weight) {
   if (weight.group_size != weight.k) {
     const int64_t count = weight.n * (weight.k / weight.group_size);
     const float middle = static_cast<float>(1 << (weight.bits - 1));
-    const float held = weight.multipliers != nullptr ? qs::kMultiplierUnit : 1.0f;
+    const float held = weight.sub_scales != nullptr ? qs::kSubScaleUnit : 1.0f;
     half_scales = all_fit_half(weight.scales, count, 0.0f, held) &&
                   all_fit_half(weight.zeros, count, middle, 1.0f);
   }
-  return qs::code_layout({weight.bits, weight.n, weight.k, weight.group_size,
+  return qs::quantized_layout({weight.bits, weight.n, weight.k, weight.group_size,
                           weight.zeros != nullptr, half_scales,
-                          weight.multipliers != nullptr});
+                          weight.sub_scales != nullptr});
 }
 
 bool in_range(const int64_t* ids, int64_t num_tokens, int64_t num_rows) {
@@ -66,16 +66,16 @@ int qs_quantize(qs_context* context, const qs_quantize_call* call) {
   if (grouped && (call->group_size % 16 != 0 || call->k % call->group_size != 0)) return QS_INVALID;
   if (!grouped && call->zeros != nullptr) return QS_INVALID;
   const int64_t group_size = grouped ? call->group_size : call->k;
-  if (call->multipliers != nullptr &&
+  if (call->sub_scales != nullptr &&
       (call->group_size > qs::kSharedInputs ||
-       !qs::takes_multipliers(call->bits, call->k, group_size, call->zeros != nullptr))) {
+       !qs::takes_sub_scales(call->bits, call->k, group_size, call->zeros != nullptr))) {
     return QS_INVALID;
   }
   context->kernels->quantize_weights(
       context->pool,
       {call->dtype, call->bits, grouped, call->n, call->k, call->row_stride, call->group_size,
-       call->weight, static_cast<uint8_t*>(call->codes), call->scales, call->zeros,
-       call->multipliers});
+       call->weight, static_cast<uint8_t*>(call->quants), call->scales, call->zeros,
+       call->sub_scales});
   return QS_OK;
 }
 
@@ -85,7 +85,7 @@ int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
   qs_quantized* linear = new (std::nothrow) qs_quantized{};
   if (linear == nullptr) return QS_OUT_OF_MEMORY;
   linear->packed = layout_of(*weight);
-  if (!qs::allocate_codes(linear, weight->bias != nullptr)) {
+  if (!qs::allocate_quantized(linear, weight->bias != nullptr)) {
     qs_quantized_destroy(linear);
     return QS_OUT_OF_MEMORY;
   }
@@ -94,8 +94,8 @@ int qs_quantized_create(qs_context* context, const qs_quantized_weight* weight,
     memcpy(linear->packed.bias, weight->bias, weight->n * sizeof(float));
   }
   context->kernels->pack_quantized(
-      context->pool, {static_cast<const uint8_t*>(weight->codes), weight->scales, weight->zeros,
-                      weight->multipliers, &linear->packed});
+      context->pool, {static_cast<const uint8_t*>(weight->quants), weight->scales, weight->zeros,
+                      weight->sub_scales, &linear->packed});
   *out = linear;
   return QS_OK;
 }
@@ -121,8 +121,8 @@ int64_t qs_quantized_bytes(const qs_quantized* linear) {
 int64_t qs_quantized_scratch_bytes(const qs_quantized* linear, int64_t num_tokens) {
   const qs::PackedQuantized& packed = linear->packed;
   const int64_t per_group = sizeof(float) + sizeof(int32_t);
-  const int64_t rows = num_tokens < qs::kOpenedRows ? num_tokens : qs::kOpenedRows - 1;
-  const int64_t parts = packed.has_multipliers ? row_stride(packed) / qs::kMultiplierInputs : 0;
+  const int64_t rows = num_tokens < qs::kUnpackedRows ? num_tokens : qs::kUnpackedRows - 1;
+  const int64_t parts = packed.has_sub_scales ? row_stride(packed) / qs::kSubBlockInputs : 0;
   return kAlignment + num_tokens * (row_stride(packed) + packed.num_groups * per_group) +
          rows * parts * static_cast<int64_t>(sizeof(int32_t));
 }
@@ -135,10 +135,10 @@ int qs_quantized_run(qs_context* context, const qs_quantized* linear, int dtype,
   qs::QuantizedRows rows;
   rows.stride = row_stride(packed);
   const uintptr_t start = round_up(reinterpret_cast<intptr_t>(scratch), kAlignment);
-  rows.codes = reinterpret_cast<int8_t*>(start);
+  rows.quants = reinterpret_cast<int8_t*>(start);
   rows.num_groups = packed.num_groups;
-  rows.factors = reinterpret_cast<int32_t*>(rows.codes + num_tokens * rows.stride);
-  const bool parts = packed.has_multipliers && num_tokens < qs::kOpenedRows;
+  rows.factors = reinterpret_cast<int32_t*>(rows.quants + num_tokens * rows.stride);
+  const bool parts = packed.has_sub_scales && num_tokens < qs::kUnpackedRows;
   rows.parts = parts ? rows.factors + num_tokens * packed.num_groups * 2 : nullptr;
   context->kernels->quantized_linear(context->pool,
                                      {&packed, dtype, x, x_stride, num_tokens, out, rows});

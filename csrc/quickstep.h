@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 6
+#define QS_ABI_VERSION 7
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -25,8 +25,8 @@ enum qs_status {
 };
 
 enum qs_dtype { QS_F32 = 0, QS_BF16 = 1, QS_F16 = 2 };
-// What a KV cache holds beside those: a head is D codes of 8 bits and the float32 that they are
-// multiplied by, D + 4 bytes together. Codes are rounded half to even, scale = max|x| / 127.
+// What a KV cache holds beside those: a head is D quants of 8 bits and the float32 that they are
+// multiplied by, D + 4 bytes together. Quants are rounded half to even, scale = max|x| / 127.
 enum qs_kv_dtype { QS_I8 = 3 };
 enum qs_activation { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2, QS_CLAMPED_SWIGLU = 3 };
 
@@ -59,34 +59,34 @@ QS_API int qs_linear_run(qs_context* context, const qs_linear* linear, const voi
 QS_API int qs_linear_rows(qs_context* context, const qs_linear* linear, const int64_t* ids,
                           int64_t num_tokens, void* out);
 
-// Weights of 4 or 8 bits: (code - zero) * scale, codes [n, k] of a byte each, scales and zeros
-// [n, k / group_size] float32.
+// Weights of 4 or 8 bits: (quant - zero) * scale, quants (quantized values) [n, k] of a byte each,
+// scales and zeros [n, k / group_size] float32.
 typedef struct qs_quantized_weight {
   int32_t bits;
   int32_t unused;
   int64_t n, k;
   int64_t group_size;   // a multiple of 16, or k
-  const void* codes;
+  const void* quants;
   const float* scales;
   const float* zeros;   // null: 2^(bits - 1)
   const float* bias;    // [n], or null
-  const int8_t* multipliers;  // [n, k / 16], odd, -15 to 15; null: all 1. Of 4 bits without zeros,
+  const int8_t* sub_scales;  // [n, k / 16], odd, -15 to 15; null: all 1. Of 4 bits without zeros,
                               // in groups of a multiple of 32 and not of all inputs
 } qs_quantized_weight;
 
-// Rounds weight [n, k] of `dtype` to codes [n, k] of a byte each with scales (and zeros, unless
-// null) [n, k / group_size] float32; group_size 0 for one scale per row. With multipliers codes
-// have those too.
+// Rounds weight [n, k] of `dtype` to quants [n, k] of a byte each with scales (and zeros, unless
+// null) [n, k / group_size] float32; group_size 0 for one scale per row. With sub-block scales
+// quants have those too.
 typedef struct qs_quantize_call {
   int32_t dtype;
   int32_t bits;
   int64_t n, k, row_stride;
   int64_t group_size;
   const void* weight;
-  void* codes;
+  void* quants;
   float* scales;
   float* zeros;
-  int8_t* multipliers;  // [n, k / 16], or null
+  int8_t* sub_scales;  // [n, k / 16], or null
 } qs_quantize_call;
 
 QS_API int qs_quantize(qs_context* context, const qs_quantize_call* call);
@@ -105,8 +105,8 @@ QS_API int qs_quantized_run(qs_context* context, const qs_quantized* linear, int
 QS_API int qs_quantized_rows(qs_context* context, const qs_quantized* linear, int dtype,
                              const int64_t* ids, int64_t num_tokens, void* out);
 
-// A matrix [n, k] as files hold it, its parts one below another. Kinds after QS_ROWS_F16 hold codes
-// already: signed bytes about 0 (with scales of the caller's), and blocks of ggml.
+// A matrix [n, k] as files hold it, its parts one below another. Kinds after QS_ROWS_F16 hold
+// quants already: signed bytes about 0 (with scales of the caller's), and blocks of ggml.
 enum qs_rows_kind {
   QS_ROWS_F32 = 0,
   QS_ROWS_BF16 = 1,
@@ -131,24 +131,24 @@ typedef struct qs_stored_matrix {
   const qs_file_rows* parts;
 } qs_stored_matrix;
 
-// The codes to be made of a stored matrix, as for qs_quantize; kinds of codes have these already.
-typedef struct qs_code_form {
+// The quants to be made of a stored matrix, as for qs_quantize; kinds of quants have these already.
+typedef struct qs_quantized_form {
   int32_t bits;
   int16_t has_zeros;
-  int16_t has_multipliers;  // as for qs_quantize; of no kind of codes
+  int16_t has_sub_scales;  // as for qs_quantize; of no kind of quants
   int64_t group_size;       // 0 for one scale per row
   const float* scales;      // of QS_ROWS_I8, [n, k / group_size]; else null
   const float* bias;        // [n], or null
   int64_t sample_step;      // every so many rows, what rounding changed is measured
   double exact, wrong;      // results: sums of squares of the sampled weights and of their errors
-} qs_code_form;
+} qs_quantized_form;
 
 // As qs_linear_create and qs_quantized_create, from files straight into the packed memory: some
 // rows at a time, so that nothing else of the matrix is ever in memory.
 QS_API int qs_linear_load(qs_context* context, const qs_stored_matrix* matrix, const void* bias,
                           qs_linear** out);
 QS_API int qs_quantized_load(qs_context* context, const qs_stored_matrix* matrix,
-                             qs_code_form* form, qs_quantized** out);
+                             qs_quantized_form* form, qs_quantized** out);
 
 // out [T, C] = weight[ids]; any dtype of `row_bytes` bytes per row.
 QS_API int qs_embedding(qs_context* context, const int64_t* ids, int64_t num_tokens,
@@ -326,19 +326,19 @@ QS_API void qs_program_destroy(qs_program* program);
 // one of keys and the WRITE_KV of these keys, one after another, run as one loop over the tokens.
 QS_API int qs_program_run(qs_program* program, const qs_step* step);
 
-// One row to draw a token from. Before temperature its logits are changed in this order: edits,
+// One row to sample a token from. Before temperature its logits are changed in this order: edits,
 // `allowed`, the first list of bans, the second.
-typedef struct qs_draw {
+typedef struct qs_sample {
   const float* logits;        // [V] raw; log-probabilities are theirs
   const int64_t* edit_ids;    // [num_edits]
   const double* edit_values;  // the first num_set replace a token's logit, the others are added
   int64_t num_edits, num_set;
-  const uint64_t* allowed;    // bit i % 64 of word i / 64: token i may be drawn; null: all may
+  const uint64_t* allowed;    // bit i % 64 of word i / 64: token i may be sampled; null: all may
   const int64_t* ban_ids[2];
   int64_t num_bans[2];
   int32_t ban_yields[2];      // a list that would leave nothing counts for nothing
   int32_t num_top;            // most likely tokens to report; -1: no log-probabilities
-  int32_t strikes_top;        // XTC strikes
+  int32_t applies_xtc;        // XTC removes tokens
   int64_t top_k;              // 0: all
   double temperature;         // 0: argmax
   double top_p;               // 1: all
@@ -348,37 +348,37 @@ typedef struct qs_draw {
   uint64_t key_b, key_c;      // runtime/sampling/noise.py
   int64_t token_id;           // result, or one of qs_no_token
   int64_t rank;               // result, as are the others, with num_top >= 0
-  int64_t mass;               // sum over V of round(exp(logit - peak) * 2^44)
+  int64_t total_probability;  // sum over V of round(exp(logit - peak) * 2^44)
   float peak;
   float chosen;               // raw logit of the token
   int64_t* top_ids;           // [num_top]
   float* top_logits;          // [num_top]
-} qs_draw;
+} qs_sample;
 
 // Why there is no token: the largest raw logit is not finite, or after the changes it is not.
 enum qs_no_token { QS_NO_MAXIMUM = -1, QS_NOTHING_ALLOWED = -2 };
 
-QS_API int64_t qs_draw_scratch_bytes(const qs_context* context, int64_t vocab_size,
-                                     int64_t num_rows);
-QS_API int qs_draw_rows(qs_context* context, qs_draw* rows, int64_t num_rows, int64_t vocab_size,
-                        void* scratch);
+QS_API int64_t qs_sample_scratch_bytes(const qs_context* context, int64_t vocab_size,
+                                       int64_t num_rows);
+QS_API int qs_sample_rows(qs_context* context, qs_sample* rows, int64_t num_rows,
+                          int64_t vocab_size, void* scratch);
 
-// Scores of given tokens, a row of logits each: those of a prompt. The results are what a draw with
-// num_top gives for the token that it takes.
+// Scores of given tokens, a row of logits each: those of a prompt. The results are what a sample
+// with num_top gives for the token that it takes.
 typedef struct qs_scores {
   const float* logits;        // [T, V] raw
   const int64_t* token_ids;   // [T]
   int64_t num_positions, vocab_size;
   int64_t num_top;            // most likely tokens to report, at most V
   int64_t* ranks;             // [T], the results; QS_NO_MAXIMUM: the row has none, nor results
-  int64_t* masses;            // [T]
+  int64_t* total_probabilities;  // [T]
   float* peaks;               // [T]
   float* chosen;              // [T], raw logits of the tokens
   int64_t* top_ids;           // [T, num_top]
   float* top_logits;          // [T, num_top]
 } qs_scores;
 
-// Scratch: qs_draw_scratch_bytes of as many rows.
+// Scratch: qs_sample_scratch_bytes of as many rows.
 QS_API int qs_score_tokens(qs_context* context, const qs_scores* scores, void* scratch);
 
 // Measuring the machine. The library reads no clock here: the caller times the calls.
@@ -394,7 +394,7 @@ QS_API int qs_probe_read(qs_context* context, const qs_probe* probe, uint32_t* s
 // `num_flops` gets how many operations that were, which `rounds` scales.
 QS_API int qs_probe_multiply(qs_context* context, int dtype, int64_t rounds, int64_t* num_flops);
 // The same for the integers of qs_quantized_run, 8 bits.
-QS_API int qs_probe_multiply_codes(qs_context* context, int64_t rounds, int64_t* num_flops);
+QS_API int qs_probe_multiply_int8(qs_context* context, int64_t rounds, int64_t* num_flops);
 
 // Where a context's threads run: worker i on CPU cpus[i + 1], while cpus[0] is left for the thread
 // that calls; num_cpus is the number of threads, or 0 to leave them to the system. Weights made

@@ -1,4 +1,4 @@
-// Draws of a step's rows, and scores of a prompt's tokens: rows in parallel, one thread each.
+// Sampling of a step's rows, and scores of a prompt's tokens: rows in parallel, one thread each.
 
 #include "objects.h"
 
@@ -13,7 +13,7 @@ int64_t num_items(const qs_context* context, int64_t vocab_size, int64_t num_row
   return num_rows < threads ? num_rows : threads;
 }
 
-bool valid(const qs_draw& row) {
+bool valid(const qs_sample& row) {
   if (row.num_top > 0 && (row.top_ids == nullptr || row.top_logits == nullptr)) return false;
   return row.num_set >= 0 && row.num_set <= row.num_edits && row.num_bans[0] >= 0 &&
          row.num_bans[1] >= 0;
@@ -28,7 +28,7 @@ bool all_below(const int64_t* ids, int64_t count, int64_t limit) {
   return count == 0 || largest < static_cast<uint64_t>(limit);
 }
 
-bool in_vocabulary(const qs_draw& row, int64_t vocab_size) {
+bool in_vocabulary(const qs_sample& row, int64_t vocab_size) {
   return all_below(row.edit_ids, row.num_edits, vocab_size) &&
          all_below(row.ban_ids[0], row.num_bans[0], vocab_size) &&
          all_below(row.ban_ids[1], row.num_bans[1], vocab_size);
@@ -38,12 +38,12 @@ bool in_vocabulary(const qs_draw& row, int64_t vocab_size) {
 
 extern "C" {
 
-int64_t qs_draw_scratch_bytes(const qs_context* context, int64_t vocab_size, int64_t num_rows) {
+int64_t qs_sample_scratch_bytes(const qs_context* context, int64_t vocab_size, int64_t num_rows) {
   const int64_t items = num_items(context, vocab_size, num_rows);
-  return items * context->kernels->draw_scratch_bytes(vocab_size);
+  return items * context->kernels->sample_scratch_bytes(vocab_size);
 }
 
-int qs_draw_rows(qs_context* context, qs_draw* rows, int64_t num_rows, int64_t vocab_size,
+int qs_sample_rows(qs_context* context, qs_sample* rows, int64_t num_rows, int64_t vocab_size,
                  void* scratch) {
   if (num_rows < 0 || vocab_size < 1) return QS_INVALID;
   for (int64_t i = 0; i < num_rows; ++i) {
@@ -51,10 +51,10 @@ int qs_draw_rows(qs_context* context, qs_draw* rows, int64_t num_rows, int64_t v
     if (!in_vocabulary(rows[i], vocab_size)) return QS_OUT_OF_RANGE;
   }
   const int64_t items = num_items(context, vocab_size, num_rows);
-  const int64_t bytes = context->kernels->draw_scratch_bytes(vocab_size);
+  const int64_t bytes = context->kernels->sample_scratch_bytes(vocab_size);
   qs::parallel_for(context->pool, items, [&](int64_t item) {
     for (int64_t i = item; i < num_rows; i += items) {
-      context->kernels->draw(rows[i], vocab_size, static_cast<char*>(scratch) + item * bytes);
+      context->kernels->sample(rows[i], vocab_size, static_cast<char*>(scratch) + item * bytes);
     }
   });
   return QS_OK;
@@ -66,7 +66,7 @@ int qs_score_tokens(qs_context* context, const qs_scores* scores, void* scratch)
   if (scores->num_top < 0 || scores->num_top > vocab_size) return QS_INVALID;
   if (!all_below(scores->token_ids, num_positions, vocab_size)) return QS_OUT_OF_RANGE;
   const int64_t items = num_items(context, vocab_size, num_positions);
-  const int64_t bytes = context->kernels->draw_scratch_bytes(vocab_size);
+  const int64_t bytes = context->kernels->sample_scratch_bytes(vocab_size);
   qs::parallel_for(context->pool, items, [&](int64_t item) {
     for (int64_t i = item; i < num_positions; i += items) {
       context->kernels->score_token(*scores, i, static_cast<char*>(scratch) + item * bytes);

@@ -33,24 +33,24 @@ float half_at(const uint8_t* p) {
   return half_to_float(half);
 }
 
-// 2 x 16 codes of a block: the low halves of the octets, then the high ones.
-void nibbles(const uint8_t* octets, int count, uint8_t* codes) {
-  for (int i = 0; i < count; ++i) codes[i] = octets[i] & 15;
-  for (int i = 0; i < count; ++i) codes[count + i] = octets[i] >> 4;
+// 2 x 16 quants of a block: the low halves of the octets, then the high ones.
+void nibbles(const uint8_t* octets, int count, uint8_t* quants) {
+  for (int i = 0; i < count; ++i) quants[i] = octets[i] & 15;
+  for (int i = 0; i < count; ++i) quants[count + i] = octets[i] >> 4;
 }
 
-void q4_0(const uint8_t* block, const CodeRow& out) {
+void q4_0(const uint8_t* block, const QuantRow& out) {
   out.scales[0] = half_at(block);
-  nibbles(block + 2, 16, out.codes);
+  nibbles(block + 2, 16, out.quants);
 }
 
-void q8_0(const uint8_t* block, const CodeRow& out) {
+void q8_0(const uint8_t* block, const QuantRow& out) {
   out.scales[0] = half_at(block);
-  for (int i = 0; i < kSmall; ++i) out.codes[i] = block[2 + i] ^ 128;
+  for (int i = 0; i < kSmall; ++i) out.quants[i] = block[2 + i] ^ 128;
 }
 
-// Codes of `scale * q + low`; a group without a scale holds `low` everywhere.
-void with_low(int group, float scale, float low, const CodeRow& out) {
+// Quants of `scale * q + low`; a group without a scale holds `low` everywhere.
+void with_low(int group, float scale, float low, const QuantRow& out) {
   if (scale != 0.0f) {
     out.scales[group] = scale;
     out.zeros[group] = -low / scale;
@@ -58,11 +58,11 @@ void with_low(int group, float scale, float low, const CodeRow& out) {
   }
   out.scales[group] = low;
   out.zeros[group] = -1.0f;
-  memset(out.codes + group * kSmall, 0, kSmall);
+  memset(out.quants + group * kSmall, 0, kSmall);
 }
 
 // d, dmin, and 8 scales and minima of 6 bits each.
-void k_scales(const uint8_t* block, const CodeRow& out) {
+void k_scales(const uint8_t* block, const QuantRow& out) {
   const float d = half_at(block), least = half_at(block + 2);
   const uint8_t* first = block + 4;
   const uint8_t* second = block + 8;
@@ -78,31 +78,31 @@ void k_scales(const uint8_t* block, const CodeRow& out) {
   }
 }
 
-void q4_k(const uint8_t* block, const CodeRow& out) {
-  for (int i = 0; i < 4; ++i) nibbles(block + 16 + 32 * i, 32, out.codes + 64 * i);
+void q4_k(const uint8_t* block, const QuantRow& out) {
+  for (int i = 0; i < 4; ++i) nibbles(block + 16 + 32 * i, 32, out.quants + 64 * i);
   k_scales(block, out);
 }
 
-void q5_k(const uint8_t* block, const CodeRow& out) {
-  for (int i = 0; i < 4; ++i) nibbles(block + 48 + 32 * i, 32, out.codes + 64 * i);
+void q5_k(const uint8_t* block, const QuantRow& out) {
+  for (int i = 0; i < 4; ++i) nibbles(block + 48 + 32 * i, 32, out.quants + 64 * i);
   for (int group = 0; group < 8; ++group) {
-    uint8_t* codes = out.codes + 32 * group;
-    for (int i = 0; i < 32; ++i) codes[i] |= (block[16 + i] >> group & 1) << 4;
+    uint8_t* quants = out.quants + 32 * group;
+    for (int i = 0; i < 32; ++i) quants[i] |= (block[16 + i] >> group & 1) << 4;
   }
   k_scales(block, out);
 }
 
-void q6_k(const uint8_t* block, const CodeRow& out) {
+void q6_k(const uint8_t* block, const QuantRow& out) {
   for (int half = 0; half < 2; ++half) {
     const uint8_t* low = block + 64 * half;
     const uint8_t* high = block + 128 + 32 * half;
-    uint8_t* codes = out.codes + 128 * half;
-    for (int i = 0; i < 64; ++i) codes[i] = low[i] & 15;
-    for (int i = 0; i < 64; ++i) codes[64 + i] = low[i] >> 4;
+    uint8_t* quants = out.quants + 128 * half;
+    for (int i = 0; i < 64; ++i) quants[i] = low[i] & 15;
+    for (int i = 0; i < 64; ++i) quants[64 + i] = low[i] >> 4;
     for (int run = 0; run < 4; ++run) {
       for (int i = 0; i < 32; ++i) {
-        const int code = codes[32 * run + i] | (high[i] >> (2 * run) & 3) << 4;
-        codes[32 * run + i] = static_cast<uint8_t>(code + (128 - 32));
+        const int quant = quants[32 * run + i] | (high[i] >> (2 * run) & 3) << 4;
+        quants[32 * run + i] = static_cast<uint8_t>(quant + (128 - 32));
       }
     }
   }
@@ -165,16 +165,16 @@ bool read_rows(const qs_stored_matrix& matrix, int64_t first, int64_t count, uin
   return count == 0;
 }
 
-void decode_row(int kind, const uint8_t* row, int64_t k, const CodeRow& out) {
+void decode_row(int kind, const uint8_t* row, int64_t k, const QuantRow& out) {
   if (kind == QS_ROWS_I8) {
-    for (int64_t i = 0; i < k; ++i) out.codes[i] = row[i] ^ 128;
+    for (int64_t i = 0; i < k; ++i) out.quants[i] = row[i] ^ 128;
     return;
   }
   const RowKind& form = kKinds[kind];
   const int64_t groups = form.block_inputs / form.group_size;
   for (int64_t block = 0; block < k / form.block_inputs; ++block) {
     const uint8_t* from = row + block * form.block_bytes;
-    const CodeRow to = {out.codes + block * form.block_inputs, out.scales + block * groups,
+    const QuantRow to = {out.quants + block * form.block_inputs, out.scales + block * groups,
                         out.zeros == nullptr ? nullptr : out.zeros + block * groups};
     if (kind == QS_ROWS_Q4_0) q4_0(from, to);
     if (kind == QS_ROWS_Q8_0) q8_0(from, to);

@@ -20,14 +20,14 @@ inline float bf16_to_float(uint16_t half) {
   return value;
 }
 
-// Codes of a row with its scales and zeros, one per group.
-struct CodeRow {
-  uint8_t* codes;
+// Quants of a row with its scales and zeros, one per group.
+struct QuantRow {
+  uint8_t* quants;
   float* scales;
   float* zeros;
 };
 
-// What a kind of codes is decoded to; bits 0 for kinds that hold floating point.
+// What a kind of quants is decoded to; bits 0 for kinds that hold floating point.
 struct RowKind {
   int bits;
   int64_t group_size;  // 0: whatever the caller says
@@ -41,7 +41,7 @@ const RowKind* row_kind(int kind);
 int64_t stored_row_bytes(int kind, int64_t k);
 // Reads rows [first, first + count) of all parts taken together. False if a file lacks them.
 bool read_rows(const qs_stored_matrix& matrix, int64_t first, int64_t count, uint8_t* out);
-// One row of a kind of codes; scales of QS_ROWS_I8 are not among its bytes and stay as they are.
-void decode_row(int kind, const uint8_t* row, int64_t k, const CodeRow& out);
+// One row of a kind of quants; scales of QS_ROWS_I8 are not among its bytes and stay as they are.
+void decode_row(int kind, const uint8_t* row, int64_t k, const QuantRow& out);
 
 }  // namespace qs

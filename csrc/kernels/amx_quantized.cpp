@@ -1,9 +1,9 @@
 // Up to 16 rows by a panel of 64 outputs in 4 tiles of sums; a step takes 64 inputs: one tile of
-// activations and 4 tiles of the panel's codes ([16][16][4] of [16][64][4]), as they stand. Codes
-// of 4 bits are opened once for all rows of an item.
+// activations and 4 tiles of the panel's quants ([16][16][4] of [16][64][4]), as they stand. Quants
+// of 4 bits are unpacked once for all rows of an item.
 //
 //   item = (chunk of <= 128 rows) x (one panel)
-//     for each block of inputs     its codes: <= 32 KiB, a byte each
+//     for each block of inputs     its quants: <= 32 KiB, a byte each
 //       for each 16 rows           sums in tiles, then in `c` (32 KiB)
 
 #include "kernels/amx_quantized.h"
@@ -12,7 +12,7 @@
 
 #include "kernels/amx_tiles.h"
 #include "kernels/entries.h"
-#include "kernels/quantized_open.h"
+#include "kernels/quantized_unpack.h"
 #include "kernels/ranges.h"
 
 namespace qs::QS_LEVEL {
@@ -22,13 +22,13 @@ constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileInputs = 64;
 constexpr int64_t kTileOutputs = 16;
 constexpr int64_t kChunkRows = 128;
-// Codes of a block and the scales of its groups, the smallest of which have a piece.
-constexpr int64_t kOpenedBytes =
+// Quants of a block and the scales of its groups, the smallest of which have a piece.
+constexpr int64_t kUnpackedBytes =
     kQuantizedPanel * kTileBlockInputs + kTileBlockInputs / kPieceInputs * kQuantizedPanel * 4;
 constexpr int64_t kDotBytes = kQuantizedPanel * 4;
 static_assert(W == kTileOutputs);
 
-// Tiles 0 to 3 are sums, 4 is activations, 5 to 7 are codes of `inputs` inputs.
+// Tiles 0 to 3 are sums, 4 is activations, 5 to 7 are quants of `inputs` inputs.
 void set_shapes(int64_t rows, int64_t inputs) {
   TileShapes shapes;
   for (int tile = 0; tile < 8; ++tile) {
@@ -39,17 +39,17 @@ void set_shapes(int64_t rows, int64_t inputs) {
 }
 
 // Adds `count` times `inputs` inputs of every row against those of every output.
-void add_products(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t inputs,
+void add_products(const int8_t* x, int64_t x_stride, const uint8_t* quants, int64_t inputs,
                   int64_t count) {
-  for (int64_t i = 0; i < count; ++i, x += inputs, codes += inputs * kQuantizedPanel) {
+  for (int64_t i = 0; i < count; ++i, x += inputs, quants += inputs * kQuantizedPanel) {
     load_tile<4>(x, x_stride);
-    load_tile<5>(codes, kStepBytes);
+    load_tile<5>(quants, kStepBytes);
     add_signed_by_unsigned<0, 4, 5>();
-    load_tile<6>(codes + 64, kStepBytes);
+    load_tile<6>(quants + 64, kStepBytes);
     add_signed_by_unsigned<1, 4, 6>();
-    load_tile<7>(codes + 128, kStepBytes);
+    load_tile<7>(quants + 128, kStepBytes);
     add_signed_by_unsigned<2, 4, 7>();
-    load_tile<5>(codes + 192, kStepBytes);
+    load_tile<5>(quants + 192, kStepBytes);
     add_signed_by_unsigned<3, 4, 5>();
   }
 }
@@ -84,29 +84,29 @@ struct Problem {
   int64_t num_blocks;
 };
 
-// A block of a panel: its codes a byte each, and what belongs to them.
+// A block of a panel: its quants a byte each, and what belongs to them.
 struct Block {
-  const uint8_t* codes;
-  int64_t group_stride;  // bytes from the codes of one group to the next
+  const uint8_t* quants;
+  int64_t group_stride;  // bytes from the quants of one group to the next
   const uint8_t* scales;  // of its first group
   int64_t first_group, num_groups;
   int64_t first_input, num_inputs;  // inputs of a group, or of the block within the one group
 };
 
-void open_codes(const uint8_t* from, int64_t num_inputs, uint8_t* opened) {
+void unpack_quants(const uint8_t* from, int64_t num_inputs, uint8_t* unpacked) {
   for (int64_t pair = 0; pair < num_inputs / (2 * kStepInputs); ++pair) {
-    for (int64_t i = 0; i < kStepBytes; i += sizeof(vcodes)) {
-      const vcodes both = load_codes(from + i);
-      const vcodes low = step_codes<4, 0>(both), high = step_codes<4, 1>(both);
-      memcpy(opened + i, &low, sizeof(low));
-      memcpy(opened + kStepBytes + i, &high, sizeof(high));
+    for (int64_t i = 0; i < kStepBytes; i += sizeof(vquants)) {
+      const vquants both = load_quants(from + i);
+      const vquants low = step_quants<4, 0>(both), high = step_quants<4, 1>(both);
+      memcpy(unpacked + i, &low, sizeof(low));
+      memcpy(unpacked + kStepBytes + i, &high, sizeof(high));
     }
     from += kStepBytes;
-    opened += 2 * kStepBytes;
+    unpacked += 2 * kStepBytes;
   }
 }
 
-Block open_block(const Problem& problem, int64_t panel, int64_t index, uint8_t* opened) {
+Block unpack_block(const Problem& problem, int64_t panel, int64_t index, uint8_t* unpacked) {
   const PackedQuantized& packed = *problem.stored;
   const uint8_t* weights =
       static_cast<const uint8_t*>(packed.weights) + panel * packed.panel_bytes;
@@ -115,31 +115,31 @@ Block open_block(const Problem& problem, int64_t panel, int64_t index, uint8_t* 
   if (packed.num_groups == 1) {
     block.num_groups = 1;
     block.num_inputs = min_of(problem.block_inputs, packed.group_size - block.first_input);
-    block.codes = weights + block.first_input * kQuantizedPanel * packed.bits / 8;
+    block.quants = weights + block.first_input * kQuantizedPanel * packed.bits / 8;
   } else {
     block.first_group = index * problem.block_groups;
     block.num_groups = min_of(problem.block_groups, packed.num_groups - block.first_group);
     block.num_inputs = packed.group_size;
-    block.codes = weights + block.first_group * packed.group_bytes;
-    block.scales = block.codes + packed.code_bytes();
+    block.quants = weights + block.first_group * packed.group_bytes;
+    block.scales = block.quants + packed.quant_bytes();
   }
   block.group_stride = packed.group_bytes;
-  if (packed.has_multipliers) {
+  if (packed.has_sub_scales) {
     const PackedQuantized& form = *problem.args->packed;
     for (int64_t group = 0; group < block.num_groups; ++group) {
-      open_group(packed, block.codes + group * block.group_stride,
-                 opened + group * form.group_bytes);
+      unpack_group(packed, block.quants + group * block.group_stride,
+                 unpacked + group * form.group_bytes);
     }
-    block.codes = opened;
+    block.quants = unpacked;
     block.group_stride = form.group_bytes;
-    block.scales = opened + form.code_bytes();
+    block.scales = unpacked + form.quant_bytes();
   } else if (packed.bits == 4) {
     const int64_t bytes = block.num_inputs * kQuantizedPanel;
     for (int64_t group = 0; group < block.num_groups; ++group) {
-      open_codes(block.codes + group * block.group_stride, block.num_inputs,
-                 opened + group * bytes);
+      unpack_quants(block.quants + group * block.group_stride, block.num_inputs,
+                 unpacked + group * bytes);
     }
-    block.codes = opened;
+    block.quants = unpacked;
     block.group_stride = bytes;
   }
   return block;
@@ -147,20 +147,20 @@ Block open_block(const Problem& problem, int64_t panel, int64_t index, uint8_t* 
 
 // The one group's part: sums go on in `c`, whose first block starts them.
 void run_single(const QuantizedRows& x, const Block& block, Range rows, int32_t* c) {
-  const int8_t* codes = x.codes + rows.begin * x.stride + block.first_input;
+  const int8_t* quants = x.quants + rows.begin * x.stride + block.first_input;
   const int64_t whole = block.num_inputs / kTileInputs;
   const int64_t rest = block.num_inputs % kTileInputs;
   if (whole > 0) {
     set_shapes(rows.size(), kTileInputs);
     load_sums(c);
-    add_products(codes, x.stride, block.codes, kTileInputs, whole);
+    add_products(quants, x.stride, block.quants, kTileInputs, whole);
     store_sums(c);
   }
   if (rest > 0) {
     const int64_t done = whole * kTileInputs;
     set_shapes(rows.size(), rest);
     load_sums(c);
-    add_products(codes + done, x.stride, block.codes + done * kQuantizedPanel, rest, 1);
+    add_products(quants + done, x.stride, block.quants + done * kQuantizedPanel, rest, 1);
     store_sums(c);
   }
 }
@@ -212,8 +212,8 @@ void run_groups(const QuantizedLinearArgs& args, const Block& block, Range rows,
     const int64_t group = block.first_group + i;
     if (Bits == 4 && i % shared == 0) memset(part, 0, sizeof(part));
     zero_sums();
-    add_products(x.codes + rows.begin * x.stride + group * size, x.stride,
-                 block.codes + i * block.group_stride, inputs, size / inputs);
+    add_products(x.quants + rows.begin * x.stride + group * size, x.stride,
+                 block.quants + i * block.group_stride, inputs, size / inputs);
     store_sums(dots);
     const uint8_t* scales = block.scales + i * packed.group_bytes;
     if (packed.half_scales) {
@@ -260,10 +260,10 @@ void run_item(const Problem& problem, int64_t item) {
   const Range chunk = part(args.num_tokens, item % problem.num_chunks, problem.num_chunks);
   const int64_t num_tiles = div_up(chunk.size(), kTileRows);
   alignas(64) int32_t c[kChunkRows * kQuantizedPanel];  // or float, whose zero has the same bits
-  alignas(64) uint8_t opened[kOpenedBytes];
+  alignas(64) uint8_t unpacked[kUnpackedBytes];
   memset(c, 0, chunk.size() * kQuantizedPanel * sizeof(*c));
   for (int64_t index = 0; index < problem.num_blocks; ++index) {
-    const Block block = open_block(problem, panel, index, opened);
+    const Block block = unpack_block(problem, panel, index, unpacked);
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const Range local = part(chunk.size(), tile, num_tiles);
       const Range rows = {chunk.begin + local.begin, chunk.begin + local.end};

@@ -11,7 +11,7 @@ namespace qs::QS_LEVEL {
 // From this many rows on; a tile takes as long for one row as for 16. Estimated, not measured.
 constexpr int64_t kLeastTileRows = 8;
 
-// Inputs of a block: their codes, a byte each, are 32 KiB.
+// Inputs of a block: their quants, a byte each, are 32 KiB.
 constexpr int64_t kTileBlockInputs = 512;
 
 // A group of more inputs than a block is left to the other kernel; no scheme here has one.

@@ -1,5 +1,5 @@
 // Brings a tile of the paged cache to the form that the products read: keys transposed, values as
-// rows, both as floats or as pairs of bfloat16; codes stay codes, with their scales beside.
+// rows, both as floats or as pairs of bfloat16; quants stay quants, with their scales beside.
 #pragma once
 
 #include "kernels/attention_tile.h"
@@ -25,11 +25,11 @@ QS_INLINE __m512i load_pairs(const bf16* p, int64_t n) {
   const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
   return _mm512_maskz_loadu_epi16(mask, p);
 }
-QS_INLINE __m512i load_pairs(const int8_t* p, int64_t n) {  // exact: 8 bits hold a code
+QS_INLINE __m512i load_pairs(const int8_t* p, int64_t n) {  // exact: 8 bits hold a quant
   const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
-  const __m256i codes = _mm256_maskz_loadu_epi8(mask, p);
-  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
-  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
+  const __m256i quants = _mm256_maskz_loadu_epi8(mask, p);
+  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(quants)));
+  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(quants, 1)));
   return bit_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
 }
 

@@ -33,11 +33,11 @@ struct TileBuffers {
   alignas(64) float scores[kMaxQueries * kTile];          // then exp(score - max)
   alignas(64) float pairs[kMaxQueries * kTile / 2];       // the same as pairs
   alignas(64) float rests[kMaxQueries * kTile / 2];       // what pairs of scaled weights leave
-  alignas(64) float key_scales[kTile];                    // of codes; 0 outside the span
+  alignas(64) float key_scales[kTile];                    // of quants; 0 outside the span
   alignas(64) float value_scales[kTile];
 };
 
-// How a tile is computed: products of floats or of pairs; `kScaled`: keys and values are codes.
+// How a tile is computed: products of floats or of pairs; `kScaled`: keys and values are quants.
 template <typename ProductType, bool Scaled>
 struct TileForm {
   using Product = ProductType;

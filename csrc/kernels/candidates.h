@@ -1,5 +1,5 @@
-// Tokens in canonical order, as runtime/sampling/filters.py has it: larger value first, lower id first among
-// equals. Selecting and sorting of our own: kernels use no C++ library.
+// Tokens in canonical order, as runtime/sampling/filters.py has it: larger value first, lower id
+// first among equals. Selecting and sorting of our own: kernels use no C++ library.
 #pragma once
 
 #include "kernels/simd.h"

@@ -1,6 +1,6 @@
 // Logits of the head's product: widened, divided, soft-capped: cap * tanh(x / cap) in float64.
 //
-// The same IEEE operations in the same order as ops/reference/elementary.py, so bits agree with it
+// The same IEEE operations in the same order as ops/reference/exact_math.py, so bits agree with it
 // on every level; loops are left to the compiler's vectoriser.
 
 #include "kernels/entries.h"

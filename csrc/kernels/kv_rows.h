@@ -1,4 +1,4 @@
-// How a head of a KV cache lies in memory: D elements, or D codes and their scale.
+// How a head of a KV cache lies in memory: D elements, or D quants and their scale.
 #pragma once
 
 #include "kernels/simd.h"

@@ -1,4 +1,4 @@
-// New keys and values to their slots: copied, converted, or rounded to codes per token and head.
+// New keys and values to their slots: copied, converted, or rounded to quants per token and head.
 #pragma once
 
 #include <type_traits>
@@ -42,8 +42,8 @@ QS_INLINE void write_head(const T* x, int64_t size, int8_t* to) {
     const int64_t count = min_of(W, size - d);
     const vf scaled = load_up_to(x + d, count) * inverse;
     // adding 1.5 * 2^23 rounds to an integer, half to even
-    const vi codes = used ? bit_cast<vi>(scaled + 0x1.8p23f) - 0x4b400000 : vi{};
-    const vb bytes = __builtin_convertvector(codes, vb);
+    const vi quants = used ? bit_cast<vi>(scaled + 0x1.8p23f) - 0x4b400000 : vi{};
+    const vb bytes = __builtin_convertvector(quants, vb);
     memcpy(to + d, &bytes, count);
   }
   memcpy(to + size, &scale, sizeof(scale));

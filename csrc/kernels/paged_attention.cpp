@@ -261,7 +261,7 @@ void run_passes(Pool* pool, const qs_attention& call, int64_t first_row, int64_t
   });
 }
 
-// Pairs where queries and keys are bfloat16, or codes, as they stand.
+// Pairs where queries and keys are bfloat16, or quants, as they stand.
 template <typename T, typename KV>
 struct FormOf {
   using Type = TileForm<Floats, std::is_same_v<KV, int8_t>>;

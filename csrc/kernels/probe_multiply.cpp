@@ -54,7 +54,7 @@ float multiply(int64_t rounds) {
 constexpr int64_t kRoundOps = 2 * 4 * 16 * 16 * 64;  // 4 tiles of sums
 
 // The low-bit product's tiles, as a prefill has them.
-int32_t multiply_codes(int64_t rounds) {
+int32_t multiply_int8(int64_t rounds) {
   TileShapes shapes;
   for (int tile = 0; tile < 8; ++tile) {
     shapes.row_bytes[tile] = 64;
@@ -79,16 +79,16 @@ constexpr int kIntegerSums = kQuantizedRows * kTileVectors;
 constexpr int64_t kRoundOps = kIntegerSums * 2 * W * kStepInputs;
 
 // The low-bit tile's products of 8 bits.
-int32_t multiply_codes(int64_t rounds) {
+int32_t multiply_int8(int64_t rounds) {
   vi x = set1i(0x01010101);
   vu bytes = set1u(0x83838383);
   vi sums[kIntegerSums] = {};
   for (int64_t round = 0; round < rounds; ++round) {
-    const auto codes = Dot<8>::codes(bit_cast<vcodes>(bytes));
+    const auto quants = Dot<8>::quants(bit_cast<vquants>(bytes));
 #pragma GCC unroll 32
     for (int i = 0; i < kIntegerSums; ++i) {
       forget(x);
-      Dot<8>::add(sums[i], codes, x);
+      Dot<8>::add(sums[i], quants, x);
     }
   }
   vi total = {};
@@ -101,10 +101,10 @@ int32_t multiply_codes(int64_t rounds) {
 
 }  // namespace
 
-int64_t probe_multiply_codes(Pool* pool, int64_t rounds) {
+int64_t probe_multiply_int8(Pool* pool, int64_t rounds) {
   const int64_t num_items = pool_size(pool) * kItemsPerThread;
   parallel_for(pool, num_items, [&](int64_t) {
-    volatile int32_t kept = multiply_codes(rounds);
+    volatile int32_t kept = multiply_int8(rounds);
     (void)kept;
   });
   return num_items * rounds * kRoundOps;

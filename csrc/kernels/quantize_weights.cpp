@@ -1,8 +1,8 @@
-// Weights into codes, as ops/reference/quantize.py defines: a row is one group, rounded to nearest
-// about the middle code; or groups whose scale is the best of a few, by squared error.
+// Weights into quants, as ops/reference/quantize.py defines: a row is one group, rounded to nearest
+// about the middle quant; or groups whose scale is the best of a few, by squared error.
 
 #include "kernels/entries.h"
-#include "kernels/quantize_multiplied.h"
+#include "kernels/quantize_sub_blocks.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -51,32 +51,32 @@ void whole_row(const QuantizeArgs& args, const T* x, int64_t row) {
   if (!(most > kTiny)) most = 0.0f;
   const vf inverse = set1(most > 0.0f ? (middle - 1.0f) / most : 0.0f);
   args.scales[row] = most / (middle - 1.0f);
-  uint8_t* codes = args.codes + row * args.k;
+  uint8_t* quants = args.quants + row * args.k;
   for (int64_t i = 0; i < args.k; i += W) {
     const vf values = load_up_to(x + i, args.k - i);
-    store_codes(codes + i, round_to_even(values * inverse) + set1(middle), args.k - i);
+    store_quants(quants + i, round_to_even(values * inverse) + set1(middle), args.k - i);
   }
 }
 
-// Squared error of a group with this scale and zero; `codes` gets the codes unless it is null.
+// Squared error of a group with this scale and zero; `quants` gets the quants unless it is null.
 template <typename T>
-QS_INLINE float attempt_codes(const T* x, int64_t n, int bits, float scale, float zero,
-                              uint8_t* codes) {
+QS_INLINE float attempt_quants(const T* x, int64_t n, int bits, float scale, float zero,
+                              uint8_t* quants) {
   const vf inverse = set1(inverse_of(scale));
   const float last = static_cast<float>((1 << bits) - 1);
   vf error = {};
   for (int64_t i = 0; i < n; i += W) {
     const vf values = load(x + i);
-    const vf code = clamp(round_to_even(values * inverse) + set1(zero), 0.0f, last);
-    if (codes != nullptr) store_codes(codes + i, code, W);
-    const vf distance = (code - set1(zero)) * set1(scale) - values;
+    const vf quant = clamp(round_to_even(values * inverse) + set1(zero), 0.0f, last);
+    if (quants != nullptr) store_quants(quants + i, quant, W);
+    const vf distance = (quant - set1(zero)) * set1(scale) - values;
     error = fma(distance, distance, error);
   }
   return reduce_add(error);
 }
 
 template <typename T>
-void search_group(const QuantizeArgs& args, const T* x, int64_t at, uint8_t* codes) {
+void search_group(const QuantizeArgs& args, const T* x, int64_t at, uint8_t* quants) {
   const Extent<T> extent(x, args.group_size);
   const float middle = static_cast<float>(1 << (args.bits - 1));
   const float last = 2.0f * middle - 1.0f;
@@ -94,11 +94,11 @@ void search_group(const QuantizeArgs& args, const T* x, int64_t at, uint8_t* cod
       tried.scale = half_of(most * step - least * step);
       tried.zero = round_to_even(set1(least * -shrink * inverse_of(tried.scale)))[0];
     }
-    tried.error = attempt_codes(x, args.group_size, args.bits, tried.scale, tried.zero, nullptr);
+    tried.error = attempt_quants(x, args.group_size, args.bits, tried.scale, tried.zero, nullptr);
     if (shrink == kShrinks[0] || tried.error < best.error) best = tried;
     if (args.bits == 8) break;  // the step is small: clipping gains nothing
   }
-  attempt_codes(x, args.group_size, args.bits, best.scale, best.zero, codes);
+  attempt_quants(x, args.group_size, args.bits, best.scale, best.zero, quants);
   args.scales[at] = best.scale;
   if (args.zeros != nullptr) args.zeros[at] = best.zero;
 }
@@ -113,9 +113,9 @@ QS_INLINE vf lane_error(const GroupLanes& groups, const LaneAttempt& tried, floa
   for (int j = 0; j < W; ++j) {
     vf error = {};
     for (int64_t i = j; i < groups.size; i += W) {
-      // the code less its zero: whole numbers, so it does not matter which is subtracted first
-      const vf code = bounded(round_to_even(groups.values[i] * inverse), least, most);
-      const vf distance = code * tried.scale - groups.values[i];
+      // the quant less its zero: whole numbers, so it does not matter which is subtracted first
+      const vf quant = bounded(round_to_even(groups.values[i] * inverse), least, most);
+      const vf distance = quant * tried.scale - groups.values[i];
       error = fma(distance, distance, error);
     }
     sums[j] = error;
@@ -166,16 +166,16 @@ void search_groups(const QuantizeArgs& args, const T* x, int64_t at, int64_t cou
   if (args.zeros != nullptr) store_n(args.zeros + at, best.zero, count);
   const vf inverse = inverse_of(best.scale);
   const vf last = set1(static_cast<float>((1 << args.bits) - 1));
-  uint8_t* codes = args.codes + at * args.group_size;
+  uint8_t* quants = args.quants + at * args.group_size;
   for (int64_t i = 0; i < groups.size; i += W) {
     vf rows[W];
     for (int j = 0; j < W; ++j) {
-      const vf code = round_to_even(groups.values[i + j] * inverse) + best.zero;
-      rows[j] = bounded(code, set1(0.0f), last);
+      const vf quant = round_to_even(groups.values[i + j] * inverse) + best.zero;
+      rows[j] = bounded(quant, set1(0.0f), last);
     }
     transpose(rows);
     for (int lane = 0; lane < count; ++lane) {
-      store_codes(codes + lane * groups.size + i, rows[lane], W);
+      store_quants(quants + lane * groups.size + i, rows[lane], W);
     }
   }
 }
@@ -191,7 +191,7 @@ void quantize_rows(const QuantizeArgs& args, int64_t first, int64_t end) {
       if (!args.searches) whole_row(args, x, row);
       for (int64_t group = 0; args.searches && group < num_groups; ++group) {
         const int64_t start = group * args.group_size;
-        search_group(args, x + start, row * num_groups + group, args.codes + row * args.k + start);
+        search_group(args, x + start, row * num_groups + group, args.quants + row * args.k + start);
       }
     }
     return;
@@ -202,7 +202,7 @@ void quantize_rows(const QuantizeArgs& args, int64_t first, int64_t end) {
       const int64_t count = min_of(W, rows * num_groups - group);
       const T* x = weight + row * args.row_stride + group * args.group_size;
       const int64_t at = row * num_groups + group;
-      args.multipliers != nullptr ? multiply_groups(args, x, at, count)
+      args.sub_scales != nullptr ? search_sub_blocks(args, x, at, count)
                                   : search_groups(args, x, at, count);
     }
   }

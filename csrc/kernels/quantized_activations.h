@@ -1,4 +1,4 @@
-// Activations as the low-bit kernels read them: codes of 8 bits, per token and group the largest
+// Activations as the low-bit kernels read them: quants of 8 bits, per token and group the largest
 // magnitude / 127 as their scale, rounded half to even.
 #pragma once
 
@@ -22,8 +22,8 @@ QS_INLINE float largest(const T* x, int64_t n) {
   return bit_cast<float>(reduce_max(most));
 }
 
-// Steps of 4 codes, `rows` steps apart.
-QS_INLINE void store_codes(int8_t* p, vi v, int64_t rows) {
+// Steps of 4 quants, `rows` steps apart.
+QS_INLINE void store_quants(int8_t* p, vi v, int64_t rows) {
   typedef int32_t steps __attribute__((vector_size(W)));
   steps narrow;
 #if defined(__AVX512F__)
@@ -38,7 +38,7 @@ QS_INLINE void store_codes(int8_t* p, vi v, int64_t rows) {
   }
 }
 
-// The factors of n inputs: what codes are multiplied with, and their scale.
+// The factors of n inputs: what quants are multiplied with, and their scale.
 struct Scaling {
   float inverse, scale;
 };
@@ -54,36 +54,36 @@ QS_INLINE Scaling scaling_of(const T* x, int64_t n) {
 constexpr float kMagic = 0x1.8p23f;  // adding it leaves no bits below 1, rounding half to even
 
 template <typename T>
-QS_INLINE vi rounded_codes(const T* x, int64_t n, float inverse) {
+QS_INLINE vi rounded_quants(const T* x, int64_t n, float inverse) {
   const vf scaled = load_up_to(x, n) * set1(inverse) + set1(kMagic);
   return bit_cast<vi>(scaled) - bit_cast<int32_t>(kMagic);
 }
 
-// Gives the sum of the codes, which have room for n rounded up to W.
+// Gives the sum of the quants, which have room for n rounded up to W.
 template <typename T>
 QS_INLINE int32_t quantize_group(const T* x, int64_t n, int64_t rows, float inverse,
-                                 int8_t* codes) {
+                                 int8_t* quants) {
   vi total = {};
   if (inverse == 0.0f) {
-    for (int64_t i = 0; i < n; i += W) store_codes(codes + i * rows, total, rows);
+    for (int64_t i = 0; i < n; i += W) store_quants(quants + i * rows, total, rows);
     return 0;
   }
   for (int64_t i = 0; i < n; i += W) {
-    const vi rounded = rounded_codes(x + i, n - i, inverse);
+    const vi rounded = rounded_quants(x + i, n - i, inverse);
     total += rounded;
-    store_codes(codes + i * rows, rounded, rows);
+    store_quants(quants + i * rows, rounded, rows);
   }
   return reduce_add(total);
 }
 
-constexpr int64_t kTogether = 4;  // rows whose codes of W inputs make a register of AVX-512
+constexpr int64_t kTogether = 4;  // rows whose quants of W inputs make a register of AVX-512
 
 #if defined(__AVX512F__)
 // The same for the rows of a tile of 4, `x_stride` apart, none of whose factors is 0: whole
 // registers are stored instead of steps.
 template <typename T>
 QS_INLINE void quantize_together(const T* x, int64_t x_stride, int64_t n, const Scaling* scalings,
-                                 int8_t* codes, int32_t* sums) {
+                                 int8_t* quants, int32_t* sums) {
   const __m512i steps_of_rows =
       _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   vi totals[kTogether] = {};
@@ -91,7 +91,7 @@ QS_INLINE void quantize_together(const T* x, int64_t x_stride, int64_t n, const 
     __m128i narrow[kTogether];
 #pragma GCC unroll 4
     for (int row = 0; row < kTogether; ++row) {
-      const vi rounded = rounded_codes(x + row * x_stride + i, n - i, scalings[row].inverse);
+      const vi rounded = rounded_quants(x + row * x_stride + i, n - i, scalings[row].inverse);
       totals[row] += rounded;
       narrow[row] = _mm512_cvtepi32_epi8(bit_cast<__m512i>(rounded));
     }
@@ -100,28 +100,28 @@ QS_INLINE void quantize_together(const T* x, int64_t x_stride, int64_t n, const 
     all = _mm512_inserti32x4(all, narrow[2], 2);
     all = _mm512_inserti32x4(all, narrow[3], 3);
     all = _mm512_permutexvar_epi32(steps_of_rows, all);
-    memcpy(codes + i * kTogether, &all, sizeof(all));
+    memcpy(quants + i * kTogether, &all, sizeof(all));
   }
 #pragma GCC unroll 4
   for (int row = 0; row < kTogether; ++row) sums[row] = reduce_add(totals[row]);
 }
 #endif
 
-// One group of all rows of a tile, at `codes`.
+// One group of all rows of a tile, at `quants`.
 template <typename T>
 QS_INLINE void quantize_rows_of_group(const T* x, int64_t x_stride, int64_t n, int64_t rows,
-                                      const Scaling* scalings, int8_t* codes, int32_t* sums) {
+                                      const Scaling* scalings, int8_t* quants, int32_t* sums) {
 #if defined(__AVX512F__)
   bool together = rows == kTogether;
   for (int64_t row = 0; row < rows; ++row) together = together && scalings[row].inverse != 0.0f;
   if (together) {
-    quantize_together(x, x_stride, n, scalings, codes, sums);
+    quantize_together(x, x_stride, n, scalings, quants, sums);
     return;
   }
 #endif
   for (int64_t row = 0; row < rows; ++row) {
     sums[row] = quantize_group(x + row * x_stride, n, rows, scalings[row].inverse,
-                               codes + row * kStepInputs);
+                               quants + row * kStepInputs);
   }
 }
 
@@ -136,14 +136,14 @@ QS_INLINE void fetch_group(const T* x, int64_t x_stride, int64_t n, int64_t rows
   }
 }
 
-// -8 times the sums of 16 inputs' codes.
-inline void sum_parts(const int8_t* codes, int64_t num_parts, int64_t rows, int32_t* parts) {
-  constexpr int64_t kSteps = kMultiplierInputs / kStepInputs;
+// -8 times the sums of 16 inputs' quants.
+inline void sum_parts(const int8_t* quants, int64_t num_parts, int64_t rows, int32_t* parts) {
+  constexpr int64_t kSteps = kSubBlockInputs / kStepInputs;
   for (int64_t part = 0; part < num_parts; ++part) {
     for (int64_t row = 0; row < rows; ++row) {
-      const int8_t* first = codes + (part * kSteps * rows + row) * kStepInputs;
+      const int8_t* first = quants + (part * kSteps * rows + row) * kStepInputs;
       int32_t sum = 0;
-      for (int64_t i = 0; i < kMultiplierInputs; ++i) {
+      for (int64_t i = 0; i < kSubBlockInputs; ++i) {
         sum += first[i / kStepInputs * rows * kStepInputs + i % kStepInputs];
       }
       *parts++ = -8 * sum;
@@ -156,12 +156,12 @@ template <typename T>
 void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
   const PackedQuantized& packed = *args.packed;
   const QuantizedRows& rows = args.rows;
-  int8_t* codes = rows.codes + tile.begin * rows.stride;
+  int8_t* quants = rows.quants + tile.begin * rows.stride;
   int32_t* factors = rows.factors + tile.begin * packed.num_groups * 2;
-  // What follows the inputs is multiplied by codes that are zero, but has to be finite: bytes are.
+  // What follows the inputs is multiplied by quants that are zero, but has to be finite: bytes are.
   const int64_t written = div_up(packed.k, W) * W;
   const int64_t shared = packed.shared_groups();
-  memset(codes + written * tile.size(), 0, (rows.stride - written) * tile.size());
+  memset(quants + written * tile.size(), 0, (rows.stride - written) * tile.size());
   const T* x = static_cast<const T*>(args.x) + tile.begin * args.x_stride;
   Scaling scalings[kQuantizedRows] = {};
   int32_t sums[kQuantizedRows];
@@ -173,7 +173,7 @@ void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
     }
     if (packed.num_groups > 1) fetch_group(x + first, args.x_stride, size, tile.size());
     quantize_rows_of_group(x + first, args.x_stride, size, tile.size(), scalings,
-                           codes + first * tile.size(), sums);
+                           quants + first * tile.size(), sums);
     int32_t* factor = factors + 2 * group * tile.size();
     for (int64_t row = 0; row < tile.size(); ++row) {
       factor[row] = bit_cast<int32_t>(scalings[row].scale * packed.scale_unit());
@@ -181,8 +181,8 @@ void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
     }
   }
   if (rows.parts == nullptr) return;
-  const int64_t num_parts = rows.stride / kMultiplierInputs;
-  sum_parts(codes, num_parts, tile.size(), rows.parts + tile.begin * num_parts);
+  const int64_t num_parts = rows.stride / kSubBlockInputs;
+  sum_parts(quants, num_parts, tile.size(), rows.parts + tile.begin * num_parts);
 }
 
 inline void quantize_rows(Pool* pool, const QuantizedLinearArgs& args, int64_t num_tiles) {

@@ -1,24 +1,24 @@
-// The register tile of few rows for codes with multipliers, as they stand in memory. For one or two
-// rows every 16 inputs have integer sums of their own, which are multiplied and added to those of
-// the group; for more the codes are opened in registers. Many rows run the tile of 8 bits over
-// opened codes (quantized_open.h). All of it is integers, so all give the same bits.
+// The register tile of few rows for quants with sub-block scales, as they stand in memory. For one
+// or two rows every 16 inputs have integer sums of their own, which are multiplied and added to
+// those of the group; for more the quants are unpacked in registers. Many rows run the tile of 8
+// bits over unpacked quants (quantized_unpack.h). All of it is integers, so all give the same bits.
 //
 //   AVX-512   1 row x 4 panels, 2 rows x 2, 3 to 6 rows x 1
 //   others    a row to a tile's most x a part of a panel
 #pragma once
 
-#include "kernels/quantized_open.h"
+#include "kernels/quantized_unpack.h"
 #include "kernels/quantized_tile.h"
 
 namespace qs::QS_LEVEL {
 
-constexpr int kPartRows = 2;  // up to here sums of 16 inputs are multiplied, else codes
+constexpr int kPartRows = 2;  // up to here sums of 16 inputs are multiplied, else quants
 
 constexpr int max_direct_panels(int rows) {
   return kPanelParts > 1 ? 1 : rows == 1 ? 4 : rows == 2 ? 2 : 1;
 }
 
-// What a tile reads of one half of a piece: 16 inputs, two pairs of codes.
+// What a tile reads of one half of a piece: 16 inputs, two pairs of quants.
 struct DirectHalf {
   const uint8_t* w;      // the piece, in the first panel
   const int8_t* x;       // of the half's first input
@@ -31,25 +31,26 @@ QS_INLINE void add_half(const QuantizedTileArgs& args, const DirectHalf& half,
                         vi (&sum)[R][S * kTileVectors]) {
   using D = Dot<4>;
   constexpr int V = kTileVectors;
-  constexpr int kSteps = kMultiplierInputs / kStepInputs;
-  const uint8_t* codes =
+  constexpr int kSteps = kSubBlockInputs / kStepInputs;
+  const uint8_t* quants =
       half.w + kQuantizedPanel + args.part_outputs * kStepInputs + Half * 2 * kStepBytes;
-  const uint8_t* multipliers = half.w + args.part_outputs;
+  const uint8_t* sub_scales = half.w + args.part_outputs;
 #pragma GCC unroll 16
   for (int v = 0; v < S * V; ++v) {
     const int64_t panel = v / V * args.panel_bytes;
     const char* lines = half.fetch + panel + (Half * V + v % V) * 2 * kCacheLine;
     __builtin_prefetch(lines, 0, 2);
     __builtin_prefetch(lines + kCacheLine, 0, 2);
-    typename D::Codes held[kSteps];
+    typename D::Quants held[kSteps];
 #pragma GCC unroll 2
     for (int pair = 0; pair < kSteps / 2; ++pair) {
-      const vcodes both =
-          load_codes(codes + panel + pair * kStepBytes + v % V * static_cast<int64_t>(sizeof(vi)));
-      held[2 * pair] = D::codes(step_codes<4, 0>(both));
-      held[2 * pair + 1] = D::codes(step_codes<4, 1>(both));
+      const vquants both =
+          load_quants(quants + panel + pair * kStepBytes +
+                      v % V * static_cast<int64_t>(sizeof(vi)));
+      held[2 * pair] = D::quants(step_quants<4, 0>(both));
+      held[2 * pair + 1] = D::quants(step_quants<4, 1>(both));
     }
-    const vi multiplier = part_multipliers<Half>(multipliers + panel + v % V * W);
+    const vi sub_scale = part_sub_scales<Half>(sub_scales + panel + v % V * W);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       vi part = set1i(half.parts[r]);
@@ -58,25 +59,25 @@ QS_INLINE void add_half(const QuantizedTileArgs& args, const DirectHalf& half,
         D::add(part, held[step],
                QuantizedTile<8, R, S>::activations(half.x + (step * R + r) * kStepInputs));
       }
-      sum[r][v] += part * multiplier;
+      sum[r][v] += part * sub_scale;
     }
   }
 }
 
-// The same for more rows, whose own sums would be too many: the codes are opened in registers, so
-// that a load of activations serves all vectors.
+// The same for more rows, whose own sums would be too many: the quants are unpacked in registers,
+// so that a load of activations serves all vectors.
 template <int Half, int R, int S>
-QS_INLINE void open_half(const QuantizedTileArgs& args, const DirectHalf& half,
+QS_INLINE void unpack_half(const QuantizedTileArgs& args, const DirectHalf& half,
                          vi (&sum)[R][S * kTileVectors]) {
   using D = Dot<8>;
   constexpr int V = S * kTileVectors;
   constexpr int64_t kVectorBytes = sizeof(vi);
-  const uint8_t* codes =
+  const uint8_t* quants =
       half.w + kQuantizedPanel + args.part_outputs * kStepInputs + Half * 2 * kStepBytes;
-  Opening open[V];
+  Unpacking unpack[V];
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) {
-    open[v] = opening<Half>(piece_multipliers(half.w + args.part_outputs + v * W));
+    unpack[v] = unpacking<Half>(piece_sub_scales(half.w + args.part_outputs + v * W));
   }
 #pragma GCC unroll 2
   for (int pair = 0; pair < 2; ++pair) {
@@ -85,12 +86,12 @@ QS_INLINE void open_half(const QuantizedTileArgs& args, const DirectHalf& half,
       const char* lines = half.fetch + (Half * 4 + pair * 2 + step) * 2 * kCacheLine;
       __builtin_prefetch(lines, 0, 2);
       __builtin_prefetch(lines + kCacheLine, 0, 2);
-      typename D::Codes held[V];
+      typename D::Quants held[V];
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
-        const vcodes both = load_codes(codes + pair * kStepBytes + v * kVectorBytes);
-        held[v] = D::codes(step == 0 ? open[v].template open<0>(both)
-                                     : open[v].template open<1>(both));
+        const vquants both = load_quants(quants + pair * kStepBytes + v * kVectorBytes);
+        held[v] = D::quants(step == 0 ? unpack[v].template unpack<0>(both)
+                                     : unpack[v].template unpack<1>(both));
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -110,7 +111,7 @@ QS_INLINE void run_half(const QuantizedTileArgs& args, const DirectHalf& half,
     add_half<Half, R, S>(args, half, sum);
   } else {
     static_assert(S == 1);
-    open_half<Half, R, S>(args, half, sum);
+    unpack_half<Half, R, S>(args, half, sum);
   }
 }
 
@@ -142,10 +143,10 @@ void run_direct(const QuantizedTileArgs& call) {
     }
     for (int64_t k = 0; k < args.num_inputs; k += kPieceInputs) {
       run_half<0, R, S>(args, {w, x, parts, fetch}, sum);
-      x += kMultiplierInputs * R;
+      x += kSubBlockInputs * R;
       parts += R;
       run_half<1, R, S>(args, {w, x, parts, fetch}, sum);
-      x += kMultiplierInputs * R;
+      x += kSubBlockInputs * R;
       parts += R;
       w += kPieceBytes;
       fetch += args.fetch_stride;
@@ -161,7 +162,7 @@ void run_direct(const QuantizedTileArgs& call) {
         held[r][v] = fma(dot * bit_cast<vf>(set1i(factors[r])), scale, held[r][v]);
       }
     }
-    w += args.group_bytes - args.code_bytes;
+    w += args.group_bytes - args.quant_bytes;
     factors += 2 * R;
     fetch += args.fetch_scales;
   }

@@ -1,4 +1,4 @@
-// How 4 inputs of a step meet on the level being compiled: unsigned codes of weights, signed ones
+// How 4 inputs of a step meet on the level being compiled: unsigned quants of weights, signed ones
 // of activations, sums of 32 bits that are exact on every level.
 #pragma once
 
@@ -8,34 +8,34 @@
 namespace qs::QS_LEVEL {
 
 // W outputs x 4 inputs.
-typedef uint8_t vcodes __attribute__((vector_size(4 * W)));
+typedef uint8_t vquants __attribute__((vector_size(4 * W)));
 
-QS_INLINE vcodes load_codes(const uint8_t* p) {
-  vcodes v;
+QS_INLINE vquants load_quants(const uint8_t* p) {
+  vquants v;
   memcpy(&v, p, sizeof(v));
   return v;
 }
 
-// One step's codes of W outputs, out of a loaded vector: itself, or its lower or upper halves.
+// One step's quants of W outputs, out of a loaded vector: itself, or its lower or upper halves.
 template <int Bits, int Half>
-QS_INLINE vcodes step_codes(vcodes v) {
+QS_INLINE vquants step_quants(vquants v) {
   if constexpr (Bits == 8) return v;
   const vu words = bit_cast<vu>(v);
-  return bit_cast<vcodes>((Half == 0 ? words : words >> 4) & 0x0f0f0f0fu);
+  return bit_cast<vquants>((Half == 0 ? words : words >> 4) & 0x0f0f0f0fu);
 }
 
-// sum += codes x activations, 4 inputs a lane. `kOffset` says that the codes count as they are, so
-// that 2^(bits - 1) times the activations' sum is to be taken off; otherwise the product is of
-// codes less 2^(bits - 1) already.
+// sum += quants x activations, 4 inputs a lane. `kOffset` says that the quants count as they are,
+// so that 2^(bits - 1) times the activations' sum is to be taken off; otherwise the product is of
+// quants less 2^(bits - 1) already.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 
 template <int Bits>
 struct Dot {
-  using Codes = vi;
+  using Quants = vi;
   static constexpr bool kOffset = true;
-  static QS_INLINE Codes codes(vcodes v) { return bit_cast<vi>(v); }
+  static QS_INLINE Quants quants(vquants v) { return bit_cast<vi>(v); }
   // Written as assembly because GCC 12 spills arrays of accumulators around the intrinsic.
-  static QS_INLINE void add(vi& sum, Codes w, vi x) {
+  static QS_INLINE void add(vi& sum, Quants w, vi x) {
 #if defined(__AVX512VNNI__)
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
 #elif defined(QS_EMULATED)  // AVX-VNNI's operation as AVX-512 encodes it
@@ -48,15 +48,15 @@ struct Dot {
 
 #elif defined(__ARM_FEATURE_DOTPROD)
 
-// Both sides are signed: codes of 8 bits count less 128, those of 4 bits fit as they are.
+// Both sides are signed: quants of 8 bits count less 128, those of 4 bits fit as they are.
 template <int Bits>
 struct Dot {
-  using Codes = int8x16_t;
+  using Quants = int8x16_t;
   static constexpr bool kOffset = Bits == 4;
-  static QS_INLINE Codes codes(vcodes v) {
+  static QS_INLINE Quants quants(vquants v) {
     return bit_cast<int8x16_t>(Bits == 4 ? v : v ^ 0x80);
   }
-  static QS_INLINE void add(vi& sum, Codes w, vi x) {
+  static QS_INLINE void add(vi& sum, Quants w, vi x) {
     sum = vdotq_s32(sum, w, bit_cast<int8x16_t>(x));
   }
 };
@@ -85,27 +85,27 @@ struct Dot;
 // 2 x 15 x 127 fits the 16 bits in which vpmaddubsw saturates.
 template <>
 struct Dot<4> {
-  using Codes = vbytes;
+  using Quants = vbytes;
   static constexpr bool kOffset = true;
-  static QS_INLINE Codes codes(vcodes v) { return bit_cast<vbytes>(v); }
-  static QS_INLINE void add(vi& sum, Codes w, vi x) {
+  static QS_INLINE Quants quants(vquants v) { return bit_cast<vbytes>(v); }
+  static QS_INLINE void add(vi& sum, Quants w, vi x) {
     sum += bit_cast<vi>(pairs_32(pairs_16(w, bit_cast<vbytes>(x))));
   }
 };
 
-// 2 x 255 x 127 does not, but 2 x 128 x 127 does: magnitudes of codes - 128, signs moved over to
+// 2 x 255 x 127 does not, but 2 x 128 x 127 does: magnitudes of quants - 128, signs moved over to
 // the activations, which are never -128.
 template <>
 struct Dot<8> {
-  struct Codes {
+  struct Quants {
     vbytes value, magnitude;
   };
   static constexpr bool kOffset = false;
-  static QS_INLINE Codes codes(vcodes v) {
+  static QS_INLINE Quants quants(vquants v) {
     const vbytes value = bit_cast<vbytes>(v ^ 0x80);
     return {value, magnitude(value)};
   }
-  static QS_INLINE void add(vi& sum, Codes w, vi x) {
+  static QS_INLINE void add(vi& sum, Quants w, vi x) {
     const vbytes moved = with_sign_of(bit_cast<vbytes>(x), w.value);
     sum += bit_cast<vi>(pairs_32(pairs_16(w.magnitude, moved)));
   }
@@ -119,14 +119,14 @@ typedef uint16_t vwords __attribute__((vector_size(4 * W)));
 // Products of 16 bits, none of which overflows: 255 x 127.
 template <int Bits>
 struct Dot {
-  using Codes = vcodes;
+  using Quants = vquants;
   static constexpr bool kOffset = true;
-  static QS_INLINE Codes codes(vcodes v) { return v; }
+  static QS_INLINE Quants quants(vquants v) { return v; }
   static QS_INLINE vi add_pairs(vpairs products) {
     const vi both = bit_cast<vi>(products);
     return (bit_cast<vi>(bit_cast<vu>(both) << 16) >> 16) + (both >> 16);
   }
-  static QS_INLINE void add(vi& sum, Codes w, vi x) {
+  static QS_INLINE void add(vi& sum, Quants w, vi x) {
     const vpairs inputs = bit_cast<vpairs>(x);
     const vpairs even_inputs = bit_cast<vpairs>(bit_cast<vwords>(x) << 8) >> 8;
     const vpairs even = bit_cast<vpairs>(w) & 0xff;
@@ -137,7 +137,7 @@ struct Dot {
 
 #endif
 
-// The codes' sum of activations out of its correction, negative; exact.
+// The quants' sum of activations out of its correction, negative; exact.
 template <int Bits>
 QS_INLINE vf negative_sum(int32_t correction) {
   return __builtin_convertvector(set1i(correction), vf) * set1(1.0f / (1 << (Bits - 1)));

@@ -1,17 +1,17 @@
 // y = x W^T + b over weights of 4 or 8 bits, in integers.
 //
 // First the activations: per token, and per group where the weight has groups, scale = largest
-// magnitude / 127, codes rounded half to even. Then tiles as in linear.cpp: sums within a group are
-// integers, exact in any order; groups are added in ascending order. So a row's bits are its own.
-// A weight with multipliers is one of 8 bits to all of this: a block of a panel is opened for the
-// tiles of a chunk. Few rows have tiles of their own (quantized_direct.h).
+// magnitude / 127, quants rounded half to even. Then tiles as in linear.cpp: sums within a group
+// are integers, exact in any order; groups are added in ascending order. So a row's bits are its
+// own. A weight with sub-block scales is one of 8 bits to all of this: a block of a panel is
+// unpacked for the tiles of a chunk. Few rows have tiles of their own (quantized_direct.h).
 //
 //   item = (chunk of rows) x (one panel of 64; with one tile of rows, as many as it takes)
-//     for each block of inputs         codes of a panel: <= 128 KiB, stay in L2 over the tiles
+//     for each block of inputs         quants of a panel: <= 128 KiB, stay in L2 over the tiles
 //       for each row tile              each brings a share of the next block into L2 meanwhile
 //         sums in registers, between blocks in `c` (<= 48 KiB)
 //
-// Items of one panel follow one another while the codes of all tokens fit L2: the panel is read
+// Items of one panel follow one another while the quants of all tokens fit L2: the panel is read
 // from memory once then. Otherwise items of one chunk do.
 
 #include "kernels/amx_quantized.h"
@@ -25,7 +25,7 @@ namespace {
 // Of a chunk. Blocks of 4 bits are short and their sums often read: those of 96 rows stay in L1.
 constexpr int64_t kChunkRows8 = 192;
 constexpr int64_t kChunkRows4 = 96;
-constexpr int64_t kKeptBytes = 512 << 10;  // codes of tokens beside panels in L2
+constexpr int64_t kKeptBytes = 512 << 10;  // quants of tokens beside panels in L2
 // Inputs of a block: with one tile of rows, and of 4 bits, the distance that is fetched ahead. With
 // many tiles a longer one, for the sake of the sums between blocks.
 constexpr int64_t kBlockInputs = 1024;
@@ -35,14 +35,14 @@ constexpr int64_t kLongBlockTiles = 16;
 constexpr int64_t kPart = kTileVectors * W;  // outputs of a tile in one panel
 constexpr int64_t kSums = kChunkRows8 * kQuantizedPanel;
 static_assert(kQuantizedRows * max_quantized_panels(1) * kQuantizedPanel <= kSums);
-// Codes of a block and the scales of its groups, the smallest of which have a piece.
-constexpr int64_t kOpenedBytes =
+// Quants of a block and the scales of its groups, the smallest of which have a piece.
+constexpr int64_t kUnpackedBytes =
     kQuantizedPanel * kLongBlockInputs + kLongBlockInputs / kPieceInputs * kQuantizedPanel * 4;
 
 struct Problem {
   const QuantizedLinearArgs* args;  // with the form that products see
   const PackedQuantized* stored;    // and the one that memory has
-  bool direct;                      // codes with multipliers are read as they stand
+  bool direct;                      // quants with sub-block scales are read as they stand
   int64_t num_tiles;    // of rows
   int64_t num_chunks;   // of tiles
   int64_t num_ranges;
@@ -59,7 +59,7 @@ struct Sweep {
   Range panels;
   Range tiles;
   int64_t block;
-  uint8_t* opened;   // room for codes with multipliers
+  uint8_t* unpacked;   // room for quants with sub-block scales
   const char* next;  // the block to fetch: what this thread will probably read then
 };
 
@@ -146,7 +146,7 @@ QuantizedTileArgs sweep_args(const Problem& problem, const Sweep& sweep) {
   args.w = block_at(problem, sweep.panels.begin, sweep.block);
   args.panel_bytes = packed.panel_bytes;
   args.group_bytes = packed.group_bytes;
-  args.code_bytes = packed.code_bytes();
+  args.quant_bytes = packed.quant_bytes();
   args.num_inputs =
       single ? min_of(problem.block_inputs, packed.group_size - first_input) : packed.group_size;
   args.num_groups = min_of(problem.block_groups, packed.num_groups - first_group);
@@ -166,13 +166,13 @@ QS_INLINE void set_fetch(const Problem& problem, const Sweep& sweep, int64_t til
                              : args.num_groups * packed.group_bytes;
   args.fetch = sweep.next + tile * (bytes / shares);
   args.fetch_lines = static_cast<int>(div_up(kStepBytes / kCacheLine, shares));
-  args.fetch_scales = (packed.group_bytes - packed.code_bytes()) / shares;
+  args.fetch_scales = (packed.group_bytes - packed.quant_bytes()) / shares;
   args.fetch_stride = kStepBytes / shares;
-  if (!packed.has_multipliers) return;
+  if (!packed.has_sub_scales) return;
   if (problem.direct) {
     args.fetch_stride = kPieceBytes;
   } else {
-    args.fetch_stride /= 2;  // a step of opened codes goes over 8 bits
+    args.fetch_stride /= 2;  // a step of unpacked quants goes over 8 bits
     args.fetch_scales = packed.group_bytes / shares -
                         packed.group_size / kStepInputs * args.fetch_stride;
   }
@@ -191,12 +191,12 @@ QS_INLINE void fetch_outputs(const Problem& problem, Range rows, Range panels) {
   }
 }
 
-void open_block(const Problem& problem, const Sweep& sweep, int64_t num_groups) {
+void unpack_block(const Problem& problem, const Sweep& sweep, int64_t num_groups) {
   const PackedQuantized& stored = *problem.stored;
   const uint8_t* from = block_at(problem, sweep.panels.begin, sweep.block);
-  uint8_t* to = sweep.opened;
+  uint8_t* to = sweep.unpacked;
   for (int64_t group = 0; group < num_groups; ++group) {
-    open_group(stored, from, to);
+    unpack_group(stored, from, to);
     from += stored.group_bytes;
     to += problem.args->packed->group_bytes;
   }
@@ -206,9 +206,9 @@ void run_sweep(const Problem& problem, const Sweep& sweep, int32_t* c) {
   const PackedQuantized& packed = *problem.args->packed;
   const QuantizedRows& x = problem.args->rows;
   QuantizedTileArgs args = sweep_args(problem, sweep);
-  if (problem.stored->has_multipliers && !problem.direct) {
-    open_block(problem, sweep, args.num_groups);
-    args.w = sweep.opened;
+  if (problem.stored->has_sub_scales && !problem.direct) {
+    unpack_block(problem, sweep, args.num_groups);
+    args.w = sweep.unpacked;
   }
   const uint8_t* w = args.w;
   const int64_t first_input = sweep.block * problem.block_inputs;
@@ -222,10 +222,10 @@ void run_sweep(const Problem& problem, const Sweep& sweep, int32_t* c) {
     const int num_rows = static_cast<int>(rows.size());
     const QuantizedTileFn run = problem.direct ? direct_tile(packed, num_rows, panels)
                                                : quantized_tile(packed, num_rows, panels);
-    args.x = x.codes + rows.begin * x.stride + first_input * rows.size();
+    args.x = x.quants + rows.begin * x.stride + first_input * rows.size();
     if (problem.direct) {
       const int64_t before = rows.begin * x.stride + first_input * rows.size();
-      args.parts = x.parts + before / kMultiplierInputs;
+      args.parts = x.parts + before / kSubBlockInputs;
     }
     args.factors =
         x.factors + 2 * (rows.begin * packed.num_groups + first_group * rows.size());
@@ -271,9 +271,9 @@ void run_item(const Problem& problem, int64_t item) {
   const int64_t following = following_range(problem, item);
   const int64_t after = part(num_panels, following, problem.num_ranges).begin;
   alignas(64) int32_t c[kSums];  // or float
-  alignas(64) uint8_t opened[kOpenedBytes];
+  alignas(64) uint8_t unpacked[kUnpackedBytes];
   Sweep sweep;
-  sweep.opened = opened;
+  sweep.unpacked = unpacked;
   sweep.tiles = part(problem.num_tiles, chunk, problem.num_chunks);
   for (int64_t panel = range.begin; panel < range.end; panel = sweep.panels.end) {
     sweep.panels = {panel, min_of(range.end, panel + problem.tile_panels)};
@@ -311,7 +311,7 @@ void set_blocks(const PackedQuantized& packed, int64_t inputs, Problem& problem)
 
 void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
   const PackedQuantized& stored = *call.packed;
-  const PackedQuantized packed = stored.has_multipliers ? opened_form(stored) : stored;
+  const PackedQuantized packed = stored.has_sub_scales ? unpacked_form(stored) : stored;
   QuantizedLinearArgs args = call;
   args.packed = &packed;
   if (runs_on_tiles(args)) {
@@ -324,7 +324,7 @@ void quantized_linear(Pool* pool, const QuantizedLinearArgs& call) {
   Problem problem;
   problem.args = &args;
   problem.stored = &stored;
-  problem.direct = stored.has_multipliers && args.num_tokens < kOpenedRows;
+  problem.direct = stored.has_sub_scales && args.num_tokens < kUnpackedRows;
   problem.num_tiles = div_up(args.num_tokens, max_rows);
   problem.num_chunks = div_up(problem.num_tiles, chunk_rows / max_rows);
   problem.threads = pool_size(pool);

@@ -1,4 +1,4 @@
-// Codes, scales and zeros into the layout of quantized.h, a panel at a time, and rows out of it.
+// Quants, scales and zeros into the layout of quantized.h, a panel at a time, and rows out of it.
 
 #include "kernels/entries.h"
 #include "kernels/quantized.h"
@@ -8,11 +8,11 @@ namespace qs::QS_LEVEL {
 namespace {
 
 // Where input k of an output stands in its panel: the byte, without the output's own offset.
-QS_INLINE int64_t code_offset(const PackedQuantized& packed, int64_t k) {
+QS_INLINE int64_t quant_offset(const PackedQuantized& packed, int64_t k) {
   const int64_t group = packed.num_groups == 1 ? 0 : k / packed.group_size;
   int64_t within = k - group * packed.group_size;
   int64_t pieces = 0;
-  if (packed.has_multipliers) {
+  if (packed.has_sub_scales) {
     pieces = within / kPieceInputs * kPieceBytes + kQuantizedPanel;
     within %= kPieceInputs;
   }
@@ -42,10 +42,10 @@ void pack_group_scales(const PackQuantizedArgs& args, int64_t output, int64_t gr
   }
 }
 
-// 16 codes of one output, of which no two are in different groups, to where the first goes.
-QS_INLINE void pack_segment(const uint8_t* codes, int bits, uint8_t* out) {
+// 16 quants of one output, of which no two are in different groups, to where the first goes.
+QS_INLINE void pack_segment(const uint8_t* quants, int bits, uint8_t* out) {
   uint32_t steps[kSegment / kStepInputs];
-  memcpy(steps, codes, sizeof(steps));
+  memcpy(steps, quants, sizeof(steps));
   if (bits == 8) {
     for (int i = 0; i < 4; ++i) memcpy(out + i * kStepBytes, &steps[i], sizeof(steps[i]));
     return;
@@ -56,23 +56,23 @@ QS_INLINE void pack_segment(const uint8_t* codes, int bits, uint8_t* out) {
   }
 }
 
-// Codes of inputs [begin, end) of one output; `begin` is a multiple of 16.
-QS_INLINE void pack_codes(const PackQuantizedArgs& args, int64_t output, Inputs inputs) {
+// Quants of inputs [begin, end) of one output; `begin` is a multiple of 16.
+QS_INLINE void pack_quants(const PackQuantizedArgs& args, int64_t output, Inputs inputs) {
   const PackedQuantized& packed = *args.packed;
   uint8_t* column = panel_of(packed, output) + output % kQuantizedPanel * kStepInputs;
-  const uint8_t* codes = args.codes + output * packed.k;
+  const uint8_t* quants = args.quants + output * packed.k;
   int64_t k = inputs.begin;
   for (; k + kSegment <= inputs.end; k += kSegment) {
-    pack_segment(codes + k, packed.bits, column + code_offset(packed, k));
+    pack_segment(quants + k, packed.bits, column + quant_offset(packed, k));
   }
   if (k == inputs.end) return;
   uint8_t rest[kSegment] = {};
-  memcpy(rest, codes + k, inputs.end - k);
+  memcpy(rest, quants + k, inputs.end - k);
   uint8_t packed_rest[kSegment / kStepInputs * kStepBytes];
   pack_segment(rest, packed.bits, packed_rest);
   const int64_t inputs_per_step = kStepInputs * (packed.bits == 4 ? 2 : 1);
   for (int64_t i = 0; k + i < inputs.end; i += inputs_per_step) {
-    memcpy(column + code_offset(packed, k + i), packed_rest + i / inputs_per_step * kStepBytes,
+    memcpy(column + quant_offset(packed, k + i), packed_rest + i / inputs_per_step * kStepBytes,
            kStepInputs);
   }
 }
@@ -86,7 +86,7 @@ void pack_scales(const PackQuantizedArgs& args, int64_t output) {
     return;
   }
   for (int64_t group = 0; group < packed.num_groups; ++group) {
-    uint8_t* at = panel_of(packed, output) + group * packed.group_bytes + packed.code_bytes();
+    uint8_t* at = panel_of(packed, output) + group * packed.group_bytes + packed.quant_bytes();
     if (packed.half_scales) {
       pack_group_scales<f16>(args, output, group, at);
     } else {
@@ -95,33 +95,33 @@ void pack_scales(const PackQuantizedArgs& args, int64_t output) {
   }
 }
 
-void pack_multipliers(const PackQuantizedArgs& args, int64_t output) {
+void pack_sub_scales(const PackQuantizedArgs& args, int64_t output) {
   const PackedQuantized& packed = *args.packed;
   uint8_t* column = panel_of(packed, output) + output % kQuantizedPanel;
-  const int8_t* multipliers = args.multipliers + output * (packed.k / kMultiplierInputs);
+  const int8_t* sub_scales = args.sub_scales + output * (packed.k / kSubBlockInputs);
   const int64_t pieces = packed.group_size / kPieceInputs;
   for (int64_t group = 0; group < packed.num_groups; ++group) {
-    for (int64_t piece = 0; piece < pieces; ++piece, multipliers += 2) {
-      const int low = (multipliers[0] + kLargestMultiplier) / 2;
-      const int high = (multipliers[1] + kLargestMultiplier) / 2;
+    for (int64_t piece = 0; piece < pieces; ++piece, sub_scales += 2) {
+      const int low = (sub_scales[0] + kLargestSubScale) / 2;
+      const int high = (sub_scales[1] + kLargestSubScale) / 2;
       column[group * packed.group_bytes + piece * kPieceBytes] =
           static_cast<uint8_t>(low | high << 4);
     }
   }
 }
 
-// A cache line of every output's codes at a time, so that what is written stays in L1.
+// A cache line of every output's quants at a time, so that what is written stays in L1.
 void pack_panel(const PackQuantizedArgs& args, int64_t panel) {
   constexpr int64_t kAtOnce = 64;
   const int64_t first = panel * kQuantizedPanel;
   const int64_t last = min_of(args.packed->n, first + kQuantizedPanel);
   for (int64_t k = 0; k < args.packed->k; k += kAtOnce) {
     const Inputs inputs = {k, min_of(args.packed->k, k + kAtOnce)};
-    for (int64_t output = first; output < last; ++output) pack_codes(args, output, inputs);
+    for (int64_t output = first; output < last; ++output) pack_quants(args, output, inputs);
   }
   for (int64_t output = first; output < last; ++output) {
     pack_scales(args, output);
-    if (args.packed->has_multipliers) pack_multipliers(args, output);
+    if (args.packed->has_sub_scales) pack_sub_scales(args, output);
   }
 }
 
@@ -143,7 +143,7 @@ QS_INLINE Scaling scaling_of(const PackedQuantized& packed, int64_t output, int6
   } else {
     const uint8_t* at = static_cast<const uint8_t*>(packed.weights) +
                         output / kQuantizedPanel * packed.panel_bytes +
-                        group * packed.group_bytes + packed.code_bytes();
+                        group * packed.group_bytes + packed.quant_bytes();
     const int64_t lane = output % kQuantizedPanel;
     found = packed.half_scales ? group_scaling<f16>(packed, at, lane)
                                : group_scaling<float>(packed, at, lane);
@@ -153,14 +153,14 @@ QS_INLINE Scaling scaling_of(const PackedQuantized& packed, int64_t output, int6
   return found;
 }
 
-QS_INLINE float multiplier_of(const PackedQuantized& packed, int64_t output, int64_t k) {
+QS_INLINE float sub_scale_of(const PackedQuantized& packed, int64_t output, int64_t k) {
   const int64_t within = k % packed.group_size;
   const uint8_t* at = static_cast<const uint8_t*>(packed.weights) +
                       output / kQuantizedPanel * packed.panel_bytes +
                       k / packed.group_size * packed.group_bytes +
                       within / kPieceInputs * kPieceBytes + output % kQuantizedPanel;
-  const int held = within % kPieceInputs < kMultiplierInputs ? *at & 15 : *at >> 4;
-  return static_cast<float>(2 * held - kLargestMultiplier);
+  const int held = within % kPieceInputs < kSubBlockInputs ? *at & 15 : *at >> 4;
+  return static_cast<float>(2 * held - kLargestSubScale);
 }
 
 template <typename T>
@@ -182,10 +182,10 @@ void read_row(const PackedQuantized& packed, int64_t output, T* out) {
     for (int64_t first = begin; first < end; first += kAtOnce) {
       const int64_t size = min_of(kAtOnce, end - first);
       for (int64_t i = 0; i < size; ++i) {
-        int code = column[code_offset(packed, first + i)];
-        if (packed.bits == 4) code = i / kStepInputs % 2 != 0 ? code >> 4 : code & 15;
-        float value = static_cast<float>(code) - scaling.zero;
-        if (packed.has_multipliers) value *= multiplier_of(packed, output, first + i);
+        int quant = column[quant_offset(packed, first + i)];
+        if (packed.bits == 4) quant = i / kStepInputs % 2 != 0 ? quant >> 4 : quant & 15;
+        float value = static_cast<float>(quant) - scaling.zero;
+        if (packed.has_sub_scales) value *= sub_scale_of(packed, output, first + i);
         values[i] = value * scaling.scale;
       }
       store_row(values, size, out + first);

@@ -49,11 +49,11 @@ constexpr int max_quantized_panels(int rows) {
 struct QuantizedTileArgs {
   const int8_t* x;         // [steps][R][4], from the block's first step on
   const int32_t* factors;  // [groups][2][R]: scales, corrections; from the block's first group on
-  const int32_t* parts;    // of codes with multipliers, see QuantizedRows; from the block's first
-  const uint8_t* w;        // the block's codes in the first panel, at the tile's part
+  const int32_t* parts;    // with sub-block scales, see QuantizedRows; from the block's first
+  const uint8_t* w;        // the block's quants in the first panel, at the tile's part
   int64_t panel_bytes;
   int64_t group_bytes;
-  int64_t code_bytes;      // of a group in a panel
+  int64_t quant_bytes;      // of a group in a panel
   int64_t part_outputs;    // outputs of the panel before the tile's part
   int64_t num_inputs;      // of a group, or of the block within the one group; padded
   int64_t num_groups;      // of the block
@@ -83,7 +83,7 @@ template <int Bits, int R, int S>
 struct QuantizedTile {
   static constexpr int V = kTileVectors;
   static constexpr int64_t kVectorBytes = sizeof(vi);
-  static constexpr int64_t kStepCodes = R * kStepInputs;
+  static constexpr int64_t kStepQuants = R * kStepInputs;
   static constexpr int kLines = fetched_lines(R, S);
   using D = Dot<Bits>;
   vi sum[R][S * V];
@@ -96,12 +96,12 @@ struct QuantizedTile {
       for (int r = 0; r < R; ++r) held[r] = activations(x + r * kStepInputs);
 #pragma GCC unroll 16
       for (int v = 0; v < S * V; ++v) {
-        const auto codes = weights<Half>(w, panel_bytes, v);
+        const auto quants = weights<Half>(w, panel_bytes, v);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) D::add(sum[r][v], codes, held[r]);
+        for (int r = 0; r < R; ++r) D::add(sum[r][v], quants, held[r]);
       }
     } else {
-      typename D::Codes held[S * V];
+      typename D::Quants held[S * V];
 #pragma GCC unroll 16
       for (int v = 0; v < S * V; ++v) held[v] = weights<Half>(w, panel_bytes, v);
 #pragma GCC unroll 8
@@ -114,9 +114,9 @@ struct QuantizedTile {
   }
 
   template <int Half>
-  static QS_INLINE typename D::Codes weights(const uint8_t* w, int64_t panel_bytes, int v) {
-    return D::codes(
-        step_codes<Bits, Half>(load_codes(w + v / V * panel_bytes + v % V * kVectorBytes)));
+  static QS_INLINE typename D::Quants weights(const uint8_t* w, int64_t panel_bytes, int v) {
+    return D::quants(
+        step_quants<Bits, Half>(load_quants(w + v / V * panel_bytes + v % V * kVectorBytes)));
   }
 
   static QS_INLINE vi activations(const int8_t* x) {
@@ -158,9 +158,9 @@ struct QuantizedTile {
       bring_step(fetch, args);
       fetch += args.fetch_stride;
       step<0>(w, args.panel_bytes, x);
-      if constexpr (Bits == 4) step<1>(w, args.panel_bytes, x + kStepCodes);
+      if constexpr (Bits == 4) step<1>(w, args.panel_bytes, x + kStepQuants);
       w += kStepBytes;
-      x += kStepCodes * (Bits == 4 ? 2 : 1);
+      x += kStepQuants * (Bits == 4 ? 2 : 1);
     }
   }
 };
@@ -250,7 +250,7 @@ void run_groups(const QuantizedTileArgs& call) {
           }
         }
       }
-      w += args.group_bytes - args.code_bytes;
+      w += args.group_bytes - args.quant_bytes;
       factors += 2 * R;
       fetch += args.fetch_scales;
     }

@@ -7,7 +7,7 @@ namespace qs::QS_LEVEL {
 
 void score_token(const qs_scores& scores, int64_t position, void* memory) {
   const int64_t vocab_size = scores.vocab_size;
-  qs_draw unchanged = {};
+  qs_sample unchanged = {};
   unchanged.logits = scores.logits + position * vocab_size;
   Row row = {&unchanged, vocab_size, div_up(vocab_size, kChunk), split(memory, vocab_size)};
   const float peak = peak_of(unchanged.logits, vocab_size, row.scratch.raw_max);
@@ -19,7 +19,7 @@ void score_token(const qs_scores& scores, int64_t position, void* memory) {
   const TokenScore score = score_of(row, scores.token_ids[position], scores.num_top,
                                     scores.top_ids + first_top, scores.top_logits + first_top);
   scores.ranks[position] = score.rank;
-  scores.masses[position] = score.mass;
+  scores.total_probabilities[position] = score.total_probability;
   scores.peaks[position] = score.peak;
   scores.chosen[position] = score.chosen;
 }

@@ -208,11 +208,11 @@ QS_INLINE void store(f16* p, vf v) {
 #endif
 }
 
-// Codes of quantised keys and values.
+// Quants of quantised keys and values.
 QS_INLINE vf load(const int8_t* p) {
-  vb codes;
-  memcpy(&codes, p, sizeof(codes));
-  return __builtin_convertvector(__builtin_convertvector(codes, vi), vf);
+  vb quants;
+  memcpy(&quants, p, sizeof(quants));
+  return __builtin_convertvector(__builtin_convertvector(quants, vi), vf);
 }
 
 // The first n < W elements; the other lanes are zero, and nothing beyond is touched.

@@ -26,12 +26,12 @@ const Kernels kernels = {
     .paged_attention = paged_attention,
     .elementwise = elementwise,
     .finish_logits = finish_logits,
-    .draw_scratch_bytes = draw_scratch_bytes,
-    .draw = draw,
+    .sample_scratch_bytes = sample_scratch_bytes,
+    .sample = sample,
     .score_token = score_token,
     .probe_read = probe_read,
     .probe_multiply = probe_multiply,
-    .probe_multiply_codes = probe_multiply_codes,
+    .probe_multiply_int8 = probe_multiply_int8,
 };
 
 }  // namespace qs::QS_LEVEL

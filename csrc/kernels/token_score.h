@@ -2,29 +2,29 @@
 // of a prompt. runtime/logprobs.py is the definition, to the bit: the sum is one of integers.
 #pragma once
 
-#include "kernels/draw_filters.h"
+#include "kernels/sampler_filters.h"
 
 namespace qs::QS_LEVEL {
 
 struct TokenScore {
-  int64_t rank;  // from 1; equal logits rank by token id
-  int64_t mass;  // sum over V of round(exp(logit - peak) * 2^44)
-  float peak;    // largest logit
-  float chosen;  // logit of the token
+  int64_t rank;               // from 1; equal logits rank by token id
+  int64_t total_probability;  // sum over V of round(exp(logit - peak) * 2^44)
+  float peak;                 // largest logit
+  float chosen;               // logit of the token
 };
 
-// The mass of a raw row over its peak.
-inline int64_t raw_mass(const Row& row, double peak) {
-  int64_t mass = 0;
+// The probability of a raw row over its peak.
+inline int64_t raw_probability(const Row& row, double peak) {
+  int64_t probability = 0;
   for (int64_t chunk = 0; chunk < row.chunks; ++chunk) {
-    if (row.scratch.raw_max[chunk] - peak < kNoMass) continue;
+    if (row.scratch.raw_max[chunk] - peak < kNoProbability) continue;
     double values[kChunk];
-    int64_t masses[kChunk];
+    int64_t probabilities[kChunk];
     copy_raw(row, chunk, values);
-    masses_of(values, peak, masses);
-    for (int64_t i = 0; i < kChunk; ++i) mass += masses[i];
+    probabilities_of(values, peak, probabilities);
+    for (int64_t i = 0; i < kChunk; ++i) probability += probabilities[i];
   }
-  return mass;
+  return probability;
 }
 
 inline int64_t raw_rank(const Row& row, int64_t token_id) {
@@ -51,8 +51,8 @@ inline TokenScore score_of(Row& row, int64_t token_id, int64_t num_top, int64_t*
     peak = scratch.raw_max[i] > peak ? scratch.raw_max[i] : peak;
   }
   const float* logits = row.call->logits;
-  const TokenScore score = {raw_rank(row, token_id), raw_mass(row, peak), static_cast<float>(peak),
-                            logits[token_id]};
+  const TokenScore score = {raw_rank(row, token_id), raw_probability(row, peak),
+                            static_cast<float>(peak), logits[token_id]};
   const int64_t wanted = min_of(num_top, row.size);
   if (wanted == 0) return score;
   const int64_t found = collect_largest(row, scratch.raw_max, wanted, -kInfinity, logits_of);

@@ -1,7 +1,7 @@
 // exp, log and tanh in float64 from IEEE additions, products and quotients alone (no fused ones:
 // the build forbids contraction), so that NumPy and PyTorch compute the same bits operation by
-// operation: ops/reference/elementary.py and runtime/sampling/exact_math.py. Written for one value, without
-// branches, for loops that the compiler vectorises.
+// operation: ops/reference/exact_math.py and runtime/sampling/exact_math.py. Written for one value,
+// without branches, for loops that the compiler vectorises.
 #pragma once
 
 #include "kernels/simd.h"

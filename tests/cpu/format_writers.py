@@ -1,8 +1,8 @@
 """Matrices written in the formats of quantised checkpoints: literal loops after their documents.
 
-Each writer draws codes, scales and zero points, packs them word by word, and gives the tensors to
-store (by what follows the module's name) beside the weights that they mean, from the format's own
-formula.
+Each writer draws quantized values, scales and zero points, packs them word by word, and gives the
+tensors to store (by what follows the module's name) beside the weights that they mean, from the
+format's own formula.
 """
 
 from __future__ import annotations
@@ -53,12 +53,14 @@ def as_int32(words: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor(signed, dtype=torch.int32)
 
 
-def pack_along_columns(codes: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """codes [R, K] -> words [R, ceil(K * bits / 32)], place i of a word holds code order[i]."""
+def pack_along_columns(quants: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """quantized values [R, K] -> words [R, ceil(K * bits / 32)], place i of a word holds quantized
+    value order[i].
+    """
     per_word = 32 // bits
     places = list(order or range(per_word))
     words = []
-    for row in codes.tolist():
+    for row in quants.tolist():
         row = row + [0] * (-len(row) % per_word)
         packed = []
         for start in range(0, len(row), per_word):
@@ -70,35 +72,35 @@ def pack_along_columns(codes: Tensor, bits: int, order: Sequence[int] | None = N
     return as_int32(words)
 
 
-def pack_along_rows(codes: Tensor, bits: int) -> Tensor:
-    return pack_along_columns(codes.t(), bits).t().contiguous()
+def pack_along_rows(quants: Tensor, bits: int) -> Tensor:
+    return pack_along_columns(quants.t(), bits).t().contiguous()
 
 
 def groups_of(inputs: int, group: int) -> Tensor:
     return torch.arange(inputs) // group
 
 
-def meaning(codes: Tensor, zeros: Tensor, scales: Tensor, group_of: Tensor) -> Tensor:
-    """codes [N, C], zeros and scales [N, G]: element by element."""
-    weight = torch.empty(codes.shape)
-    for c in range(codes.shape[1]):
+def meaning(quants: Tensor, zeros: Tensor, scales: Tensor, group_of: Tensor) -> Tensor:
+    """quantized values [N, C], zeros and scales [N, G]: element by element."""
+    weight = torch.empty(quants.shape)
+    for c in range(quants.shape[1]):
         g = int(group_of[c])
-        weight[:, c] = (codes[:, c].float() - zeros[:, g].float()) * scales[:, g].float()
+        weight[:, c] = (quants[:, c].float() - zeros[:, g].float()) * scales[:, g].float()
     return weight
 
 
 def awq(group: int) -> Writer:
     def write(outputs: int, inputs: int, generator: torch.Generator) -> Written:
         size = inputs if group == -1 else group
-        codes = integers(generator, 16, inputs, outputs)
+        quants = integers(generator, 16, inputs, outputs)
         zeros = integers(generator, 16, inputs // size, outputs)
         scales = scales_of(generator, inputs // size, outputs)
         tensors = {
-            ".qweight": pack_along_columns(codes, 4, AWQ_ORDER),
+            ".qweight": pack_along_columns(quants, 4, AWQ_ORDER),
             ".qzeros": pack_along_columns(zeros, 4, AWQ_ORDER),
             ".scales": scales,
         }
-        return Written(tensors, meaning(codes.t(), zeros.t(), scales.t(), groups_of(inputs, size)))
+        return Written(tensors, meaning(quants.t(), zeros.t(), scales.t(), groups_of(inputs, size)))
 
     return write
 
@@ -108,7 +110,7 @@ def gptq(
 ) -> Writer:
     def write(outputs: int, inputs: int, generator: torch.Generator) -> Written:
         size = inputs if group == -1 else group
-        codes = integers(generator, 2**bits, inputs, outputs)
+        quants = integers(generator, 2**bits, inputs, outputs)
         zeros = integers(generator, 2**bits, inputs // size, outputs)
         scales = scales_of(generator, inputs // size, outputs, bits=bits)
         group_of = groups_of(inputs, size)
@@ -116,14 +118,14 @@ def gptq(
             group_of = group_of[torch.randperm(inputs, generator=generator)]
         stored = (zeros - 1) % 2**bits if version == 1 else zeros
         tensors = {
-            ".qweight": pack_along_rows(codes, bits),
+            ".qweight": pack_along_rows(quants, bits),
             ".qzeros": pack_along_columns(stored, bits),
             ".scales": scales,
             ".g_idx": group_of.int(),
         }
         if with_bias:
             tensors[".bias"] = torch.zeros(outputs, dtype=torch.float16)
-        return Written(tensors, meaning(codes.t(), zeros.t(), scales.t(), group_of))
+        return Written(tensors, meaning(quants.t(), zeros.t(), scales.t(), group_of))
 
     return write
 
@@ -140,11 +142,11 @@ def packed_integers(
 
     def write(outputs: int, inputs: int, generator: torch.Generator) -> Written:
         size, middle = group or inputs, 2 ** (bits - 1)
-        codes = integers(generator, 2**bits, outputs, inputs)
+        quants = integers(generator, 2**bits, outputs, inputs)
         zeros = torch.full((outputs, inputs // size), middle)
         scales = scales_of(generator, *zeros.shape, bits=bits).to(scale_dtype)
         tensors = {
-            ".weight_packed": pack_along_columns(codes, bits),
+            ".weight_packed": pack_along_columns(quants, bits),
             ".weight_scale": scales,
             ".weight_shape": torch.tensor([outputs, inputs]),
         }
@@ -155,7 +157,7 @@ def packed_integers(
         if act_order:
             group_of = group_of[torch.randperm(inputs, generator=generator)]
             tensors[".weight_g_idx"] = group_of.int()
-        return Written(tensors, meaning(codes, zeros, scales, group_of))
+        return Written(tensors, meaning(quants, zeros, scales, group_of))
 
     return write
 
@@ -165,27 +167,27 @@ def plain_integers(group: int | None, *, symmetric: bool = True, bits: int = 8) 
 
     def write(outputs: int, inputs: int, generator: torch.Generator) -> Written:
         size, middle = group or inputs, 2 ** (bits - 1)
-        codes = integers(generator, 2**bits, outputs, inputs) - middle
+        quants = integers(generator, 2**bits, outputs, inputs) - middle
         zeros = torch.zeros(outputs, inputs // size, dtype=torch.int64)
         scales = scales_of(generator, *zeros.shape, bits=bits).bfloat16()
-        tensors = {".weight": codes.to(torch.int8), ".weight_scale": scales}
+        tensors = {".weight": quants.to(torch.int8), ".weight_scale": scales}
         if not symmetric:
             zeros = integers(generator, 2**bits, *zeros.shape) - middle
             tensors[".weight_zero_point"] = zeros.to(torch.int8)
-        return Written(tensors, meaning(codes, zeros, scales, groups_of(inputs, size)))
+        return Written(tensors, meaning(quants, zeros, scales, groups_of(inputs, size)))
 
     return write
 
 
 def bnb_int8(outputs: int, inputs: int, generator: torch.Generator) -> Written:
-    codes = integers(generator, 255, outputs, inputs) - 127
+    quants = integers(generator, 255, outputs, inputs) - 127
     scales = (torch.rand(outputs, generator=generator) + 0.5) * 0.3
     tensors = {
-        ".weight": codes.to(torch.int8),
+        ".weight": quants.to(torch.int8),
         ".SCB": scales,
         ".weight_format": torch.tensor(0, dtype=torch.uint8),
     }
-    return Written(tensors, codes.float() * scales[:, None] / 127)
+    return Written(tensors, quants.float() * scales[:, None] / 127)
 
 
 def bnb_4bit(kind: str, *, nested: bool, block: int = 64, nested_block: int = 256) -> Writer:
@@ -193,8 +195,8 @@ def bnb_4bit(kind: str, *, nested: bool, block: int = 64, nested_block: int = 25
 
     def write(outputs: int, inputs: int, generator: torch.Generator) -> Written:
         count = outputs * inputs
-        codes = integers(generator, 16, count).tolist()
-        halves = [codes[i] << 4 | codes[i + 1] for i in range(0, count, 2)]
+        quants = integers(generator, 16, count).tolist()
+        halves = [quants[i] << 4 | quants[i + 1] for i in range(0, count, 2)]
         state = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16"}
         state["shape"] = [outputs, inputs]
         tensors = {
@@ -222,7 +224,9 @@ def bnb_4bit(kind: str, *, nested: bool, block: int = 64, nested_block: int = 25
         blob = json.dumps(state).encode()
         name = f".weight.quant_state.bitsandbytes__{kind}"
         tensors[name] = torch.tensor(list(blob), dtype=torch.uint8)
-        weight = torch.tensor([levels[code] * absmax[i // block] for i, code in enumerate(codes)])
+        weight = torch.tensor(
+            [levels[quant] * absmax[i // block] for i, quant in enumerate(quants)]
+        )
         return Written(tensors, weight.view(outputs, inputs))
 
     return write

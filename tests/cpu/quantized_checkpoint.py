@@ -16,7 +16,7 @@ from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.checkpoint.tensor_reader import TensorReader, TensorSource
 from quickstep.model.checkpoint.tensor_schema import layer_tensors, outer_tensors
 from quickstep.model.checkpoint.weights import CheckpointWeights, open_weights
-from quickstep.model.formats.detect import open_coded_reader
+from quickstep.model.formats.detect import open_quantized_reader
 from quickstep.model.interface import ForwardBatch, Model
 from quickstep.model.loader import load_model
 from quickstep.model.spec import parse_spec, read_spec
@@ -86,7 +86,7 @@ def opened(path: Path) -> tuple[CheckpointWeights, TensorSource]:
     total = sum(weights.files.tensors[name].nbytes for name in weights.stored())
     reader = TensorReader(weights.files, torch.float32, torch.device("cpu"), total, None)
     assert weights.storage is not None
-    source = open_coded_reader(
+    source = open_quantized_reader(
         reader, weights.storage, weights.shapes, weights.config, weights.spec
     )
     return weights, source

@@ -77,8 +77,8 @@ def quantised(weight: torch.Tensor, scheme: str) -> None:
     source = QuantizingSource(
         OneMatrix(weight), SCHEMES[scheme], frozenset(("head",)), reference_ops()
     )
-    codes = source.linear(("layer",))
-    assert rounding_error(weight, codes) >= 0
+    quantized = source.linear(("layer",))
+    assert rounding_error(weight, quantized) >= 0
 
 
 @pytest.mark.parametrize("scheme", list(SCHEMES))
@@ -90,7 +90,8 @@ def test_weights_that_round_well_give_no_warning(scheme: str) -> None:
 
 
 def test_weights_that_rounding_destroys_give_a_warning_that_names_them() -> None:
-    # every group has one weight that leaves no code for the others, which are most of the norm
+    # every group has one weight that leaves no quantized value for the others, which are most of
+    # the norm
     weight = torch.full((80, 256), 0.45)
     weight[:, ::32] = 8.0
     weight *= torch.where(torch.arange(256) % 2 == 0, 1.0, -1.0)

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from grammar_draws import state_for
+from grammar_sampling import state_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_call_grammar import FORMATS

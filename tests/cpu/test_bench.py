@@ -138,7 +138,7 @@ def test_random_weights_are_a_function_of_the_seed():
     assert one.fingerprint == same.fingerprint != other.fingerprint
     token_ids = torch.arange(one.vocab_size)
     rows = [
-        model.ops.embedding(token_ids, model.weights.embedding, torch.float32)
+        model.ops.embedding(token_ids, model.weights.embed_tokens, torch.float32)
         for model in (one, same, other)
     ]
     assert torch.equal(rows[0], rows[1])

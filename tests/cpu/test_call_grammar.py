@@ -1,4 +1,4 @@
-"""A forced call: whatever is drawn under its grammar reads back as calls with fitting arguments."""
+"""A forced call: text sampled under its grammar reads back as calls with fitting arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from grammar_draws import drawn_text
+from grammar_sampling import sampled_text
 from tiny_checkpoint import write_checkpoint
 
 from quickstep.engine.grammar.grammars import GrammarCompiler
@@ -62,7 +62,7 @@ def test_forced_text_reads_back_as_calls(compiler, tokenizer, name, one_call):
     grammar = call_grammar(known.spelling, FUNCTIONS, one_call, special_id=lambda text: None)
     seen = set()
     for seed in range(12):
-        text = drawn_text(compiler, tokenizer, grammar, seed, temperature=30.0)
+        text = sampled_text(compiler, tokenizer, grammar, seed, temperature=30.0)
         content, calls = calls_in(text, known)
         assert content.strip() == "", text
         assert len(calls) == 1 if one_call else calls
@@ -87,7 +87,7 @@ def test_optional_keywords_come_with_commas_that_fit(compiler, tokenizer):
     grammar = call_grammar(known.spelling, [function], True, special_id=lambda text: None)
     seen = set()
     for seed in range(40):
-        content, calls = calls_in(drawn_text(compiler, tokenizer, grammar, seed), known)
+        content, calls = calls_in(sampled_text(compiler, tokenizer, grammar, seed), known)
         assert content == ""
         ((_, arguments),) = calls
         seen.add("".join(arguments))

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 import tiny_checkpoint
-from grammar_draws import PROMPT
+from grammar_sampling import PROMPT
 from tokenizers import AddedToken
 
 from quickstep.engine.grammar.grammars import GrammarCompiler

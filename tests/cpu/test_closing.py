@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from grammar_draws import PROMPT
+from grammar_sampling import PROMPT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +39,7 @@ def row_of(seed, position):
     return np.random.default_rng((seed, position)).normal(scale=3.0, size=VOCAB).astype(np.float32)
 
 
-def drawn(sampling, seed=1, rebuild_at=None):
+def sampled(sampling, seed=1, rebuild_at=None):
     """Output tokens up to the end token or `max_tokens`, and whether the end token came."""
     state, tokens = state_for(sampling, seed=seed), []
     while len(tokens) < sampling.max_tokens:
@@ -162,7 +162,7 @@ SCHEMAS = st.recursive(
 def test_what_has_room_for_a_shortest_value_parses(schema, spare, seed, temperature):
     limit = max(1, num_tokens(schema[1]) + spare)
     grammar = Grammar.of_json_schema(schema[0])
-    tokens, has_ended = drawn(
+    tokens, has_ended = sampled(
         SamplingParams(grammar=grammar, max_tokens=limit, temperature=temperature), seed
     )
     json.loads(text_of(tokens))
@@ -174,10 +174,10 @@ def test_what_has_room_for_a_shortest_value_parses(schema, spare, seed, temperat
 def test_a_state_rebuilt_at_any_place_steers_the_same(schema, spare, seed):
     limit = max(1, num_tokens(schema[1]) + spare)
     sampling = SamplingParams(grammar=Grammar.of_json_schema(schema[0]), max_tokens=limit)
-    uninterrupted = drawn(sampling, seed)
+    uninterrupted = sampled(sampling, seed)
     length = len(uninterrupted[0])
     for cut in range(0, length, 1 + length // 8):
-        assert drawn(sampling, seed, rebuild_at=cut) == uninterrupted
+        assert sampled(sampling, seed, rebuild_at=cut) == uninterrupted
 
 
 NUMBERS = {"type": "array", "items": {"type": "number"}, "minItems": 2}
@@ -202,27 +202,27 @@ KINDS = {
 def test_every_kind_of_grammar_goes_on_the_same_after_a_preemption(kind, limit):
     sampling = SamplingParams(grammar=KINDS[kind], max_tokens=limit)
     for seed in range(4):
-        uninterrupted = drawn(sampling, seed)
+        uninterrupted = sampled(sampling, seed)
         for cut in range(1, len(uninterrupted[0]), 1 + limit // 10):
-            assert drawn(sampling, seed, rebuild_at=cut) == uninterrupted
+            assert sampled(sampling, seed, rebuild_at=cut) == uninterrupted
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_number_at_the_limit_is_complete(seed):
     grammar = Grammar.of_json_schema({"type": "number"})
     for limit in range(1, 7):
-        tokens, _ = drawn(SamplingParams(grammar=grammar, max_tokens=limit), seed)
+        tokens, _ = sampled(SamplingParams(grammar=grammar, max_tokens=limit), seed)
         assert isinstance(json.loads(text_of(tokens)), int | float)
 
 
 def test_what_was_sampled_and_steered_away_leaves_no_trace():
     sampling = SamplingParams(grammar=KINDS["nested arrays"], max_tokens=30)
     [asked, silent] = [state_for(sampling) for _ in range(2)]
-    tokens, _ = drawn(sampling)
+    tokens, _ = sampled(sampling)
     for token_id in tokens:
         for other in range(0, VOCAB, 401):
-            asked.steered(other)
-        assert asked.steered(token_id) == silent.steered(token_id) == token_id
+            asked.forced_token(other)
+        assert asked.forced_token(token_id) == silent.forced_token(token_id) == token_id
         asked.record(token_id)
         silent.record(token_id)
 
@@ -264,13 +264,13 @@ def test_no_token_takes_more_than_a_bounded_search(limit):
     start = ClosingStart(matcher, closing.vocabulary, closing.ending)
     guard = ClosingGuard(start, limit, sorted(TOKENIZER.eos_token_ids))
     assert not calls  # an admission searches nothing
-    tokens, _ = drawn(
+    tokens, _ = sampled(
         SamplingParams(grammar=Grammar.of_json_schema(TEN_OBJECTS), max_tokens=limit), 3
     )
     num_masks = num_tried = 0
     for token_id in tokens:
         calls.clear()
-        guard.record(guard.steered(token_id))
+        guard.record(guard.forced_token(token_id))
         assert calls.count("compute_bitmask") <= 2 * 48
         assert len(calls) < 1500
         num_masks += calls.count("compute_bitmask")
@@ -285,15 +285,15 @@ def test_no_token_takes_more_than_a_bounded_search(limit):
 def test_any_object_is_closed_whatever_the_model_prefers(limit):
     for seed in range(4):
         sampling = SamplingParams(grammar=Grammar.of_json_object(), max_tokens=limit)
-        tokens, has_ended = drawn(sampling, seed)
+        tokens, has_ended = sampled(sampling, seed)
         assert isinstance(json.loads(text_of(tokens)), dict)
         assert has_ended
 
 
 def test_only_the_last_tokens_are_steered():
     grammar = Grammar.of_regex("[a-z ]*!")
-    steered, _ = drawn(SamplingParams(grammar=grammar, max_tokens=120), seed=5)
-    free, _ = drawn(SamplingParams(grammar=grammar, max_tokens=150), seed=5)
+    steered, _ = sampled(SamplingParams(grammar=grammar, max_tokens=120), seed=5)
+    free, _ = sampled(SamplingParams(grammar=grammar, max_tokens=150), seed=5)
     assert steered[:118] == free[:118]
     assert text_of(steered).endswith("!") and "!" not in text_of(free[:119])
 
@@ -301,7 +301,7 @@ def test_only_the_last_tokens_are_steered():
 def test_what_no_ending_can_fit_is_left_undone():
     schema = {"type": "string", "minLength": 500, "maxLength": 600}
     sampling = SamplingParams(grammar=Grammar.of_json_schema(schema), max_tokens=8)
-    tokens, has_ended = drawn(sampling)
+    tokens, has_ended = sampled(sampling)
     assert len(tokens) == 8 and not has_ended
 
 

@@ -1,4 +1,4 @@
-"""ggml's block types as integer codes: the same weights as ggml's own package dequantises."""
+"""ggml's block types as quantized values: the same weights as ggml's own package dequantises."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ OUTPUTS, INPUTS = 24, 512
 def decoded(kind: Kind, rows: np.ndarray, inputs: int = INPUTS) -> QuantizedWeight:
     form = BLOCK_KINDS[kind.name]
     blocks = torch.from_numpy(rows).reshape(-1, rows.size * _elements(kind) // (len(rows) * inputs))
-    codes, scales, zeros = form.decode(blocks)
+    quants, scales, zeros = form.decode(blocks)
     groups = (len(rows), inputs // form.group_size)
     return QuantizedWeight(
-        codes.reshape(len(rows), inputs),
+        quants.reshape(len(rows), inputs),
         scales.reshape(groups),
         None if zeros is None else zeros.reshape(groups),
         form.bits,
@@ -36,7 +36,7 @@ def _elements(kind: Kind) -> int:
 def test_codes_mean_what_ggml_dequantises(kind: Kind) -> None:
     rows = random_blocks(kind, OUTPUTS, INPUTS)
     weight = decoded(kind, rows)
-    assert int(weight.codes.max()) < 2**weight.bits
+    assert int(weight.quants.max()) < 2**weight.bits
     assert (weight.zeros is not None) == BLOCK_KINDS[kind.name].has_zeros
     expected = meaning(kind, rows)
     torch.testing.assert_close(weight.dequantized(), expected, rtol=2e-6, atol=1e-6)

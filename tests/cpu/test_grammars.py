@@ -1,4 +1,4 @@
-"""Grammars: what is drawn under one always fits it, and a sequence's state is its tokens alone."""
+"""Grammars: samples under one always fit it, and a sequence's state is its tokens alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from grammar_draws import drawn_text, drawn_tokens, state_for
+from grammar_sampling import sampled_text, sampled_tokens, state_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_checkpoint import write_checkpoint
@@ -112,7 +112,7 @@ def test_whatever_is_drawn_under_a_schema_parses_and_fits(
     compiler, tokenizer, schema, seed, temperature
 ):
     grammar = Grammar.of_json_schema(schema)
-    text = drawn_text(compiler, tokenizer, grammar, seed, temperature=temperature)
+    text = sampled_text(compiler, tokenizer, grammar, seed, temperature=temperature)
     value = json.loads(text)
     assert fits(value, schema)
     bare = STRING.sub("", text)
@@ -121,7 +121,7 @@ def test_whatever_is_drawn_under_a_schema_parses_and_fits(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_json_object_parses(compiler, tokenizer, seed):
-    text = drawn_text(compiler, tokenizer, Grammar.of_json_object(), seed, temperature=0.8)
+    text = sampled_text(compiler, tokenizer, Grammar.of_json_object(), seed, temperature=0.8)
     assert isinstance(json.loads(text), dict)
 
 
@@ -130,35 +130,37 @@ def test_any_json_object_parses(compiler, tokenizer, seed):
 )
 @pytest.mark.parametrize("seed", range(5))
 def test_a_regex_matches_the_whole_text(compiler, tokenizer, pattern, seed):
-    assert re.fullmatch(pattern, drawn_text(compiler, tokenizer, Grammar.of_regex(pattern), seed))
+    assert re.fullmatch(pattern, sampled_text(compiler, tokenizer, Grammar.of_regex(pattern), seed))
 
 
 def test_a_choice_gives_each_of_its_texts_and_nothing_else(compiler, tokenizer):
     choices = ["red", "re", 'a "quoted" \\ one', "line\nbreak", "größe", "<|end|>"]
     grammar = Grammar.of_choice(choices)
-    drawn = {drawn_text(compiler, tokenizer, grammar, seed) for seed in range(60)}
-    assert drawn == set(choices)
+    sampled = {sampled_text(compiler, tokenizer, grammar, seed) for seed in range(60)}
+    assert sampled == set(choices)
 
 
 def test_a_lark_grammar_derives_the_text(compiler, tokenizer):
     grammar = Grammar.of_lark('start: "[" item ("," item)* "]"\nitem: /[a-c]{1,2}/')
     for seed in range(5):
-        text = drawn_text(compiler, tokenizer, grammar, seed)
+        text = sampled_text(compiler, tokenizer, grammar, seed)
         assert re.fullmatch(r"\[[a-c]{1,2}(,[a-c]{1,2})*\]", text)
 
 
 def test_llama_cpps_grammar_derives_the_text(compiler, tokenizer):
     grammar = Grammar.of_gbnf('root ::= "(" root ")" | [a-c]{2}\n')
-    assert re.fullmatch(r"\(*[a-c]{2}\)*", drawn_text(compiler, tokenizer, grammar))
+    assert re.fullmatch(r"\(*[a-c]{2}\)*", sampled_text(compiler, tokenizer, grammar))
 
 
 def test_min_tokens_keeps_a_grammar_going_where_more_may_follow(compiler, tokenizer):
     sampling = SamplingParams(grammar=Grammar.of_regex("[ab]+"), min_tokens=40, max_tokens=None)
-    assert all(len(drawn_tokens(compiler, tokenizer, sampling, seed)) > 40 for seed in range(5))
+    assert all(len(sampled_tokens(compiler, tokenizer, sampling, seed)) > 40 for seed in range(5))
 
 
 def test_min_tokens_does_not_hold_a_grammar_that_is_complete(compiler, tokenizer):
-    text = drawn_text(compiler, tokenizer, Grammar.of_choice(["ab"]), min_tokens=10, max_tokens=99)
+    text = sampled_text(
+        compiler, tokenizer, Grammar.of_choice(["ab"]), min_tokens=10, max_tokens=99
+    )
     assert text == "ab"
 
 
@@ -171,16 +173,16 @@ def test_penalties_and_bias_change_the_draw_but_not_the_form(compiler, tokenizer
         "min_p": 0.5,
     }
     for seed in range(5):
-        text = drawn_text(compiler, tokenizer, Grammar.of_json_schema(SCHEMA), seed, **sampling)
+        text = sampled_text(compiler, tokenizer, Grammar.of_json_schema(SCHEMA), seed, **sampling)
         assert set(json.loads(text)) <= set(SCHEMA["properties"])
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_state_rebuilt_from_any_prefix_goes_on_as_if_it_had_stayed(compiler, tokenizer, seed):
     sampling = SamplingParams(grammar=Grammar.of_json_schema(SCHEMA), temperature=1.5, top_p=0.95)
-    whole = drawn_tokens(compiler, tokenizer, sampling, seed)
+    whole = sampled_tokens(compiler, tokenizer, sampling, seed)
     for cut in range(len(whole)):
-        again = drawn_tokens(compiler, tokenizer, sampling, seed, outputs=whole[:cut])
+        again = sampled_tokens(compiler, tokenizer, sampling, seed, outputs=whole[:cut])
         assert again == whole
 
 
@@ -192,8 +194,8 @@ def test_sequences_of_one_grammar_share_no_state(compiler, tokenizer):
     first.record(a)
     second.record(c)
     row = np.zeros(264, dtype=np.float32)
-    drawn = [sample_row(row, state).token_id for state in (first, second)]
-    assert drawn == [*tokenizer.encode("b"), *tokenizer.encode("d")]
+    sampled = [sample_row(row, state).token_id for state in (first, second)]
+    assert sampled == [*tokenizer.encode("b"), *tokenizer.encode("d")]
 
 
 def test_rows_past_the_end_stay_at_the_end(compiler, tokenizer):
@@ -298,7 +300,7 @@ def test_a_grammar_that_was_dropped_from_the_cache_is_compiled_again(tokenizer):
     for grammar in grammars:
         small.compile(grammar)
     assert small.num_kept == 2
-    assert [drawn_text(small, tokenizer, grammar) for grammar in grammars] == [
+    assert [sampled_text(small, tokenizer, grammar) for grammar in grammars] == [
         "one",
         "two",
         "six",
@@ -317,7 +319,7 @@ def test_an_unknown_format_is_an_annotation(compiler, tokenizer, format_):
         Grammar.of_json_schema({"type": "array", "items": schema, "minItems": 2, "maxItems": 2}),
         Grammar.of_lark(f'start: "[" v ", " v "]"\nv: %json {json.dumps(schema)}'),
     ):
-        text = drawn_text(compiler, tokenizer, grammar)
+        text = sampled_text(compiler, tokenizer, grammar)
         assert re.fullmatch(r'\["[a-c]{2}", "[a-c]{2}"\]', text)
 
 
@@ -343,7 +345,7 @@ def test_one_of_is_taken_as_any_of_where_branches_may_overlap_and_reported(compi
         Grammar.of_lark(f"start: %json {told}"),
     ):
         assert compiler.compile(grammar).ignored == ("oneOf",)
-        json.loads(drawn_text(compiler, tokenizer, grammar, max_tokens=30))
+        json.loads(sampled_text(compiler, tokenizer, grammar, max_tokens=30))
 
 
 def test_one_of_with_disjoint_branches_is_not_reported(compiler):
@@ -373,9 +375,9 @@ def test_keywords_that_are_written_out_hold(compiler, tokenizer, schema, is_vali
         "additionalProperties": False,
     }
     both = Grammar.of_json_schema({**base, "allOf": [schema]})
-    drawn = [json.loads(drawn_text(compiler, tokenizer, both, seed)) for seed in range(20)]
-    assert all(map(is_valid, drawn))
-    assert len({tuple(value) for value in drawn}) > 3
+    sampled = [json.loads(sampled_text(compiler, tokenizer, both, seed)) for seed in range(20)]
+    assert all(map(is_valid, sampled))
+    assert len({tuple(value) for value in sampled}) > 3
 
 
 GBNF = 'root ::= "(" item ("," item)* ")"\nitem ::= [a-c]{1,2}'
@@ -385,7 +387,7 @@ def test_rules_are_lark_or_gbnf_by_how_they_are_written(compiler, tokenizer):
     assert Grammar.of_rules(GBNF).kind == "gbnf"
     assert Grammar.of_rules('# "x ::= y"\n  root  ::= "a"').kind == "gbnf"
     assert Grammar.of_rules('start: "a ::= b"\nitem: /::=/').kind == "lark"
-    text = drawn_text(compiler, tokenizer, Grammar.of_rules(GBNF), max_tokens=40)
+    text = sampled_text(compiler, tokenizer, Grammar.of_rules(GBNF), max_tokens=40)
     assert re.fullmatch(r"\([a-c]{1,2}(,[a-c]{1,2})*\)", text)
 
 

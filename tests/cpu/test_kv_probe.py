@@ -56,10 +56,10 @@ def test_keys_with_large_channels_are_found() -> None:
 
 def test_int8_loses_more_on_keys_with_large_channels_than_halves_do() -> None:
     layer, ops = draw_keys(100, seed=1), reference_ops()
-    exact, half, codes = (
+    exact, half, quants = (
         kv_error(layer, ops, dtype) for dtype in (torch.float32, torch.float16, torch.int8)
     )
-    assert exact < 1e-5 < half < codes / 10
+    assert exact < 1e-5 < half < quants / 10
 
 
 @pytest.mark.parametrize("bound", [0.0, KV_BOUND])

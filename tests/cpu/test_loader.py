@@ -133,10 +133,10 @@ def test_position_tables_cover_the_length_that_was_asked(tmp_path: Path) -> None
 def test_a_tied_model_needs_no_head_and_keeps_one_that_differs(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path, tie_word_embeddings=True)
     model = decoder(tmp_path)
-    assert torch.equal(model.weights.head.data, tensors["model.embed_tokens.weight"])
+    assert torch.equal(model.weights.lm_head.data, tensors["model.embed_tokens.weight"])
     head = torch.ones(32, 16)
     save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
-    assert torch.equal(decoder(tmp_path).weights.head.data, head)
+    assert torch.equal(decoder(tmp_path).weights.lm_head.data, head)
 
 
 def test_old_position_buffers_are_ignored(tmp_path: Path) -> None:

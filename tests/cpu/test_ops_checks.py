@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from op_checks.agreement import agreement
+from op_checks.cases import cases
+from op_checks.invariance import mismatches, same_bits
 from quickstep.errors import ConfigError
-from quickstep.ops.agreement import agreement
-from quickstep.ops.cases import cases
-from quickstep.ops.invariance import mismatches, same_bits
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.resolve import resolve_ops
 

@@ -10,18 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quickstep.ops.reference.elementary import (
+from quickstep.ops.reference.exact_math import (
     exp_nonpositive,
     normal_cdf,
-    reciprocal_sqrt,
-    sigmoid,
-    tanh,
-)
-from quickstep.ops.reference.fixed_point import (
     power_of_two,
+    reciprocal_sqrt,
     round_rows,
     round_to_multiple,
+    sigmoid,
     sum_bits,
+    tanh,
 )
 
 FUNCTIONS = {

@@ -7,10 +7,10 @@ from itertools import islice
 import pytest
 import torch
 
+from op_checks.agreement import agreement
+from op_checks.cases import DTYPES, OPS, cases
+from op_checks.invariance import mismatches, same_bits, torch_threads
 from quickstep.errors import ConfigError
-from quickstep.ops.agreement import agreement
-from quickstep.ops.cases import DTYPES, OPS, cases
-from quickstep.ops.invariance import mismatches, same_bits, torch_threads
 from quickstep.ops.reference import reference_ops
 
 

@@ -1,4 +1,6 @@
-"""On-the-fly quantisation: codes near the weights, one rule for all matrices, exact engines."""
+"""On-the-fly quantisation: quantized values near the weights, one rule for all matrices, exact
+engines.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ FORMATS = [
     MatrixFormat(4, 64),
     MatrixFormat(4, 32, has_zeros=True),
     MatrixFormat(4),
-    MatrixFormat(4, 32, has_multipliers=True),
-    MatrixFormat(4, 64, has_multipliers=True),
+    MatrixFormat(4, 32, has_sub_scales=True),
+    MatrixFormat(4, 64, has_sub_scales=True),
 ]
 EXTREMES = [0.0, 1e-38, -3e38, 65504.0, 1.0, -2.0, 6e-8]
 TINY = {
@@ -76,17 +78,17 @@ def test_no_weight_moves_further_than_its_group_allows(form: MatrixFormat) -> No
     weight[3] = 0.0
     weight[5, :64] *= 1e-3
     weight[7] = weight[7].abs()
-    codes = quantize(weight, form)
-    assert codes.codes.dtype == torch.uint8 and int(codes.codes.max()) < 2**form.bits
-    assert (codes.zeros is not None) == form.has_zeros
-    groups = weight.reshape(70, -1, codes.group_size)
-    error = (codes.dequantized() - weight).reshape(groups.shape).abs().amax(-1)
+    quantized = quantize(weight, form)
+    assert quantized.quants.dtype == torch.uint8 and int(quantized.quants.max()) < 2**form.bits
+    assert (quantized.zeros is not None) == form.has_zeros
+    groups = weight.reshape(70, -1, quantized.group_size)
+    error = (quantized.dequantized() - weight).reshape(groups.shape).abs().amax(-1)
     # half a step of rounding; clipping may cut a quarter of the range off where that pays
     half_step = groups.abs().amax(-1) / (2**form.bits - 2)
     assert bool(
         (error <= half_step * (1.01 if form.group_size is None else 2**form.bits / 4)).all()
     )
-    rms = (codes.dequantized() - weight).square().mean().sqrt() / weight.square().mean().sqrt()
+    rms = (quantized.dequantized() - weight).square().mean().sqrt() / weight.square().mean().sqrt()
     assert rms < (0.02 if form.bits == 8 else 0.13 if form.group_size else 0.3)
 
 
@@ -98,7 +100,7 @@ def test_codes_of_a_row_do_not_depend_on_the_others(
     whole = quantize(weight, form)
     for part in (slice(0, split), slice(split, 70)):
         alone = quantize(weight[part], form)
-        assert torch.equal(alone.codes, whole.codes[part])
+        assert torch.equal(alone.quants, whole.quants[part])
         assert torch.equal(alone.scales, whole.scales[part])
 
 
@@ -115,9 +117,9 @@ def test_extreme_weights_give_finite_numbers(values: list[float], form: MatrixFo
 
 def test_inputs_that_no_group_divides_stay_at_8_bits() -> None:
     int4 = SCHEMES["int4"]
-    assert int4.format_of(896, outer=False) == MatrixFormat(4, 128, has_multipliers=True)
-    assert int4.format_of(128, outer=False) == MatrixFormat(4, 64, has_multipliers=True)
-    assert int4.format_of(96, outer=False) == MatrixFormat(4, 32, has_multipliers=True)
+    assert int4.format_of(896, outer=False) == MatrixFormat(4, 128, has_sub_scales=True)
+    assert int4.format_of(128, outer=False) == MatrixFormat(4, 64, has_sub_scales=True)
+    assert int4.format_of(96, outer=False) == MatrixFormat(4, 32, has_sub_scales=True)
     assert int4.format_of(32, outer=False) == MatrixFormat(4, 16)
     assert int4.format_of(48, outer=False) == MatrixFormat(4, 16)
     assert int4.format_of(40, outer=False) == MatrixFormat(8)
@@ -132,7 +134,7 @@ def test_the_output_projection_keeps_8_bits_in_every_scheme() -> None:
 
 def quantize(weight: Tensor, form: MatrixFormat, ops: OpTable | None = None) -> QuantizedWeight:
     table = ops or reference_ops()
-    return table.quantize(weight, form.bits, form.group_size, form.has_zeros, form.has_multipliers)
+    return table.quantize(weight, form.bits, form.group_size, form.has_zeros, form.has_sub_scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -147,22 +149,23 @@ def test_native_rounding_is_the_reference_s(form: MatrixFormat, dtype: torch.dty
         got = quantize(weight[:, :], form, native)
         # a squared error summed in another order may prefer the other of two equal scales
         same = got.scales == expected.scales
-        if form.has_multipliers:  # one that is fitted to codes may be rounded to the next float16
+        # a scale fitted to quantized values may be rounded to the next float16
+        if form.has_sub_scales:
             assert same.float().mean() > 0.99
             torch.testing.assert_close(got.scales, expected.scales, rtol=2**-10, atol=0.0)
-            assert torch.equal(got.multipliers, expected.multipliers)
+            assert torch.equal(got.sub_scales, expected.sub_scales)
         else:
             assert same.float().mean() > 0.999
-        grouped = (got.codes == expected.codes).reshape(*same.shape, -1)
+        grouped = (got.quants == expected.quants).reshape(*same.shape, -1)
         assert bool(grouped[same].all())
         assert bool((got.dequantized() - expected.dequantized()).abs().max() < 0.2)
 
 
 class Stored:
-    """A source with one matrix in codes already, as a quantised checkpoint has them."""
+    """A source with one matrix in quantized values already, as a quantised checkpoint has them."""
 
     def __init__(self) -> None:
-        self.codes = quantize(torch.randn(8, 32), MatrixFormat(4, 16))
+        self.quantized = quantize(torch.randn(8, 32), MatrixFormat(4, 16))
 
     def tensor(self, name: str) -> Tensor:
         return torch.ones(4)
@@ -171,13 +174,13 @@ class Stored:
         return torch.ones(4, 32)
 
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-        return self.codes if names == ("stored",) else torch.ones(4, 32)
+        return self.quantized if names == ("stored",) else torch.ones(4, 32)
 
 
 def test_codes_of_a_checkpoint_and_what_is_no_matrix_are_left_alone() -> None:
     stored = Stored()
     source = QuantizingSource(stored, SCHEMES["int8"], frozenset(), reference_ops())
-    assert source.linear(("stored",)) is stored.codes
+    assert source.linear(("stored",)) is stored.quantized
     assert isinstance(source.linear(("other",)), QuantizedWeight)
     assert torch.equal(source.tensor("norm"), torch.ones(4))
     assert torch.equal(source.stacked(("router",)), torch.ones(4, 32))
@@ -188,10 +191,10 @@ def test_memory_is_what_sizing_says(quantization: str) -> None:
     native = load_native(1)
     assert native is not None
     model = demo(quantization, "bfloat16", native)
-    held = model.weights.head.nbytes
+    held = model.weights.lm_head.nbytes
     for layer in model.weights.layers:
-        dense = layer.feed_forward
-        for weight in (layer.attention.qkv, layer.attention.output, dense.gate_up, dense.down):
+        dense = layer.mlp
+        for weight in (layer.attention.qkv, layer.attention.o_proj, dense.gate_up, dense.down_proj):
             held += weight.nbytes
     planned = weight_bytes(model.spec, 2, quantization)
     norms = 2 * 256 * (2 * len(model.weights.layers) + 1)
@@ -202,7 +205,7 @@ def test_memory_is_what_sizing_says(quantization: str) -> None:
 def test_tied_embeddings_are_held_once() -> None:
     for quantization in (None, "int8", "int4"):
         weights = demo(quantization).weights
-        assert weights.embedding is weights.head
+        assert weights.embed_tokens is weights.lm_head
 
 
 def test_the_fingerprint_names_the_quantisation() -> None:
@@ -219,10 +222,10 @@ def test_experts_are_quantised_and_their_router_is_not(quantization: str) -> Non
     spec = parse_spec(TINY)
     draw = RandomDraw(torch.float32, CPU, 0, quantization)
     model = random_model(spec, reference_ops(), draw, 256)
-    moe = model.weights.layers[0].feed_forward
+    moe = model.weights.layers[0].mlp
     assert isinstance(moe.router.data, Tensor)
-    assert isinstance(moe.experts[3].down.data, QuantizedWeight)
-    assert model.weights.embedding is not model.weights.head
+    assert isinstance(moe.experts[3].down_proj.data, QuantizedWeight)
+    assert model.weights.embed_tokens is not model.weights.lm_head
     report = verify(
         lambda threads: model, VerifyOptions(num_requests=12, threads=(1,)), frozenset()
     )

@@ -61,7 +61,7 @@ def test_the_plan_counts_what_the_weights_take(case: str, tmp_path: Path) -> Non
     quantization, writer = CASES[case]
     write_quantized(tmp_path, quantization, writer)
     weights = open_weights(tmp_path, read_spec(tmp_path))
-    assert weights.coded
+    assert weights.quantized
     model = load(tmp_path)
     assert isinstance(model, Decoder)
     held = sum(_nbytes(part) for part in _parts(model.weights))
@@ -106,7 +106,7 @@ def test_progress_ends_at_all_bytes(tmp_path: Path) -> None:
 
 
 def test_bnb_blocks_are_served_beside_whole_projections(tmp_path: Path) -> None:
-    """Only the values are stored in codes: queries and keys bring them back to float32."""
+    """Only V is stored quantized: queries and keys bring it back to float32."""
 
     def write(outputs: int, inputs: int, generator: torch.Generator) -> writers.Written:
         if outputs != 64:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from grammar_draws import state_for
+from grammar_sampling import state_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_checkpoint import write_checkpoint

@@ -29,9 +29,9 @@ def logits_of(seed, rows=1, vocab=VOCAB, scale=3.0):
 
 
 def token_of(row, state):
-    drawn = sample_row(row, state)
-    assert isinstance(drawn, Sample)
-    return drawn.token_id
+    sampled = sample_row(row, state)
+    assert isinstance(sampled, Sample)
+    return sampled.token_id
 
 
 def adjusted_slowly(row, sampling, prompt, outputs, eos):
@@ -157,8 +157,8 @@ def test_the_allowed_mask_comes_after_the_bias():
 
 def test_a_row_with_no_token_left_fails():
     sampling = SamplingParams(allowed_token_ids=(3,), min_tokens=1)
-    drawn = sample_row(logits_of(1)[0].numpy(), state_of(sampling, eos=(3,)))
-    assert isinstance(drawn, SampleFailure)
+    sampled = sample_row(logits_of(1)[0].numpy(), state_of(sampling, eos=(3,)))
+    assert isinstance(sampled, SampleFailure)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -169,9 +169,9 @@ def test_a_row_with_nan_or_infinity_fails_alone(bad, temperature):
     logits[1, 5] = bad
     states = [state_of(SamplingParams(temperature=0.0)) for _ in range(3)]
     states[1] = state_of(SamplingParams(temperature=temperature))
-    drawn = sample(logits, states)
-    assert isinstance(drawn[1], SampleFailure)
-    assert [drawn[0], drawn[2]] == [Sample(expected[0]), Sample(expected[2])]
+    sampled = sample(logits, states)
+    assert isinstance(sampled[1], SampleFailure)
+    assert [sampled[0], sampled[2]] == [Sample(expected[0]), Sample(expected[2])]
 
 
 def test_ids_outside_the_vocabulary_are_the_requests_fault():
@@ -213,8 +213,8 @@ def test_a_row_is_the_same_alone_and_in_any_batch_and_thread_count(vocab):
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
             order = np.random.default_rng(num_threads).permutation(len(logits)).tolist()
-            drawn = sample(logits[order], [states[i] for i in order])
-            assert drawn == [alone[i] for i in order]
+            sampled = sample(logits[order], [states[i] for i in order])
+            assert sampled == [alone[i] for i in order]
     finally:
         torch.set_num_threads(threads)
 
@@ -232,41 +232,41 @@ def test_logprobs_are_log_softmax_of_the_raw_logits():
     row = logits[0].numpy()
     reference = torch.log_softmax(logits[0].double(), dim=0).numpy()
     sampling = SamplingParams(temperature=0.3, top_k=3, logit_bias={1: 50.0}, logprobs=4)
-    drawn = sample_row(row, state_of(sampling))
-    assert isinstance(drawn, Sample) and drawn.logprobs is not None
-    assert drawn.token_id == drawn.logprobs.token_id == 1
-    assert drawn.logprobs.logprob == pytest.approx(reference[1], abs=1e-6)
+    sampled = sample_row(row, state_of(sampling))
+    assert isinstance(sampled, Sample) and sampled.logprobs is not None
+    assert sampled.token_id == sampled.logprobs.token_id == 1
+    assert sampled.logprobs.logprob == pytest.approx(reference[1], abs=1e-6)
     order = np.argsort(-reference, kind="stable").tolist()
-    assert [token_id for token_id, _ in drawn.logprobs.top] == order[:4]
-    assert [p for _, p in drawn.logprobs.top] == pytest.approx(reference[order[:4]], abs=1e-6)
-    assert drawn.logprobs.rank == order.index(1) + 1
+    assert [token_id for token_id, _ in sampled.logprobs.top] == order[:4]
+    assert [p for _, p in sampled.logprobs.top] == pytest.approx(reference[order[:4]], abs=1e-6)
+    assert sampled.logprobs.rank == order.index(1) + 1
 
 
 def test_logprobs_of_tokens_asked_for_by_id_come_behind_the_most_likely():
     row = logits_of(6)[0].numpy()
     order = np.argsort(-row, kind="stable").tolist()
-    asked_ids = (order[4], order[0], order[3], order[4])
-    asked = SamplingParams(temperature=0.0, logprobs=2, logprob_token_ids=asked_ids)
-    drawn = sample_row(row, state_of(asked))
-    assert isinstance(drawn, Sample) and drawn.logprobs is not None
+    requested_ids = (order[4], order[0], order[3], order[4])
+    asked = SamplingParams(temperature=0.0, logprobs=2, logprob_token_ids=requested_ids)
+    sampled = sample_row(row, state_of(asked))
+    assert isinstance(sampled, Sample) and sampled.logprobs is not None
     shown = [order[0], order[1], order[3], order[4]]
-    assert [token_id for token_id, _ in drawn.logprobs.top] == shown
+    assert [token_id for token_id, _ in sampled.logprobs.top] == shown
     whole = sample_row(row, state_of(SamplingParams(temperature=0.0, logprobs=6)))
     assert isinstance(whole, Sample) and whole.logprobs is not None
     by_id = dict(whole.logprobs.top)
-    assert [p for _, p in drawn.logprobs.top] == [by_id[token_id] for token_id in shown]
+    assert [p for _, p in sampled.logprobs.top] == [by_id[token_id] for token_id in shown]
 
 
 def test_ranks_of_equal_logits_follow_the_token_id():
     row = np.array([1.0, 3.0, 3.0, 3.0, 0.0], np.float32)
     sampling = SamplingParams(temperature=0.0, logprobs=2, allowed_token_ids=(2,))
-    drawn = sample_row(row, state_of(sampling, vocab=5))
-    assert isinstance(drawn, Sample) and drawn.logprobs is not None
-    assert drawn.logprobs.rank == 2
-    assert [token_id for token_id, _ in drawn.logprobs.top] == [1, 2]
+    sampled = sample_row(row, state_of(sampling, vocab=5))
+    assert isinstance(sampled, Sample) and sampled.logprobs is not None
+    assert sampled.logprobs.rank == 2
+    assert [token_id for token_id, _ in sampled.logprobs.top] == [1, 2]
 
 
 def test_more_top_logprobs_than_tokens_gives_all_tokens():
-    drawn = sample_row(logits_of(6)[0].numpy(), state_of(SamplingParams(logprobs=VOCAB + 9)))
-    assert isinstance(drawn, Sample) and drawn.logprobs is not None
-    assert len(drawn.logprobs.top) == VOCAB
+    sampled = sample_row(logits_of(6)[0].numpy(), state_of(SamplingParams(logprobs=VOCAB + 9)))
+    assert isinstance(sampled, Sample) and sampled.logprobs is not None
+    assert len(sampled.logprobs.top) == VOCAB

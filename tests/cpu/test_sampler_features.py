@@ -14,7 +14,7 @@ from test_sampler import VOCAB, logits_of, state_of, token_of
 from test_sampler_law import LOGITS, NUM_DRAWS, assert_follows
 
 from quickstep.errors import RequestError
-from quickstep.runtime.constraints.thinking_budget import ThinkingBudget
+from quickstep.runtime.constraints.reasoning import ThinkingBudget
 from quickstep.runtime.sampling import dry
 from quickstep.runtime.sampling.bad_words import BadWords
 from quickstep.runtime.sampling.dry import DryPenalty
@@ -157,15 +157,15 @@ def without_top_slowly(values, threshold):
 def test_xtc_leaves_out_all_but_the_least_of_the_top(values, threshold):
     scaled = np.array(values) - max(values)
     sampling = SamplingParams(xtc_probability=1.0, xtc_threshold=threshold)
-    kept = kept_token_ids(scaled, sampling, excludes_top=True)
+    kept = kept_token_ids(scaled, sampling, applies_xtc=True)
     assert kept.tolist() == without_top_slowly(scaled.tolist(), threshold)
     assert kept_token_ids(scaled, sampling).tolist() == list(range(len(values)))
 
 
 def test_chances_are_uniform_and_belong_to_seed_and_position():
-    drawn = np.array([chance(seed, position) for seed in range(100) for position in range(100)])
-    assert len(set(drawn.tolist())) == drawn.size
-    counts = np.bincount((drawn * 20).astype(int), minlength=20)
+    sampled = np.array([chance(seed, position) for seed in range(100) for position in range(100)])
+    assert len(set(sampled.tolist())) == sampled.size
+    counts = np.bincount((sampled * 20).astype(int), minlength=20)
     statistic = ((counts - 500) ** 2 / 500).sum()
     assert statistic < 19 + 2 * math.sqrt(19 * 9.2) + 2 * 9.2
     assert chance(7, 3) == chance(7, 3) != chance(7, 4)
@@ -177,13 +177,13 @@ def law_of(weights):
 
 
 def tokens_over_seeds(sampling, outputs=()):
-    drawn = []
+    sampled = []
     for seed in range(NUM_DRAWS):
         admission = Admission(0, "r#0", (1, *outputs), 1, sampling, seed)
         row = sample_row(LOGITS, SamplingState(admission, len(LOGITS)))
         assert isinstance(row, Sample)
-        drawn.append(row.token_id)
-    return drawn
+        sampled.append(row.token_id)
+    return sampled
 
 
 def all_weights():
@@ -193,8 +193,8 @@ def all_weights():
 def test_typical_p_follows_its_law():
     kept, _ = typical_slowly(LOGITS.tolist(), 0.6)
     weights = all_weights()
-    drawn = tokens_over_seeds(SamplingParams(typical_p=0.6))
-    assert_follows(law_of({i: weights[i] for i in kept}), drawn)
+    sampled = tokens_over_seeds(SamplingParams(typical_p=0.6))
+    assert_follows(law_of({i: weights[i] for i in kept}), sampled)
 
 
 def test_xtc_follows_its_law():
@@ -202,8 +202,8 @@ def test_xtc_follows_its_law():
     plain = law_of(weights)
     cut = law_of({i: weights[i] for i in without_top_slowly(LOGITS.tolist(), 0.1)})
     mixed = {i: 0.7 * plain[i] + 0.3 * cut.get(i, 0.0) for i in plain}
-    drawn = tokens_over_seeds(SamplingParams(xtc_probability=0.3, xtc_threshold=0.1))
-    assert_follows(mixed, drawn)
+    sampled = tokens_over_seeds(SamplingParams(xtc_probability=0.3, xtc_threshold=0.1))
+    assert_follows(mixed, sampled)
 
 
 def test_dry_and_bad_words_follow_their_law():
@@ -325,12 +325,12 @@ def test_all_of_them_go_on_after_a_preemption_as_if_there_was_none(sampling, see
     tokens = []
     for position in range(25):
         state = state_of(sampling, outputs=tokens, seed=seed) if position == cut else stayed
-        drawn = sample_row(peaky(seed, position).numpy(), state)
-        assert drawn == sample_row(peaky(seed, position).numpy(), stayed)
-        assert isinstance(drawn, Sample)
-        tokens.append(drawn.token_id)
+        sampled = sample_row(peaky(seed, position).numpy(), state)
+        assert sampled == sample_row(peaky(seed, position).numpy(), stayed)
+        assert isinstance(sampled, Sample)
+        tokens.append(sampled.token_id)
         stayed = state
-        stayed.record(drawn.token_id)
+        stayed.record(sampled.token_id)
 
 
 @settings(max_examples=25)

@@ -56,9 +56,9 @@ def state_of(sampling, seed, num_outputs=0):
 
 
 def draw(state):
-    drawn = sample_row(LOGITS, state)
-    assert isinstance(drawn, Sample)
-    return drawn.token_id
+    sampled = sample_row(LOGITS, state)
+    assert isinstance(sampled, Sample)
+    return sampled.token_id
 
 
 def assert_follows(law, tokens):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from quickstep.runtime.sampling.exact_math import exp_nonpositive, log
-from quickstep.runtime.sampling.noise import gumbel, gumbel_of_bits, largest_noisy, noise_bits
+from quickstep.runtime.sampling.noise import gumbel, gumbel_argmax, gumbel_of_bits, noise_bits
 
 MASK = 2**64 - 1
 WEYL, MIX_A, MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -90,7 +90,7 @@ def test_the_largest_noisy_value_is_that_of_the_exact_noise():
         ids = np.arange(2000)
         values = np.round(draws.normal(scale=3.0, size=2000), seed % 3)
         noise = gumbel(seed, 1, ids)
-        found = largest_noisy(values, noise_bits(seed, 1, ids))
+        found = gumbel_argmax(values, noise_bits(seed, 1, ids))
         assert found == int(np.argmax(values + noise))
 
 

@@ -8,9 +8,9 @@ from typing import TypeVar
 import pytest
 import torch
 
-from quickstep.ops.agreement import agreement
-from quickstep.ops.cases import OPS, AttentionCase, Case, cases
-from quickstep.ops.invariance import mismatches
+from op_checks.agreement import agreement
+from op_checks.cases import OPS, AttentionCase, Case, cases
+from op_checks.invariance import mismatches
 from quickstep.ops.resolve import resolve_ops
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

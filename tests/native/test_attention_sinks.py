@@ -1,8 +1,8 @@
 """Attention with sinks: a logit in the denominator of a head's queries, without a value.
 
 How near the results are to float64, and that their bits depend on nothing beside a query, is
-checked with all other attention (`ops.cases`); here, that those checks would find a sink that is
-left out, counted twice or in the wrong place, and what a sink means at its limits.
+checked with all other attention (`op_checks.cases`); here, that those checks would find a sink
+that is left out, counted twice or in the wrong place, and what a sink means at its limits.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quickstep.ops.agreement import agreement
-from quickstep.ops.attention_cases import DTYPES, AttentionCase, attention_cases
-from quickstep.ops.invariance import mismatches, same_bits
+from op_checks.agreement import agreement
+from op_checks.attention_cases import DTYPES, AttentionCase, attention_cases
+from op_checks.invariance import mismatches, same_bits
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable, PagedLayout

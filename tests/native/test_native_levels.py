@@ -14,10 +14,10 @@ from quickstep.ops.table import OpTable, QuantizedWeight
 # All but the last have fused multiply-adds, which the float part of a low-bit product is made of.
 FUSED = native_status().levels[:-1] if native_status().isa != "neon" else native_status().levels
 
-# multipliers stand in groups of 4 bits, 32 inputs at a time
+# sub-block scales stand in groups of 4 bits, 32 inputs at a time
 FORMS = [
     *product((4, 8), (None, 16, 48, 64, 128), ("", "zeros")),
-    *product((4,), (64, 128), ("multipliers",)),
+    *product((4,), (64, 128), ("sub_scales",)),
 ]
 
 
@@ -35,22 +35,22 @@ def test_low_bit_products_have_the_same_bits_on_every_level_and_in_every_batch(
     inputs = 1100 if group is None else 1152
     groups = 1 if group is None else inputs // group
     shape = (150, groups)
-    codes = QuantizedWeight(
+    quantized = QuantizedWeight(
         torch.randint(0, 2**bits, (150, inputs), generator=generator).to(torch.uint8),
         torch.rand(shape, generator=generator),
         torch.rand(shape, generator=generator) * 2**bits if more == "zeros" else None,
         bits,
         inputs // groups,
     )
-    if more == "multipliers":
+    if more == "sub_scales":
         held = torch.randint(0, 16, (150, inputs // 16), generator=generator)
-        codes = replace(codes, multipliers=(2 * held - 15).to(torch.int8))
+        quantized = replace(quantized, sub_scales=(2 * held - 15).to(torch.int8))
     bias = torch.randn(150, generator=generator)
     x = torch.randn(131, inputs, generator=generator)
     expected = None
     for level in FUSED:
         ops = table(level)
-        packed = ops.pack_quantized(codes, bias)
+        packed = ops.pack_quantized(quantized, bias)
         whole = ops.linear(x, packed)
         expected = whole if expected is None else expected
         assert torch.equal(whole, expected), level

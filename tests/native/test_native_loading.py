@@ -57,10 +57,12 @@ def test_a_matrix_rounded_from_files_is_the_rounded_tensor(table, tmp_path, form
     errors = []
     rounding = Rounding(*form, 1, errors.append)
     loaded = table.load_linear(stored(tmp_path, weight, 70, rounding), None)
-    codes = table.quantize(weight, *form)
-    assert torch.equal(table.linear(x, loaded), table.linear(x, table.pack_quantized(codes, None)))
+    quantized = table.quantize(weight, *form)
+    assert torch.equal(
+        table.linear(x, loaded), table.linear(x, table.pack_quantized(quantized, None))
+    )
     [error] = errors
-    assert error == pytest.approx(rounding_error(weight, codes), rel=0.1)
+    assert error == pytest.approx(rounding_error(weight, quantized), rel=0.1)
 
 
 def test_a_file_that_ends_within_the_matrix_is_refused_by_name(table, tmp_path):

@@ -1,7 +1,7 @@
 """Every native op under every ISA level that the machine has: near float64, and exact.
 
-The cases and both checks are those of the reference (`ops.cases`, `ops.agreement`,
-`ops.invariance`); what is added here is levels and thread counts.
+The cases and both checks are those of the reference (`op_checks.cases`, `op_checks.agreement`,
+`op_checks.invariance`); what is added here is levels and thread counts.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quickstep.ops.agreement import agreement
-from quickstep.ops.cases import OPS, AttentionCase, Case, bind, cases
-from quickstep.ops.invariance import mismatches, same_bits
+from op_checks.agreement import agreement
+from op_checks.cases import OPS, AttentionCase, Case, bind, cases
+from op_checks.invariance import mismatches, same_bits
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.table import OpTable
 

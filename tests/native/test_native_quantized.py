@@ -42,10 +42,10 @@ def test_sums_over_one_group_are_exact_integers_on_every_level(
     seed: int, bits: int, num_tokens: int, inputs: int, outputs: int
 ) -> None:
     x = integers(seed, -127, 128, num_tokens, inputs)
-    x[:, 0] = 127  # so that a token's codes are its numbers, and its scale is 1
-    codes = integers(seed + 1, 0, 2**bits, outputs, inputs)
-    weight = QuantizedWeight(codes.to(torch.uint8), torch.ones(outputs, 1), None, bits, inputs)
-    expected = (x @ (codes - 2 ** (bits - 1)).t()).float()
+    x[:, 0] = 127  # so that a token's quantized values are its numbers, and its scale is 1
+    quants = integers(seed + 1, 0, 2**bits, outputs, inputs)
+    weight = QuantizedWeight(quants.to(torch.uint8), torch.ones(outputs, 1), None, bits, inputs)
+    expected = (x @ (quants - 2 ** (bits - 1)).t()).float()
     for ops in TABLES:
         packed = ops.pack_quantized(weight, None)
         assert torch.equal(ops.linear(x.float(), packed), expected)
@@ -64,10 +64,10 @@ def test_sums_over_groups_are_exact_where_their_scales_are_powers_of_two(
     inputs, group = sizes
     x = integers(seed, -7, 8, num_tokens, inputs)
     x[:, ::group] = -127
-    codes = integers(seed + 1, 0, 2**bits, outputs, inputs)
+    quants = integers(seed + 1, 0, 2**bits, outputs, inputs)
     scales = 2.0 ** integers(seed + 2, -2, 3, outputs, inputs // group)
     zeros = integers(seed + 3, 0, 2**bits, outputs, inputs // group).float()
-    weight = QuantizedWeight(codes.to(torch.uint8), scales, zeros, bits, group)
+    weight = QuantizedWeight(quants.to(torch.uint8), scales, zeros, bits, group)
     exact = x.double() @ weight.dequantized().double().t()
     assert exact.abs().max() < 2**22  # quarters of it fit float32
     for ops in TABLES:
@@ -76,11 +76,11 @@ def test_sums_over_groups_are_exact_where_their_scales_are_powers_of_two(
 
 
 def multiplied(seed: int, outputs: int, inputs: int, group: int) -> QuantizedWeight:
-    """Codes with multipliers, every value of both among them."""
+    """Quantized values with sub-block scales, every value of both among them."""
     scales = 2.0 ** integers(seed + 2, -2, 3, outputs, inputs // group)
-    codes = integers(seed, 0, 16, outputs, inputs).to(torch.uint8)
-    multipliers = 2 * integers(seed + 1, 0, 16, outputs, inputs // 16) - 15
-    return QuantizedWeight(codes, scales, None, 4, group, multipliers.to(torch.int8))
+    quants = integers(seed, 0, 16, outputs, inputs).to(torch.uint8)
+    sub_scales = 2 * integers(seed + 1, 0, 16, outputs, inputs // 16) - 15
+    return QuantizedWeight(quants, scales, None, 4, group, sub_scales.to(torch.int8))
 
 
 @given(
@@ -89,20 +89,23 @@ def multiplied(seed: int, outputs: int, inputs: int, group: int) -> QuantizedWei
     st.sampled_from([(64, 32), (128, 64), (1024, 128), (2304, 128), (576, 96)]),
     st.sampled_from([1, 64, 65, 200, 321]),
 )
-def test_codes_with_multipliers_are_the_weight_of_8_bits_that_they_open_to(
+def test_sub_scales_unpack_to_a_weight_of_8_bits(
     seed: int, num_tokens: int, sizes: tuple[int, int], outputs: int
 ) -> None:
     inputs, group = sizes
     weight = multiplied(seed, outputs, inputs, group)
     x = integers(seed, -127, 128, num_tokens, inputs).float()
     for ops in TABLES:
-        packed, opened = ops.pack_quantized(weight, None), ops.pack_quantized(weight.opened(), None)
+        packed, opened = (
+            ops.pack_quantized(weight, None),
+            ops.pack_quantized(weight.unpacked(), None),
+        )
         assert torch.equal(ops.linear(x, packed), ops.linear(x, opened))
         rows = ops.embedding(torch.arange(outputs), packed, torch.float32)
         assert torch.equal(rows, weight.dequantized())
 
 
-def test_multipliers_that_no_kernel_has_are_refused() -> None:
+def test_sub_scales_that_no_kernel_has_are_refused() -> None:
     weight = multiplied(0, 8, 128, 64)
     for odd in (
         replace(weight, bits=8),
@@ -143,8 +146,8 @@ def test_a_token_with_nan_or_inf_is_nan_and_no_other() -> None:
 def test_an_unknown_token_is_refused() -> None:
     ops = native()
     plain = ops.pack_linear(torch.randn(10, 8), None)
-    coded = ops.pack_quantized(ops.quantize(torch.randn(10, 16), 8, None, False), None)
-    for weight in (plain, coded):
+    quantized = ops.pack_quantized(ops.quantize(torch.randn(10, 16), 8, None, False), None)
+    for weight in (plain, quantized):
         for token in (-1, 10):
             with pytest.raises(EngineError):
                 ops.embedding(torch.tensor([3, token]), weight, torch.float32)
@@ -152,14 +155,14 @@ def test_an_unknown_token_is_refused() -> None:
 
 def test_a_group_that_no_kernel_has_is_refused() -> None:
     for inputs, group in ((24, 8), (70_000, 70_000)):
-        codes = torch.zeros(2, inputs, dtype=torch.uint8)
-        weight = QuantizedWeight(codes, torch.ones(2, inputs // group), None, 8, group)
+        quants = torch.zeros(2, inputs, dtype=torch.uint8)
+        weight = QuantizedWeight(quants, torch.ones(2, inputs // group), None, 8, group)
         with pytest.raises(EngineError, match=f"groups of {group}"):
             native().pack_quantized(weight, None)
 
 
 @pytest.mark.parametrize(
-    ("bits", "group", "has_multipliers"),
+    ("bits", "group", "has_sub_scales"),
     [
         (8, 128, False),
         (8, 2304, False),
@@ -170,13 +173,13 @@ def test_a_group_that_no_kernel_has_is_refused() -> None:
     ],
 )
 def test_a_row_has_the_same_bits_in_every_batch_and_with_every_number_of_threads(
-    bits: int, group: int, has_multipliers: bool
+    bits: int, group: int, has_sub_scales: bool
 ) -> None:
     inputs, outputs = 2304, 201
-    codes = integers(1, 0, 2**bits, outputs, inputs).to(torch.uint8)
+    quants = integers(1, 0, 2**bits, outputs, inputs).to(torch.uint8)
     scales = torch.rand(outputs, inputs // group, generator=torch.Generator().manual_seed(2))
-    found = multiplied(4, outputs, inputs, group).multipliers if has_multipliers else None
-    weight = QuantizedWeight(codes, scales, None, bits, group, found)
+    found = multiplied(4, outputs, inputs, group).sub_scales if has_sub_scales else None
+    weight = QuantizedWeight(quants, scales, None, bits, group, found)
     x = torch.randn(101, inputs, generator=torch.Generator().manual_seed(3)).bfloat16()
     for level in LEVELS:
         packed_one = (one := native(level, 1)).pack_quantized(weight, None)

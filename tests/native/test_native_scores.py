@@ -74,7 +74,7 @@ def test_a_prompts_token_scores_as_it_did_when_it_was_sampled():
         for seed in range(6)
     ]
     for table in TABLES:
-        samples = NativeSampler(table.steps.draws(300)).sample(logits, states)
+        samples = NativeSampler(table.steps.sampler(300)).sample(logits, states)
         scorer = NativeScorer(table.steps.scores(300))
         token_ids = [one.token_id for one in samples]
         assert scorer.score(logits, token_ids, 4) == [one.logprobs for one in samples]

@@ -15,7 +15,6 @@ from engine_answers import FORMATS, answers
 
 from quickstep.config import LoadConfig
 from quickstep.model.checkpoint.source import find_checkpoint
-from quickstep.model.checkpoint.torch_weights import with_torch_kv, with_torch_tensors
 from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.loader import load_model, reason_for_torch
 from quickstep.model.spec import read_spec
@@ -23,6 +22,7 @@ from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, torch_dtype
 from quickstep.ops.host_tensor import CPU, HostTensor, rounded, to_torch
 from quickstep.ops.native.backend import load_native
 from quickstep.runtime.capture import CapturedSteps, open_steps
+from quickstep.runtime.eager_steps import with_torch_kv, with_torch_tensors
 from quickstep.runtime.kv_cache import allocate_kv
 
 _SCRIPT = """

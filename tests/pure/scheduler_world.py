@@ -15,8 +15,7 @@ from hashlib import blake2b
 from shadow_executor import ShadowExecutor, Sizes, Trouble
 
 from quickstep.config import PolicyName, SchedulerConfig
-from quickstep.core.block_hashes import Digest, chain_digest
-from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.block_pool import Digest, KVBlockPool, chain_digest
 from quickstep.core.cost_model import CostModel, LinearCostModel
 from quickstep.core.policies import Policy, StepView, make_policy
 from quickstep.core.scheduler import Scheduler

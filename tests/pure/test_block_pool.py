@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from scheduler_world import CountingPool, weak_digest
 
-from quickstep.core.block_hashes import BlockKey, ChainRoot, chain_digest, root_digest
-from quickstep.core.block_pool import NO_HITS, KVBlockPool, PrefixHits
+from quickstep.core.block_pool import (
+    NO_HITS,
+    BlockKey,
+    ChainRoot,
+    KVBlockPool,
+    PrefixHits,
+    chain_digest,
+    root_digest,
+)
 from quickstep.errors import ConfigError, OutOfBlocks
 
 BASE = ChainRoot()

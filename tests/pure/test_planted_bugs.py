@@ -57,7 +57,6 @@ from quickstep.core.scheduler import Scheduler
 
 # In the order of their imports.
 _MODULES = (
-    "block_hashes",
     "block_pool",
     "cost_model",
     "sequence",

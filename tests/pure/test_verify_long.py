@@ -93,7 +93,7 @@ def test_the_exit_status_and_the_summary_tell_of_a_failure(
 def test_the_property_tests_are_found(tool: ModuleType) -> None:
     files = tool.property_tests()
     assert "tests/pure/test_scheduler_machine.py" in files
-    assert "tests/native/test_native_draws.py" in files
+    assert "tests/native/test_native_sampling.py" in files
     assert all((ROOT / name).is_file() for name in files)
 
 

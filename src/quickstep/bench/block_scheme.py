@@ -1,12 +1,12 @@
 """llama.cpp's Q8_0 and Q4_0 schemes in NumPy, to judge our formats beside them.
 
 Both hold weights in blocks of 32 inputs with a float16 scale, and quantise activations to Q8_0 on
-the way in. Here the codes are multiplied out, and the product taken in float32: its rounding is
-far below that of the codes. `block_ops` puts the scheme under a whole model. As llama.cpp keeps
-them at more bits, embeddings and the output projection are Q8_0 in both.
+the way in. Here the quantized values are multiplied out, and the product taken in float32: its
+rounding is far below that of the quantized values. `block_ops` puts the scheme under a whole model.
+As llama.cpp keeps them at more bits, embeddings and the output projection are Q8_0 in both.
 
-    Q8_0   d = max |x| / 127            code = round(x / d)
-    Q4_0   d = (x of max |x|) / -8      code = min(15, trunc(x / d + 8.5)) - 8
+    Q8_0   d = max |x| / 127            quant = round(x / d)
+    Q4_0   d = (x of max |x|) / -8      quant = min(15, trunc(x / d + 8.5)) - 8
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quickstep.ops.reference.logits import finished_logits
+from quickstep.ops.reference.linear import finished_logits
 from quickstep.ops.table import LinearWeight, OpTable
 
 __all__ = ["BLOCK", "block_ops", "block_product", "rounded_q4_0", "rounded_q8_0"]
@@ -33,8 +33,8 @@ def rounded_q8_0(values: Floats) -> Floats:
     blocks = _blocks(values)
     step = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
     scaled = blocks * _inverse(step)
-    codes = np.copysign(np.floor(np.abs(scaled) + np.float32(0.5)), scaled)
-    kept: Floats = (codes * _half(step)).reshape(values.shape)
+    quants = np.copysign(np.floor(np.abs(scaled) + np.float32(0.5)), scaled)
+    kept: Floats = (quants * _half(step)).reshape(values.shape)
     return kept
 
 
@@ -43,8 +43,8 @@ def rounded_q4_0(values: Floats) -> Floats:
     blocks = _blocks(values)
     place = np.abs(blocks).argmax(-1, keepdims=True)
     step = np.take_along_axis(blocks, place, -1) / np.float32(-8)
-    codes = np.minimum(np.float32(15), np.trunc(blocks * _inverse(step) + np.float32(8.5)))
-    kept: Floats = ((codes - np.float32(8)) * _half(step)).reshape(values.shape)
+    quants = np.minimum(np.float32(15), np.trunc(blocks * _inverse(step) + np.float32(8.5)))
+    kept: Floats = ((quants - np.float32(8)) * _half(step)).reshape(values.shape)
     return kept
 
 

@@ -75,15 +75,15 @@ def draw_layer(factor: int, seed: int) -> OutlierLayer:
 def format_error(
     layer: OutlierLayer, ops: OpTable, dtype: torch.dtype, form: MatrixFormat | None
 ) -> LayerError:
-    """Of weights in codes (`form`) or in `dtype`, with activations in `dtype`."""
+    """Of weights in quantized values (`form`) or in `dtype`, with activations in `dtype`."""
     weight = layer.weight.to(dtype)
     if form is None:
         packed = ops.pack_linear(weight, None)
     else:
-        codes = ops.quantize(
-            weight, form.bits, form.group_size, form.has_zeros, form.has_multipliers
+        quantized = ops.quantize(
+            weight, form.bits, form.group_size, form.has_zeros, form.has_sub_scales
         )
-        packed = ops.pack_quantized(codes, None)
+        packed = ops.pack_quantized(quantized, None)
     return _error(layer, ops.linear(layer.x.to(dtype), packed))
 
 

@@ -39,7 +39,7 @@ from quickstep.model.loader import resolve_device, resolve_dtype
 from quickstep.model.long_context import with_context
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec
-from quickstep.model.weights import DenseWeights, LayerWeights
+from quickstep.model.weights import LayerWeights, MLPWeights
 from quickstep.ops.dtypes import torch_dtype
 from quickstep.ops.resolve import resolve_ops
 from quickstep.runtime.kv_cache import allocate_kv
@@ -88,7 +88,7 @@ class Subject:
             _bytes_read(layer, read_share(self.spec, kind, batch))
             for layer, kind in zip(weights.layers, self.spec.layers, strict=True)
         )
-        return layers + weights.head.nbytes
+        return layers + weights.lm_head.nbytes
 
 
 def open_checkpoint(config: EngineConfig, progress: LoadProgress | None = None) -> Subject:
@@ -168,9 +168,9 @@ def _wired(
 
 
 def _bytes_read(layer: LayerWeights, expert_share: float) -> float:
-    attention = layer.attention.qkv.nbytes + layer.attention.output.nbytes
-    feed_forward = layer.feed_forward
-    if isinstance(feed_forward, DenseWeights):
-        return attention + feed_forward.gate_up.nbytes + feed_forward.down.nbytes
-    experts = sum(one.gate_up.nbytes + one.down.nbytes for one in feed_forward.experts)
-    return attention + feed_forward.router.nbytes + expert_share * experts
+    attention = layer.attention.qkv.nbytes + layer.attention.o_proj.nbytes
+    mlp = layer.mlp
+    if isinstance(mlp, MLPWeights):
+        return attention + mlp.gate_up.nbytes + mlp.down_proj.nbytes
+    experts = sum(one.gate_up.nbytes + one.down_proj.nbytes for one in mlp.experts)
+    return attention + mlp.router.nbytes + expert_share * experts

@@ -7,18 +7,33 @@
 Ids only, never tensors. Owned and called by `core.scheduler`. Executors run plans in order, so a
 block may be released, or registered before it is written, while steps that touch it are in flight:
 whoever gets it next reads and writes it in a later step. Nothing is pinned here.
+
+Full blocks are identified by a hash chain from the adapter and salt through the token ids. A digest
+finds a candidate block; it never decides. A hit is decided by `BlockKey`: equal token ids under the
+*same* parent, so two prefixes share KV only if every token before is equal too.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
 
-from quickstep.core.block_hashes import BlockKey, ChainRoot, Digest, chain_digest, root_digest
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError, OutOfBlocks
 
-__all__ = ["NO_HITS", "KVBlockPool", "PoolStats", "PrefixHits"]
+__all__ = [
+    "NO_HITS",
+    "BlockKey",
+    "ChainRoot",
+    "Digest",
+    "KVBlockPool",
+    "PoolStats",
+    "PrefixHits",
+    "chain_digest",
+    "root_digest",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +56,43 @@ class PrefixHits:
 
 
 NO_HITS = PrefixHits((), 0)
+
+
+_DIGEST_BYTES = 16
+
+# (digest of the parent, token ids of the block) -> digest of the block.
+Digest = Callable[[bytes, Sequence[int]], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainRoot:
+    """What separates prefix caches: KV depends on the adapter, and tenants may not share."""
+
+    adapter: str = ""
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockKey:
+    """The content of one registered block. Compared by identity: two equal keys are one object."""
+
+    parent: BlockKey | ChainRoot
+    token_ids: tuple[int, ...]
+    digest: bytes
+
+
+def root_digest(root: ChainRoot) -> bytes:
+    """Where the chain of an adapter and salt starts."""
+    adapter = root.adapter.encode("utf-8", "surrogatepass")
+    salt = root.cache_salt.encode("utf-8", "surrogatepass")
+    # The length keeps ("ab", "c") and ("a", "bc") apart.
+    prefix = len(adapter).to_bytes(8, "little")
+    return blake2b(prefix + adapter + salt, digest_size=_DIGEST_BYTES).digest()
+
+
+def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The digest of a block of `token_ids` behind `parent`."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
 
 
 class KVBlockPool:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import field, replace
 
-from quickstep.core.block_hashes import BlockKey, ChainRoot
-from quickstep.core.block_pool import NO_HITS
+from quickstep.core.block_pool import NO_HITS, BlockKey, ChainRoot
 from quickstep.dataclass import dataclass
 from quickstep.types import (
     Admission,

@@ -207,7 +207,7 @@ def load_weights(
     if spec.native:
         weights = open_weights(checkpoint.path, spec)
         check_requantization(weights, config.load.quantization)
-        held_bytes = weights.held_bytes(dtype.itemsize) if weights.coded else None
+        held_bytes = weights.held_bytes(dtype.itemsize) if weights.quantized else None
         why_torch = "--enforce-eager"
         if not config.enforce_eager:
             why_torch = reason_for_torch(weights, ops, config.load)

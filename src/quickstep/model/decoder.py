@@ -10,10 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec, QKNorm
-from quickstep.model.feed_forward import dense_feed_forward
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable
-from quickstep.model.weights import AttentionWeights, DecoderWeights, LayerWeights, SparseWeights
+from quickstep.model.weights import (
+    AttentionWeights,
+    DecoderWeights,
+    LayerWeights,
+    MLPWeights,
+    MoEWeights,
+)
 from quickstep.ops.host_tensor import Device, rounded
 from quickstep.ops.table import AttentionParams, KVCache, OpTable, PagedLayout
 
@@ -21,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Decoder"]
+__all__ = ["Decoder", "dense_mlp"]
 
 
 class Decoder:
@@ -45,7 +50,7 @@ class Decoder:
         dtype = weights.final_norm.dtype
         # rounded to the weights' dtype, as Gemma was trained
         self._multiplier = rounded(spec.embedding_multiplier, dtype)
-        self._attention = tuple(
+        self._attention_params = tuple(
             AttentionParams(spec.attention_scale, layer.window, spec.attention_softcap)
             for layer in spec.layers
         )
@@ -121,34 +126,38 @@ class Decoder:
         layout, emitting = batch.layout, batch.emitting
         rotations = tuple(table.at(self._ops, layout.positions) for table in self._ropes)
         weights = self._weights
-        residual = self._ops.embedding(batch.token_ids, weights.embedding, weights.final_norm.dtype)
+        residual = self._ops.embedding(
+            batch.token_ids, weights.embed_tokens, weights.final_norm.dtype
+        )
         if self._multiplier != 1.0:
             residual = residual * self._multiplier
         delta: Tensor | None = None
         for index, layer in enumerate(self._weights.layers):
             kind = self._spec.layers[index]
             rotation = None if kind.rope is None else rotations[kind.rope]
-            x, residual = self._enter(delta, residual, layer.before_attention)
-            q = self._attend_from(index, x, rotation, layout, kv)
+            x, residual = self._add_and_norm(delta, residual, layer.input_layernorm)
+            q = self._write_kv_and_query(index, x, rotation, layout, kv)
             if emitting is not None and index == self._spec.num_layers - 1:
                 layout, tokens = emitting.layout, emitting.tokens
                 q, residual = q[tokens], residual[tokens]
                 if not tokens.shape[0]:
                     return residual
-            x = self._attend(index, q, layout, kv)
-            delta = self._leave(x, layer.after_attention)
-            x, residual = self._enter(delta, residual, layer.before_feed_forward)
-            x = self._feed_forward(layer, kind, x)
-            delta = self._leave(x, layer.after_feed_forward)
-        hidden, _ = self._enter(delta, residual, self._weights.final_norm)
+            x = self._attention(index, q, layout, kv)
+            delta = self._norm_output(x, layer.post_attention_layernorm)
+            x, residual = self._add_and_norm(delta, residual, layer.pre_feedforward_layernorm)
+            x = self._mlp(layer, kind, x)
+            delta = self._norm_output(x, layer.post_feedforward_layernorm)
+        hidden, _ = self._add_and_norm(delta, residual, self._weights.final_norm)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[E, hidden] -> [E, V] fp32, soft-capped and scaled as the architecture asks."""
         spec = self._spec
-        return self._ops.logits(hidden, self._weights.head, spec.logit_divisor, spec.logit_softcap)
+        return self._ops.logits(
+            hidden, self._weights.lm_head, spec.logit_divisor, spec.logit_softcap
+        )
 
-    def _enter(
+    def _add_and_norm(
         self, delta: Tensor | None, residual: Tensor, norm: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Add the last sub-block's output to the residual; give the next one's input and it."""
@@ -161,7 +170,7 @@ class Decoder:
             return residual, residual
         return self._ops.rms_norm(residual, norm, eps, offset), residual
 
-    def _leave(self, x: Tensor, norm: Tensor | None) -> Tensor:
+    def _norm_output(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """Norm and scale a sub-block's output where the architecture does."""
         if norm is not None:
             x = self._ops.rms_norm(x, norm, self._spec.norm_eps, self._spec.norm_offset)
@@ -169,7 +178,7 @@ class Decoder:
             x = x * self._spec.residual_multiplier
         return x
 
-    def _attend_from(
+    def _write_kv_and_query(
         self,
         index: int,
         x: Tensor,
@@ -179,23 +188,23 @@ class Decoder:
     ) -> Tensor:
         """Write a layer's KV of x [T, hidden], return its queries [T, H, D]."""
         ops = self._ops
-        q, k, v = self._project(self._weights.layers[index].attention, x)
+        q, k, v = self._qkv(self._weights.layers[index].attention, x)
         if rotation is not None:
             q = ops.rotary(q, rotation[0], rotation[1], False)
             k = ops.rotary(k, rotation[0], rotation[1], False)
         ops.write_kv(k, v, kv.keys[index], kv.values[index], layout.slot_mapping)
         return q
 
-    def _attend(self, index: int, q: Tensor, layout: PagedLayout, kv: KVCache) -> Tensor:
+    def _attention(self, index: int, q: Tensor, layout: PagedLayout, kv: KVCache) -> Tensor:
         """One layer's attention of q [T, H, D] over the KV written, and its output projection."""
         ops, spec = self._ops, self._spec
         keys, values = kv.keys[index], kv.values[index]
         weights = self._weights.layers[index].attention
-        params = self._attention[index]
+        params = self._attention_params[index]
         mixed = ops.paged_attention(q, keys, values, layout, params, weights.sinks)
-        return ops.linear(mixed.reshape(-1, spec.num_heads * spec.head_size), weights.output)
+        return ops.linear(mixed.reshape(-1, spec.num_heads * spec.head_size), weights.o_proj)
 
-    def _project(self, weights: AttentionWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(self, weights: AttentionWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D], k and v [T, K, D], normed where the architecture does."""
         spec = self._spec
         queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
@@ -216,12 +225,18 @@ class Decoder:
         q = self._ops.rms_norm(q, weights.q_norm, eps, offset)
         return q, self._ops.rms_norm(k, weights.k_norm, eps, offset)
 
-    def _feed_forward(self, layer: LayerWeights, kind: LayerSpec, x: Tensor) -> Tensor:
-        weights, activation = layer.feed_forward, self._spec.activation
-        if isinstance(weights, SparseWeights):
+    def _mlp(self, layer: LayerWeights, kind: LayerSpec, x: Tensor) -> Tensor:
+        weights, activation = layer.mlp, self._spec.activation
+        if isinstance(weights, MoEWeights):
             assert kind.sparse and self._spec.moe is not None
             # Imported here: it computes with torch.
-            from quickstep.model.experts import sparse_feed_forward
+            from quickstep.model.experts import mixture_of_experts
 
-            return sparse_feed_forward(self._ops, weights, x, self._spec.moe, activation)
-        return dense_feed_forward(self._ops, weights, x, activation)
+            return mixture_of_experts(self._ops, weights, x, self._spec.moe, activation)
+        return dense_mlp(self._ops, weights, x, activation)
+
+
+def dense_mlp(ops: OpTable, weights: MLPWeights, x: Tensor, activation: str) -> Tensor:
+    """[T, C] -> [T, C]: down_proj(act(gate(x)) * up(x))."""
+    gate_up = ops.linear(x, weights.gate_up)
+    return ops.linear(ops.gated_activation(gate_up, activation), weights.down_proj)

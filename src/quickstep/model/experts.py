@@ -9,19 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quickstep.model.decoder import dense_mlp
 from quickstep.model.decoder_spec import MoESpec
-from quickstep.model.feed_forward import dense_feed_forward
-from quickstep.model.weights import SparseWeights
-from quickstep.ops.reference.elementary import exp_nonpositive
-from quickstep.ops.reference.fixed_point import round_rows
+from quickstep.model.weights import MoEWeights
+from quickstep.ops.reference.exact_math import exp_nonpositive, round_rows
 from quickstep.ops.table import OpTable
 
-__all__ = ["route", "sparse_feed_forward"]
+__all__ = ["mixture_of_experts", "route"]
 
 _SUM_BITS = 40  # exact sums of up to 2**13 experts in fp64
 
 
-def route(ops: OpTable, weights: SparseWeights, x: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor]:
+def route(ops: OpTable, weights: MoEWeights, x: Tensor, moe: MoESpec) -> tuple[Tensor, Tensor]:
     """Experts of each token and their weights, each [T, experts_per_token], the best first."""
     scores = _softmax(ops.linear(x, weights.router))
     # a stable sort, as top-k may break ties differently for another number of rows
@@ -45,8 +44,8 @@ def _softmax(logits: Tensor) -> Tensor:
     return exponentials / total
 
 
-def sparse_feed_forward(
-    ops: OpTable, weights: SparseWeights, x: Tensor, moe: MoESpec, activation: str
+def mixture_of_experts(
+    ops: OpTable, weights: MoEWeights, x: Tensor, moe: MoESpec, activation: str
 ) -> Tensor:
     """[T, C] -> [T, C]: each token's experts, weighted."""
     chosen, shares = route(ops, weights, x, moe)
@@ -63,7 +62,7 @@ def sparse_feed_forward(
             continue
         stop = start + count
         rows = tokens[start:stop]
-        output = dense_feed_forward(ops, expert, x[rows], activation)
+        output = dense_mlp(ops, expert, x[rows], activation)
         share = shares[by_expert[start:stop]].unsqueeze(1)
         result.index_add_(0, rows, output.float() * share)  # a token stands in `rows` once
         start = stop

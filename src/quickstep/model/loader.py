@@ -35,7 +35,7 @@ from quickstep.model.checkpoint.weights import (
 )
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec, QKNorm
-from quickstep.model.formats.detect import open_coded_reader
+from quickstep.model.formats.detect import open_quantized_reader
 from quickstep.model.interface import Model
 from quickstep.model.quantization import find_scheme
 from quickstep.model.quantize import QuantizingSource
@@ -45,9 +45,9 @@ from quickstep.model.spec import read_config
 from quickstep.model.weights import (
     AttentionWeights,
     DecoderWeights,
-    DenseWeights,
     LayerWeights,
-    SparseWeights,
+    MLPWeights,
+    MoEWeights,
 )
 from quickstep.ops.dtypes import DType, torch_dtype
 from quickstep.ops.host_tensor import CPU, HostTensor, torch_device
@@ -119,15 +119,15 @@ def load_model(
     weights.check()
     check_requantization(weights, load.quantization)
 
-    def told(num_bytes: int, total_bytes: int) -> None:
+    def report(num_bytes: int, total_bytes: int) -> None:
         fingerprint.begin()
         if progress is not None:
             progress(num_bytes, total_bytes)
 
     if on_host:
-        stored = _open_source(weights, dtype, device, told)
+        stored = _open_source(weights, dtype, device, report)
     else:
-        stored = _open_source(weights, torch_dtype(dtype), torch_device(device), told)
+        stored = _open_source(weights, torch_dtype(dtype), torch_device(device), report)
     source = quantizing(stored, load.quantization, weights.names, ops)
     return build_decoder(spec, ops, source, weights.names, max_model_len, fingerprint.result)
 
@@ -160,8 +160,10 @@ def reason_for_torch(weights: CheckpointWeights, ops: OpTable, load: LoadConfig)
 
 
 def check_requantization(weights: CheckpointWeights, quantization: str | None) -> None:
-    """Refuse `--quantization` for weights in codes: rounding twice would only lose. ConfigError."""
-    if quantization is not None and weights.storage is not None and weights.coded:
+    """Refuse `--quantization` for weights in quantized values: rounding twice would only lose.
+    ConfigError.
+    """
+    if quantization is not None and weights.storage is not None and weights.quantized:
         raise ConfigError(
             f"--quantization is {quantization}, but the checkpoint is quantised already "
             f"({weights.storage.name}); leave the option out, or load the unquantised checkpoint"
@@ -184,17 +186,19 @@ def _open_source(
         return FusedExpertsSource(reader, weights.experts)
     if weights.storage is None:
         return reader
-    return open_coded_reader(reader, weights.storage, weights.shapes, weights.config, weights.spec)
+    return open_quantized_reader(
+        reader, weights.storage, weights.shapes, weights.config, weights.spec
+    )
 
 
 def quantizing(
     source: TensorSource, quantization: str | None, names: DecoderNames, ops: OpTable
 ) -> TensorSource:
-    """`source`, with matrices in the codes that `--quantization` asks for."""
+    """`source`, with matrices in the quantized values that `--quantization` asks for."""
     scheme = find_scheme(quantization)
     if scheme is None:
         return source
-    return QuantizingSource(source, scheme, frozenset((names.embedding, names.head)), ops)
+    return QuantizingSource(source, scheme, frozenset((names.embed_tokens, names.lm_head)), ops)
 
 
 def build_decoder(
@@ -233,16 +237,16 @@ class _Packing:
     def _outer(self, names: DecoderNames) -> tuple[Tensor | LinearWeight, LinearWeight]:
         """Embedding and output projection: one weight where they are tied."""
         if not names.head_stored:
-            packed = self._matrix((names.embedding,))
+            packed = self._matrix((names.embed_tokens,))
             return packed, packed
         if self._spec.tied:
-            embedding = self._reader.linear((names.embedding,))
-            projection = self._reader.linear((names.head,))
+            embedding = self._reader.linear((names.embed_tokens,))
+            projection = self._reader.linear((names.lm_head,))
             if _equal(projection, embedding):
                 packed = self._pack(embedding)
                 return packed, packed
             return self._table(embedding), self._pack(projection)
-        return self._embedding(names.embedding), self._matrix((names.head,))
+        return self._embedding(names.embed_tokens), self._matrix((names.lm_head,))
 
     def _embedding(self, name: str) -> Tensor | LinearWeight:
         """An embedding that is no projection, packed where that needs no second copy of it."""
@@ -251,7 +255,7 @@ class _Packing:
         return self._table(self._reader.linear((name,)))
 
     def _table(self, embedding: Tensor | QuantizedWeight) -> Tensor | LinearWeight:
-        """An embedding that is no projection: as it is, unless it is in codes."""
+        """An embedding that is no projection: as it is, unless it is in quantized values."""
         return self._pack(embedding) if isinstance(embedding, QuantizedWeight) else embedding
 
     def _layers(self, prefix: str) -> Iterator[LayerWeights]:
@@ -265,11 +269,11 @@ class _Packing:
         names = self._norms
         return LayerWeights(
             attention=self._attention(f"{start}self_attn."),
-            feed_forward=self._experts(start) if sparse else self._dense(f"{start}mlp."),
-            before_attention=norm(names.before_attention),
-            after_attention=norm(names.after_attention),
-            before_feed_forward=norm(names.before_feed_forward),
-            after_feed_forward=norm(names.after_feed_forward),
+            mlp=self._experts(start) if sparse else self._dense(f"{start}mlp."),
+            input_layernorm=norm(names.input_layernorm),
+            post_attention_layernorm=norm(names.post_attention_layernorm),
+            pre_feedforward_layernorm=norm(names.pre_feedforward_layernorm),
+            post_feedforward_layernorm=norm(names.post_feedforward_layernorm),
         )
 
     def _attention(self, start: str) -> AttentionWeights:
@@ -279,21 +283,21 @@ class _Packing:
         normed = spec.qk_norm is not QKNorm.NONE
         return AttentionWeights(
             qkv=self._linear(start, parts, spec.qkv_bias),
-            output=self._linear(start, ("o_proj",), spec.output_bias),
+            o_proj=self._linear(start, ("o_proj",), spec.output_bias),
             q_norm=self._reader.tensor(f"{start}q_norm.weight") if normed else None,
             k_norm=self._reader.tensor(f"{start}k_norm.weight") if normed else None,
             sinks=self._reader.tensor(f"{start}sinks").float() if spec.sinks else None,
         )
 
-    def _dense(self, start: str) -> DenseWeights:
+    def _dense(self, start: str) -> MLPWeights:
         fused = self._spec.naming.fused_gate_up
         parts = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
         bias = self._spec.mlp_bias
-        return DenseWeights(
+        return MLPWeights(
             self._linear(start, parts, bias), self._linear(start, ("down_proj",), bias)
         )
 
-    def _experts(self, start: str) -> SparseWeights:
+    def _experts(self, start: str) -> MoEWeights:
         naming, moe = self._spec.naming, self._spec.moe
         assert moe is not None
         gate, up, down = naming.expert_parts
@@ -305,8 +309,8 @@ class _Packing:
         for index in range(moe.num_experts):
             expert = f"{start}{naming.experts}.{index}."
             gate_up = self._linear(expert, gates, moe.biases)
-            experts.append(DenseWeights(gate_up, self._linear(expert, (down,), moe.biases)))
-        return SparseWeights(router, tuple(experts))
+            experts.append(MLPWeights(gate_up, self._linear(expert, (down,), moe.biases)))
+        return MoEWeights(router, tuple(experts))
 
     def _linear(self, start: str, parts: tuple[str, ...], bias: bool) -> LinearWeight:
         offsets = None
@@ -334,9 +338,9 @@ def _equal(a: Tensor | QuantizedWeight, b: Tensor | QuantizedWeight) -> bool:
     import torch
 
     if isinstance(a, QuantizedWeight) and isinstance(b, QuantizedWeight):
-        same_codes = torch.equal(a.codes, b.codes) and torch.equal(a.scales, b.scales)
-        pairs = ((a.zeros, b.zeros), (a.multipliers, b.multipliers))
-        return same_codes and all(
+        same_quants = torch.equal(a.quants, b.quants) and torch.equal(a.scales, b.scales)
+        pairs = ((a.zeros, b.zeros), (a.sub_scales, b.sub_scales))
+        return same_quants and all(
             x is y if x is None or y is None else torch.equal(x, y) for x, y in pairs
         )
     return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)

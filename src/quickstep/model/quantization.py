@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from quickstep.dataclass import dataclass
-from quickstep.ops.table import MULTIPLIER_INPUTS
+from quickstep.ops.table import SUB_BLOCK_INPUTS
 
 __all__ = ["SCHEMES", "MatrixFormat", "QuantizationScheme", "find_scheme"]
 
@@ -27,30 +27,30 @@ class MatrixFormat:
     """How one matrix is held.
 
     Attributes:
-        bits: Of a code.
+        bits: Of a quantized value.
         group_size: Inputs that share a scale, a divisor of the matrix's; None for all of them.
         has_zeros: Whether a group has a zero point beside its scale.
         wide_scales: Whether scales and zeros need more than 16 bits.
-        has_multipliers: Whether parts of 16 inputs have a multiplier of 4 bits each.
+        has_sub_scales: Whether parts of 16 inputs have a sub-block scale of 4 bits each.
     """
 
     bits: int
     group_size: int | None = None
     has_zeros: bool = False
     wide_scales: bool = False
-    has_multipliers: bool = False
+    has_sub_scales: bool = False
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Packed bytes of a matrix [N, C]."""
         outputs = -(-shape[0] // _PANEL) * _PANEL
         inputs = -(-shape[1] // _STEP) * _STEP
-        codes = outputs * inputs * self.bits // 8
+        quants = outputs * inputs * self.bits // 8
         if self.group_size is None:
-            return codes + outputs * 4 * (1 + self.has_zeros)
+            return quants + outputs * 4 * (1 + self.has_zeros)
         scales = outputs * (shape[1] // self.group_size)
-        if self.has_multipliers:
-            codes += outputs * shape[1] // MULTIPLIER_INPUTS // 2
-        return codes + scales * (4 if self.wide_scales else 2) * (1 + self.has_zeros)
+        if self.has_sub_scales:
+            quants += outputs * shape[1] // SUB_BLOCK_INPUTS // 2
+        return quants + scales * (4 if self.wide_scales else 2) * (1 + self.has_zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class QuantizationScheme:
     name: str
     bits: int
     group_size: int
-    has_multipliers: bool = False
+    has_sub_scales: bool = False
 
     def format_of(self, num_inputs: int, outer: bool) -> MatrixFormat:
         """The format of a matrix; `outer` marks embeddings and the output projection."""
@@ -69,29 +69,29 @@ class QuantizationScheme:
             size //= 2
         if num_inputs % size:
             return MatrixFormat(8)
-        if outer or not self.has_multipliers:
+        if outer or not self.has_sub_scales:
             return MatrixFormat(8 if outer else self.bits, size)
         return _multiplied(num_inputs, size)
 
 
 def _multiplied(num_inputs: int, size: int) -> MatrixFormat:
-    """4 bits with multipliers, or in groups of 16 where the inputs have no two groups of 32."""
+    """4 bits with sub-block scales, or in groups of 16 if the inputs have no two groups of 32."""
     if size == num_inputs:
         size //= 2
     if size % _PIECE:
         return MatrixFormat(4, _LEAST_GROUP)
-    return MatrixFormat(4, size, has_multipliers=True)
+    return MatrixFormat(4, size, has_sub_scales=True)
 
 
 _LEAST_GROUP = 16
-_PIECE = 32  # inputs whose multipliers the kernels hold together
+_PIECE = 32  # inputs whose sub-block scales the kernels hold together
 _OUTER_GROUP = 64
 
 SCHEMES: Mapping[str, QuantizationScheme] = MappingProxyType(
     {
         "int8": QuantizationScheme("int8", 8, 128),
         "int8-g32": QuantizationScheme("int8-g32", 8, 32),
-        "int4": QuantizationScheme("int4", 4, 128, has_multipliers=True),
+        "int4": QuantizationScheme("int4", 4, 128, has_sub_scales=True),
         "int4-g64": QuantizationScheme("int4-g64", 4, 64),
         "int4-g128": QuantizationScheme("int4-g128", 4, 128),
     }

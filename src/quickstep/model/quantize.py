@@ -1,7 +1,7 @@
-"""On-the-fly quantisation: a `TensorSource` whose matrices come out as integer codes.
+"""On-the-fly quantisation: a `TensorSource` whose matrices come out as quantized values.
 
-The codes are a function of the weight and its format alone (`OpTable.quantize`). Matrices are
-quantised as the loader asks for them, so that one is in memory twice at most.
+The quantized values are a function of the weight and its format alone (`OpTable.quantize`).
+Matrices are quantised as the loader asks for them, so that one is in memory twice at most.
 
 What rounding did to a matrix is measured on a sample of its rows. A matrix that lost more than
 weights of trained models do gives a warning: no perplexity doubles in silence.
@@ -54,20 +54,22 @@ class QuantizingSource:
         return self._source.stacked(names)
 
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-        """A matrix in codes, or as it is where the source has codes already."""
+        """A matrix, quantized unless the source has it quantized already."""
         weight = self._source.linear(names)
         if isinstance(weight, QuantizedWeight):
             return weight
         outer = not self._outer.isdisjoint(names)
         form = self._scheme.format_of(weight.shape[1], outer)
-        codes = self._ops.quantize(
-            weight, form.bits, form.group_size, form.has_zeros, form.has_multipliers
+        quantized = self._ops.quantize(
+            weight, form.bits, form.group_size, form.has_zeros, form.has_sub_scales
         )
-        self._judge(names, rounding_error(weight, codes))
-        return codes
+        self._judge(names, rounding_error(weight, quantized))
+        return quantized
 
     def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
-        """A matrix in its files, to be rounded on its way; None also where it has codes already."""
+        """A matrix in its files, to be quantized on loading; None also where it is quantized
+        already.
+        """
         matrix = self._source.stored(names)
         if matrix is None or matrix.kind not in STORED_DTYPES:
             return None
@@ -78,7 +80,7 @@ class QuantizingSource:
             form.bits,
             form.group_size,
             form.has_zeros,
-            form.has_multipliers,
+            form.has_sub_scales,
             max(1, rows // _SAMPLED_ROWS),
             lambda error: self._judge(names, error),
         )
@@ -95,12 +97,12 @@ class QuantizingSource:
             )
 
 
-def rounding_error(weight: Tensor, codes: QuantizedWeight) -> float:
+def rounding_error(weight: Tensor, quantized: QuantizedWeight) -> float:
     """Norm of what rounding changed over that of the weights, over a sample of the rows."""
     import torch
 
     rows = slice(None, None, max(1, weight.shape[0] // _SAMPLED_ROWS))
     exact = weight[rows].float()
     total = float(torch.linalg.vector_norm(exact))
-    wrong = float(torch.linalg.vector_norm(codes.rows(rows).dequantized() - exact))
+    wrong = float(torch.linalg.vector_norm(quantized.rows(rows).dequantized() - exact))
     return wrong / total if total else 0.0

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionWeights",
     "DecoderWeights",
-    "DenseWeights",
     "LayerWeights",
-    "SparseWeights",
+    "MLPWeights",
+    "MoEWeights",
 ]
 
 
@@ -26,38 +26,40 @@ class AttentionWeights:
     """
 
     qkv: LinearWeight
-    output: LinearWeight
+    o_proj: LinearWeight
     q_norm: Tensor | None
     k_norm: Tensor | None
     sinks: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class DenseWeights:
-    """gate_up: hidden -> 2 * width, gate first; down: width -> hidden. Also one expert."""
+class MLPWeights:
+    """gate_up: hidden -> 2 * width, gate first; down_proj: width -> hidden. Also one expert."""
 
     gate_up: LinearWeight
-    down: LinearWeight
+    down_proj: LinearWeight
 
 
 @dataclass(frozen=True, slots=True)
-class SparseWeights:
+class MoEWeights:
     """A mixture of experts: router hidden -> experts."""
 
     router: LinearWeight
-    experts: tuple[DenseWeights, ...]
+    experts: tuple[MLPWeights, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; a norm that the architecture lacks is None."""
+    """One layer; a norm that the architecture lacks is None. Names say the place, as Gemma's do:
+    Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
+    """
 
     attention: AttentionWeights
-    feed_forward: DenseWeights | SparseWeights
-    before_attention: Tensor | None
-    after_attention: Tensor | None
-    before_feed_forward: Tensor | None
-    after_feed_forward: Tensor | None
+    mlp: MLPWeights | MoEWeights
+    input_layernorm: Tensor | None
+    post_attention_layernorm: Tensor | None
+    pre_feedforward_layernorm: Tensor | None
+    post_feedforward_layernorm: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class DecoderWeights:
     The embedding of a tied model is the output projection itself, held once.
     """
 
-    embedding: Tensor | LinearWeight
+    embed_tokens: Tensor | LinearWeight
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: LinearWeight
+    lm_head: LinearWeight

@@ -1,8 +1,9 @@
-"""How a KV cache holds its heads: as a float dtype, or as int8 codes with a scale beside them.
+"""How a KV cache holds its heads: as a float dtype, or as int8 quantized values with a scale beside
+them.
 
-A cache is [B, S, K, W]. In a float dtype W is the head size D. In int8 it is D + 4: D codes, then
-the four bytes of the float32 that they are multiplied by, one for each token and head; so a block
-travels as one piece, and a masked slot's scale is masked with it.
+A cache is [B, S, K, W]. In a float dtype W is the head size D. In int8 it is D + 4: D quantized
+values, then the four bytes of the float32 that they are multiplied by, one for each token and head;
+so a block travels as one piece, and a masked slot's scale is masked with it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def head_size_of(cache: Tensor) -> int:
 
 
 def quantize_heads(x: Tensor) -> Tensor:
-    """[..., D] -> [..., D + 4] int8: codes x * (127 / max|x|) rounded half to even, scale
-    max|x| / 127, all in float32. A head with NaN or infinity gets NaN as its scale.
+    """[..., D] -> [..., D + 4] int8: quantized values x * (127 / max|x|) rounded half to even,
+    scale max|x| / 127, all in float32. A head with NaN or infinity gets NaN as its scale.
     """
     import torch
 
@@ -43,9 +44,9 @@ def quantize_heads(x: Tensor) -> Tensor:
     whole = torch.full_like(most, 127.0)
     is_finite, is_zero = most.isfinite(), most < _LEAST
     is_used = is_finite & ~is_zero
-    codes = (wide * torch.div(whole, most)).round().masked_fill(~is_used, 0.0)
+    quants = (wide * torch.div(whole, most)).round().masked_fill(~is_used, 0.0)
     scale = torch.div(most, whole).masked_fill(is_zero, 0.0).masked_fill(~is_finite, torch.nan)
-    return torch.cat((codes.to(torch.int8), scale.contiguous().view(torch.int8)), -1)
+    return torch.cat((quants.to(torch.int8), scale.contiguous().view(torch.int8)), -1)
 
 
 def read_heads(rows: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 A model receives one `OpTable`, resolved once at load (`ops.resolve`), and calls nothing else that
 computes over rows. The PyTorch reference in `ops/reference/` is each op's definition; native and
-Triton implementations agree with it (`ops/cases.py`) and with themselves for every batch: the
-bits of a row never depend on the rows beside it.
+Triton implementations agree with it (`tests/op_checks/cases.py`) and with themselves for every
+batch: the bits of a row never depend on the other rows.
 
 Letters: T tokens, R rows, E emitting rows, H query heads, K kv heads, D head size, B blocks,
 S block size, V vocabulary, N output features, C input features.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quickstep.ops.native.steps import NativeSteps
 
 __all__ = [
-    "MULTIPLIER_INPUTS",
+    "SUB_BLOCK_INPUTS",
     "AttentionParams",
     "KVCache",
     "LinearWeight",
@@ -37,7 +37,7 @@ __all__ = [
     "StoredRows",
 ]
 
-MULTIPLIER_INPUTS = 16  # of a `QuantizedWeight`, those that share a multiplier
+SUB_BLOCK_INPUTS = 16  # of a `QuantizedWeight`, those that share a sub-block scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class PagedLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """Per layer one K and one V tensor, [B, S, K, W]: W is D, or more for codes with their scale
-    (`ops.kv_format`). Owned by the runner; zeroed at allocation, so that masked positions never
-    hold NaN.
+    """Per layer one K and one V tensor, [B, S, K, W]: W is D, or more for quantized values with
+    their scale (`ops.kv_format`). Owned by the runner; zeroed at allocation, so that masked
+    positions never hold NaN.
     """
 
     keys: tuple[Tensor, ...]
@@ -90,55 +90,57 @@ class LinearWeight:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """Integer codes of a weight [N, C], whichever file format or rounding they come from:
+    """The quantized values of a weight [N, C], whichever file format or rounding they come from:
 
-        weight[n, c] = (codes[n, c] - zeros[n, c // group_size]) * scales[n, c // group_size]
+        weight[n, c] = (quants[n, c] - zeros[n, c // group_size]) * scales[n, c // group_size]
 
-    and times `multipliers[n, c // 16]` where it has those: a group's scale is then a step that its
-    parts of 16 inputs take an odd number of times. The product of code and multiplier still fits 8
-    bits, so that a kernel may hold 4 bits and multiply 8, in groups of `group_size`.
+    and times `sub_scales[n, c // 16]` where it has those: a group's scale is then a step that its
+    parts of 16 inputs take an odd number of times. The product of a quantized value and its
+    sub-block scale still fits 8 bits, so that a kernel may hold 4 bits and multiply 8, in groups of
+    `group_size`.
 
     Attributes:
-        codes: [N, C] uint8, below 2**bits (one code per byte here; implementations pack).
+        quants: The quantized values, [N, C] uint8, below 2**bits (one per byte here;
+            implementations pack).
         scales: [N, C / group_size] float32.
         zeros: [N, C / group_size] float32, any value; None for 2**(bits - 1) (symmetric).
         bits: 4 or 8.
         group_size: Inputs that share a scale: a multiple of 16, or C for one scale per output.
-        multipliers: [N, C / 16] int8, odd, from -15 to 15; None for 1. Of 4 bits without zeros, in
+        sub_scales: [N, C / 16] int8, odd, from -15 to 15; None for 1. Of 4 bits without zeros, in
             groups of a multiple of 32, more than one.
     """
 
-    codes: Tensor
+    quants: Tensor
     scales: Tensor
     zeros: Tensor | None
     bits: int
     group_size: int
-    multipliers: Tensor | None = None
+    sub_scales: Tensor | None = None
 
     def dequantized(self) -> Tensor:
         """The weight [N, C] in float32."""
         zeros = float(2 ** (self.bits - 1)) if self.zeros is None else self.zeros.unsqueeze(2)
-        grouped = self.codes.reshape(*self.scales.shape, self.group_size).float()
+        grouped = self.quants.reshape(*self.scales.shape, self.group_size).float()
         steps = grouped - zeros
-        if self.multipliers is not None:
-            spread = self.multipliers.repeat_interleave(MULTIPLIER_INPUTS, 1)
+        if self.sub_scales is not None:
+            spread = self.sub_scales.repeat_interleave(SUB_BLOCK_INPUTS, 1)
             steps = steps * spread.reshape(steps.shape)
-        return (steps * self.scales.unsqueeze(2)).reshape(self.codes.shape)
+        return (steps * self.scales.unsqueeze(2)).reshape(self.quants.shape)
 
-    def opened(self) -> QuantizedWeight:
-        """The same weight without multipliers: in 8 bits, if it has any."""
-        if self.multipliers is None:
+    def unpacked(self) -> QuantizedWeight:
+        """The same weight without sub-block scales: in 8 bits, if it has any."""
+        if self.sub_scales is None:
             return self
-        spread = self.multipliers.repeat_interleave(MULTIPLIER_INPUTS, 1)
-        steps = (self.codes.short() - 8) * spread
+        spread = self.sub_scales.repeat_interleave(SUB_BLOCK_INPUTS, 1)
+        steps = (self.quants.short() - 8) * spread
         return QuantizedWeight((steps + 128).byte(), self.scales, None, 8, self.group_size)
 
     def rows(self, index: slice | Tensor) -> QuantizedWeight:
         """Some of its outputs."""
-        parts = (self.zeros, self.multipliers)
-        zeros, multipliers = (None if part is None else part[index] for part in parts)
+        parts = (self.zeros, self.sub_scales)
+        zeros, sub_scales = (None if part is None else part[index] for part in parts)
         return QuantizedWeight(
-            self.codes[index], self.scales[index], zeros, self.bits, self.group_size, multipliers
+            self.quants[index], self.scales[index], zeros, self.bits, self.group_size, sub_scales
         )
 
 
@@ -153,18 +155,18 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Codes to be made of a stored matrix, as `OpTable.quantize` makes them.
+    """Quantized values to be made of a stored matrix, as `OpTable.quantize` makes them.
 
-    `told` is called with the norm of what rounding changed over that of the weights, both over
-    every `sample_step`-th row.
+    `report_error` is called with the norm of what rounding changed over that of the weights, both
+    over every `sample_step`-th row.
     """
 
     bits: int
     group_size: int | None
     has_zeros: bool
-    has_multipliers: bool
+    has_sub_scales: bool
     sample_step: int
-    told: Callable[[float], None]
+    report_error: Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +174,12 @@ class StoredMatrix:
     """A weight [N, C] that still stands in files, for `OpTable.load_linear`.
 
     Attributes:
-        kind: How: `F32`, `BF16`, `F16`, `I8` (codes about 0), or the name of a ggml block type.
+        kind: How: `F32`, `BF16`, `F16`, `I8` (quantized values about 0), or the name of a ggml
+            block type.
         parts: N rows, one part below another.
         num_inputs: C.
-        rounding: The codes to make of it; None for a matrix that is kept whole or in codes already.
+        rounding: How to quantize it; None for a matrix that is kept as it is or is quantized
+            already.
         scales: [N, C / group size] float32 of `I8`, else None.
     """
 
@@ -210,9 +214,9 @@ class Quantize(Protocol):
         bits: int,
         group_size: int | None,
         has_zeros: bool,
-        has_multipliers: bool = False,
+        has_sub_scales: bool = False,
     ) -> QuantizedWeight:
-        """Codes of a weight [N, C]; group size None for whole rows."""
+        """Quantized values of a weight [N, C]; group size None for whole rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +253,7 @@ class OpTable:
             where nobody counts. The difference of two readings is what a benchmark wants.
         load_linear: (StoredMatrix, bias [N] | None) -> LinearWeight: what reading the matrix and
             packing it would give, without a copy of it in between. None where nobody can.
-        steps: Makes captured steps and draws tokens; None where only single ops run.
+        steps: Makes captured steps and samples tokens; None where only single ops run.
     """
 
     name: str

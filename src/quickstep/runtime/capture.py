@@ -17,7 +17,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
@@ -32,17 +32,35 @@ from quickstep.ops.recording import Recording
 from quickstep.ops.table import KVCache
 from quickstep.runtime.batch import input_tokens
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.step_model import StepModel
 from quickstep.types import StepRow
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CapturedSteps", "open_steps", "record"]
+__all__ = ["CapturedSteps", "StepModel", "open_steps", "record"]
 
 _LEAST_TOKENS = 64
 _LEAST_EMITTING = 8
 _ROW_WORDS = 4  # of `StepRowCall`
+
+
+class StepModel(Protocol):
+    """A model with its KV, a step at a time: `CapturedSteps` here, or `EagerSteps` op by op.
+
+    `runtime.runner` prepares the rows, which may find that one cannot continue, and then runs them.
+    """
+
+    def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
+        """Take a step's rows. Raises EngineError when they contradict their blocks or tokens."""
+
+    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[AnyTensor, AnyTensor]:
+        """Compute the prepared rows: final hidden states, and fp32 logits [E, V] of the last tokens
+        of the rows named. The hidden states are of every token [T, C], or of those alone [E, C].
+        Both stand until the next `prepare`; they are torch's where the step ran op by op.
+        """
+
+    def logits(self, hidden: AnyTensor) -> AnyTensor:
+        """Logits [E, V] fp32 of some of the hidden states [E, C] that `run` gave."""
 
 
 def open_steps(model: Model, kv: KVCache, block_size: int, enforce_eager: bool) -> StepModel:
@@ -74,7 +92,7 @@ def record(model: Decoder, kv: KVCache, block_size: int, every_token: bool) -> R
 
 
 class _Recordings:
-    """Of the emitting tokens, and of every token once that is asked for."""
+    """Of the emitting tokens, and of every token once that is requested."""
 
     def __init__(self, of_emitting: Recording, of_all: Callable[[], Recording | None]) -> None:
         self._of_emitting = of_emitting

@@ -3,7 +3,7 @@
 Used by the engine, which awaits tickets through their callback. One step at a time, so a step
 never overlaps the next on the device; planning the next while one runs is what overlaps. Handing a
 step to another thread and back takes longer than the steps of a small model: one that is expected
-to be that short runs on the caller's thread, when its result is asked for. After a step raised,
+to be that short runs on the caller's thread, when its result is requested. After a step raised,
 every plan queued behind it fails until `reset`, because its inputs were never computed; the slots
 still follow the plans, so that runner and scheduler agree on what is resident.
 """

@@ -111,8 +111,8 @@ class ModelRunner:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
             states = [state for i in emitting if (state := slots[i].state) is not None]
-            for index, drawn in zip(emitting, self._sample(logits, states), strict=True):
-                outputs[index] = _recorded(slots[index], drawn, outputs[index])
+            for index, sampled in zip(emitting, self._sample(logits, states), strict=True):
+                outputs[index] = _recorded(slots[index], sampled, outputs[index])
         failures = tuple(
             RowFailure(index, slot.failure, slot.is_refused)
             for index, slot in enumerate(slots)
@@ -155,19 +155,19 @@ class ModelRunner:
 _NOTHING = RowOutput()
 
 
-def _recorded(slot: Slot, drawn: Sample | SampleFailure, output: RowOutput) -> RowOutput:
+def _recorded(slot: Slot, sampled: Sample | SampleFailure, output: RowOutput) -> RowOutput:
     """The row's output with its token, after the slot has taken note of it."""
     if slot.failure:
         return _NOTHING
-    if isinstance(drawn, SampleFailure):
-        slot.failure, slot.is_refused = drawn.reason, drawn.is_refused
+    if isinstance(sampled, SampleFailure):
+        slot.failure, slot.is_refused = sampled.reason, sampled.is_refused
         return _NOTHING
     try:
-        slot.record(drawn.token_id)
+        slot.record(sampled.token_id)
     except BaseException as error:  # one row's end, not the step's
         slot.failure = failure_of(error).reason
         return _NOTHING
-    logprobs = (drawn.logprobs,) if drawn.logprobs else ()
+    logprobs = (sampled.logprobs,) if sampled.logprobs else ()
     if output is _NOTHING:
-        return RowOutput((drawn.token_id,), logprobs)
-    return replace(output, token_ids=(drawn.token_id,), logprobs=logprobs)
+        return RowOutput((sampled.token_id,), logprobs)
+    return replace(output, token_ids=(sampled.token_id,), logprobs=logprobs)

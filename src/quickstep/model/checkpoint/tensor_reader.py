@@ -56,7 +56,7 @@ class TensorSource(Protocol):
         """Several tensors, one below the other along the first dimension."""
 
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-        """A matrix of `stacked` tensors as it is to be packed: whole, or in integer codes."""
+        """A matrix of `stacked` tensors as it is to be packed: whole, or in quantized values."""
 
     def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
         """The same as it stands in files; None unless `OpTable.load_linear` may take it there."""

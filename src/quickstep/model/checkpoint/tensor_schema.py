@@ -19,12 +19,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Names of a layer's norms, by place; None where there is none."""
+    """Checkpoint names of a layer's norms, by place (`LayerWeights`); None where there is none."""
 
-    before_attention: str | None
-    after_attention: str | None
-    before_feed_forward: str | None
-    after_feed_forward: str | None
+    input_layernorm: str | None
+    post_attention_layernorm: str | None
+    pre_feedforward_layernorm: str | None
+    post_feedforward_layernorm: str | None
 
 
 def layer_norms(spec: ModelSpec) -> LayerNorms:
@@ -58,7 +58,7 @@ def layer_tensors(spec: ModelSpec, prefix: str, index: int) -> Shapes:
     relative = dict(_attention(spec))
     for name in _norm_names(spec):
         relative[f"{name}.weight"] = (spec.hidden_size,)
-    relative.update(_feed_forward(spec, spec.layers[index].sparse))
+    relative.update(_mlp(spec, spec.layers[index].sparse))
     return {start + name: shape for name, shape in relative.items()}
 
 
@@ -80,10 +80,10 @@ def _count(shapes: Shapes) -> int:
 def _norm_names(spec: ModelSpec) -> list[str]:
     norms = layer_norms(spec)
     names = (
-        norms.before_attention,
-        norms.after_attention,
-        norms.before_feed_forward,
-        norms.after_feed_forward,
+        norms.input_layernorm,
+        norms.post_attention_layernorm,
+        norms.pre_feedforward_layernorm,
+        norms.post_feedforward_layernorm,
     )
     return [name for name in names if name is not None]
 
@@ -110,7 +110,7 @@ def _attention(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "self_attn.k_norm.weight", (keys if whole else spec.head_size,)
 
 
-def _feed_forward(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, naming = spec.hidden_size, spec.naming
     if sparse and spec.moe is not None:
         gate, up, down = naming.expert_parts

@@ -37,11 +37,11 @@ class DecoderNames:
     """The decoder's prefix, the output projection's name, and whether that one is stored."""
 
     prefix: str
-    head: str
+    lm_head: str
     head_stored: bool
 
     @property
-    def embedding(self) -> str:
+    def embed_tokens(self) -> str:
         """The embedding's name."""
         return f"{self.prefix}embed_tokens.weight"
 
@@ -78,8 +78,8 @@ class CheckpointWeights:
         return None if self.storage is None else self.storage.parts(name, shape)
 
     @property
-    def coded(self) -> bool:
-        """Whether any matrix is stored in codes."""
+    def quantized(self) -> bool:
+        """Whether any matrix is stored in quantized values."""
         storage = self.storage
         if storage is None:
             return False
@@ -103,8 +103,8 @@ class CheckpointWeights:
                 inputs = stack[0][0][1]
                 total += common_form(forms, inputs).num_bytes((outputs, inputs))
         if self.spec.tied and self.names.head_stored:
-            head = self.shapes[self.names.head]
-            form = self._form(self.names.head, head)
+            head = self.shapes[self.names.lm_head]
+            form = self._form(self.names.lm_head, head)
             total -= math.prod(head) * dtype_bytes if form is None else form.num_bytes(head)
         return total
 
@@ -151,9 +151,9 @@ def open_weights(path: str | Path, spec: ModelSpec) -> CheckpointWeights:
     """
     config, files = read_config(path), open_checkpoint_files(path)
     names = _names(spec, files)
-    shapes = outer_tensors(spec, names.prefix, names.head)
+    shapes = outer_tensors(spec, names.prefix, names.lm_head)
     if names.head_stored:
-        shapes[names.head] = (spec.vocab_size, spec.hidden_size)
+        shapes[names.lm_head] = (spec.vocab_size, spec.hidden_size)
     for index in range(spec.num_layers):
         shapes.update(layer_tensors(spec, names.prefix, index))
     experts = find_fused_experts(spec, quantization_config(config))

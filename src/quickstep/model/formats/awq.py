@@ -15,7 +15,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
-from quickstep.model.formats.packed_ints import unpack_words
+from quickstep.model.formats.gptq import unpack_words
 from quickstep.model.formats.storage import Shape, Shapes, checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.table import QuantizedWeight
@@ -75,7 +75,7 @@ class AwqStorage:
         )
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The codes, outputs first."""
+        """The quantized values, outputs first."""
         module = module_of(name)
         return QuantizedWeight(
             _outputs_first(reader.raw(f"{module}.qweight")),
@@ -86,7 +86,7 @@ class AwqStorage:
         )
 
     def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
-        """Codes stand in words here, so they are read."""
+        """Quantized values stand in words here, so they are read."""
 
     def is_void(self, name: str) -> bool:
         """AWQ writes nothing in vain."""
@@ -95,7 +95,7 @@ class AwqStorage:
 
 
 def _outputs_first(words: Tensor) -> Tensor:
-    """words [C, N/8] -> codes [N, C]."""
-    codes = unpack_words(words, 4)
-    ordered = codes.view(codes.shape[0], -1, 8)[:, :, _PLACES]
+    """words [C, N/8] -> quantized values [N, C]."""
+    quants = unpack_words(words, 4)
+    ordered = quants.view(quants.shape[0], -1, 8)[:, :, _PLACES]
     return ordered.flatten(1).t().contiguous()

@@ -1,10 +1,11 @@
 """bitsandbytes checkpoints: nf4 and fp4 with or without double quantisation, and int8.
 
-4 bits:  weight [N*C/2, 1] uint8, the first of two in the high half; a code names one of the 16
+4 bits:  weight [N*C/2, 1] uint8, the first of two in the high half; a quantized value names one of
+the 16
          values of `weight.quant_map`, times the `absmax` of its block of 64 in row order. Double
-         quantisation stores absmax as codes of `nested_quant_map` times `nested_absmax`, plus an
-         offset. The sizes stand in JSON in `weight.quant_state.bitsandbytes__nf4`.
-8 bits:  weight [N, C] int8, `SCB` [N]; w = code * SCB / 127.
+         quantisation stores absmax as quantized values of `nested_quant_map` times `nested_absmax`,
+         plus an offset. The sizes stand in JSON in `weight.quant_state.bitsandbytes__nf4`.
+8 bits:  weight [N, C] int8, `SCB` [N]; w = quant * SCB / 127.
 
 nf4's and fp4's 16 values are not evenly spaced, and an integer product needs even steps: they
 become the nearest of 255 steps per block, within 1/254 of the block's largest weight (nf4's own
@@ -54,7 +55,7 @@ class BitsAndBytesStorage:
         self._files = files
 
     def parts(self, name: str, shape: Shape) -> Shapes | None:
-        """The codes and their scales, where the files hold any."""
+        """The quantized values and their scales, where the files hold any."""
         tensors, module = self._files.tensors, module_of(name)
         if len(shape) != 2 or name not in tensors:
             return None
@@ -90,29 +91,29 @@ class BitsAndBytesStorage:
         return MatrixFormat(8, None if group_size == shape[1] else group_size, False, True)
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The codes about the middle."""
+        """The quantized values about the middle."""
         blocks = self._blocks(name, shape)
         if blocks is None:
             layout = f"{module_of(name)}.weight_format"
             if layout in self._files.tensors:
                 reader.raw(layout)
-            codes = (reader.raw(name) ^ -128).view(torch.uint8)  # -128.. becomes 0..
+            quants = (reader.raw(name) ^ -128).view(torch.uint8)  # -128.. becomes 0..
             scales = reader.raw(f"{module_of(name)}.SCB").float().unsqueeze(1) / 127
-            return QuantizedWeight(codes, scales, None, 8, shape[1])
+            return QuantizedWeight(quants, scales, None, 8, shape[1])
         reader.raw(blocks.state)
         levels = reader.raw(f"{name}.quant_map").float()
         steps = ((levels * 127).round() + 128).to(torch.uint8)
         halves = reader.raw(name).flatten()
-        codes = steps[torch.stack((halves >> 4, halves & 15), -1).long().flatten()]
+        quants = steps[torch.stack((halves >> 4, halves & 15), -1).long().flatten()]
         group_size = _group_size(name, blocks, shape)
-        starts = torch.arange(0, math.prod(shape), group_size, device=codes.device) // blocks.size
+        starts = torch.arange(0, math.prod(shape), group_size, device=quants.device) // blocks.size
         scales = _absmax(name, blocks, reader)[starts] / 127
         return QuantizedWeight(
-            codes[: math.prod(shape)].view(shape), scales.view(shape[0], -1), None, 8, group_size
+            quants[: math.prod(shape)].view(shape), scales.view(shape[0], -1), None, 8, group_size
         )
 
     def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
-        """Codes stand in words here, so they are read."""
+        """Quantized values stand in words here, so they are read."""
 
     def is_void(self, name: str) -> bool:
         """bitsandbytes writes nothing in vain."""

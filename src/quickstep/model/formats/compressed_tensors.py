@@ -8,7 +8,7 @@
 q is signed; packed words hold q + 2**(bits - 1), zero points of packed files likewise, along the
 outputs. Activations are quantised per token here whatever the file says; files that fix an
 activation's scale, or quantise the KV cache, are refused. Groups that `actorder` scattered over the
-inputs are `scattered_groups`' part.
+inputs are scattered as GPTQ's act-order does it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.formats.compressed_config import WeightScheme, read_schemes
-from quickstep.model.formats.packed_ints import unpack_words
-from quickstep.model.formats.scattered_groups import (
+from quickstep.model.formats.gptq import (
     gathered,
     requantized_form,
     scattered_order,
+    unpack_words,
 )
 from quickstep.model.formats.storage import Shape, Shapes, checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
@@ -46,7 +46,7 @@ class CompressedTensorsStorage:
         self._files = files
 
     def parts(self, name: str, shape: Shape) -> Shapes | None:
-        """Codes and scales; zero points and an order where the files have them."""
+        """Quantized values and scales; zero points and an order where the files have them."""
         module, tensors = module_of(name), self._files.tensors
         packed = f"{module}.weight_packed" in tensors
         if len(shape) != 2 or not (packed or f"{module}.weight_scale" in tensors):
@@ -87,21 +87,21 @@ class CompressedTensorsStorage:
         return MatrixFormat(scheme.bits, group, self._has_zeros(module, scheme), wide)
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The codes about 2**(bits - 1)."""
+        """The quantized values about 2**(bits - 1)."""
         module = module_of(name)
         scheme = self._scheme(module)
         outputs, inputs = shape
         group_size = checked_group(module, scheme.group_size, inputs)
         if f"{module}.weight_packed" in self._files.tensors:
-            codes = unpack_words(reader.raw(f"{module}.weight_packed"), scheme.bits)[:, :inputs]
+            quants = unpack_words(reader.raw(f"{module}.weight_packed"), scheme.bits)[:, :inputs]
             if f"{module}.weight_shape" in self._files.tensors:
                 reader.raw(f"{module}.weight_shape")
         else:
-            codes = _about_middle(reader.raw(name), scheme.bits)
+            quants = _about_middle(reader.raw(name), scheme.bits)
         groups = (outputs, inputs // group_size)
         scales = reader.raw(f"{module}.weight_scale").float().expand(groups).contiguous()
         zeros = self._zeros(module, scheme, groups, reader)
-        weight = QuantizedWeight(codes.contiguous(), scales, zeros, scheme.bits, group_size)
+        weight = QuantizedWeight(quants.contiguous(), scales, zeros, scheme.bits, group_size)
         name = f"{module}.weight_g_idx"
         if name in self._files.tensors:
             reader.raw(name)
@@ -167,18 +167,18 @@ class CompressedTensorsStorage:
             return None
         stored = reader.raw(name)
         if stored.dtype == torch.int32:
-            codes = unpack_words(stored.t(), scheme.bits).t()[: groups[0]]
+            quants = unpack_words(stored.t(), scheme.bits).t()[: groups[0]]
         else:
-            codes = _about_middle(stored, scheme.bits)
+            quants = _about_middle(stored, scheme.bits)
         middle = 2 ** (scheme.bits - 1)
         if not scheme.symmetric:
-            return codes.float().expand(groups).contiguous()
-        if bool((codes != middle).any()):
+            return quants.float().expand(groups).contiguous()
+        if bool((quants != middle).any()):
             raise ConfigError(f"{name} is not zero, although {module} is symmetric")
         return None
 
 
 def _about_middle(signed: Tensor, bits: int) -> Tensor:
-    """int8 codes -> uint8 codes about 2**(bits - 1)."""
+    """int8 quantized values -> uint8 quantized values about 2**(bits - 1)."""
     wide: Tensor = signed.to(torch.int16) + 2 ** (bits - 1)
     return wide.to(torch.uint8)

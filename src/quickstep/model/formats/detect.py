@@ -15,10 +15,10 @@ from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.decoder_spec import ModelSpec
 
 if TYPE_CHECKING:
-    from quickstep.model.formats.quantized_reader import CodedReader
+    from quickstep.model.formats.quantized_reader import QuantizedReader
     from quickstep.model.formats.storage import MatrixStorage, Shapes
 
-__all__ = ["find_storage", "open_coded_reader", "quantization_config"]
+__all__ = ["find_storage", "open_quantized_reader", "quantization_config"]
 
 _METHODS = (
     "compressed-tensors (int4, int8), awq, gptq, bitsandbytes, GGUF files, and mxfp4 for gpt-oss"
@@ -61,19 +61,19 @@ def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStor
     )
 
 
-def open_coded_reader(
+def open_quantized_reader(
     reader: TensorReader,
     storage: MatrixStorage,
     shapes: Shapes,
     config: Mapping[str, object],
     spec: ModelSpec,
-) -> CodedReader:
+) -> QuantizedReader:
     """The checkpoint's tensors as the architecture has them."""
     from quickstep.model.formats.gguf import GgufStorage, gguf_row_order
-    from quickstep.model.formats.quantized_reader import CodedReader
+    from quickstep.model.formats.quantized_reader import QuantizedReader
 
     order = gguf_row_order(config, spec) if isinstance(storage, GgufStorage) else None
-    return CodedReader(reader, storage, shapes, order)
+    return QuantizedReader(reader, storage, shapes, order)
 
 
 def quantization_config(config: Mapping[str, object]) -> dict[str, object]:

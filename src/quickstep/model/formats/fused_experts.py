@@ -5,7 +5,7 @@ gate's rows above up's. gpt-oss's files hold one of two layouts:
 
 - `...experts.gate_up_proj` [E, hidden, 2 * width] and `...experts.gate_up_proj_bias`
   [E, 2 * width]: inputs first, gate and up in turn, as transformers saves it;
-- MXFP4, as released: `..._blocks` [E, 2 * width, hidden / 32, 16], two codes a byte, and
+- MXFP4, as released: `..._blocks` [E, 2 * width, hidden / 32, 16], two quantized values a byte, and
   `..._scales` [E, 2 * width, hidden / 32] beside the same bias, gate and up in turn as well.
 
 Names and shapes alone; `fused_experts_source` reads them. Used by `checkpoint_weights`.

@@ -1,8 +1,9 @@
 """A `TensorSource` that gives experts one by one out of tensors that hold all of a layer.
 
-MXFP4 (OCP Microscaling Formats, 1.0) is taken apart here: codes of 4 bits (e2m1, the low half of a
-byte first) times a power of two per 32 of them. The products are exact in bfloat16 and float32; in
-the model's dtype they are weights like others, so that `--quantization` may round them to codes.
+MXFP4 (OCP Microscaling Formats, 1.0) is taken apart here: quantized values of 4 bits (e2m1, the low
+half of a byte first) times a power of two per 32 of them. The products are exact in bfloat16 and
+float32; in the model's dtype they are weights like others, so that `--quantization` may round them
+to quantized values.
 
 A layer's tensors are kept, as they are stored, until another layer's are asked for.
 """
@@ -92,9 +93,9 @@ class FusedExpertsSource:
 
 def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
     """Blocks [N, G, 16] and scales [N, G], bytes -> [N, 32 * G] bfloat16, exactly."""
-    codes = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.bfloat16)
-    # both codes of a byte are looked up as one word
-    pairs = torch.stack((codes.repeat(16), codes.repeat_interleave(16)), -1).view(torch.int32)
+    quants = torch.tensor((*_E2M1, *(-value for value in _E2M1)), dtype=torch.bfloat16)
+    # both quantized values of a byte are looked up as one word
+    pairs = torch.stack((quants.repeat(16), quants.repeat_interleave(16)), -1).view(torch.int32)
     powers = torch.tensor([2.0 ** (scale - 127) for scale in range(256)], dtype=torch.bfloat16)
     words = pairs.flatten().to(blocks.device).index_select(0, blocks.flatten().int())
     values = words.view(blocks.shape).view(torch.bfloat16)

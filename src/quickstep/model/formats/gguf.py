@@ -24,7 +24,7 @@ from quickstep.ops.table import QuantizedWeight, StoredMatrix
 __all__ = ["GgufStorage", "gguf_row_order"]
 
 _PLACED = frozenset(("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"))  # `OpTable.load_linear` reads these
-_ELEMENTS_AT_ONCE = 1 << 21  # bounds what decoding holds beside the codes, near the caches' size
+_ELEMENTS_AT_ONCE = 1 << 21  # bounds the scratch of decoding, near the caches' size
 
 
 class GgufStorage:
@@ -48,23 +48,23 @@ class GgufStorage:
         return MatrixFormat(kind.bits, group, kind.has_zeros, kind.wide_scales)
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The codes, from some of the blocks at a time."""
+        """The quantized values, from some of the blocks at a time."""
         kind = BLOCK_KINDS[self._files.tensors[name].dtype]
         raw = reader.raw(name)
         elements = shape[0] * shape[1] // raw.shape[0]
         groups = (raw.shape[0], elements // kind.group_size)
-        codes = torch.empty((raw.shape[0], elements), dtype=torch.uint8, device=raw.device)
+        quants = torch.empty((raw.shape[0], elements), dtype=torch.uint8, device=raw.device)
         scales = torch.empty(groups, device=raw.device)
         zeros = torch.empty(groups, device=raw.device) if kind.has_zeros else None
         step = max(1, _ELEMENTS_AT_ONCE // elements)
         for start in range(0, raw.shape[0], step):
             part = slice(start, start + step)
-            codes[part], scales[part], lows = kind.decode(raw[part])
+            quants[part], scales[part], lows = kind.decode(raw[part])
             if zeros is not None and lows is not None:
                 zeros[part] = lows
         by_row = (shape[0], shape[1] // kind.group_size)
         return QuantizedWeight(
-            codes.view(shape),
+            quants.view(shape),
             scales.view(by_row),
             None if zeros is None else zeros.view(by_row),
             kind.bits,

@@ -1,9 +1,10 @@
-"""ggml's blocks to integer codes, exactly: the layouts of ggml-quants.h, block by block.
+"""ggml's blocks to quantized values, exactly: the layouts of ggml-quants.h, block by block.
 
-Each function takes blocks [B, bytes] uint8 and gives codes [B, elements] uint8, scales and zeros
-[B, groups] float32 (zeros None: about the middle). Kinds of 4 bits stay at 4, those of 5, 6 and 8
-become 8-bit codes. `w = scale * q + low` becomes `scale * (q - zero)` with zero = -low / scale; a
-group whose scale is 0 holds `low` everywhere, which is code 0 at scale `low` and zero -1.
+Each function takes blocks [B, bytes] uint8 and gives quantized values [B, elements] uint8, scales
+and zeros [B, groups] float32 (zeros None: about the middle). Kinds of 4 bits stay at 4, those of 5,
+6 and 8 become 8-bit quantized values. `w = scale * q + low` becomes `scale * (q - zero)` with zero
+= -low / scale; a group whose scale is 0 holds `low` everywhere, which is quantized value 0 at scale
+`low` and zero -1.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Decoded = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """One block type: its codes' bits, inputs per scale, and whether groups have zeros."""
+    """One block type: bits of a quantized value, inputs per scale, whether groups have zeros."""
 
     bits: int
     group_size: int
@@ -42,15 +43,15 @@ def _nibbles(octets: Tensor) -> Tensor:
     return torch.cat((octets & 15, octets >> 4), 1)
 
 
-def _with_low(codes: Tensor, scales: Tensor, lows: Tensor) -> Decoded:
-    """Codes of `scale * q + low`."""
+def _with_low(quants: Tensor, scales: Tensor, lows: Tensor) -> Decoded:
+    """Quantized values of `scale * q + low`."""
     flat = scales == 0
     zeros = torch.where(flat, -1.0, -lows / torch.where(flat, 1.0, scales))
     scales = torch.where(flat, lows, scales)
     if bool(flat.any()):
-        group_size = codes.shape[1] // scales.shape[1]
-        codes = codes.masked_fill(flat.repeat_interleave(group_size, 1), 0)
-    return codes, scales, zeros
+        group_size = quants.shape[1] // scales.shape[1]
+        quants = quants.masked_fill(flat.repeat_interleave(group_size, 1), 0)
+    return quants, scales, zeros
 
 
 def _q4_0(blocks: Tensor) -> Decoded:
@@ -68,13 +69,13 @@ def _fifth_bits(octets: Tensor) -> Tensor:
 
 
 def _q5_0(blocks: Tensor) -> Decoded:
-    codes = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return codes + (128 - 16), _half(blocks, 0), None
+    quants = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return quants + (128 - 16), _half(blocks, 0), None
 
 
 def _q5_1(blocks: Tensor) -> Decoded:
-    codes = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return _with_low(codes, _half(blocks, 0), _half(blocks, 2))
+    quants = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return _with_low(quants, _half(blocks, 0), _half(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Decoded:
@@ -89,10 +90,10 @@ def _six_bit_pairs(octets: Tensor) -> tuple[Tensor, Tensor]:
     return scales.float(), minima.float()
 
 
-def _k_groups(blocks: Tensor, codes: Tensor) -> Decoded:
+def _k_groups(blocks: Tensor, quants: Tensor) -> Decoded:
     """Q4_K's and Q5_K's common head: d, dmin, 8 scales and 8 minima."""
     scales, minima = _six_bit_pairs(blocks[:, 4:16])
-    return _with_low(codes, _half(blocks, 0) * scales, -_half(blocks, 2) * minima)
+    return _with_low(quants, _half(blocks, 0) * scales, -_half(blocks, 2) * minima)
 
 
 def _paired_nibbles(octets: Tensor) -> Tensor:
@@ -116,9 +117,9 @@ def _q6_k(blocks: Tensor) -> Decoded:
     low = torch.cat((low & 15, low >> 4), 2).view(-1, 2, 4, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(1, 1, 4, 1)
     high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
-    codes = (low | (high << 4)).flatten(1) + (128 - 32)
+    quants = (low | (high << 4)).flatten(1) + (128 - 32)
     scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
-    return codes, _half(blocks, 208) * scales, None
+    return quants, _half(blocks, 208) * scales, None
 
 
 BLOCK_KINDS: Mapping[str, BlockKind] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""The tensors of a quantised checkpoint, matrices in the codes that its files hold.
+"""The tensors of a quantised checkpoint, matrices in the quantized values that its files hold.
 
 A `TensorSource` for the loader; one layer's tensors are in memory at a time.
 """
@@ -16,13 +16,13 @@ from quickstep.model.formats.stacking import stack_matrices
 from quickstep.model.formats.storage import MatrixStorage, Shapes
 from quickstep.ops.table import QuantizedWeight, StoredMatrix
 
-__all__ = ["CodedReader", "RowOrder"]
+__all__ = ["QuantizedReader", "RowOrder"]
 
 # The order in which a tensor's rows are to be taken, by its name; None as they stand.
 RowOrder = Callable[[str], Tensor | None]
 
 
-class CodedReader:
+class QuantizedReader:
     """Reads by name, through `storage` what it has parts for; `shapes` are the matrices' own."""
 
     def __init__(
@@ -49,7 +49,7 @@ class CodedReader:
         return torch.cat([self.tensor(name) for name in names])
 
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-        """The stacked matrix, in codes where all its parts are."""
+        """The stacked matrix, in quantized values where all its parts are."""
         return stack_matrices([self._part(name) for name in names], self._reader.dtype)
 
     def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
@@ -57,13 +57,13 @@ class CodedReader:
         if self._row_order is not None and any(self._row_order(name) is not None for name in names):
             return None
         shapes = [self._shapes[name] for name in names]
-        coded = [
+        quantized = [
             self._storage.parts(name, shape) is not None
             for name, shape in zip(names, shapes, strict=True)
         ]
-        if not any(coded):
+        if not any(quantized):
             return self._reader.stored(names)
-        if not all(coded) or self._reader.device.type != "cpu":
+        if not all(quantized) or self._reader.device.type != "cpu":
             return None
         return self._storage.stored(names, shapes, self._reader)
 
@@ -73,8 +73,10 @@ class CodedReader:
         if self._storage.parts(name, shape) is None:
             whole = self._reader.tensor(name)
             return whole if order is None else whole[order.to(whole.device)]
-        coded = self._storage.read(name, shape, self._reader)
+        quantized = self._storage.read(name, shape, self._reader)
         if order is None:
-            return coded
-        zeros = None if coded.zeros is None else coded.zeros[order]
-        return replace(coded, codes=coded.codes[order], scales=coded.scales[order], zeros=zeros)
+            return quantized
+        zeros = None if quantized.zeros is None else quantized.zeros[order]
+        return replace(
+            quantized, quants=quantized.quants[order], scales=quantized.scales[order], zeros=zeros
+        )

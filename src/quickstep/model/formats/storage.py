@@ -1,7 +1,7 @@
-"""What a format of quantised checkpoints is: which tensors hold a matrix, and its codes.
+"""What a format of quantised checkpoints is: which tensors hold a matrix, and its quantized values.
 
 One storage per format, over the tensor files of one checkpoint; `detect.find_storage` picks it,
-`coded_reader.CodedReader` and `sizing` ask it matrix by matrix. A matrix is named as the
+`quantized_reader.QuantizedReader` and `sizing` ask it matrix by matrix. A matrix is named as the
 architecture names it (`...q_proj.weight`), whatever the files call its parts.
 """
 
@@ -41,14 +41,14 @@ class MatrixStorage(Protocol):
         """How a matrix with parts is held once it is read."""
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The codes of a matrix with parts."""
+        """The quantized values of a matrix with parts."""
 
     def stored(
         self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
     ) -> StoredMatrix | None:
         """Matrices with parts, one below the other, in their files; None where they must be read.
 
-        What is more than rows of codes (scales apart from them) is read.
+        What is more than rows of quantized values (scales apart from them) is read.
         """
 
     def is_void(self, name: str) -> bool:

@@ -1,7 +1,7 @@
 """The KV ops on libquickstep: new keys and values to their slots, and attention over them.
 
-Part of `ops.native.kernels`. The caches may hold another dtype than the activations, or int8 codes
-(`ops.kv_format`); types without a kernel go to the reference.
+Part of `ops.native.kernels`. The caches may hold another dtype than the activations, or int8
+quantized values (`ops.kv_format`); types without a kernel go to the reference.
 """
 
 from __future__ import annotations

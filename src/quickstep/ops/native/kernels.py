@@ -13,12 +13,11 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quickstep.ops.dtypes import INT64, host_dtype
+from quickstep.ops.dtypes import FLOAT32, INT64, host_dtype, of_kind
 from quickstep.ops.native.attention import NativeAttention, heads_in_place
 from quickstep.ops.native.library import raise_for_status
 from quickstep.ops.native.loading import NativeLoading
-from quickstep.ops.native.logits import NativeLogits
-from quickstep.ops.native.packed import PackedCodes, PackedWeight, kernel_dtype
+from quickstep.ops.native.packed import PackedQuantized, PackedWeight, kernel_dtype
 from quickstep.ops.native.quantized import NativeQuantized
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
 
@@ -54,6 +53,7 @@ class NativeOps:
         self._add_rms_norm = library.qs_add_rms_norm
         self._rotary = library.qs_rotary
         self._gated_activation = library.qs_gated_activation
+        self._finish_logits = library.qs_finish_logits
         self._attention = NativeAttention(library, context, reference)
         finalizer = weakref.finalize(self, library.qs_context_destroy, context)
         finalizer.atexit = False
@@ -73,7 +73,7 @@ class NativeOps:
             write_kv=self._attention.write_kv,
             paged_attention=self._attention.paged_attention,
             gated_activation=self.gated_activation,
-            logits=NativeLogits(self._library, self._context, self.linear).logits,
+            logits=self.logits,
             scratch_bytes=_SCRATCH_BYTES,
             kernel_s=self.kernel_s,
             load_linear=NativeLoading(self._library, self._context).load_linear,
@@ -118,16 +118,16 @@ class NativeOps:
         bits: int,
         group_size: int | None,
         has_zeros: bool,
-        has_multipliers: bool = False,
+        has_sub_scales: bool = False,
     ) -> QuantizedWeight:
         """`OpTable.quantize`."""
-        form = (bits, group_size, has_zeros, has_multipliers)
+        form = (bits, group_size, has_zeros, has_sub_scales)
         return self._quantized.quantize(_rows(weight), *form)
 
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """`OpTable.linear`."""
         packed = weight.data
-        if isinstance(packed, PackedCodes):
+        if isinstance(packed, PackedQuantized):
             assert x.shape[1] == weight.num_inputs
             return self._quantized.linear(_rows(x), weight, packed)
         if not isinstance(packed, PackedWeight):
@@ -171,7 +171,7 @@ class NativeOps:
     def _packed_rows(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
         packed = weight.data
         out = token_ids.new_empty((token_ids.numel(), weight.num_inputs), dtype=dtype)
-        if isinstance(packed, PackedCodes):
+        if isinstance(packed, PackedQuantized):
             self._quantized.rows(token_ids, weight, out)
             return out
         if not isinstance(packed, PackedWeight):
@@ -292,6 +292,30 @@ class NativeOps:
         )
         if status:
             raise_for_status(status, "gated_activation")
+        return out
+
+    def logits(
+        self, hidden: Tensor, weight: LinearWeight, divisor: float, softcap: float | None
+    ) -> Tensor:
+        """`OpTable.logits`."""
+        product = self.linear(hidden, weight)
+        dtype = kernel_dtype(product.dtype)
+        if dtype is None:
+            from quickstep.ops.reference.linear import finished_logits
+
+            return finished_logits(product, divisor, softcap)
+        out = product.new_empty(product.shape, dtype=of_kind(FLOAT32, product.dtype))
+        status = self._finish_logits(
+            self._context,
+            dtype,
+            product.data_ptr(),
+            product.numel(),
+            divisor,
+            softcap or 0.0,
+            out.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "logits")
         return out
 
 

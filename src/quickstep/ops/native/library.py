@@ -24,7 +24,7 @@ __all__ = [
     "raise_for_status",
 ]
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 _OK, _INVALID, _OUT_OF_MEMORY, _UNSUPPORTED_ISA, _OUT_OF_RANGE = range(5)
 
@@ -88,11 +88,11 @@ class QuantizedWeightCall(ctypes.Structure):
         ("n", c_int64),
         ("k", c_int64),
         ("group_size", c_int64),
-        ("codes", c_void_p),
+        ("quants", c_void_p),
         ("scales", c_void_p),
         ("zeros", c_void_p),
         ("bias", c_void_p),
-        ("multipliers", c_void_p),
+        ("sub_scales", c_void_p),
     )
 
 
@@ -107,10 +107,10 @@ class QuantizeCall(ctypes.Structure):
         ("row_stride", c_int64),
         ("group_size", c_int64),
         ("weight", c_void_p),
-        ("codes", c_void_p),
+        ("quants", c_void_p),
         ("scales", c_void_p),
         ("zeros", c_void_p),
-        ("multipliers", c_void_p),
+        ("sub_scales", c_void_p),
     )
 
 
@@ -150,7 +150,7 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_probe_bytes", _L, (_P,)),
     ("qs_probe_read", _I, (_P, _P, POINTER(c_uint32))),
     ("qs_probe_multiply", _I, (_P, _I, _L, POINTER(_L))),
-    ("qs_probe_multiply_codes", _I, (_P, _L, POINTER(_L))),
+    ("qs_probe_multiply_int8", _I, (_P, _L, POINTER(_L))),
     ("qs_context_loop_ns", _L, (_P,)),
     ("qs_context_place", _I, (_P, POINTER(c_int32), _L, c_uint64)),
     *STEP_SIGNATURES,

@@ -18,7 +18,7 @@ from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, of_kind
 from quickstep.ops.native.library import raise_for_status
-from quickstep.ops.native.packed import PackedCodes, PackedWeight
+from quickstep.ops.native.packed import PackedQuantized, PackedWeight
 from quickstep.ops.table import LinearWeight, StoredMatrix
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _PLAIN = (FLOAT32, BFLOAT16, FLOAT16)  # by qs_rows_kind
 
 @dataclass(frozen=True, slots=True)
 class _Codes:
-    """What a kind of codes holds; group size 0: one scale per row."""
+    """What a kind of quantized values holds; group size 0: one scale per row."""
 
     bits: int
     group_size: int
@@ -76,7 +76,7 @@ class _CodeForm(ctypes.Structure):
     _fields_ = (
         ("bits", c_int32),
         ("has_zeros", c_int16),
-        ("has_multipliers", c_int16),
+        ("has_sub_scales", c_int16),
         ("group_size", c_int64),
         ("scales", c_void_p),
         ("bias", c_void_p),
@@ -137,7 +137,7 @@ class NativeLoading:
         call = _CodeForm(
             bits=form.bits,
             has_zeros=form.has_zeros,
-            has_multipliers=rounding is not None and rounding.has_multipliers,
+            has_sub_scales=rounding is not None and rounding.has_sub_scales,
             group_size=form.group_size,
             scales=None if scales is None else scales.data_ptr(),
             bias=None if wide_bias is None else wide_bias.data_ptr(),
@@ -150,8 +150,8 @@ class NativeLoading:
         _raise_for_load(status, stored)
         assert handle.value is not None
         if rounding is not None:
-            rounding.told(math.sqrt(call.wrong / call.exact) if call.exact else 0.0)
-        packed = PackedCodes(self._library, handle.value)
+            rounding.report_error(math.sqrt(call.wrong / call.exact) if call.exact else 0.0)
+        packed = PackedQuantized(self._library, handle.value)
         return LinearWeight(packed, None, matrix.n, matrix.k, packed.nbytes)
 
 

@@ -15,7 +15,7 @@ from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, DType
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PackedCodes", "PackedWeight", "kernel_dtype", "kv_kernel_dtype"]
+__all__ = ["PackedQuantized", "PackedWeight", "kernel_dtype", "kv_kernel_dtype"]
 
 # qs_dtype of csrc/quickstep.h, by the type's text
 _KERNEL_DTYPES = {str(FLOAT32): 0, str(BFLOAT16): 1, str(FLOAT16): 2}
@@ -47,7 +47,7 @@ class PackedWeight:
         finalizer.atexit = False  # the process's end frees it, and a daemon thread may still read
 
 
-class PackedCodes:
+class PackedQuantized:
     """Owns one `qs_quantized`; its memory goes back to the system with this object."""
 
     __slots__ = ("__weakref__", "handle", "nbytes")

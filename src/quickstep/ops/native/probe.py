@@ -46,13 +46,13 @@ class NativeProbe:
         return total.value
 
     def multiply(self, dtype: DType | torch.dtype, rounds: int) -> int:
-        """Multiply and add in registers as `linear` does for `dtype` (`int8`: as it does for codes
-        of 8 bits). Gives the operations done.
+        """Multiply and add in registers as `linear` does for `dtype` (`int8`: as it does for
+        quantized values of 8 bits). Gives the operations done.
         """
         num_flops = ctypes.c_int64()
         found = ctypes.byref(num_flops)
         if host_dtype(dtype) == INT8:
-            status = self._library.qs_probe_multiply_codes(self._context, rounds, found)
+            status = self._library.qs_probe_multiply_int8(self._context, rounds, found)
         else:
             status = self._library.qs_probe_multiply(
                 self._context, kernel_dtype(dtype), rounds, found

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from quickstep.ops.dtypes import FLOAT32, INT8, UINT8, of_kind
 from quickstep.ops.host_tensor import HostTensor
 from quickstep.ops.native.library import QuantizeCall, QuantizedWeightCall, raise_for_status
-from quickstep.ops.native.packed import PackedCodes, kernel_dtype
-from quickstep.ops.table import MULTIPLIER_INPUTS, LinearWeight, QuantizedWeight
+from quickstep.ops.native.packed import PackedQuantized, kernel_dtype
+from quickstep.ops.table import SUB_BLOCK_INPUTS, LinearWeight, QuantizedWeight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,19 +36,19 @@ class NativeQuantized:
         bits: int,
         group_size: int | None,
         has_zeros: bool,
-        has_multipliers: bool,
+        has_sub_scales: bool,
     ) -> QuantizedWeight:
-        """Codes of a weight [N, C] with contiguous rows."""
+        """Quantized values of a weight [N, C] with contiguous rows."""
         outputs, inputs = weight.shape
         groups = 1 if group_size is None else inputs // group_size
-        codes = weight.new_empty((outputs, inputs), dtype=of_kind(UINT8, weight.dtype))
+        quants = weight.new_empty((outputs, inputs), dtype=of_kind(UINT8, weight.dtype))
         wide = of_kind(FLOAT32, weight.dtype)
         scales = weight.new_empty((outputs, groups), dtype=wide)
         zeros = weight.new_empty((outputs, groups), dtype=wide) if has_zeros else None
-        multipliers = None
-        if has_multipliers:
-            shape = (outputs, inputs // MULTIPLIER_INPUTS)
-            multipliers = weight.new_empty(shape, dtype=of_kind(INT8, weight.dtype))
+        sub_scales = None
+        if has_sub_scales:
+            shape = (outputs, inputs // SUB_BLOCK_INPUTS)
+            sub_scales = weight.new_empty(shape, dtype=of_kind(INT8, weight.dtype))
         call = QuantizeCall(
             dtype=kernel_dtype(weight.dtype),
             bits=bits,
@@ -57,32 +57,34 @@ class NativeQuantized:
             row_stride=weight.stride(0) if outputs > 1 else inputs,
             group_size=group_size or 0,
             weight=weight.data_ptr(),
-            codes=codes.data_ptr(),
+            quants=quants.data_ptr(),
             scales=scales.data_ptr(),
             zeros=None if zeros is None else zeros.data_ptr(),
-            multipliers=None if multipliers is None else multipliers.data_ptr(),
+            sub_scales=None if sub_scales is None else sub_scales.data_ptr(),
         )
         status = self._library.qs_quantize(self._context, ctypes.byref(call))
         raise_for_status(status, f"rounding a {outputs} x {inputs} weight to {bits} bits")
-        return QuantizedWeight(codes, scales, zeros, bits, group_size or inputs, multipliers)
+        return QuantizedWeight(quants, scales, zeros, bits, group_size or inputs, sub_scales)
 
     def pack(self, weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
-        """Copy codes and scales into the kernel's layout, in memory of the library's own."""
-        codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
+        """Copy quantized values and scales into the kernel's layout, in memory of the library's
+        own.
+        """
+        quants, scales = weight.quants.contiguous(), weight.scales.float().contiguous()
         zeros = None if weight.zeros is None else weight.zeros.float().contiguous()
         wide_bias = None if bias is None else bias.float().contiguous()
-        multipliers = None if weight.multipliers is None else weight.multipliers.contiguous()
-        outputs, inputs = codes.shape
+        sub_scales = None if weight.sub_scales is None else weight.sub_scales.contiguous()
+        outputs, inputs = quants.shape
         call = QuantizedWeightCall(
             bits=weight.bits,
             n=outputs,
             k=inputs,
             group_size=weight.group_size,
-            codes=codes.data_ptr(),
+            quants=quants.data_ptr(),
             scales=scales.data_ptr(),
             zeros=None if zeros is None else zeros.data_ptr(),
             bias=None if wide_bias is None else wide_bias.data_ptr(),
-            multipliers=None if multipliers is None else multipliers.data_ptr(),
+            sub_scales=None if sub_scales is None else sub_scales.data_ptr(),
         )
         handle = ctypes.c_void_p()
         status = self._library.qs_quantized_create(
@@ -94,10 +96,10 @@ class NativeQuantized:
             f"{weight.group_size}",
         )
         assert handle.value is not None
-        packed = PackedCodes(self._library, handle.value)
+        packed = PackedQuantized(self._library, handle.value)
         return LinearWeight(packed, None, outputs, inputs, packed.nbytes)
 
-    def linear(self, x: Tensor, weight: LinearWeight, packed: PackedCodes) -> Tensor:
+    def linear(self, x: Tensor, weight: LinearWeight, packed: PackedQuantized) -> Tensor:
         """X [T, C] with contiguous rows -> [T, N]."""
         num_tokens = x.shape[0]
         out = x.new_empty((num_tokens, weight.num_outputs))
@@ -119,7 +121,7 @@ class NativeQuantized:
     def rows(self, token_ids: Tensor, weight: LinearWeight, out: Tensor) -> None:
         """Rows of the weight into `out` [T, C]; a token id outside raises EngineError."""
         packed = weight.data
-        assert isinstance(packed, PackedCodes)
+        assert isinstance(packed, PackedQuantized)
         status = self._library.qs_quantized_rows(
             self._context,
             packed.handle,

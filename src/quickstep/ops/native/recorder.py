@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from quickstep.ops.dtypes import FLOAT32, INT32, INT64, DType, host_dtype
 from quickstep.ops.host_tensor import HostTensor
 from quickstep.ops.native.attention import MAX_HEAD_SIZE
-from quickstep.ops.native.packed import PackedCodes, PackedWeight, kv_kernel_dtype
+from quickstep.ops.native.packed import PackedQuantized, PackedWeight, kv_kernel_dtype
 from quickstep.ops.native.step_abi import OpKind, RowsOf
 from quickstep.ops.native.tape import NUM_ROWS, NotCapturable, StepTensor, Tape
 from quickstep.ops.recording import Numbers, Recording
@@ -113,12 +113,12 @@ class NativeRecorder:
 
     def _linear(self, x: StepTensor, weight: LinearWeight) -> StepTensor:
         packed = weight.data
-        is_native = isinstance(packed, PackedCodes) or (
+        is_native = isinstance(packed, PackedQuantized) or (
             isinstance(packed, PackedWeight) and packed.dtype == x.dtype
         )
         if not is_native or x.stride(1) != 1:
             raise NotCapturable("a weight has no native kernel for these activations")
-        kind = OpKind.QUANTIZED if isinstance(packed, PackedCodes) else OpKind.LINEAR
+        kind = OpKind.QUANTIZED if isinstance(packed, PackedQuantized) else OpKind.LINEAR
         inputs = (self._tape.operand(x), self._handle(weight))
         out = self._tape.new((weight.num_outputs,), x.dtype, self._tape.rows_of(x))
         self._tape.record(kind, x, inputs, (out,), Numbers(stride=(x.stride(0),)))
@@ -126,7 +126,7 @@ class NativeRecorder:
 
     def _handle(self, weight: LinearWeight) -> int:
         packed = weight.data
-        assert isinstance(packed, (PackedWeight, PackedCodes))
+        assert isinstance(packed, (PackedWeight, PackedQuantized))
         self._tape.kept.append(packed)
         return packed.handle
 
@@ -139,9 +139,9 @@ class NativeRecorder:
         if not isinstance(weight, LinearWeight):
             return self._gather(token_ids, weight, rows_dtype)
         packed = weight.data
-        if not isinstance(packed, (PackedWeight, PackedCodes)):
+        if not isinstance(packed, (PackedWeight, PackedQuantized)):
             raise NotCapturable("the embedding is not packed by the native ops")
-        kind = OpKind.QUANTIZED_ROWS if isinstance(packed, PackedCodes) else OpKind.LINEAR_ROWS
+        kind = OpKind.QUANTIZED_ROWS if isinstance(packed, PackedQuantized) else OpKind.LINEAR_ROWS
         inputs = (self._tape.whole(token_ids), self._handle(weight))
         out = self._tape.new((weight.num_inputs,), rows_dtype, self._tape.rows_of(token_ids))
         self._tape.record(kind, out, inputs, (out,))

@@ -1,7 +1,7 @@
-"""Draws of tokens on the native library: one call for all rows of a step.
+"""Sampling of tokens on the native library: one call for all rows of a step.
 
-What a draw is, `runtime/sampling/sampler.py` defines; the library computes the same bits
-(csrc/kernels/ draw.cpp). Made by `ops.native.steps`, used by `runtime.sampling.native_sampler`.
+`runtime/sampling/sampler.py` is the definition; the library computes the same bits
+(csrc/kernels/sampler.cpp). Made by `ops.native.steps`, used by `runtime.sampling.native_sampler`.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ import ctypes
 from quickstep.ops.dtypes import UINT8
 from quickstep.ops.host_tensor import HostTensor
 from quickstep.ops.native.library import raise_for_status
-from quickstep.ops.native.step_abi import DrawCall
+from quickstep.ops.native.step_abi import SampleCall
 
-__all__ = ["RowDraws"]
+__all__ = ["RowSampler"]
 
 
-class RowDraws:
+class RowSampler:
     """Owns the calls' memory. Not for two threads at a time."""
 
     def __init__(self, library: ctypes.CDLL, context: int, owner: object, vocab_size: int) -> None:
-        self._draw_rows = library.qs_draw_rows
-        self._scratch_bytes = library.qs_draw_scratch_bytes
+        self._sample_rows = library.qs_sample_rows
+        self._scratch_bytes = library.qs_sample_scratch_bytes
         self._context = context
         self._owner = owner
         self._vocab_size = vocab_size
         self._scratch = HostTensor.empty((0,), UINT8)
-        self._calls = (DrawCall * 0)()
+        self._calls = (SampleCall * 0)()
         self._calls_address = 0
 
-    def calls(self, num_rows: int) -> ctypes.Array[DrawCall]:
+    def calls(self, num_rows: int) -> ctypes.Array[SampleCall]:
         """At least `num_rows` calls to fill; what they held before is still in them."""
         if len(self._calls) < num_rows:
-            self._calls = (DrawCall * max(num_rows, 2 * len(self._calls)))()
+            self._calls = (SampleCall * max(num_rows, 2 * len(self._calls)))()
             self._calls_address = ctypes.addressof(self._calls)
             nbytes = self._scratch_bytes(self._context, self._vocab_size, len(self._calls))
             self._scratch = HostTensor.empty((nbytes,), UINT8)
         return self._calls
 
     def run(self, num_rows: int) -> None:
-        """Draw for the first rows; their results stand in the calls."""
-        status = self._draw_rows(
+        """Sample a token for each of the first rows; the calls hold the results."""
+        status = self._sample_rows(
             self._context,
             self._calls_address,
             num_rows,
@@ -48,4 +48,4 @@ class RowDraws:
             self._scratch.data_ptr(),
         )
         if status:
-            raise_for_status(status, "drawing tokens")
+            raise_for_status(status, "sampling tokens")

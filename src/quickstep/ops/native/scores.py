@@ -28,7 +28,7 @@ class ScoredTokens:
     """
 
     ranks: npt.NDArray[np.int64]  # [T]
-    masses: npt.NDArray[np.int64]  # [T], sums of round(exp(logit - peak) * MASS_UNIT)
+    total_probabilities: npt.NDArray[np.int64]  # [T], sums of round(exp(logit - peak) * 2^44)
     peaks: npt.NDArray[np.float32]  # [T]
     chosen: npt.NDArray[np.float32]  # [T], the tokens' logits
     top_ids: npt.NDArray[np.int64]  # [T, num_top]
@@ -40,7 +40,7 @@ class TokenScores:
 
     def __init__(self, library: ctypes.CDLL, context: int, owner: object, vocab_size: int) -> None:
         self._score_tokens = library.qs_score_tokens
-        self._scratch_bytes = library.qs_draw_scratch_bytes
+        self._scratch_bytes = library.qs_sample_scratch_bytes
         self._context = context
         self._owner = owner
         self._vocab_size = vocab_size
@@ -57,7 +57,7 @@ class TokenScores:
         ids = np.array(token_ids, dtype=np.int64)
         found = ScoredTokens(
             ranks=np.empty(count, dtype=np.int64),
-            masses=np.empty(count, dtype=np.int64),
+            total_probabilities=np.empty(count, dtype=np.int64),
             peaks=np.empty(count, dtype=np.float32),
             chosen=np.empty(count, dtype=np.float32),
             top_ids=np.empty((count, num_top), dtype=np.int64),
@@ -70,7 +70,7 @@ class TokenScores:
             vocab_size=self._vocab_size,
             num_top=num_top,
             ranks=found.ranks.ctypes.data,
-            masses=found.masses.ctypes.data,
+            total_probabilities=found.total_probabilities.ctypes.data,
             peaks=found.peaks.ctypes.data,
             chosen=found.chosen.ctypes.data,
             top_ids=found.top_ids.ctypes.data,

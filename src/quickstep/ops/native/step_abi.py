@@ -1,4 +1,4 @@
-"""The C types of captured steps, of draws and of scores: `csrc/quickstep.h`, field by field.
+"""The C types of captured steps, of sampling and of scores: `csrc/quickstep.h`, field by field.
 
 Declared by `ops.native.library`; used by `ops.native.program`, `ops.native.sampling` and
 `ops.native.scores`.
@@ -11,7 +11,6 @@ from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint64
 
 __all__ = [
     "STEP_SIGNATURES",
-    "DrawCall",
     "OpCall",
     "OpKind",
     "ProgramInputs",
@@ -88,8 +87,8 @@ class StepCall(ctypes.Structure):
     )
 
 
-class DrawCall(ctypes.Structure):
-    """`qs_draw`."""
+class SampleCall(ctypes.Structure):
+    """`qs_sample`."""
 
     _fields_ = (
         ("logits", c_void_p),
@@ -106,7 +105,7 @@ class DrawCall(ctypes.Structure):
         ("first_yields", c_int32),
         ("second_yields", c_int32),
         ("num_top", c_int32),
-        ("strikes_top", c_int32),
+        ("applies_xtc", c_int32),
         ("top_k", c_int64),
         ("temperature", c_double),
         ("top_p", c_double),
@@ -117,7 +116,7 @@ class DrawCall(ctypes.Structure):
         ("key_c", c_uint64),
         ("token_id", c_int64),
         ("rank", c_int64),
-        ("mass", c_int64),
+        ("total_probability", c_int64),
         ("peak", c_float),
         ("chosen", c_float),
         ("top_ids", c_void_p),
@@ -135,7 +134,7 @@ class ScoresCall(ctypes.Structure):
         ("vocab_size", c_int64),
         ("num_top", c_int64),
         ("ranks", c_void_p),
-        ("masses", c_void_p),
+        ("total_probabilities", c_void_p),
         ("peaks", c_void_p),
         ("chosen", c_void_p),
         ("top_ids", c_void_p),
@@ -153,7 +152,7 @@ STEP_SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_program_create", _I, (_P, POINTER(OpCall), _L, POINTER(ProgramInputs), POINTER(_P))),
     ("qs_program_destroy", None, (_P,)),
     ("qs_program_run", _I, (_P, _P)),
-    ("qs_draw_scratch_bytes", _L, (_P, _L, _L)),
-    ("qs_draw_rows", _I, (_P, _P, _L, _L, _P)),
+    ("qs_sample_scratch_bytes", _L, (_P, _L, _L)),
+    ("qs_sample_rows", _I, (_P, _P, _L, _L, _P)),
     ("qs_score_tokens", _I, (_P, _P, _P)),
 )

@@ -1,8 +1,8 @@
-"""Whole steps on the native library: programs of recorded calls, draws and scores of tokens.
+"""Whole steps on the native library: programs of recorded calls, sampling and scores of tokens.
 
 One per native op table (`OpTable.steps`), which `ops.native.backend` builds. Used by
 `runtime.capture` and `runtime.sampling.native_sampler`; where it is None, steps run op by op and
-draws in NumPy.
+samples in NumPy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from quickstep.ops.native.library import raise_for_status
 from quickstep.ops.native.packed import kernel_dtype
 from quickstep.ops.native.program import Program
-from quickstep.ops.native.sampling import RowDraws
+from quickstep.ops.native.sampling import RowSampler
 from quickstep.ops.native.scores import TokenScores
 from quickstep.ops.recording import Recording
 
@@ -26,7 +26,7 @@ __all__ = ["NativeSteps"]
 
 
 class NativeSteps:
-    """Makes programs, draws and scores on one context; `owner` keeps that alive."""
+    """Makes programs, samplers and scorers on one context; `owner` keeps that alive."""
 
     def __init__(self, library: ctypes.CDLL, context: int, owner: object) -> None:
         self._library = library
@@ -41,9 +41,9 @@ class NativeSteps:
             self._library, self._context, self._owner, recording, capacities, memory, block_size
         )
 
-    def draws(self, vocab_size: int) -> RowDraws:
-        """Draws from rows of `vocab_size` logits."""
-        return RowDraws(self._library, self._context, self._owner, vocab_size)
+    def sampler(self, vocab_size: int) -> RowSampler:
+        """Samples from rows of `vocab_size` logits."""
+        return RowSampler(self._library, self._context, self._owner, vocab_size)
 
     def scores(self, vocab_size: int) -> TokenScores:
         """Scores of given tokens from rows of `vocab_size` logits."""

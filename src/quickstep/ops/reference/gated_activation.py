@@ -12,7 +12,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from quickstep.errors import ConfigError
-from quickstep.ops.reference.elementary import normal_cdf, sigmoid, tanh
+from quickstep.ops.reference.exact_math import normal_cdf, sigmoid, tanh
 
 __all__ = ["ACTIVATIONS", "gated_activation"]
 

@@ -1,7 +1,8 @@
 """Linear layers: y = x W^T + b, each output an exact sum per K chunk, chunks added in order.
+Also rows of a table (`embedding`) and the output projection (`logits`).
 
 Factors are rounded to a few bits below the largest element of their row and chunk, so that BLAS
-can add in any order (`fixed_point`); the weight once, when it is packed, in its own dtype.
+can add in any order (`exact_math`); the weight once, when it is packed, in its own dtype.
 It is widened to fp64 block by block as it is used: on one core 0.15 ns an element, against
 0.4 ns for reading it in a one-row product, and no copy of the model is kept.
 """
@@ -11,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quickstep.ops.reference.fixed_point import round_rows, sum_bits
-from quickstep.ops.reference.quantized_linear import quantized_linear
+from quickstep.ops.reference.exact_math import round_rows, sum_bits, tanh
+from quickstep.ops.reference.quantized_linear import quantized_linear, quantized_rows
 from quickstep.ops.table import LinearWeight, QuantizedWeight
 
-__all__ = ["linear", "pack_linear"]
+__all__ = ["embedding", "finished_logits", "linear", "logits", "pack_linear"]
 
 _BLOCK_ELEMENTS = 1 << 18  # of a weight in fp64 at a time: 2 MiB, stays in cache
 
@@ -67,3 +68,30 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
             total += bias[start:stop]
         out[:, start:stop] = total.float()
     return out
+
+
+def embedding(token_ids: Tensor, weight: Tensor | LinearWeight, dtype: torch.dtype) -> Tensor:
+    """token_ids [T], weight [V, C] -> [T, C] in `dtype`, the weight's own where it has one."""
+    data = weight.data if isinstance(weight, LinearWeight) else weight
+    if isinstance(data, QuantizedWeight):
+        return quantized_rows(token_ids, data, dtype)
+    assert isinstance(data, Tensor) and data.dtype == dtype
+    return data[token_ids]
+
+
+def logits(hidden: Tensor, weight: LinearWeight, divisor: float, softcap: float | None) -> Tensor:
+    """Hidden states [E, C] -> [E, V] fp32."""
+    return finished_logits(linear(hidden, weight), divisor, softcap)
+
+
+def finished_logits(product: Tensor, divisor: float, softcap: float | None) -> Tensor:
+    """Widened to fp32, divided, then softcap * tanh(logits / softcap) in fp64."""
+    wide = product.float()
+    if divisor != 1.0:
+        wide = wide / divisor
+    if softcap is None:
+        return wide
+    # row by row: the fp64 scratch is a few times V, and not E times that
+    for row in wide:
+        row.copy_(tanh(row.double() / softcap) * softcap)
+    return wide

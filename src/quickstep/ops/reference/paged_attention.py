@@ -1,6 +1,6 @@
-"""Causal attention over a paged KV cache, for prefill and decode rows together.
+"""The paged KV cache: causal attention over it, for prefill and decode rows together, and writes.
 
-    scores = q k^T      exact per (query, key): both rounded as `fixed_point` says
+    scores = q k^T      exact per (query, key): both rounded as `exact_math` says
     m      = max        over the visible keys; exact
     p      = exp(s - m) rounded to multiples of 2**-40, 0 for keys that are not visible
     out    = sum over tiles of (sum of p v in the tile) / sum over tiles of (sum of p in it)
@@ -21,17 +21,18 @@ import torch
 from torch import Tensor
 
 from quickstep.dataclass import dataclass
-from quickstep.ops.kv_format import read_heads
-from quickstep.ops.reference.elementary import exp_nonpositive, tanh
-from quickstep.ops.reference.fixed_point import (
+from quickstep.ops.kv_format import quantize_heads, read_heads
+from quickstep.ops.reference.exact_math import (
+    exp_nonpositive,
     power_of_two,
     round_rows,
     round_to_multiple,
     sum_bits,
+    tanh,
 )
 from quickstep.ops.table import AttentionParams, PagedLayout
 
-__all__ = ["paged_attention"]
+__all__ = ["paged_attention", "write_kv"]
 
 _TILE = 256
 _PROBABILITY_QUANTUM = 2.0**-40
@@ -219,3 +220,10 @@ def _weighted_values(p: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     digits = round_to_multiple(values / scale, 2.0 ** (1 - bits)).nan_to_num_(0.0, 0.0, 0.0)
     weights = (p * scale.transpose(-1, -2)).masked_fill_(mask, 0.0)
     return round_rows(weights, bits) @ digits
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """k, v [T, K, D] into k_cache, v_cache [B, S, K, W] at the flat slots slot_mapping [T]."""
+    for heads, cache in ((k, k_cache), (v, v_cache)):
+        stored = quantize_heads(heads) if cache.dtype == torch.int8 else heads.to(cache.dtype)
+        cache.view(-1, *cache.shape[2:])[slot_mapping] = stored

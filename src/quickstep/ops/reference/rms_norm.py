@@ -1,6 +1,6 @@
 """Root-mean-square norm (Zhang and Sennrich, 2019), alone and after the residual addition.
 
-The squares are rounded so that their sum is exact (`fixed_point`): torch's own sum over a row
+The squares are rounded so that their sum is exact (`exact_math`): torch's own sum over a row
 changes bits with the number of rows once it is split over threads (seen at C = 40000).
 """
 
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quickstep.ops.reference.elementary import reciprocal_sqrt
-from quickstep.ops.reference.fixed_point import round_rows
+from quickstep.ops.reference.exact_math import reciprocal_sqrt, round_rows
 
 __all__ = ["add_rms_norm", "rms_norm"]
 

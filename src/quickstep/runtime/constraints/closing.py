@@ -6,7 +6,7 @@ gives way to the next one of the known ending. The ending from the grammar's sta
 compiled grammar; later ones are found by a search whose work per token is bounded
 (`runtime.constraints.closing_search`).
 
-All of it is a function of the grammar, the output tokens and the limit: `steered` answers and
+All of it is a function of the grammar, the output tokens and the limit: `forced_token` answers and
 changes nothing, `record` alone moves on, so replaying the outputs ends in the same state. Owned by
 `GrammarConstraint`.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ClosingGuard", "ClosingStart", "start_ending"]
 
-# Of the room beyond the ending, a quarter may be drawn without a look; the last of it never.
+# Of the room beyond the ending, a quarter may be sampled without a look; the last of it never.
 _KEPT_ROOM = 32
 _ROOM_PER_TOKEN = 4
 _LEFT_PER_RETRY = 2  # after a look that found no end, half of what is left goes without one
@@ -73,7 +73,7 @@ class ClosingGuard:
         self._num_ends = 1  # the end token
         self._take(start.ending)
 
-    def steered(self, token_id: int) -> int:
+    def forced_token(self, token_id: int) -> int:
         """The sampled token, or the ending's next one if the end is out of reach behind it."""
         ending = self._ending
         if ending is None or token_id in self._end_ids:

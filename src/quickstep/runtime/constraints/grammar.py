@@ -79,11 +79,11 @@ class GrammarConstraint:
         elif self._guard is not None and not self._is_complete:
             self._guard.record(token_id)
 
-    def steered(self, token_id: int) -> int:
-        """The drawn token, or one that leads to the end if the limit would cut the output."""
+    def forced_token(self, token_id: int) -> int:
+        """The sampled token, or one that leads to the end if the limit would cut the output."""
         if self._guard is None or self._is_complete or self.failure:
             return token_id
-        return self._guard.steered(token_id)
+        return self._guard.forced_token(token_id)
 
     @property
     def _is_complete(self) -> bool:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from quickstep.sampling_params import ReasoningTokens
 
-__all__ = ["EMPTY_LINES", "Place", "ReasoningTracker"]
+__all__ = ["EMPTY_LINES", "Place", "ReasoningTracker", "ThinkingBudget"]
 
 _SPACE = b" \t\n\r"
 _NEW_LINES = (b"\n", b"\n\n")
@@ -137,3 +137,23 @@ class ReasoningTracker:
 
 def _ids(token_ids: Iterable[int]) -> npt.NDArray[np.int64]:
     return np.array(sorted(token_ids), dtype=np.int64)
+
+
+class ThinkingBudget:
+    """Ends the reasoning once it has had its tokens: the closing tag is written, token by token."""
+
+    def __init__(self, budget: int, tags: ReasoningTokens, outputs: Sequence[int]) -> None:
+        self._budget = budget
+        self._reasoning = ReasoningTracker(tags, outputs)
+
+    @property
+    def forced_token(self) -> int | None:
+        """The only token that may follow; None while there is budget, or nothing to close."""
+        reasoning = self._reasoning
+        if reasoning.place is not Place.INSIDE or reasoning.num_inside < self._budget:
+            return None
+        return reasoning.closing_token
+
+    def record(self, token_id: int) -> None:
+        """Take an output token."""
+        self._reasoning.record(token_id)

@@ -93,9 +93,9 @@ class ReasonedGrammar:
         elif place is Place.BEHIND:
             self.failure = f"neither the grammar nor the reasoning takes token {token_id}"
 
-    def steered(self, token_id: int) -> int:
+    def forced_token(self, token_id: int) -> int:
         """The sampled token, or one that leads to the end if the limit would cut the output."""
-        return token_id if self._grammar is None else self._grammar.steered(token_id)
+        return token_id if self._grammar is None else self._grammar.forced_token(token_id)
 
     @property
     def _must_close(self) -> bool:

@@ -25,7 +25,8 @@ __all__ = ["DryPenalty"]
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 
-# What no logit outweighs, and yet no infinity: a row where every token is penalised still draws.
+# What no logit outweighs, and yet no infinity: a row where every token is penalised is still
+# sampled from.
 _LARGEST_PENALTY = 1e30
 _LOOKS_PER_TOKEN = 8  # that cost less than the loop of the Z-algorithm
 _NO_PLACES = np.empty(0, dtype=np.int64)

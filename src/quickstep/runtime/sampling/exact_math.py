@@ -2,7 +2,7 @@
 
 NumPy's own differ in their last bits between versions and CPUs. These are IEEE additions, products
 and quotients in float64, one NumPy call each, in the order of csrc/kernels/vecmath64.h; relative
-errors are below 1e-12. Shares of a distribution are integers: `masses`.
+errors are below 1e-12. Unnormalised probabilities are integers: `integer_probabilities`.
 
 Called by `runtime.sampling.noise`, `runtime.sampling.filters` and `runtime.sampling.logprobs`.
 """
@@ -12,11 +12,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MASS_UNIT", "exp_nonpositive", "log", "masses"]
+__all__ = ["PROBABILITY_UNIT", "exp_nonpositive", "integer_probabilities", "log"]
 
 Floats = npt.NDArray[np.float64]
 
-MASS_UNIT = 2.0**44  # of the largest token; 2**18 of them add up within 63 bits
+PROBABILITY_UNIT = 2.0**44  # of the largest token; 2**18 of them add up within 63 bits
 _LEAST = -32.0  # exp(-32) * 2**44 is below 1/2
 _CHUNK = 4096  # whose intermediate values stay in the nearest cache
 
@@ -77,11 +77,11 @@ def log(x: Floats) -> Floats:
     return n * _LN2_HIGH + (twice + low)
 
 
-def masses(values: Floats) -> npt.NDArray[np.int64]:
-    """round(exp(value) * MASS_UNIT) of values whose largest is 0: shares that add up exactly."""
+def integer_probabilities(values: Floats) -> npt.NDArray[np.int64]:
+    """round(exp(value) * PROBABILITY_UNIT) of values whose largest is 0: they add up exactly."""
     found = np.zeros(values.shape[0], dtype=np.int64)
     for start in range(0, values.shape[0], _CHUNK):
         part = values[start : start + _CHUNK]
         if part.max() > _LEAST:
-            found[start : start + _CHUNK] = np.rint(exp_nonpositive(part) * MASS_UNIT)
+            found[start : start + _CHUNK] = np.rint(exp_nonpositive(part) * PROBABILITY_UNIT)
     return found

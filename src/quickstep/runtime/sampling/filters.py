@@ -15,7 +15,11 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.runtime.sampling.exact_math import MASS_UNIT, exp_nonpositive, masses
+from quickstep.runtime.sampling.exact_math import (
+    PROBABILITY_UNIT,
+    exp_nonpositive,
+    integer_probabilities,
+)
 from quickstep.types import SamplingParams
 
 __all__ = ["kept_token_ids", "largest"]
@@ -36,13 +40,13 @@ def largest(values: Floats, count: int) -> Ids:
 
 
 def kept_token_ids(
-    scaled: npt.NDArray[np.float64], sampling: SamplingParams, excludes_top: bool = False
+    scaled: npt.NDArray[np.float64], sampling: SamplingParams, applies_xtc: bool = False
 ) -> Ids:
-    """The token ids that may be drawn, ascending: top-k -> typical-p -> top-p -> min-p -> XTC.
+    """The token ids that may be sampled, ascending: top-k -> typical-p -> top-p -> min-p -> XTC.
 
     Each filter sees the shares of what the one before it left. `scaled` [V] holds (logit - largest
     logit) / temperature: its maximum is 0, and tokens that are not allowed hold -inf. At least one
-    token is always kept. `excludes_top`: XTC strikes this row.
+    token is always kept. `applies_xtc`: XTC removes tokens of this row.
     """
     ids = np.flatnonzero(scaled > -np.inf)
     if 0 < sampling.top_k < ids.shape[0]:
@@ -55,34 +59,35 @@ def kept_token_ids(
     if sampling.min_p > 0.0:
         values = scaled[ids]
         ids = ids[values - values.max() >= math.log(sampling.min_p)]
-    if excludes_top:
-        ids = ids[_without_top(scaled[ids], sampling.xtc_threshold)]
+    if applies_xtc:
+        ids = ids[_apply_xtc(scaled[ids], sampling.xtc_threshold)]
     return ids
 
 
 def _typical(values: npt.NDArray[np.float64], typical_p: float) -> Ids:
-    """Places of the smallest set whose share reaches `typical_p`, taking first the tokens whose
-    surprise -log p is nearest to its mean, the entropy (Meister et al. 2022, arXiv:2202.00666).
+    """Places of the smallest set whose probability reaches `typical_p`, taking first the tokens
+    whose surprise -log p is nearest to its mean, the entropy (Meister et al. 2022,
+    arXiv:2202.00666).
 
     A surprise is the logarithm of the total less the value, so how far it is from the entropy is
     how far the value is from the mean value: no logarithm, and sums of integers alone.
     """
     values = values - values.max()
-    weights = masses(values)
+    weights = integer_probabilities(values)
     total = int(weights.sum())
-    moments = np.rint(exp_nonpositive(values) * values * MASS_UNIT)
+    moments = np.rint(exp_nonpositive(values) * values * PROBABILITY_UNIT)
     moment = int(moments[weights > 0].astype(np.int64).sum())
     apart = np.abs(values - float(moment) / float(total))
     order = np.argsort(apart, kind="stable")
-    mass = np.cumsum(weights[order])
-    return np.sort(order[: int(np.searchsorted(mass, _target(typical_p, total))) + 1])
+    cumulative = np.cumsum(weights[order])
+    return np.sort(order[: int(np.searchsorted(cumulative, _target(typical_p, total))) + 1])
 
 
-def _without_top(values: npt.NDArray[np.float64], threshold: float) -> Ids:
-    """Places of all but the tokens whose share is at least `threshold`, and of the last of these
-    in canonical order, so that something likely stays.
+def _apply_xtc(values: npt.NDArray[np.float64], threshold: float) -> Ids:
+    """Places of all but the tokens whose probability is at least `threshold`, and of the last of
+    these in canonical order, so that something likely stays.
     """
-    weights = masses(values - values.max())
+    weights = integer_probabilities(values - values.max())
     bound = threshold * float(weights.sum())
     top = np.flatnonzero(weights.astype(np.float64) >= bound)
     if not top.size:
@@ -93,23 +98,24 @@ def _without_top(values: npt.NDArray[np.float64], threshold: float) -> Ids:
     return np.flatnonzero(behind)
 
 
-def _target(share: float, total: int) -> int:
-    """How much of `total` a share is; at least 1, at most all."""
-    return min(max(1, math.ceil(share * float(total))), total)
+def _target(probability: float, total: int) -> int:
+    """`probability` of `total`; at least 1, at most all."""
+    return min(max(1, math.ceil(probability * float(total))), total)
 
 
 def _nucleus_size(values: npt.NDArray[np.float64], top_p: float) -> int:
-    """Size of the smallest set, largest values first, whose share reaches `top_p`; at least 1.
+    """Size of the smallest set, largest values first, whose probability reaches `top_p`; at least
+    1.
 
-    Shares are integers, so that they add up to the same in any order. Sorting the few large ones
-    nearly always suffices.
+    Probabilities are integers, so that they add up to the same in any order. Sorting the few large
+    ones nearly always suffices.
     """
-    weights = masses(values)
+    weights = integer_probabilities(values)
     total = int(weights.sum())
     target = _target(top_p, total)
-    for floor in (1e-4 * MASS_UNIT, 0.0):
+    for floor in (1e-4 * PROBABILITY_UNIT, 0.0):
         head = -np.sort(-weights[weights >= floor])
-        mass = np.cumsum(head)
-        if mass[-1] >= target:
+        cumulative = np.cumsum(head)
+        if cumulative[-1] >= target:
             break
-    return int(np.searchsorted(mass, target)) + 1
+    return int(np.searchsorted(cumulative, target)) + 1

@@ -1,4 +1,4 @@
-"""What changes a row's logits before temperature, as `csrc/kernels/draw_row.h` takes it.
+"""What changes a row's logits before temperature, as `csrc/kernels/sampler_row.h` takes it.
 
 The order is `SamplingState.adjust_`'s: replaced logits and added amounts, then the tokens that are
 allowed, then two lists of bans. Made by `SamplingState.changes`, read by
@@ -24,7 +24,7 @@ Edit = tuple[Ids, Floats]
 
 @dataclass(frozen=True, slots=True)
 class Bans:
-    """Tokens that may not be drawn; with `yields` unless nothing else would be left."""
+    """Tokens that may not be sampled; with `yields` unless nothing else would be left."""
 
     token_ids: Ids
     yields: bool = False
@@ -35,13 +35,13 @@ NO_BANS = Bans(np.empty(0, dtype=np.int64))
 
 @dataclass(frozen=True, slots=True)
 class LogitChanges:
-    """Of the next draw.
+    """Of the next token.
 
     Attributes:
         edit_ids: Tokens whose logit is changed.
         edit_values: Of the first `num_set` the new logit, of the others what is added to it.
         num_set: How many are replaced.
-        allowed: Bit i % 64 of word i / 64: token i may be drawn. None: all may.
+        allowed: Bit i % 64 of word i / 64: token i may be sampled. None: all may.
         bans: Two lists, the first taken before the second.
     """
 

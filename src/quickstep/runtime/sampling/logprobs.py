@@ -1,7 +1,7 @@
 """Log-probabilities of an emitted token, from the raw logits of its row.
 
-log_softmax in float64 over a sum of integers (`runtime.sampling.exact_math.masses`): neither the
-order of summing nor the machine changes a bit of it.
+log_softmax in float64 over a sum of integers (`runtime.sampling.exact_math.integer_probabilities`):
+neither the order of summing nor the machine changes a bit of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.runtime.sampling.exact_math import MASS_UNIT, masses
+from quickstep.runtime.sampling.exact_math import PROBABILITY_UNIT, integer_probabilities
 from quickstep.runtime.sampling.filters import largest
 from quickstep.types import TokenLogprobs
 
@@ -20,16 +20,16 @@ __all__ = ["other_token_ids", "token_logprobs"]
 
 
 def token_logprobs(
-    logits: npt.NDArray[np.float32], token_id: int, num_top: int, asked_ids: Sequence[int] = ()
+    logits: npt.NDArray[np.float32], token_id: int, num_top: int, requested_ids: Sequence[int] = ()
 ) -> TokenLogprobs:
-    """The chosen token's logprob and rank, the `num_top` most likely tokens, then `asked_ids`.
+    """The chosen token's logprob and rank, the `num_top` most likely tokens, then `requested_ids`.
 
     `logits` [V] raw, with a finite maximum. Equal logits rank by token id, so that ranks are
     unique and agree with the order of `top`.
     """
     peak = logits.max()
-    mass = int(masses(logits.astype(np.float64) - float(peak)).sum())
-    log_total = math.log(mass / MASS_UNIT)
+    total = int(integer_probabilities(logits.astype(np.float64) - float(peak)).sum())
+    log_total = math.log(total / PROBABILITY_UNIT)
 
     def logprob(index: int) -> float:
         return float(logits[index]) - float(peak) - log_total
@@ -39,18 +39,18 @@ def token_logprobs(
     num_before += np.count_nonzero(logits[:token_id] == chosen)
     top = largest(logits, num_top) if num_top else np.empty(0, dtype=np.int64)
     top = top[np.argsort(-logits[top], kind="stable")]
-    shown = [*top.tolist(), *other_token_ids(logits, asked_ids, top.tolist())]
+    reported = [*top.tolist(), *other_token_ids(logits, requested_ids, top.tolist())]
     return TokenLogprobs(
         token_id=token_id,
         logprob=logprob(token_id),
         rank=int(num_before) + 1,
-        top=tuple((index, logprob(index)) for index in shown),
+        top=tuple((index, logprob(index)) for index in reported),
     )
 
 
 def other_token_ids(
-    logits: npt.NDArray[np.float32], asked_ids: Sequence[int], top: Sequence[int]
+    logits: npt.NDArray[np.float32], requested_ids: Sequence[int], top: Sequence[int]
 ) -> list[int]:
-    """The tokens that were asked for and are not in `top`, the most likely first."""
-    others = set(asked_ids).difference(top)
+    """The requested tokens that are not in `top`, the most likely first."""
+    others = set(requested_ids).difference(top)
     return sorted(others, key=lambda index: (-float(logits[index]), index))

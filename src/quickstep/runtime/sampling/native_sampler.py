@@ -1,4 +1,4 @@
-"""Draws of a step's rows in one native call; the same tokens and bits as
+"""Sampling of a step's rows in one native call; the same tokens and bits as
 `runtime.sampling.sampler`.
 
 What changes a row's logits (penalties, masks, grammars) is found here, over the tokens it touches
@@ -18,9 +18,9 @@ from quickstep.dataclass import dataclass
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.ops.host_tensor import AnyTensor
-from quickstep.ops.native.sampling import RowDraws
-from quickstep.ops.native.step_abi import DrawCall
-from quickstep.runtime.sampling.exact_math import MASS_UNIT
+from quickstep.ops.native.sampling import RowSampler
+from quickstep.ops.native.step_abi import SampleCall
+from quickstep.runtime.sampling.exact_math import PROBABILITY_UNIT
 from quickstep.runtime.sampling.logit_changes import LogitChanges
 from quickstep.runtime.sampling.logprobs import other_token_ids, token_logprobs
 from quickstep.runtime.sampling.noise import row_keys
@@ -29,9 +29,9 @@ from quickstep.runtime.sampling.sampler import (
     NOTHING_ALLOWED,
     Sample,
     SampleFailure,
+    applies_xtc,
     failure_of,
     sample,
-    strikes_top,
 )
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import TokenLogprobs
@@ -47,15 +47,15 @@ Sampler = Callable[[AnyTensor, Sequence[SamplingState]], list[Sample | SampleFai
 def open_sampler(model: Model) -> Sampler:
     """The native one where the model's kernels are native."""
     if isinstance(model, Decoder) and model.ops.steps is not None:
-        return NativeSampler(model.ops.steps.draws(model.vocab_size)).sample
+        return NativeSampler(model.ops.steps.sampler(model.vocab_size)).sample
     return sample
 
 
 class NativeSampler:
     """Fills the calls, runs them, reads them. Not for two threads at a time."""
 
-    def __init__(self, draws: RowDraws) -> None:
-        self._draws = draws
+    def __init__(self, rows: RowSampler) -> None:
+        self._rows = rows
         # where the calls take argmax from: (address, bytes a row, rows); they keep what they hold
         self._argmax_of: tuple[int, int, int] | None = None
 
@@ -66,22 +66,22 @@ class NativeSampler:
         if all([state.is_plain_argmax for state in states]):
             return self._argmax(logits)
         self._argmax_of = None
-        calls = self._draws.calls(len(states))
-        found: list[Sample | SampleFailure | _Drawing] = []
+        calls = self._rows.calls(len(states))
+        found: list[Sample | SampleFailure | _Pending] = []
         num_calls = 0
         for index, state in enumerate(states):
             found.append(_begun(calls[num_calls], logits[index].numpy(), state))
-            num_calls += isinstance(found[-1], _Drawing)
+            num_calls += isinstance(found[-1], _Pending)
         if num_calls:
-            self._draws.run(num_calls)
+            self._rows.run(num_calls)
         return [
-            _ended(one, state) if isinstance(one, _Drawing) else one
+            _ended(one, state) if isinstance(one, _Pending) else one
             for one, state in zip(found, states, strict=True)
         ]
 
     def _argmax(self, logits: AnyTensor) -> list[Sample | SampleFailure]:
         num_rows = logits.shape[0]
-        calls = self._draws.calls(num_rows)
+        calls = self._rows.calls(num_rows)
         rows = logits.data_ptr(), logits.stride(0) * logits.element_size(), num_rows
         if rows != self._argmax_of:
             self._argmax_of = rows
@@ -91,16 +91,16 @@ class NativeSampler:
                 call.logits = address + index * row_bytes
                 call.num_top, call.temperature = -1, 0.0
                 _fill_changes(call, None)
-        self._draws.run(num_rows)
+        self._rows.run(num_rows)
         token_ids = [calls[index].token_id for index in range(num_rows)]
         return [Sample(one) if one >= 0 else NO_MAXIMUM for one in token_ids]
 
 
 @dataclass(slots=True)
-class _Drawing:
+class _Pending:
     """A call under way and the arrays that it points to."""
 
-    call: DrawCall
+    call: SampleCall
     row: npt.NDArray[np.float32]
     changes: LogitChanges | None
     top_ids: npt.NDArray[np.int64] | None = None
@@ -108,8 +108,8 @@ class _Drawing:
 
 
 def _begun(
-    call: DrawCall, row: npt.NDArray[np.float32], state: SamplingState
-) -> Sample | SampleFailure | _Drawing:
+    call: SampleCall, row: npt.NDArray[np.float32], state: SamplingState
+) -> Sample | SampleFailure | _Pending:
     sampling = state.sampling
     try:
         changes = state.changes(row) if state.adjusts_logits else None
@@ -118,7 +118,7 @@ def _begun(
     if state.failure:
         is_finite = np.isfinite(row.max())
         return SampleFailure(state.failure, is_refused=True) if is_finite else NO_MAXIMUM
-    drawing = _Drawing(call, row, changes)
+    pending = _Pending(call, row, changes)
     call.logits = row.ctypes.data
     _fill_changes(call, changes)
     call.temperature = sampling.temperature
@@ -127,13 +127,13 @@ def _begun(
     call.key_b, call.key_c = row_keys(state.seed, state.num_outputs)
     if sampling.logprobs is not None:
         call.num_top = min(sampling.logprobs, row.shape[0])
-        top_ids = drawing.top_ids = np.empty(call.num_top, dtype=np.int64)
-        top_logits = drawing.top_logits = np.empty(call.num_top, dtype=np.float32)
+        top_ids = pending.top_ids = np.empty(call.num_top, dtype=np.int64)
+        top_logits = pending.top_logits = np.empty(call.num_top, dtype=np.float32)
         call.top_ids, call.top_logits = top_ids.ctypes.data, top_logits.ctypes.data
-    return drawing
+    return pending
 
 
-def _fill_changes(call: DrawCall, changes: LogitChanges | None) -> None:
+def _fill_changes(call: SampleCall, changes: LogitChanges | None) -> None:
     if changes is None:
         call.num_edits = call.num_set = call.num_first_bans = call.num_second_bans = 0
         call.allowed = None
@@ -147,38 +147,38 @@ def _fill_changes(call: DrawCall, changes: LogitChanges | None) -> None:
     call.first_bans, call.second_bans = first.token_ids.ctypes.data, second.token_ids.ctypes.data
 
 
-def _fill_filters(call: DrawCall, state: SamplingState, vocab_size: int) -> None:
+def _fill_filters(call: SampleCall, state: SamplingState, vocab_size: int) -> None:
     sampling = state.sampling
     call.top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
     call.top_p, call.typical_p = sampling.top_p, sampling.typical_p
     call.log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
-    call.strikes_top = strikes_top(state)
+    call.applies_xtc = applies_xtc(state)
     call.xtc_threshold = sampling.xtc_threshold
 
 
-def _ended(drawing: _Drawing, state: SamplingState) -> Sample | SampleFailure:
-    call = drawing.call
+def _ended(pending: _Pending, state: SamplingState) -> Sample | SampleFailure:
+    call = pending.call
     token_id: int = call.token_id
     if token_id < 0:
         return NO_MAXIMUM if token_id == _NO_MAXIMUM else NOTHING_ALLOWED
     has_logprobs = call.num_top >= 0
-    asked_ids = state.sampling.logprob_token_ids
+    requested_ids = state.sampling.logprob_token_ids
     try:
-        steered = token_id if drawing.changes is None else state.steered(token_id)
+        emitted = token_id if pending.changes is None else state.forced_token(token_id)
     except BaseException as error:  # one row's end, not the step's
         return failure_of(error)
-    if steered != token_id and has_logprobs:
-        return Sample(steered, token_logprobs(drawing.row, steered, call.num_top, asked_ids))
-    return Sample(steered, _logprobs(drawing, asked_ids) if has_logprobs else None)
+    if emitted != token_id and has_logprobs:
+        return Sample(emitted, token_logprobs(pending.row, emitted, call.num_top, requested_ids))
+    return Sample(emitted, _logprobs(pending, requested_ids) if has_logprobs else None)
 
 
-def _logprobs(drawing: _Drawing, asked_ids: Sequence[int]) -> TokenLogprobs:
+def _logprobs(pending: _Pending, requested_ids: Sequence[int]) -> TokenLogprobs:
     """As `runtime.sampling.logprobs.token_logprobs`."""
-    call, ids, logits = drawing.call, drawing.top_ids, drawing.top_logits
+    call, ids, logits = pending.call, pending.top_ids, pending.top_logits
     assert ids is not None and logits is not None
-    log_total = math.log(call.mass / MASS_UNIT)
-    others = other_token_ids(drawing.row, asked_ids, ids.tolist()) if asked_ids else []
-    values = [*logits.tolist(), *drawing.row[others].tolist()]
+    log_total = math.log(call.total_probability / PROBABILITY_UNIT)
+    others = other_token_ids(pending.row, requested_ids, ids.tolist()) if requested_ids else []
+    values = [*logits.tolist(), *pending.row[others].tolist()]
     logprobs: list[float] = [x - call.peak - log_total for x in values]
     return TokenLogprobs(
         token_id=call.token_id,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from quickstep.ops.host_tensor import AnyTensor
 from quickstep.ops.native.scores import TokenScores
-from quickstep.runtime.sampling.exact_math import MASS_UNIT
+from quickstep.runtime.sampling.exact_math import PROBABILITY_UNIT
 from quickstep.types import TokenLogprobs
 
 __all__ = ["NativeScorer"]
@@ -31,7 +31,7 @@ class NativeScorer:
             return None
         columns = (
             found.ranks.tolist(),
-            found.masses.tolist(),
+            found.total_probabilities.tolist(),
             found.peaks.tolist(),
             found.chosen.tolist(),
             found.top_ids.tolist(),
@@ -46,14 +46,14 @@ class NativeScorer:
 def _logprobs(
     token_id: int,
     rank: int,
-    mass: int,
+    total: int,
     peak: float,
     chosen: float,
     top_ids: list[int],
     top_logits: list[float],
 ) -> TokenLogprobs:
     """As `runtime.logprobs.token_logprobs`."""
-    log_total = math.log(mass / MASS_UNIT)
+    log_total = math.log(total / PROBABILITY_UNIT)
     return TokenLogprobs(
         token_id=token_id,
         logprob=chosen - peak - log_total,

@@ -1,7 +1,8 @@
 """Counter-based sampling noise: a pure function of (seed, output position, token id).
 
-There is no generator state, so a draw does not depend on the batch, on the steps before it, or on
-the order in which rows are sampled, and a preempted or speculated position draws the same again.
+There is no generator state, so a sampled token does not depend on the batch, on the steps before
+it, or on the order in which rows are sampled, and a preempted or speculated position gets the same
+token again.
 
 The definition, in unsigned 64-bit integers that wrap (`>>` is logical), for any implementation:
 
@@ -20,8 +21,8 @@ The definition, in unsigned 64-bit integers that wrap (`>>` is logical), for any
     gumbel   = -log(-log(1 - v))                 1 - v is exact, log as in
     `runtime.sampling.exact_math`
 
-Every step is an integer or IEEE operation, so native code draws the same bits on every machine
-(csrc/kernels/draw.cpp). `key_c` enters between the rounds, so that two rows never see shifted
+Every step is an integer or IEEE operation, so native code computes the same bits on every machine
+(csrc/kernels/sampler.cpp). `key_c` enters between the rounds, so that two rows never see shifted
 copies of one stream. `v` is small where the noise is large: its resolution is finest where a winner
 is decided.
 """
@@ -33,7 +34,7 @@ import numpy.typing as npt
 
 from quickstep.runtime.sampling.exact_math import log
 
-__all__ = ["chance", "gumbel", "gumbel_of_bits", "largest_noisy", "noise_bits", "row_keys"]
+__all__ = ["chance", "gumbel", "gumbel_argmax", "gumbel_of_bits", "noise_bits", "row_keys"]
 
 Ids = npt.NDArray[np.int64]
 
@@ -86,7 +87,7 @@ def gumbel_of_bits(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     return -log(-log(1.0 - v))
 
 
-def largest_noisy(values: npt.NDArray[np.float64], bits: npt.NDArray[np.uint64]) -> int:
+def gumbel_argmax(values: npt.NDArray[np.float64], bits: npt.NDArray[np.uint64]) -> int:
     """np.argmax(values + gumbel_of_bits(bits)), without that many exact logarithms.
 
     NumPy's are right to far better than the margin, and whoever is within it of the best is looked
@@ -105,7 +106,7 @@ def largest_noisy(values: npt.NDArray[np.float64], bits: npt.NDArray[np.uint64])
 
 
 def gumbel(seed: int, position: int, token_ids: Ids) -> npt.NDArray[np.float64]:
-    """The noise that the draw at an output position adds to each token's scaled logit."""
+    """The noise that is added at an output position to each token's scaled logit."""
     return gumbel_of_bits(noise_bits(seed, position, token_ids))
 
 

@@ -1,7 +1,7 @@
 """Repetition, presence and frequency penalties of one sequence, over the tokens they touch.
 
-A list of touched tokens grows by at most one entry a token, so a draw looks at no others. Owned by
-`SamplingState`; a function of the prompt and the output tokens alone.
+A list of touched tokens grows by at most one entry a token, so sampling looks at no others. Owned
+by `SamplingState`; a function of the prompt and the output tokens alone.
 """
 
 from __future__ import annotations

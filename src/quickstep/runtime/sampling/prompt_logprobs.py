@@ -14,10 +14,10 @@ import numpy as np
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.ops.host_tensor import AnyTensor, to_numpy
+from quickstep.runtime.capture import StepModel
 from quickstep.runtime.sampling.logprobs import token_logprobs
 from quickstep.runtime.sampling.native_scores import NativeScorer
 from quickstep.runtime.slots import Slot
-from quickstep.runtime.step_model import StepModel
 from quickstep.types import StepRow, TokenLogprobs
 
 __all__ = ["PromptScorer", "score_tokens"]

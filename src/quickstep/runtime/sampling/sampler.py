@@ -1,7 +1,7 @@
 """From logits to tokens, row by row.
 
 The order is fixed, and stated once, in `SamplingParams`: `SamplingState.adjust_` does what stands
-before temperature, `kept_token_ids` the filters behind it. The draw is an argmax over scaled logits
+before temperature, `kept_token_ids` the filters behind it. Sampling is an argmax over scaled logits
 plus counter-based noise (`runtime.sampling.noise`), so no generator state exists. Each row is one
 contiguous NumPy vector in float64 on one thread: the rows beside it and the thread count change no
 bit. A row whose logits have no finite maximum, or whose grammar cannot be followed, fails alone.
@@ -24,7 +24,7 @@ from quickstep.frozen import frozen
 from quickstep.ops.host_tensor import AnyTensor, HostTensor, to_numpy
 from quickstep.runtime.sampling.filters import kept_token_ids
 from quickstep.runtime.sampling.logprobs import token_logprobs
-from quickstep.runtime.sampling.noise import chance, largest_noisy, noise_bits
+from quickstep.runtime.sampling.noise import chance, gumbel_argmax, noise_bits
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import TokenLogprobs
 
@@ -37,10 +37,10 @@ __all__ = [
     "Sample",
     "SampleFailure",
     "adjusted",
+    "applies_xtc",
     "failure_of",
     "sample",
     "sample_row",
-    "strikes_top",
 ]
 _LOGGER = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def sample(logits: AnyTensor, states: Sequence[SamplingState]) -> list[Sample | 
 
 
 def failure_of(
-    error: BaseException, what: str = "the next token could not be drawn"
+    error: BaseException, what: str = "the next token could not be sampled"
 ) -> SampleFailure:
     """The failure of a row for which `error` was raised; the rows beside it go on.
 
@@ -88,17 +88,17 @@ def failure_of(
 def sample_row(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
     """The token of one row of raw logits [V]."""
     try:
-        return _drawn(row, state)
+        return _sampled(row, state)
     except BaseException as error:  # one row's end, not the step's
         return failure_of(error)
 
 
-def _drawn(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
+def _sampled(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
     if state.adjusts_logits:
         logits = adjusted(row, state)
         if isinstance(logits, SampleFailure):
             return logits
-        token_id = state.steered(_choose(logits, state))
+        token_id = state.forced_token(_choose(logits, state))
     elif np.isfinite(row.max()):
         token_id = _choose(row, state)
     else:
@@ -106,8 +106,8 @@ def _drawn(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | Sampl
     num_top = state.sampling.logprobs
     if num_top is None:
         return Sample(token_id)
-    asked_ids = state.sampling.logprob_token_ids
-    return Sample(token_id, token_logprobs(row, token_id, num_top, asked_ids))
+    requested_ids = state.sampling.logprob_token_ids
+    return Sample(token_id, token_logprobs(row, token_id, num_top, requested_ids))
 
 
 def adjusted(
@@ -153,11 +153,11 @@ def _choose(logits: npt.NDArray[np.floating], state: SamplingState) -> int:
     scaled -= scaled.max()
     with np.errstate(over="ignore"):  # a tiny temperature sends the tail to -inf: it is dropped
         scaled /= temperature
-    ids = kept_token_ids(scaled, sampling, strikes_top(state))
-    return int(ids[largest_noisy(scaled[ids], noise_bits(seed, position, ids))])
+    ids = kept_token_ids(scaled, sampling, applies_xtc(state))
+    return int(ids[gumbel_argmax(scaled[ids], noise_bits(seed, position, ids))])
 
 
-def strikes_top(state: SamplingState) -> bool:
-    """Whether XTC strikes the next draw."""
+def applies_xtc(state: SamplingState) -> bool:
+    """Whether XTC removes tokens at the next position."""
     probability = state.sampling.xtc_probability
     return probability > 0.0 and chance(state.seed, state.num_outputs) < probability

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from quickstep.errors import RequestError
 from quickstep.runtime.constraints.grammar import GrammarConstraint, NewMatcher, grammar_start
+from quickstep.runtime.constraints.reasoning import ThinkingBudget
 from quickstep.runtime.constraints.reasoning_then_grammar import ReasonedGrammar
-from quickstep.runtime.constraints.thinking_budget import ThinkingBudget
 from quickstep.runtime.sampling.bad_words import BadWords
 from quickstep.runtime.sampling.dry import DryPenalty
 from quickstep.runtime.sampling.logit_changes import (
@@ -109,7 +109,7 @@ class SamplingState:
 
     @property
     def is_plain_argmax(self) -> bool:
-        """Whether the next token is the argmax of the raw logits and nothing else is asked."""
+        """Whether the next token is the argmax of the raw logits, with no log-probabilities."""
         return self._is_argmax and not self._always_adjusts and self.num_outputs >= self._end_ban
 
     @property
@@ -187,9 +187,9 @@ class SamplingState:
             added.append((self._bias_ids, self._biases))
         return edits_of(replaced, added)
 
-    def steered(self, token_id: int) -> int:
-        """The drawn token, or another one if it would leave a grammar no room for its end."""
-        return token_id if self._grammar is None else self._grammar.steered(token_id)
+    def forced_token(self, token_id: int) -> int:
+        """The sampled token, or another one if it would leave a grammar no room for its end."""
+        return token_id if self._grammar is None else self._grammar.forced_token(token_id)
 
     def record(self, token_id: int) -> None:
         """Count an emitted token."""
@@ -242,7 +242,7 @@ def _ids_in(vocab_size: int, token_ids: Iterable[int], param: str) -> npt.NDArra
 
 
 def _end_ids(admission: Admission, vocab_size: int) -> npt.NDArray[np.int64]:
-    """Tokens that would end the sequence. Ids outside the vocabulary cannot be drawn anyway."""
+    """Tokens that would end the sequence. Ids outside the vocabulary cannot be sampled anyway."""
     ends = set(admission.sampling.stop_token_ids)
     if not admission.sampling.ignore_eos:
         ends |= admission.eos_token_ids

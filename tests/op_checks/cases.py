@@ -1,7 +1,7 @@
 """Seeded inputs for every op: what an implementation is checked on.
 
-Used by `ops.agreement` (distance from float64) and `ops.invariance` (same bits in every batch),
-for the reference and for every other implementation alike. Nothing at run time imports this.
+Used by `agreement` (distance from float64) and `invariance` (same bits in every batch), for the
+reference and for every other implementation alike.
 A case holds the inputs that have one entry per token (`tokens`, token first) apart from the
 others (`fixed`), so that a check can pick tokens, and `bind` turns an op into a function of them.
 """
@@ -15,10 +15,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from op_checks.attention_cases import DTYPES, AttentionCase, attention_cases, stored_heads
+from op_checks.case_inputs import CaseInputs, label
+from op_checks.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
 from quickstep.dataclass import dataclass
-from quickstep.ops.attention_cases import DTYPES, AttentionCase, attention_cases, stored_heads
-from quickstep.ops.case_draws import CaseDraws, label
-from quickstep.ops.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
 
 __all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases"]
@@ -123,7 +123,7 @@ def _linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     ]
     for num_tokens, width, outputs, has_bias in shapes:
         name = label("linear", dtype, num_tokens, width, outputs)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         weight = source.normal(outputs, width, scale=width**-0.5)
         bias = source.normal(outputs) if has_bias else None
         yield Case("linear", name, (source.normal(num_tokens, width),), (weight, bias))
@@ -133,19 +133,19 @@ def _linear_cases(dtype: torch.dtype) -> Iterator[Case]:
 def _spread_linear_cases(dtype: torch.dtype) -> Iterator[Case]:
     """Activations with one channel far above the others, as language models have them."""
     name = label("linear", dtype, "outlier")
-    source = CaseDraws(name, dtype)
+    source = CaseInputs(name, dtype)
     x = source.normal(9, 512)
     x[:, 7] *= 60.0
     yield Case("linear", name, (x,), (source.normal(64, 512, scale=0.04), None))
     name = label("linear", dtype, "zero")
     zero = torch.zeros(5, 96, dtype=dtype)
-    yield Case("linear", name, (zero,), (CaseDraws(name, dtype).normal(40, 96), None))
+    yield Case("linear", name, (zero,), (CaseInputs(name, dtype).normal(40, 96), None))
 
 
 def _embedding_cases(dtype: torch.dtype) -> Iterator[Case]:
     for num_tokens, vocabulary, width in ((1, 10, 32), (45, 300, 77)):
         name = label("embedding", dtype, num_tokens, vocabulary, width)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         token_ids = source.permutation(vocabulary)[:num_tokens]
         weight = source.normal(vocabulary, width)
         yield Case("embedding", name, (token_ids,), (weight, dtype))
@@ -154,7 +154,7 @@ def _embedding_cases(dtype: torch.dtype) -> Iterator[Case]:
 def _packed_rows_cases(dtype: torch.dtype) -> Iterator[Case]:
     for num_tokens, vocabulary, width in ((1, 10, 32), (45, 300, 77), (0, 20, 16)):
         name = label("packed_rows", dtype, num_tokens, vocabulary, width)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         token_ids = source.permutation(vocabulary)[:num_tokens]
         # multiples of 2**-6, which the reference's packing does not round
         weight = source.integers(-511, 512, vocabulary, width).float() / 64
@@ -184,18 +184,18 @@ _NORM_SHAPES: tuple[tuple[tuple[int, ...], float], ...] = (
 def _rms_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
     for shape, offset in _NORM_SHAPES:
         name = label("rms_norm", dtype, *shape)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         fixed = (source.normal(shape[-1]), 1e-6, offset)
         yield Case("rms_norm", name, (source.normal(*shape, scale=3.0),), fixed)
     name = label("rms_norm", dtype, "zero")
-    fixed = (CaseDraws(name, dtype).normal(64), 1e-5, 0.0)
+    fixed = (CaseInputs(name, dtype).normal(64), 1e-5, 0.0)
     yield Case("rms_norm", name, (torch.zeros(3, 64, dtype=dtype),), fixed)
 
 
 def _add_rms_norm_cases(dtype: torch.dtype) -> Iterator[Case]:
     for shape, offset in _NORM_SHAPES[:-1]:
         name = label("add_rms_norm", dtype, *shape)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         tokens = (source.normal(*shape), source.normal(*shape, scale=4.0))
         yield Case("add_rms_norm", name, tokens, (source.normal(shape[-1]), 1e-5, offset))
 
@@ -210,8 +210,8 @@ def _rotary_cases(dtype: torch.dtype) -> Iterator[Case]:
     ):
         for interleaved in (False, True):
             name = label("rotary", dtype, num_tokens, heads, size, rotated, interleaved)
-            source = CaseDraws(name, dtype)
-            angles = CaseDraws(name, torch.float32).normal(num_tokens, rotated // 2, scale=40.0)
+            source = CaseInputs(name, dtype)
+            angles = CaseInputs(name, torch.float32).normal(num_tokens, rotated // 2, scale=40.0)
             tokens = (source.normal(num_tokens, heads, size), angles.cos(), angles.sin())
             yield Case("rotary", name, tokens, (interleaved,))
 
@@ -220,7 +220,7 @@ def _write_kv_cases(dtype: torch.dtype) -> Iterator[Case]:
     shapes = ((1, 1, 32, 16), (29, 2, 80, 8), (3, 3, 18, 4))
     for (num_tokens, heads, size, block_size), kv_dtype in product(shapes, KV_DTYPES):
         name = label("write_kv", dtype, num_tokens, heads, size, kv_dtype)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         num_blocks = num_tokens // block_size + 3
         slots = source.permutation(num_blocks * block_size)[:num_tokens]
         shape = (num_blocks, block_size, heads, size)
@@ -234,7 +234,7 @@ def _gated_activation_cases(dtype: torch.dtype) -> Iterator[Case]:
     for kind in ("silu", "gelu", "gelu_tanh", "clamped_swiglu"):
         for num_tokens, width in ((1, 7), (19, 77), (6, 4864), (0, 32)):
             name = label("gated_activation", dtype, kind, num_tokens, width)
-            gate_up = CaseDraws(name, dtype).normal(num_tokens, 2 * width, scale=3.0)
+            gate_up = CaseInputs(name, dtype).normal(num_tokens, 2 * width, scale=3.0)
             yield Case("gated_activation", name, (gate_up,), (kind,))
         name = label("gated_activation", dtype, kind, "extremes")
         gate = torch.tensor([[0.0, -0.0, 1e-4, -1e-4, 8.0, -8.0, 90.0, -90.0, 2e4, -2e4]])
@@ -245,14 +245,14 @@ def _gated_activation_cases(dtype: torch.dtype) -> Iterator[Case]:
 def _add_cases(dtype: torch.dtype) -> Iterator[Case]:
     for shape in ((1, 7), (19, 77), (37, 896), (0, 64)):
         name = label("add", dtype, *shape)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         yield Case("add", name, (source.normal(*shape), source.normal(*shape, scale=50.0)), ())
 
 
 def _scale_cases(dtype: torch.dtype) -> Iterator[Case]:
     for shape, factor in (((1, 7), 0.59375), ((19, 77), -3.0), ((37, 896), 29.875)):
         name = label("scale", dtype, *shape)
-        yield Case("scale", name, (CaseDraws(name, dtype).normal(*shape),), (factor,))
+        yield Case("scale", name, (CaseInputs(name, dtype).normal(*shape),), (factor,))
 
 
 def _logits_cases(dtype: torch.dtype) -> Iterator[Case]:
@@ -263,7 +263,7 @@ def _logits_cases(dtype: torch.dtype) -> Iterator[Case]:
         (0, 32, 40, 1.0, 30.0),
     ):
         name = label("logits", dtype, num_rows, width, vocabulary, softcap)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         weight = source.normal(vocabulary, width, scale=0.3)
         yield Case("logits", name, (source.normal(num_rows, width),), (weight, divisor, softcap))
 

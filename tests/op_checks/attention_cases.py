@@ -1,4 +1,4 @@
-"""Inputs of paged_attention, for `ops.cases`: rows of every kind over caches of every dtype."""
+"""Inputs of paged_attention: rows of every kind over caches of every dtype."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from op_checks.case_inputs import CaseInputs, label
 from quickstep.dataclass import dataclass
-from quickstep.ops.case_draws import CaseDraws, label
 from quickstep.ops.kv_format import quantize_heads
 from quickstep.ops.table import AttentionParams, PagedLayout
 
@@ -111,7 +111,7 @@ def _attention_over(
         scale = 40.0 if title == "large-scores" else 1.0
         held = () if kv_dtype == dtype else (kv_dtype,)
         name = label("paged_attention", dtype, title, *held)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         lengths = [-(-(start + count) // block_size) for start, count in rows]
         num_blocks = sum(lengths) + 2
         order = (source.permutation(num_blocks - 1) + 1).to(torch.int32)
@@ -132,7 +132,7 @@ def _attention_over(
         )
 
 
-def _sinks(source: CaseDraws, num_heads: int) -> Tensor:
+def _sinks(source: CaseInputs, num_heads: int) -> Tensor:
     """[H], among them one that is none, and one that leaves the keys next to nothing."""
     sinks = source.normal(num_heads, scale=2.0).float()
     sinks[0], sinks[1] = -torch.inf, 30.0

@@ -1,28 +1,28 @@
-// How much room packed codes take, and where their parts stand: for those that make such weights.
+// How much room packed quants take, and where their parts stand: for those that make such weights.
 #pragma once
 
 #include "objects.h"
 
 namespace qs {
 
-struct CodeForm {
+struct QuantizedForm {
   int bits;
   int64_t n, k;
   int64_t group_size;  // inputs; k for one scale per output
   bool has_zeros;
   bool half_scales;  // of groups; one scale per output is always f32
-  bool has_multipliers;
+  bool has_sub_scales;
 };
 
 // 4 or 8 bits; groups of a multiple of 16 inputs that divides k, or of all.
-bool valid_code_form(int bits, int64_t n, int64_t k, int64_t group_size);
-// Whether a valid form can have multipliers.
-bool takes_multipliers(int bits, int64_t k, int64_t group_size, bool has_zeros);
+bool valid_quantized_form(int bits, int64_t n, int64_t k, int64_t group_size);
+// Whether a valid form can have sub-block scales.
+bool takes_sub_scales(int bits, int64_t k, int64_t group_size, bool has_zeros);
 // Whether f16 holds the value.
 bool fits_half(float value);
 // Without memory.
-PackedQuantized code_layout(const CodeForm& form);
+PackedQuantized quantized_layout(const QuantizedForm& form);
 // Memory for `linear->packed`, whose layout is set. False when memory is lacking.
-bool allocate_codes(qs_quantized* linear, bool has_bias);
+bool allocate_quantized(qs_quantized* linear, bool has_bias);
 
 }  // namespace qs

@@ -6,7 +6,7 @@
 // few tokens that can still win.
 #pragma once
 
-#include "kernels/draw_row.h"
+#include "kernels/sampler_row.h"
 
 namespace qs::QS_LEVEL {
 
@@ -71,7 +71,7 @@ QS_INLINE bool hash_chunk(uint64_t start, uint64_t key_c, uint64_t zeros, uint64
   return any;
 }
 
-// What may be drawn: in canonical order from `first` on up to (value, id), and at most `floor`
+// What may be sampled: in canonical order from `first` on up to (value, id), and at most `floor`
 // below the largest of all, `base`.
 struct Cut {
   double value = -kInfinity;
@@ -95,8 +95,8 @@ struct Best {
   int64_t id;
 };
 
-inline void draw_from_chunk(const Row& row, const Cut& cut, int64_t chunk, const uint64_t* hashes,
-                            Best& best) {
+inline void gumbel_argmax_of_chunk(const Row& row, const Cut& cut, int64_t chunk,
+                                   const uint64_t* hashes, Best& best) {
   double buffer[kChunk];
   const double* scaled = scaled_of(row, chunk, buffer);
   for (int64_t i = 0; i < kChunk; ++i) {
@@ -109,8 +109,8 @@ inline void draw_from_chunk(const Row& row, const Cut& cut, int64_t chunk, const
 }
 
 // `start_id`: a token that is kept, a likely one, for a good value to begin with.
-inline int64_t draw_kept(const Row& row, const Cut& cut, int64_t start_id) {
-  const qs_draw& call = *row.call;
+inline int64_t gumbel_argmax(const Row& row, const Cut& cut, int64_t start_id) {
+  const qs_sample& call = *row.call;
   const uint64_t start = call.key_b + static_cast<uint64_t>(start_id + 1) * kWeyl;
   const double start_noise = gumbel(bits_of_hash(unfinished_hash(start, call.key_c)));
   Best best = {scaled_at(row, start_id) + start_noise, start_id};
@@ -124,7 +124,7 @@ inline int64_t draw_kept(const Row& row, const Cut& cut, int64_t start_id) {
     const uint64_t before = call.key_b + static_cast<uint64_t>(chunk * kChunk) * kWeyl;
     uint64_t hashes[kChunk];
     if (!hash_chunk(before, call.key_c, zeros_for_noise(wanted), hashes)) continue;
-    draw_from_chunk(row, cut, chunk, hashes, best);
+    gumbel_argmax_of_chunk(row, cut, chunk, hashes, best);
   }
   return best.id;
 }

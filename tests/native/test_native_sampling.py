@@ -58,7 +58,7 @@ def rows_of(kind, num_rows, vocab, seed, scale):
 def assert_same_draws(logits, states, tables=TABLES):
     expected = sample(logits, states)
     for table in tables:
-        found = NativeSampler(table.steps.draws(logits.shape[1])).sample(logits, states)
+        found = NativeSampler(table.steps.sampler(logits.shape[1])).sample(logits, states)
         assert found == expected, table.name
 
 
@@ -87,7 +87,7 @@ samplings = st.builds(
     st.integers(0, 2**64 - 1),
     st.sampled_from([0.1, 2.0, 12.0]),
 )
-def test_native_draws_are_numpys_on_every_level(kind, vocab, samplings, seed, scale):
+def test_native_samples_are_numpys_on_every_level(kind, vocab, samplings, seed, scale):
     logits = rows_of(kind, len(samplings), vocab, seed, scale)
     states = [
         state_of(sampling, vocab, seed + index, outputs=range(index))
@@ -104,8 +104,10 @@ def test_native_draws_are_numpys_on_every_level(kind, vocab, samplings, seed, sc
     st.lists(st.integers(0, 99), min_size=1, max_size=8),
     st.integers(0, 2**64 - 1),
 )
-def test_logprobs_of_tokens_asked_for_by_id_are_numpys(kind, sampling, num_top, asked_ids, seed):
-    sampling = replace(sampling, logprobs=num_top, logprob_token_ids=tuple(asked_ids))
+def test_logprobs_of_tokens_asked_for_by_id_are_numpys(
+    kind, sampling, num_top, requested_ids, seed
+):
+    sampling = replace(sampling, logprobs=num_top, logprob_token_ids=tuple(requested_ids))
     logits = rows_of(kind, 1, 100, seed, 2.0)
     assert_same_draws(logits, [state_of(sampling, 100, seed)])
 
@@ -171,8 +173,8 @@ def test_many_draws_follow_the_distribution():
     count = 4000
     logits = torch.from_numpy(np.log(weights).astype(np.float32)).expand(count, 4).contiguous()
     states = [state_of(SamplingParams(), 4, seed) for seed in range(count)]
-    drawn = NativeSampler(TABLES[0].steps.draws(4)).sample(logits, states)
-    observed = np.bincount([one.token_id for one in drawn], minlength=4)
+    sampled = NativeSampler(TABLES[0].steps.sampler(4)).sample(logits, states)
+    observed = np.bincount([one.token_id for one in sampled], minlength=4)
     statistic = ((observed - count * weights) ** 2 / (count * weights)).sum()
     # exceeded with a probability of at most 1e-4 (Laurent and Massart 2000)
     assert statistic < 3 + 2 * math.sqrt(3 * 9.2) + 2 * 9.2
@@ -222,7 +224,7 @@ def test_recorded_tokens_change_the_next_draw_as_admitted_ones_do():
     for token_id in outputs:
         recorded.record(token_id)
     admitted = state_of(sampling, vocab, outputs=outputs)
-    sampler = NativeSampler(TABLES[0].steps.draws(vocab))
+    sampler = NativeSampler(TABLES[0].steps.sampler(vocab))
     assert sampler.sample(logits, [recorded]) == sampler.sample(logits, [admitted])
     assert_same_draws(logits, [recorded])
 
@@ -254,7 +256,7 @@ class FixedMask:
         place = token_id // 8
         return place < len(self._mask) and bool(self._mask[place] >> (token_id % 8) & 1)
 
-    def steered(self, token_id):
+    def forced_token(self, token_id):
         return token_id
 
 
@@ -275,6 +277,6 @@ def test_a_row_without_a_maximum_fails_alone():
     logits = rows_of("normal", 3, 70, 0, 1.0)
     logits[1, 68] = torch.nan
     states = [state_of(SamplingParams(temperature=t), 70) for t in (0.0, 1.0, 1.0)]
-    [first, second, third] = NativeSampler(TABLES[0].steps.draws(70)).sample(logits, states)
+    [first, second, third] = NativeSampler(TABLES[0].steps.sampler(70)).sample(logits, states)
     assert isinstance(second, SampleFailure)
     assert not isinstance(first, SampleFailure) and not isinstance(third, SampleFailure)

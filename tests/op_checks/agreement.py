@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from op_checks.cases import AttentionCase, Case, bind
 from quickstep.dataclass import dataclass
-from quickstep.ops.cases import AttentionCase, Case, bind
 from quickstep.ops.kv_format import read_heads
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable, QuantizedWeight
@@ -202,9 +202,9 @@ def _codes(heads: Tensor) -> Tensor:
     wide = heads.cpu().numpy().astype(np.float32)
     most = np.abs(wide).max(-1, keepdims=True)
     inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most > 0)
-    codes = np.rint(wide * inverse).astype(np.int8)
+    quants = np.rint(wide * inverse).astype(np.int8)
     scales = np.ascontiguousarray(most / np.float32(127)).view(np.int8)
-    found = torch.from_numpy(np.concatenate((codes, scales), -1))
+    found = torch.from_numpy(np.concatenate((quants, scales), -1))
     return found.to(heads.device, torch.float64)
 
 
@@ -217,13 +217,13 @@ def _embedding(
 def _quantized_linear(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """The linear layer on activations and weights that stand for their codes."""
+    """The linear layer on activations and weights that stand for their quantized values."""
     values = torch.zeros_like(x)
     for start in range(0, x.shape[1], weight.group_size):
         part = x[:, start : start + weight.group_size].float()
         most = part.abs().max(dim=1, keepdim=True).values
-        codes = (part * torch.div(torch.full_like(most, 127), most)).round()
-        scaled = codes.double() * (most / 127).double()
+        quants = (part * torch.div(torch.full_like(most, 127), most)).round()
+        scaled = quants.double() * (most / 127).double()
         values[:, start : start + part.shape[1]] = scaled.masked_fill(most < 1e-30, 0.0)
     return _linear(values, weight.dequantized().double(), bias)
 
@@ -232,7 +232,7 @@ def _quantized_rows(
     token_ids: Tensor, weight: QuantizedWeight, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
     value = weight.dequantized()[token_ids].double()
-    steps = 2**weight.bits * (1 if weight.multipliers is None else 15)
+    steps = 2**weight.bits * (1 if weight.sub_scales is None else 15)
     largest = steps * weight.scales[token_ids].double()
     slack = 2 * _FP32_ROUNDOFF * largest.repeat_interleave(weight.group_size, 1)
     return [(value, slack)]

@@ -1,8 +1,8 @@
-"""Whether an op table keeps its promise: a token's bits never depend on what stands beside it.
+"""Batch invariance of an op table: a token's bits never depend on the tokens around it.
 
-`mismatches` runs a case in many arrangements (alone, permuted, in chunks, beside NaN, with other
-physical blocks, with 1 and 2 threads) and names those whose bits differ from the plain run. Used
-by the tests of every implementation. Nothing at run time imports this.
+`mismatches` runs a case in many arrangements (one token, permuted, in chunks, next to NaN, with
+other physical blocks, with 1 and 2 threads) and names those whose bits differ from the plain run.
+Used by the tests of every implementation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quickstep.ops.cases import AttentionCase, Case, bind
+from op_checks.cases import AttentionCase, Case, bind
 from quickstep.ops.kv_format import head_size_of, quantize_heads
 from quickstep.ops.table import OpTable
 

@@ -1,12 +1,12 @@
 // Shares of a row by float32 sums, for the questions that these nearly always answer: whether a
-// drawn token is among those that top-p or typical-p keeps, which ones XTC strikes. What stands too
-// near to an edge to tell is left to the exact sums of kernels/draw_filters.h.
+// sampled token is among those that top-p or typical-p keeps, which ones XTC removes tokens. What
+// stands too near to an edge to tell is left to the exact sums of kernels/sampler_filters.h.
 //
-// Such a sum stays within 2e-5 of what is exact, and within 1e-7 of the largest token's mass: an
-// exponent is off by 2e-6, an exp by 2e-7, 256 additions into a lane by 1.5e-5.
+// Such a sum stays within 2e-5 of what is exact, and within 1e-7 of the largest token's
+// probability: an exponent is off by 2e-6, an exp by 2e-7, 256 additions into a lane by 1.5e-5.
 #pragma once
 
-#include "kernels/draw_noise.h"
+#include "kernels/sampler_noise.h"
 #include "kernels/vecmath.h"
 
 namespace qs::QS_LEVEL {
@@ -28,14 +28,14 @@ struct Before {
 
 struct NearSums {
   double total = 0.0;
-  double moment = 0.0;     // of share * log2(share)
-  double certainly = 0.0;  // shares of those before
+  double moment = 0.0;     // of probability * log2(probability)
+  double certainly = 0.0;  // probabilities of those before
   double possibly = 0.0;
 };
 
 enum class Side { kInside, kOutside, kUnknown };
 
-// Where a share stands beside `top_p`, which lies between two sums.
+// Where a probability stands beside `top_p`, which lies between two sums.
 inline Side side_of(double certainly, double possibly, double total, double top_p) {
   const double edge = top_p * total;
   if (possibly * (1.0 + kNear) + kNearby < edge * (1.0 - kNear)) return Side::kInside;
@@ -45,14 +45,14 @@ inline Side side_of(double certainly, double possibly, double total, double top_
 
 inline double magnitude(double x) { return x < 0.0 ? -x : x; }
 
-// Whether float32 tells this row's shares.
+// Whether float32 tells this row's probabilities.
 inline bool is_near(const Row& row) {
   const double temperature = row.call->temperature;
   const double off = row.peak - static_cast<double>(static_cast<float>(row.peak));
   return temperature > 1e-4 && temperature < 1e4 && magnitude(off) < 1e-5 * temperature;
 }
 
-// Float32 exponents of 2, at least -160, of a chunk's shares.
+// Float32 exponents of 2, at least -160, of a chunk's probabilities.
 struct Exponents {
   float peak, factor;
 
@@ -84,7 +84,9 @@ struct NearLanes {
   }
 };
 
-QS_INLINE vf kept_where(vf share, vi flags) { return bit_cast<vf>(bit_cast<vi>(share) & flags); }
+QS_INLINE vf kept_where(vf probability, vi flags) {
+  return bit_cast<vf>(bit_cast<vi>(probability) & flags);
+}
 
 // `Bounded`: with an upper edge too, and two ideas of where the edges are.
 template <bool Bounded>
@@ -93,15 +95,15 @@ QS_INLINE void add_raw(const float* x, const Exponents& exponents, const Before&
 #pragma GCC unroll 16
   for (int64_t i = 0; i < kChunk; i += W) {
     const vf value = load(x + i);
-    const vf share = vexp2(exponents.of(value));
-    lanes.total += share;
+    const vf probability = vexp2(exponents.of(value));
+    lanes.total += probability;
     const Between& inner = before.certainly;
     const Between& outer = before.possibly;
     if constexpr (Bounded) {
-      lanes.certainly += kept_where(share, (value > inner.low) & (value < inner.high));
-      lanes.possibly += kept_where(share, (value > outer.low) & (value < outer.high));
+      lanes.certainly += kept_where(probability, (value > inner.low) & (value < inner.high));
+      lanes.possibly += kept_where(probability, (value > outer.low) & (value < outer.high));
     } else {
-      lanes.certainly += kept_where(share, value > inner.low);
+      lanes.certainly += kept_where(probability, value > inner.low);
     }
   }
 }
@@ -110,9 +112,9 @@ QS_INLINE void add_moment(const float* x, const Exponents& exponents, NearLanes&
 #pragma GCC unroll 16
   for (int64_t i = 0; i < kChunk; i += W) {
     const vf exponent = exponents.of(load(x + i));
-    const vf share = vexp2(exponent);
-    lanes.total += share;
-    lanes.moment = fma(share, exponent, lanes.moment);
+    const vf probability = vexp2(exponent);
+    lanes.total += probability;
+    lanes.moment = fma(probability, exponent, lanes.moment);
   }
 }
 
@@ -130,9 +132,9 @@ inline void add_changed(const Row& row, int64_t chunk, double own, int64_t own_i
     is_before[i] = first ? 1.0f : 0.0f;
   }
   for (int64_t i = 0; i < kChunk; i += W) {
-    const vf share = vexp2(load(exponents + i));
-    lanes.total += share;
-    lanes.certainly = fma(share, load(is_before + i), lanes.certainly);
+    const vf probability = vexp2(load(exponents + i));
+    lanes.total += probability;
+    lanes.certainly = fma(probability, load(is_before + i), lanes.certainly);
   }
 }
 
@@ -143,7 +145,7 @@ NearSums near_sums(const Row& row, const AddChunk& add_chunk) {
     NearLanes lanes;
     const int64_t last = min_of(row.chunks, first + kChunksPerSum);
     for (int64_t chunk = first; chunk < last; ++chunk) {
-      if (row.scratch.chunk_max[chunk] >= kNoMass) add_chunk(chunk, lanes);
+      if (row.scratch.chunk_max[chunk] >= kNoProbability) add_chunk(chunk, lanes);
     }
     lanes.add_to(sums);
   }
@@ -181,7 +183,7 @@ inline int64_t equals_before(const Row& row, int64_t chunk, float value, int64_t
   return count;
 }
 
-// Whether the mass of the tokens that stand before `id` in canonical order reaches top_p.
+// Whether the probability of the tokens that stand before `id` in canonical order reaches top_p.
 inline Side near_nucleus(const Row& row, double top_p, int64_t id) {
   const double logit = logit_at(row, id), own = scaled_at(row, id);
   if (!is_near(row) || !is_apart(logit, row.peak, 0.0)) return Side::kUnknown;
@@ -225,8 +227,8 @@ inline NearTypical near_typical(const Row& row) {
   return {sums.total, mean, kNear * magnitude(mean) + kNear, row.call->typical_p};
 }
 
-// Whether the mass of the tokens nearer to the mean than `id` reaches typical_p. These are between
-// it and its reflection.
+// Whether the probability of the tokens nearer to the mean than `id` reaches typical_p. These are
+// between it and its reflection.
 inline Side near_kept(const Row& row, const NearTypical& order, int64_t id) {
   const double own = scaled_at(row, id), temperature = row.call->temperature;
   const double others = 1.0 - exp64_nonpositive(own) / order.total;
@@ -277,9 +279,9 @@ inline void cut_before(const Row& row, const NearTypical& order, int64_t id, Cut
   }
 }
 
-// XTC over a whole row that nothing changed: the last token whose share reaches the threshold, -1
-// if none does; -2 if a share is too near to it.
-inline int64_t near_struck(const Row& row, double threshold) {
+// XTC over a whole row that nothing changed: the last token whose probability reaches the
+// threshold, -1 if none does; -2 if a probability is too near to it.
+inline int64_t near_xtc(const Row& row, double threshold) {
   const double bound = threshold * near_moment(row).total;
   if (!(bound > 1e-9)) return -2;
   const double surely = log64(bound * (1.0 + 2.0 * kNear));

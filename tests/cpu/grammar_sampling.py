@@ -20,7 +20,7 @@ def state_for(compiler, tokenizer, sampling, outputs=(), seed=1, vocab_size=264)
     return SamplingState(admission, vocab_size, compiler.new_matcher)
 
 
-def drawn_tokens(compiler, tokenizer, sampling, seed=1, outputs=(), limit=3000, vocab_size=264):
+def sampled_tokens(compiler, tokenizer, sampling, seed=1, outputs=(), limit=3000, vocab_size=264):
     """Output tokens up to the end token; position n gets the same logits whatever came before."""
     state = state_for(compiler, tokenizer, sampling, outputs, seed, vocab_size)
     tokens = list(outputs)
@@ -36,7 +36,7 @@ def drawn_tokens(compiler, tokenizer, sampling, seed=1, outputs=(), limit=3000, 
     raise AssertionError(f"no end within {limit} tokens")
 
 
-def drawn_text(compiler, tokenizer, grammar, seed=1, **sampling):
+def sampled_text(compiler, tokenizer, grammar, seed=1, **sampling):
     params = SamplingParams(grammar=grammar, **{"temperature": 2.0, "max_tokens": None, **sampling})
-    tokens = drawn_tokens(compiler, tokenizer, params, seed)
+    tokens = sampled_tokens(compiler, tokenizer, params, seed)
     return b"".join(tokenizer.token_bytes(token_id) for token_id in tokens[:-1]).decode()

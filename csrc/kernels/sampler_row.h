@@ -11,7 +11,7 @@ namespace qs::QS_LEVEL {
 
 constexpr int64_t kChunk = 64;
 constexpr double kInfinity = __builtin_inf();
-constexpr double kNoMass = -32.0;  // exp(-32) * 2^44 is below 1/2
+constexpr double kNoProbability = -32.0;  // exp(-32) * 2^44 is below 1/2
 
 struct Scratch {
   double* values;     // [V, whole chunks]: of changed chunks, or of all of them once scaled
@@ -89,7 +89,7 @@ T peak_of(const T* x, int64_t size, double* chunk_max) {
 }
 
 struct Row {
-  const qs_draw* call;
+  const qs_sample* call;
   int64_t size, chunks;
   Scratch scratch;
   bool has_changes = false;  // some chunks were copied and changed
@@ -171,7 +171,7 @@ int64_t first_equal(const Row& row, double value, const ValuesOf& values_of) {
   return chunk * kChunk + i;
 }
 
-QS_INLINE bool adjusts(const qs_draw& row) {
+QS_INLINE bool adjusts(const qs_sample& row) {
   return row.num_edits > 0 || row.allowed != nullptr || row.num_bans[0] > 0 || row.num_bans[1] > 0;
 }
 
@@ -230,7 +230,7 @@ inline void ban(const Row& row, const int64_t* ids, int64_t count, bool yields) 
 
 // Penalties, bias, masks and bans; chunk_max and peak after them.
 inline void adjust(Row& row) {
-  const qs_draw& call = *row.call;
+  const qs_sample& call = *row.call;
   row.has_changes = true;
   memset(row.scratch.changed, 0, row.chunks * sizeof(int64_t));
   for (int64_t i = 0; i < call.num_edits; ++i) {

@@ -1,5 +1,5 @@
-// Groups of weights side by side in lanes, and the search for codes with multipliers over them, as
-// ops/reference/quantize.py defines it.
+// Groups of weights side by side in lanes, and the search for quants with sub-block scales over
+// them, as ops/reference/quantize.py defines it.
 #pragma once
 
 #include "kernels/quantized.h"
@@ -8,9 +8,10 @@
 
 namespace qs::QS_LEVEL {
 
-// With multipliers: shrinks of the scale, and how many multipliers each of them tries for a part.
+// With sub-block scales: shrinks of the scale, and how many sub-block scales each of them tries for
+// a part.
 constexpr float kUnitShrinks[] = {1.0f, 0.93f, 0.87f};
-constexpr int kMultipliersTried = 2;
+constexpr int kSubScalesTried = 2;
 constexpr int64_t kMaxGroup = 256;  // longer groups are taken one by one
 
 QS_INLINE vf round_to_even(vf x) {
@@ -18,9 +19,9 @@ QS_INLINE vf round_to_even(vf x) {
   return (x + magic) - magic;
 }
 
-QS_INLINE void store_codes(uint8_t* p, vf codes, int64_t n) {
+QS_INLINE void store_quants(uint8_t* p, vf quants, int64_t n) {
   typedef uint8_t bytes __attribute__((vector_size(W)));
-  const bytes narrow = __builtin_convertvector(__builtin_convertvector(codes, vi), bytes);
+  const bytes narrow = __builtin_convertvector(__builtin_convertvector(quants, vi), bytes);
   memcpy(p, &narrow, n < W ? n : W);
 }
 
@@ -54,7 +55,7 @@ QS_INLINE vf bounded(vf x, vf least, vf most) {
 }
 
 // W groups of at most kMaxGroup weights side by side, one in each lane: nothing is summed over
-// lanes. Sums go over the same weights in the same order as in `search_group`, so codes, scales
+// lanes. Sums go over the same weights in the same order as in `search_group`, so quants, scales
 // and zeros are the same.
 struct GroupLanes {
   vf values[kMaxGroup];
@@ -74,68 +75,69 @@ struct GroupLanes {
   }
 };
 
-constexpr int64_t kMaxParts = kSharedInputs / kMultiplierInputs;
+constexpr int64_t kMaxParts = kSharedInputs / kSubBlockInputs;
 
-// A scale of multipliers as it is held: 1 / kMultiplierUnit of what float16 holds.
+// The scale of a group with sub-block scales as it is held: 1 / kSubScaleUnit of what float16
+// holds.
 QS_INLINE vf unit_of(vf scale) {
-  return half_of(scale * kMultiplierUnit) * (1.0f / kMultiplierUnit);
+  return half_of(scale * kSubScaleUnit) * (1.0f / kSubScaleUnit);
 }
 
-// What a part of 16 inputs of W groups gets: the code less its middle.
-QS_INLINE vf part_code(vf value, vf inverse) {
+// What a part of 16 inputs of W groups gets: the quant less its middle.
+QS_INLINE vf part_quant(vf value, vf inverse) {
   return bounded(round_to_even(value * inverse), set1(-8.0f), set1(7.0f));
 }
 
 QS_INLINE vf part_error(const vf* values, vf scale) {
   const vf inverse = inverse_of(scale);
   vf error = {};
-  for (int64_t i = 0; i < kMultiplierInputs; ++i) {
-    const vf distance = part_code(values[i], inverse) * scale - values[i];
+  for (int64_t i = 0; i < kSubBlockInputs; ++i) {
+    const vf distance = part_quant(values[i], inverse) * scale - values[i];
     error = fma(distance, distance, error);
   }
   return error;
 }
 
-struct Multiplied {
+struct SubScaled {
   vf error, scale;
-  vf multipliers[kMaxParts];
+  vf sub_scales[kMaxParts];
 };
 
-// The multiplier of each part, for a scale: the least odd one that reaches the part's step, or one
-// of the next below, whichever leaves the least squared error.
-QS_INLINE void choose_multipliers(const GroupLanes& groups, const vf* steps, Multiplied& tried) {
+// The sub-block scale of each part, for a scale: the least odd one that reaches the part's step, or
+// one of the next below, whichever leaves the least squared error.
+QS_INLINE void choose_sub_scales(const GroupLanes& groups, const vf* steps, SubScaled& tried) {
   const vf inverse = inverse_of(tried.scale);
   tried.error = set1(0.0f);
-  for (int64_t part = 0; part < groups.size / kMultiplierInputs; ++part) {
+  for (int64_t part = 0; part < groups.size / kSubBlockInputs; ++part) {
     const vf step = steps[part];
     const vf ratio = (step < 0.0f ? -step : step) * inverse;
     const vf half = round_to_even(ratio * 0.5f);
-    const vf least = bounded(half + half + 1.0f, set1(1.0f), set1(kLargestMultiplier));
+    const vf least = bounded(half + half + 1.0f, set1(1.0f), set1(kLargestSubScale));
     vf best = {}, chosen = {};
-    for (int i = 0; i < kMultipliersTried; ++i) {
+    for (int i = 0; i < kSubScalesTried; ++i) {
       const vf magnitude = vmax(least - 2.0f * static_cast<float>(i), set1(1.0f));
-      const vf multiplier = step < 0.0f ? -magnitude : magnitude;
+      const vf sub_scale = step < 0.0f ? -magnitude : magnitude;
       const vf error =
-          part_error(groups.values + part * kMultiplierInputs, tried.scale * multiplier);
+          part_error(groups.values + part * kSubBlockInputs, tried.scale * sub_scale);
       const auto wins = i == 0 ? vi{} == 0 : error < best;
       best = wins ? error : best;
-      chosen = wins ? multiplier : chosen;
+      chosen = wins ? sub_scale : chosen;
     }
-    tried.multipliers[part] = chosen;
+    tried.sub_scales[part] = chosen;
     tried.error += best;
   }
 }
 
-// The scale that fits the codes of these multipliers best.
-QS_INLINE vf refitted(const GroupLanes& groups, const Multiplied& found) {
+// The scale that fits the quants of these sub-block scales best.
+QS_INLINE vf refitted(const GroupLanes& groups, const SubScaled& found) {
   const vf unit = inverse_of(found.scale);
   vf product = {}, square = {};
-  for (int64_t part = 0; part < groups.size / kMultiplierInputs; ++part) {
-    const vf multiplier = found.multipliers[part];
-    const vf inverse = inverse_of(found.scale * multiplier);
-    const vf* values = groups.values + part * kMultiplierInputs;
-    for (int64_t i = 0; i < kMultiplierInputs; ++i) {
-      const vf step = part_code(values[i], inverse) * multiplier;
+  for (int64_t part = 0; part < groups.size / kSubBlockInputs; ++part) {
+    const vf sub_scale = found.sub_scales[part];
+    const vf inverse = inverse_of(found.scale * sub_scale);
+    const vf* values = groups.values + part * kSubBlockInputs;
+    for (int64_t i = 0; i < kSubBlockInputs; ++i) {
+      const vf step = part_quant(values[i], inverse) * sub_scale;
       product = fma(values[i] * unit, step, product);
       square = fma(step, step, square);
     }
@@ -144,13 +146,13 @@ QS_INLINE vf refitted(const GroupLanes& groups, const Multiplied& found) {
   return square > 0.0f ? fitted : found.scale;
 }
 
-QS_INLINE Multiplied search_multipliers(const GroupLanes& groups) {
-  const int64_t num_parts = groups.size / kMultiplierInputs;
+QS_INLINE SubScaled search_sub_scales(const GroupLanes& groups) {
+  const int64_t num_parts = groups.size / kSubBlockInputs;
   vf steps[kMaxParts], largest = {};
   for (int64_t part = 0; part < num_parts; ++part) {
-    const vf* values = groups.values + part * kMultiplierInputs;
+    const vf* values = groups.values + part * kSubBlockInputs;
     vf low = values[0], high = low;
-    for (int64_t i = 1; i < kMultiplierInputs; ++i) {
+    for (int64_t i = 1; i < kSubBlockInputs; ++i) {
       low = vmin(values[i], low);
       high = vmax(values[i], high);
     }
@@ -158,44 +160,44 @@ QS_INLINE Multiplied search_multipliers(const GroupLanes& groups) {
     steps[part] = extreme / -8.0f;
     largest = vmax(extreme < 0.0f ? -extreme : extreme, largest);
   }
-  Multiplied best = {};
+  SubScaled best = {};
   for (const float shrink : kUnitShrinks) {
-    Multiplied tried;
-    tried.scale = unit_of(largest / (8.0f * kLargestMultiplier) * shrink);
-    choose_multipliers(groups, steps, tried);
+    SubScaled tried;
+    tried.scale = unit_of(largest / (8.0f * kLargestSubScale) * shrink);
+    choose_sub_scales(groups, steps, tried);
     const auto wins = shrink == kUnitShrinks[0] ? vi{} == 0 : tried.error < best.error;
     best.error = wins ? tried.error : best.error;
     best.scale = wins ? tried.scale : best.scale;
     for (int64_t part = 0; part < num_parts; ++part) {
-      best.multipliers[part] = wins ? tried.multipliers[part] : best.multipliers[part];
+      best.sub_scales[part] = wins ? tried.sub_scales[part] : best.sub_scales[part];
     }
   }
   best.scale = refitted(groups, best);
   return best;
 }
 
-// As `search_groups`, with multipliers.
+// As `search_groups`, with sub-block scales.
 template <typename T>
-void multiply_groups(const QuantizeArgs& args, const T* x, int64_t at, int64_t count) {
+void search_sub_blocks(const QuantizeArgs& args, const T* x, int64_t at, int64_t count) {
   GroupLanes groups;
   groups.load_groups(x, count, args.group_size);
-  const Multiplied found = search_multipliers(groups);
+  const SubScaled found = search_sub_scales(groups);
   store_n(args.scales + at, found.scale, count);
-  const int64_t num_parts = groups.size / kMultiplierInputs;
+  const int64_t num_parts = groups.size / kSubBlockInputs;
   for (int64_t part = 0; part < num_parts; ++part) {
     for (int lane = 0; lane < count; ++lane) {
-      args.multipliers[(at + lane) * num_parts + part] =
-          static_cast<int8_t>(found.multipliers[part][lane]);
+      args.sub_scales[(at + lane) * num_parts + part] =
+          static_cast<int8_t>(found.sub_scales[part][lane]);
     }
   }
-  uint8_t* codes = args.codes + at * args.group_size;
+  uint8_t* quants = args.quants + at * args.group_size;
   for (int64_t i = 0; i < groups.size; i += W) {
-    const vf inverse = inverse_of(found.scale * found.multipliers[i / kMultiplierInputs]);
+    const vf inverse = inverse_of(found.scale * found.sub_scales[i / kSubBlockInputs]);
     vf rows[W];
-    for (int j = 0; j < W; ++j) rows[j] = part_code(groups.values[i + j], inverse) + 8.0f;
+    for (int j = 0; j < W; ++j) rows[j] = part_quant(groups.values[i + j], inverse) + 8.0f;
     transpose(rows);
     for (int lane = 0; lane < count; ++lane) {
-      store_codes(codes + lane * groups.size + i, rows[lane], W);
+      store_quants(quants + lane * groups.size + i, rows[lane], W);
     }
   }
 }

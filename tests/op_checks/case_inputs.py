@@ -7,10 +7,10 @@ import zlib
 import torch
 from torch import Tensor
 
-__all__ = ["CaseDraws", "label"]
+__all__ = ["CaseInputs", "label"]
 
 
-class CaseDraws:
+class CaseInputs:
     """Random inputs of one case; the name is the seed."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-#include "code_layout.h"
+#include "quantized_layout.h"
 
 #include <cmath>
 #include <cstring>
@@ -16,13 +16,13 @@ int64_t round_up(int64_t value, int64_t multiple) {
 
 }  // namespace
 
-bool valid_code_form(int bits, int64_t n, int64_t k, int64_t group_size) {
+bool valid_quantized_form(int bits, int64_t n, int64_t k, int64_t group_size) {
   const bool sizes = n >= 1 && k >= 1 && group_size >= 1 && group_size <= kMaxGroup;
   if ((bits != 4 && bits != 8) || !sizes) return false;
   return group_size == k || (group_size % 16 == 0 && k % group_size == 0);
 }
 
-bool takes_multipliers(int bits, int64_t k, int64_t group_size, bool has_zeros) {
+bool takes_sub_scales(int bits, int64_t k, int64_t group_size, bool has_zeros) {
   return bits == 4 && !has_zeros && group_size < k && group_size % kPieceInputs == 0;
 }
 
@@ -36,7 +36,7 @@ bool fits_half(float value) {
   return units == std::floor(units);
 }
 
-PackedQuantized code_layout(const CodeForm& form) {
+PackedQuantized quantized_layout(const QuantizedForm& form) {
   PackedQuantized packed = {};
   packed.bits = form.bits;
   packed.n = form.n;
@@ -44,21 +44,21 @@ PackedQuantized code_layout(const CodeForm& form) {
   packed.num_panels = (form.n + kQuantizedPanel - 1) / kQuantizedPanel;
   packed.num_groups = form.k / form.group_size;
   packed.has_zeros = form.has_zeros;
-  packed.has_multipliers = packed.scaled_up = form.has_multipliers;
+  packed.has_sub_scales = packed.scaled_up = form.has_sub_scales;
   packed.group_size = form.group_size;
   if (packed.num_groups == 1) {
     packed.group_size = round_up(form.k, kStepInputs * (form.bits == 4 ? 2 : 1));
-    packed.group_bytes = packed.code_bytes();
+    packed.group_bytes = packed.quant_bytes();
   } else {
     packed.half_scales = form.half_scales;
     const int64_t per_scale = packed.scale_bytes() * (packed.has_zeros ? 2 : 1);
-    packed.group_bytes = packed.code_bytes() + per_scale * kQuantizedPanel;
+    packed.group_bytes = packed.quant_bytes() + per_scale * kQuantizedPanel;
   }
   packed.panel_bytes = packed.group_bytes * packed.num_groups;
   return packed;
 }
 
-bool allocate_codes(qs_quantized* linear, bool has_bias) {
+bool allocate_quantized(qs_quantized* linear, bool has_bias) {
   PackedQuantized& packed = linear->packed;
   linear->weight_bytes = packed.num_panels * packed.panel_bytes;
   linear->scale_bytes = packed.num_panels * kQuantizedPanel * sizeof(float);

@@ -1,4 +1,4 @@
-"""Inputs of the ops on integer codes, for `ops.cases`: every form of a `QuantizedWeight`."""
+"""Inputs of the quantized ops: every form of a `QuantizedWeight`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quickstep.ops.case_draws import CaseDraws, label
-from quickstep.ops.table import MULTIPLIER_INPUTS, QuantizedWeight
+from op_checks.case_inputs import CaseInputs, label
+from quickstep.ops.table import SUB_BLOCK_INPUTS, QuantizedWeight
 
 __all__ = ["Inputs", "quantized_linear_inputs", "quantized_rows_inputs"]
 
@@ -23,8 +23,8 @@ class Inputs(NamedTuple):
     fixed: tuple[object, ...]
 
 
-# (T, C, N, group size, has bias): codes with multipliers
-_MULTIPLIED_SHAPES = (
+# (T, C, N, group size, has bias): quantized values with sub-block scales
+_SUB_BLOCK_SHAPES = (
     (1, 256, 330, 128, False),
     (3, 192, 33, 64, True),
     (5, 896, 70, 128, False),
@@ -60,10 +60,10 @@ _QUANTIZED_SHAPES = (
 
 
 def _quantized_weight(
-    source: CaseDraws, shape: tuple[int, int], bits: int, group: int, *, zeros: bool
+    source: CaseInputs, shape: tuple[int, int], bits: int, group: int, *, zeros: bool
 ) -> QuantizedWeight:
     outputs, inputs = shape
-    codes = source.integers(0, 2**bits, outputs, inputs).to(torch.uint8)
+    quants = source.integers(0, 2**bits, outputs, inputs).to(torch.uint8)
     groups = (outputs, inputs // group)
     # half of the cases have scales that f16 holds, the others do not
     fine = 2.0**-18 if inputs % 128 else 2.0**-26
@@ -72,46 +72,46 @@ def _quantized_weight(
     offsets = source.integers(0, 2**bits, *groups).float() if zeros else None
     if offsets is not None and inputs % 3 == 0:
         offsets += 0.3
-    return QuantizedWeight(codes, scales, offsets, bits, group)
+    return QuantizedWeight(quants, scales, offsets, bits, group)
 
 
 def quantized_linear_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
     """Tokens (x,), fixed (weight, bias)."""
     for num_tokens, width, outputs, bits, group, zeros, has_bias in _QUANTIZED_SHAPES:
         name = label("quantized_linear", dtype, num_tokens, width, outputs, bits, group, zeros)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         weight = _quantized_weight(source, (outputs, width), bits, group, zeros=zeros)
         bias = source.normal(outputs) if has_bias else None
         x = source.normal(num_tokens, width)
         x[num_tokens // 2 :, 7] *= 60.0  # as language models have them
         yield Inputs(name, (x,), (weight, bias))
-    for num_tokens, width, outputs, group, has_bias in _MULTIPLIED_SHAPES:
+    for num_tokens, width, outputs, group, has_bias in _SUB_BLOCK_SHAPES:
         name = label("quantized_linear", dtype, num_tokens, width, outputs, "multiplied", group)
-        source = CaseDraws(name, dtype)
-        weight = _multiplied_weight(source, (outputs, width), group)
+        source = CaseInputs(name, dtype)
+        weight = _sub_block_weight(source, (outputs, width), group)
         bias = source.normal(outputs) if has_bias else None
         yield Inputs(name, (source.normal(num_tokens, width),), (weight, bias))
-    yield from _extreme_codes(dtype)
+    yield from _extreme_quants(dtype)
 
 
-def _multiplied_weight(source: CaseDraws, shape: tuple[int, int], group: int) -> QuantizedWeight:
+def _sub_block_weight(source: CaseInputs, shape: tuple[int, int], group: int) -> QuantizedWeight:
     weight = _quantized_weight(source, shape, 4, group, zeros=False)
-    held = source.integers(0, 16, shape[0], shape[1] // MULTIPLIER_INPUTS)
-    return replace(weight, multipliers=(2 * held - 15).to(torch.int8))
+    held = source.integers(0, 16, shape[0], shape[1] // SUB_BLOCK_INPUTS)
+    return replace(weight, sub_scales=(2 * held - 15).to(torch.int8))
 
 
-def _extreme_codes(dtype: torch.dtype) -> Iterator[Inputs]:
+def _extreme_quants(dtype: torch.dtype) -> Iterator[Inputs]:
     """The largest sums there are, where 16-bit steps would saturate; tiny and no activations."""
     x = torch.full((4, 2048), 3.0)
     x[1] = -3.0
     x[2] = 1e-33 if dtype != torch.float16 else 0.0
     x[3] = 0.0
     for bits, group in ((8, 2048), (8, 128), (4, 2048), (4, 64)):
-        for code in (0, 2**bits - 1):
-            name = label("quantized_linear", dtype, "extreme", bits, group, code)
-            codes = torch.full((66, 2048), code, dtype=torch.uint8)
+        for quant in (0, 2**bits - 1):
+            name = label("quantized_linear", dtype, "extreme", bits, group, quant)
+            quants = torch.full((66, 2048), quant, dtype=torch.uint8)
             scales = torch.full((66, 2048 // group), 2.0**-12)
-            weight = QuantizedWeight(codes, scales, None, bits, group)
+            weight = QuantizedWeight(quants, scales, None, bits, group)
             yield Inputs(name, (x.to(dtype),), (weight, None))
 
 
@@ -119,12 +119,12 @@ def quantized_rows_inputs(dtype: torch.dtype) -> Iterator[Inputs]:
     """Tokens (token_ids,), fixed (weight, dtype)."""
     for num_tokens, width, rows, bits, group, zeros, _ in _QUANTIZED_SHAPES[1:]:
         name = label("quantized_rows", dtype, num_tokens, width, rows, bits, group)
-        source = CaseDraws(name, dtype)
+        source = CaseInputs(name, dtype)
         weight = _quantized_weight(source, (rows, width), bits, group, zeros=zeros)
         token_ids = source.permutation(rows)[:num_tokens]
         yield Inputs(name, (token_ids,), (weight, dtype))
-    for num_tokens, width, rows, group, _ in _MULTIPLIED_SHAPES[:-1]:
+    for num_tokens, width, rows, group, _ in _SUB_BLOCK_SHAPES[:-1]:
         name = label("quantized_rows", dtype, num_tokens, width, rows, "multiplied", group)
-        source = CaseDraws(name, dtype)
-        weight = _multiplied_weight(source, (rows, width), group)
+        source = CaseInputs(name, dtype)
+        weight = _sub_block_weight(source, (rows, width), group)
         yield Inputs(name, (source.permutation(rows)[:num_tokens],), (weight, dtype))

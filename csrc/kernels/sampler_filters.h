@@ -1,8 +1,8 @@
-// Which tokens may be drawn: top-k, typical-p, top-p, min-p, XTC, as runtime/sampling/filters.py has them.
-// Masses are integers, so that no order of summing shows.
+// Which tokens may be sampled: top-k, typical-p, top-p, min-p, XTC, as runtime/sampling/filters.py
+// has them. Probabilities are integers, so that no order of summing shows.
 #pragma once
 
-#include "kernels/draw_noise.h"
+#include "kernels/sampler_noise.h"
 
 namespace qs::QS_LEVEL {
 
@@ -12,17 +12,17 @@ constexpr double kBinsPerUnit = 32.0;
 constexpr double kHead = -8.0;
 constexpr double kLowest = -0x1.fffffffffffffp1023;  // -inf is: not allowed
 constexpr double kLargest = 0x1.fffffffffffffp1023;
-constexpr double kMassUnit = 0x1p44;
+constexpr double kProbabilityUnit = 0x1p44;
 
 QS_INLINE int64_t rounded(double below_2_51) {
   return bit_cast<int64_t>(below_2_51 + kRoundMagic) - bit_cast<int64_t>(kRoundMagic);
 }
-QS_INLINE int64_t mass_of(double scaled) {
-  return rounded(exp64_nonpositive(scaled) * kMassUnit);
+QS_INLINE int64_t probability_of(double scaled) {
+  return rounded(exp64_nonpositive(scaled) * kProbabilityUnit);
 }
 
-// The masses of a chunk of values, none of which is above `base`.
-QS_INLINE void masses_of(const double* values, double base, int64_t* masses) {
+// The probabilities of a chunk of values, none of which is above `base`.
+QS_INLINE void probabilities_of(const double* values, double base, int64_t* probabilities) {
   constexpr int kWidth = W / 2;
 #pragma GCC unroll 1
   for (int64_t first = 0; first < kChunk; first += kSideBySide * kWidth) {
@@ -33,9 +33,9 @@ QS_INLINE void masses_of(const double* values, double base, int64_t* masses) {
     exp64_nonpositive(x);
 #pragma GCC unroll 8
     for (int i = 0; i < kSideBySide; ++i) {
-      const vd near = x[i] * kMassUnit + kRoundMagic;
-      const vl mass = bit_cast<vl>(near) - bit_cast<int64_t>(kRoundMagic);
-      memcpy(masses + first + i * kWidth, &mass, sizeof(mass));
+      const vd near = x[i] * kProbabilityUnit + kRoundMagic;
+      const vl probability = bit_cast<vl>(near) - bit_cast<int64_t>(kRoundMagic);
+      memcpy(probabilities + first + i * kWidth, &probability, sizeof(probability));
     }
   }
 }
@@ -84,23 +84,23 @@ inline int64_t collect_largest(const Row& row, const double* chunk_max, int64_t 
   return found;
 }
 
-// How much of `total` a share is; at least 1, at most all.
-QS_INLINE int64_t target_of(double share, int64_t total) {
-  const double exact = __builtin_ceil(share * static_cast<double>(total));
+// How much of `total` a probability is; at least 1, at most all.
+QS_INLINE int64_t target_of(double probability, int64_t total) {
+  const double exact = __builtin_ceil(probability * static_cast<double>(total));
   return min_of(max_of(1, static_cast<int64_t>(exact)), total);
 }
 
-// The first candidates, whose share reaches top_p; returns how many of the list those are.
+// The first candidates, whose probability reaches top_p; returns how many of the list those are.
 inline int64_t nucleus_of_list(Candidate* list, int64_t count, double top_p) {
   int64_t total = 0;
   for (int64_t i = 0; i < count; ++i) {
-    list[i].weight = mass_of(list[i].value);
+    list[i].weight = probability_of(list[i].value);
     total += list[i].weight;
   }
   return select(list, count, target_of(top_p, total)) + 1;
 }
 
-// Masses binned by how far a token stands in an order of preference.
+// Probabilities binned by how far a token stands in an order of preference.
 struct Bins {
   int64_t sums[kBins][kBinSets];
 
@@ -127,7 +127,7 @@ struct FromMean {
   }
 };
 
-// Bins the masses of the chunks that reach `floor`.
+// Bins the probabilities of the chunks that reach `floor`.
 template <typename Distance>
 inline void fill_bins(const Scratch& scratch, int64_t chunks, double base, double floor,
                       const Distance& distance, Bins& bins) {
@@ -135,21 +135,21 @@ inline void fill_bins(const Scratch& scratch, int64_t chunks, double base, doubl
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     if (scratch.chunk_max[chunk] - base < floor) continue;
     const double* values = scratch.values + chunk * kChunk;
-    int64_t masses[kChunk];
+    int64_t probabilities[kChunk];
     int32_t places[kChunk];
-    masses_of(values, base, masses);
+    probabilities_of(values, base, probabilities);
     for (int64_t i = 0; i < kChunk; ++i) places[i] = Bins::place(distance(values[i]));
     for (int64_t i = 0; i < kChunk; i += kBinSets) {
-      bins.sums[places[i]][0] += masses[i];
-      bins.sums[places[i + 1]][1] += masses[i + 1];
-      bins.sums[places[i + 2]][2] += masses[i + 2];
-      bins.sums[places[i + 3]][3] += masses[i + 3];
+      bins.sums[places[i]][0] += probabilities[i];
+      bins.sums[places[i + 1]][1] += probabilities[i + 1];
+      bins.sums[places[i + 2]][2] += probabilities[i + 2];
+      bins.sums[places[i + 3]][3] += probabilities[i + 3];
     }
   }
 }
 
-// The last token of the order of `distance` that is needed for `target`, as {-distance, id, mass};
-// the bins hold all masses up to it.
+// The last token of the order of `distance` that is needed for `target`, as {-distance, id,
+// probability}; the bins hold all probabilities up to it.
 template <typename Distance>
 inline Candidate last_of(const Scratch& scratch, int64_t chunks, double base, int64_t target,
                          const Distance& distance, const Bins& bins) {
@@ -160,7 +160,7 @@ inline Candidate last_of(const Scratch& scratch, int64_t chunks, double base, in
   const double high = bin == kBins - 1 ? kLargest : static_cast<double>(bin + 1) / kBinsPerUnit;
   int64_t found = 0;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    if (scratch.chunk_max[chunk] - base < kNoMass) continue;
+    if (scratch.chunk_max[chunk] - base < kNoProbability) continue;
     const double* values = scratch.values + chunk * kChunk;
     uint64_t any = 0;
     for (int64_t i = 0; i < kChunk; ++i) {
@@ -171,20 +171,20 @@ inline Candidate last_of(const Scratch& scratch, int64_t chunks, double base, in
     for (int64_t i = 0; i < kChunk; ++i) {
       const double apart = distance(values[i]);
       if (!((apart >= low) & (apart < high))) continue;
-      scratch.list[found++] = {-apart, chunk * kChunk + i, mass_of(values[i] - base)};
+      scratch.list[found++] = {-apart, chunk * kChunk + i, probability_of(values[i] - base)};
     }
   }
   return scratch.list[select(scratch.list, found, target - reached)];
 }
 
-inline int64_t total_mass(const Scratch& scratch, int64_t chunks, double base) {
+inline int64_t total_probability(const Scratch& scratch, int64_t chunks, double base) {
   int64_t total = 0;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    if (scratch.chunk_max[chunk] - base < kNoMass) continue;
+    if (scratch.chunk_max[chunk] - base < kNoProbability) continue;
     const double* values = scratch.values + chunk * kChunk;
-    int64_t masses[kChunk];
-    masses_of(values, base, masses);
-    for (int64_t i = 0; i < kChunk; ++i) total += masses[i];
+    int64_t probabilities[kChunk];
+    probabilities_of(values, base, probabilities);
+    for (int64_t i = 0; i < kChunk; ++i) total += probabilities[i];
   }
   return total;
 }
@@ -198,13 +198,13 @@ inline void cut_nucleus(const Scratch& scratch, int64_t chunks, double top_p, Cu
   Bins bins;
   int64_t target = 0, reached = 0;
   if (num_head < chunks / 4) {
-    target = target_of(top_p, total_mass(scratch, chunks, cut.base));
+    target = target_of(top_p, total_probability(scratch, chunks, cut.base));
     fill_bins(scratch, chunks, cut.base, kHead, distance, bins);
     const int64_t head_bins = Bins::place(-kHead);
     for (int64_t bin = 0; bin < head_bins; ++bin) reached += bins.at(bin);
   }
   if (target == 0 || reached < target) {
-    fill_bins(scratch, chunks, cut.base, kNoMass, distance, bins);
+    fill_bins(scratch, chunks, cut.base, kNoProbability, distance, bins);
     int64_t total = 0;
     for (int64_t bin = 0; bin < kBins; ++bin) total += bins.at(bin);
     target = target_of(top_p, total);
@@ -214,18 +214,18 @@ inline void cut_nucleus(const Scratch& scratch, int64_t chunks, double top_p, Cu
   cut.id = last.id;
 }
 
-// The mean of scaled values by their masses, of a row whose largest is 0.
+// The mean of scaled values by their probabilities, of a row whose largest is 0.
 inline double mean_value(const Scratch& scratch, int64_t chunks, int64_t& total) {
   int64_t moment = 0;
   total = 0;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    if (scratch.chunk_max[chunk] < kNoMass) continue;
+    if (scratch.chunk_max[chunk] < kNoProbability) continue;
     const double* values = scratch.values + chunk * kChunk;
     for (int64_t i = 0; i < kChunk; ++i) {
-      const double share = exp64_nonpositive(values[i]);
-      const int64_t mass = rounded(share * kMassUnit);
-      total += mass;
-      moment += mass > 0 ? rounded(share * values[i] * kMassUnit) : 0;
+      const double relative = exp64_nonpositive(values[i]);
+      const int64_t probability = rounded(relative * kProbabilityUnit);
+      total += probability;
+      moment += probability > 0 ? rounded(relative * values[i] * kProbabilityUnit) : 0;
     }
   }
   return static_cast<double>(moment) / static_cast<double>(total);
@@ -243,12 +243,13 @@ inline double drop(const Scratch& scratch, int64_t chunks, const Keep& keep) {
   return peak_of(scratch.values, chunks * kChunk, scratch.chunk_max);
 }
 
-// Keeps the tokens nearest to the mean whose share reaches typical_p; returns the largest of them.
+// Keeps the tokens nearest to the mean whose probability reaches typical_p; returns the largest of
+// them.
 inline double keep_typical(const Scratch& scratch, int64_t chunks, double typical_p) {
   int64_t total = 0;
   const FromMean distance = {mean_value(scratch, chunks, total)};
   Bins bins;
-  fill_bins(scratch, chunks, 0.0, kNoMass, distance, bins);
+  fill_bins(scratch, chunks, 0.0, kNoProbability, distance, bins);
   const int64_t target = target_of(typical_p, total);
   const Candidate last = last_of(scratch, chunks, 0.0, target, distance, bins);
   return drop(scratch, chunks, [&](double value, int64_t id) {
@@ -257,32 +258,32 @@ inline double keep_typical(const Scratch& scratch, int64_t chunks, double typica
   });
 }
 
-// XTC: drops the tokens whose share of what `cut` keeps is at least the threshold, but for the last
-// of these.
-inline void strike_top(const Scratch& scratch, int64_t chunks, double threshold, Cut& cut) {
+// XTC: drops the tokens whose probability of what `cut` keeps is at least the threshold, but for
+// the last of these.
+inline void apply_xtc(const Scratch& scratch, int64_t chunks, double threshold, Cut& cut) {
   int64_t total = 0;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     const double largest = scratch.chunk_max[chunk];
-    if (largest - cut.base < kNoMass || largest < cut.value) continue;
+    if (largest - cut.base < kNoProbability || largest < cut.value) continue;
     const double* values = scratch.values + chunk * kChunk;
-    int64_t masses[kChunk];
-    masses_of(values, cut.base, masses);
+    int64_t probabilities[kChunk];
+    probabilities_of(values, cut.base, probabilities);
     for (int64_t i = 0; i < kChunk; ++i) {
-      total += cut.keeps(values[i], chunk * kChunk + i) ? masses[i] : 0;
+      total += cut.keeps(values[i], chunk * kChunk + i) ? probabilities[i] : 0;
     }
   }
   const double bound = threshold * static_cast<double>(total);
-  // where a mass may reach it, roundings allowed for
-  const double least = bound > 4.0 ? log64((bound - 3.0) / kMassUnit) - 1e-9 : -kInfinity;
+  // where a probability may reach it, roundings allowed for
+  const double least = bound > 4.0 ? log64((bound - 3.0) / kProbabilityUnit) - 1e-9 : -kInfinity;
   Candidate last = {kInfinity, -1, 0};
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     if (scratch.chunk_max[chunk] - cut.base < least) continue;
     for (int64_t id = chunk * kChunk; id < (chunk + 1) * kChunk; ++id) {
       const double value = scratch.values[id];
       if (!cut.keeps(value, id)) continue;
-      const int64_t mass = mass_of(value - cut.base);
-      if (static_cast<double>(mass) < bound) continue;
-      const Candidate found = {value, id, mass};
+      const int64_t probability = probability_of(value - cut.base);
+      if (static_cast<double>(probability) < bound) continue;
+      const Candidate found = {value, id, probability};
       if (before(last, found)) last = found;
     }
   }
@@ -305,21 +306,21 @@ inline void cut_largest(const Row& row, int64_t top_k, double top_p, Cut& cut) {
   cut.id = last.id;
 }
 
-// Which filters a draw has.
+// Which filters a sample has.
 struct Filters {
   bool top_k, typical_p, top_p, min_p, xtc;
 
-  Filters(const qs_draw& call, int64_t size)
+  Filters(const qs_sample& call, int64_t size)
       : top_k(call.top_k > 0 && call.top_k < size),
         typical_p(call.typical_p < 1.0),
         top_p(call.top_p < 1.0),
         min_p(call.log_min_p > -kInfinity),
-        xtc(call.strikes_top != 0) {}
+        xtc(call.applies_xtc != 0) {}
 };
 
-// What a draw keeps, from exact sums. Scales the whole row where these go over all of it.
+// What a sample keeps, from exact sums. Scales the whole row where these go over all of it.
 inline Cut cut_of(Row& row) {
-  const qs_draw& call = *row.call;
+  const qs_sample& call = *row.call;
   const Filters has(call, row.size);
   Cut cut;
   if (has.top_k) cut_largest(row, call.top_k, has.typical_p ? 1.0 : call.top_p, cut);
@@ -336,7 +337,7 @@ inline Cut cut_of(Row& row) {
     cut_nucleus(scratch, row.chunks, call.top_p, cut);
   }
   cut.floor = call.log_min_p;
-  if (has.xtc) strike_top(scratch, row.chunks, call.xtc_threshold, cut);
+  if (has.xtc) apply_xtc(scratch, row.chunks, call.xtc_threshold, cut);
   return cut;
 }
 

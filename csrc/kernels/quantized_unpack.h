@@ -1,0 +1,82 @@
+// Quants of 4 bits with their sub-block scales into quants of 8 bits: m * (quant - 8) + 128, which
+// is from 8 to 248. Two quants of a pair of bytes meet one multiplication of 16 bits: quant * m,
+// borrows between the bytes included, plus 257 * (128 - 8 m) has the two results in its two bytes.
+#pragma once
+
+#include "kernels/quantized_dot.h"
+
+namespace qs::QS_LEVEL {
+
+typedef uint16_t vquant_pairs __attribute__((vector_size(4 * W)));
+
+// The sub-block scales of W outputs for 16 inputs, a pair of bytes each, twice a lane.
+struct Unpacking {
+  vquant_pairs factor, start;
+
+  template <int Step>
+  QS_INLINE vquants unpack(vquants both) const {
+    return bit_cast<vquants>(bit_cast<vquant_pairs>(step_quants<4, Step>(both)) * factor + start);
+  }
+};
+
+// W bytes, a lane each. GCC 12 takes a conversion of vectors apart, lane by lane.
+QS_INLINE vu widened_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return bit_cast<vu>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return bit_cast<vu>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  typedef uint8_t bytes __attribute__((vector_size(W)));
+  bytes held;
+  memcpy(&held, p, sizeof(held));
+  return __builtin_convertvector(held, vu);
+#endif
+}
+
+// A piece's sub-block scales of W outputs, twice a lane.
+QS_INLINE vu piece_sub_scales(const uint8_t* p) {
+  const vu words = widened_bytes(p);
+  return words | words << 16;
+}
+
+// Of the first 16 inputs of a piece (Half 0), or of the others.
+template <int Half>
+QS_INLINE Unpacking unpacking(vu sub_scales) {
+  const vquant_pairs held =
+      bit_cast<vquant_pairs>((Half == 0 ? sub_scales : sub_scales >> 4) & 0x000f000fu);
+  const vquant_pairs factor = held + held - static_cast<uint16_t>(kLargestSubScale);
+  return {factor, 0x8080 - factor * 0x0808};
+}
+
+// The sub-block scales themselves, of W outputs for half a piece.
+template <int Half>
+QS_INLINE vi part_sub_scales(const uint8_t* p) {
+  const vi words = bit_cast<vi>(widened_bytes(p));
+  const vi found = Half == 0 ? words & 15 : words >> 4;
+  return found + found - kLargestSubScale;
+}
+
+// A group of a panel, as an 8-bit weight holds it; its scales go along.
+QS_INLINE void unpack_group(const PackedQuantized& packed, const uint8_t* from, uint8_t* to) {
+  for (int64_t piece = 0; piece < packed.group_size / kPieceInputs; ++piece) {
+    const uint8_t* quants = from + kQuantizedPanel;
+    for (int64_t output = 0; output < kQuantizedPanel; output += W) {
+      const vu sub_scales = piece_sub_scales(from + output);
+      const Unpacking halves[2] = {unpacking<0>(sub_scales), unpacking<1>(sub_scales)};
+#pragma GCC unroll 4
+      for (int pair = 0; pair < 4; ++pair) {
+        const vquants both = load_quants(quants + pair * kStepBytes + output * kStepInputs);
+        const vquants low = halves[pair / 2].template unpack<0>(both);
+        const vquants high = halves[pair / 2].template unpack<1>(both);
+        uint8_t* at = to + 2 * pair * kStepBytes + output * kStepInputs;
+        memcpy(at, &low, sizeof(low));
+        memcpy(at + kStepBytes, &high, sizeof(high));
+      }
+    }
+    from += kPieceBytes;
+    to += kPieceInputs * kQuantizedPanel;
+  }
+  memcpy(to, from, packed.scale_bytes() * kQuantizedPanel);
+}
+
+}  // namespace qs::QS_LEVEL
