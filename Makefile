@@ -10,12 +10,17 @@ BIN := $(VENV)/bin
 SMALL := $(VENV)/.small
 READY := $(VENV)/.ready
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/kernels/*)
+# A process per core, of about 1 GB each; `make test PYTEST_WORKERS=0` runs all tests in one.
+PYTEST_WORKERS ?= auto
+PYTEST := $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 4 --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test check format bench soak peers gpu verify native reference clean
+CLIENTS := .venv-clients
+
+.PHONY: help demo test clients check format bench soak peers gpu verify verify-long native reference clean
 
 help:
-	@echo "make demo | test | check | format | reference | verify | native | bench | soak | peers | gpu | clean"
+	@echo "make demo | test | clients | check | format | reference | verify | verify-long | native | bench | soak | peers | gpu | clean"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -34,11 +39,26 @@ demo: $(SMALL)
 	@$(BIN)/quickstep demo
 
 test: $(READY)
-	$(BIN)/python -m pytest --without-torch tests/pure
-	$(BIN)/python -m pytest --ignore=tests/pure
+	$(PYTEST) --without-torch tests/pure
+	$(PYTEST) --ignore=tests/pure
+
+# Clients of other people against a live server, each group with its packages in an environment of
+# its own: some want version 2 of OpenAI's client and the others version 3.
+clients: $(READY) $(CLIENTS)/openai_2/.ready $(CLIENTS)/openai_3/.ready
+	$(CLIENTS)/openai_2/bin/python -m pytest tests/clients/sdk tests/clients/openai_2
+	$(CLIENTS)/openai_3/bin/python -m pytest tests/clients/sdk tests/clients/openai_3
+
+$(CLIENTS)/%/.ready: tests/clients/%/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)/$*
+	$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 verify: $(READY)
 	$(BIN)/quickstep verify --requests 2000
+
+# Fresh seeds, each printed, until a mismatch or for so long: make verify-long MINUTES=30
+verify-long: $(READY)
+	$(BIN)/python tools/verify_long.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -83,4 +103,4 @@ gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks --device cuda
 
 clean:
-	rm -rf $(VENV) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist src/quickstep/_native .pytest_cache .mypy_cache .ruff_cache .hypothesis

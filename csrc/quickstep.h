@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-#define QS_ABI_VERSION 5
+#define QS_ABI_VERSION 6
 #define QS_API __attribute__((visibility("default")))
 
 enum qs_status {
@@ -362,6 +362,24 @@ QS_API int64_t qs_draw_scratch_bytes(const qs_context* context, int64_t vocab_si
                                      int64_t num_rows);
 QS_API int qs_draw_rows(qs_context* context, qs_draw* rows, int64_t num_rows, int64_t vocab_size,
                         void* scratch);
+
+// Scores of given tokens, a row of logits each: those of a prompt. The results are what a draw with
+// num_top gives for the token that it takes.
+typedef struct qs_scores {
+  const float* logits;        // [T, V] raw
+  const int64_t* token_ids;   // [T]
+  int64_t num_positions, vocab_size;
+  int64_t num_top;            // most likely tokens to report, at most V
+  int64_t* ranks;             // [T], the results; QS_NO_MAXIMUM: the row has none, nor results
+  int64_t* masses;            // [T]
+  float* peaks;               // [T]
+  float* chosen;              // [T], raw logits of the tokens
+  int64_t* top_ids;           // [T, num_top]
+  float* top_logits;          // [T, num_top]
+} qs_scores;
+
+// Scratch: qs_draw_scratch_bytes of as many rows.
+QS_API int qs_score_tokens(qs_context* context, const qs_scores* scores, void* scratch);
 
 // Measuring the machine. The library reads no clock here: the caller times the calls.
 

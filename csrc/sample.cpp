@@ -1,4 +1,4 @@
-// Draws of a step's rows: rows in parallel, one thread each.
+// Draws of a step's rows, and scores of a prompt's tokens: rows in parallel, one thread each.
 
 #include "objects.h"
 
@@ -55,6 +55,21 @@ int qs_draw_rows(qs_context* context, qs_draw* rows, int64_t num_rows, int64_t v
   qs::parallel_for(context->pool, items, [&](int64_t item) {
     for (int64_t i = item; i < num_rows; i += items) {
       context->kernels->draw(rows[i], vocab_size, static_cast<char*>(scratch) + item * bytes);
+    }
+  });
+  return QS_OK;
+}
+
+int qs_score_tokens(qs_context* context, const qs_scores* scores, void* scratch) {
+  const int64_t num_positions = scores->num_positions, vocab_size = scores->vocab_size;
+  if (num_positions < 0 || vocab_size < 1) return QS_INVALID;
+  if (scores->num_top < 0 || scores->num_top > vocab_size) return QS_INVALID;
+  if (!all_below(scores->token_ids, num_positions, vocab_size)) return QS_OUT_OF_RANGE;
+  const int64_t items = num_items(context, vocab_size, num_positions);
+  const int64_t bytes = context->kernels->draw_scratch_bytes(vocab_size);
+  qs::parallel_for(context->pool, items, [&](int64_t item) {
+    for (int64_t i = item; i < num_positions; i += items) {
+      context->kernels->score_token(*scores, i, static_cast<char*>(scratch) + item * bytes);
     }
   });
   return QS_OK;

@@ -18,7 +18,9 @@ import sys
 import pytest
 from hypothesis import settings
 
+collect_ignore = ["clients"]  # they need other packages: `make clients`
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin take the core from other processes
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "api.md"
 REF = "#/components/schemas/"
+STREAMS = {"text/event-stream": "events", "application/x-ndjson": "lines of JSON"}
 HEAD = """# The HTTP API, field by field
 
 Written by `make reference` from the schemas, the limits and the tables that the server itself
@@ -82,10 +83,11 @@ class Page:
             body = ", ".join(map(_link, _body(operation))) or "none"
             content = operation["responses"]["200"]["content"]
             given = [_link(n) for n in _names(content.get("application/json", {}).get("schema"))]
-            events = content.get("text/event-stream", {}).get("x-events")
-            if events is not None:
-                told = ", ".join(map(_link, _names(events)))
-                given.append(f"as events: {told}" if told else "as events")
+            for media_type, form in STREAMS.items():
+                events = content.get(media_type, {}).get("x-events")
+                if events is not None:
+                    told = ", ".join(map(_link, _names(events)))
+                    given.append(f"as {form}: {told}" if told else f"as {form}")
             given = given or [f"`{name}`" for name in content]
             summary = operation["summary"]
             yield f"| `{method} {path}` | {summary} | {body} | {'; '.join(given)} |"

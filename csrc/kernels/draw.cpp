@@ -1,5 +1,5 @@
-// One row: argmax, or scaled logits + counter-based noise over what the filters keep; and the
-// log-probabilities' ingredients. runtime/sampling/sampler.py is the definition, to the bit: masses are
+// One row: argmax, or scaled logits + counter-based noise over what the filters keep; and what the
+// log-probabilities are computed from. runtime/sampling/sampler.py is the definition, to the bit: masses are
 // integers, so no order of summing shows, and exp and log are kernels/vecmath64.h.
 //
 // Filters over a whole row are asked about the drawn token alone, and answered by float32 sums
@@ -9,6 +9,7 @@
 #include "kernels/draw_filters.h"
 #include "kernels/draw_near.h"
 #include "kernels/entries.h"
+#include "kernels/token_score.h"
 
 namespace qs::QS_LEVEL {
 namespace {
@@ -132,55 +133,6 @@ int64_t choose(Row& row) {
   return choose_from(row);
 }
 
-// The mass of a raw row over its peak.
-int64_t raw_mass(const Row& row, double peak) {
-  int64_t mass = 0;
-  for (int64_t chunk = 0; chunk < row.chunks; ++chunk) {
-    if (row.scratch.raw_max[chunk] - peak < kNoMass) continue;
-    double values[kChunk];
-    int64_t masses[kChunk];
-    copy_raw(row, chunk, values);
-    masses_of(values, peak, masses);
-    for (int64_t i = 0; i < kChunk; ++i) mass += masses[i];
-  }
-  return mass;
-}
-
-int64_t raw_rank(const Row& row, int64_t token_id) {
-  const float* logits = row.call->logits;
-  const float chosen = logits[token_id];
-  int64_t num_before = 0;
-  for (int64_t chunk = 0; chunk < row.chunks; ++chunk) {
-    if (row.scratch.raw_max[chunk] < static_cast<double>(chosen)) continue;
-    const int64_t first = chunk * kChunk, last = min_of(row.size, first + kChunk);
-    for (int64_t i = first; i < last; ++i) num_before += logits[i] > chosen;
-    for (int64_t i = first; i < min_of(last, token_id); ++i) num_before += logits[i] == chosen;
-  }
-  return num_before + 1;
-}
-
-void score(Row& row, qs_draw& call) {
-  row.has_changes = row.is_scaled = false;
-  const Scratch& scratch = row.scratch;
-  double peak = scratch.raw_max[0];
-  for (int64_t i = 1; i < row.chunks; ++i) {
-    peak = scratch.raw_max[i] > peak ? scratch.raw_max[i] : peak;
-  }
-  call.peak = static_cast<float>(peak);
-  call.chosen = call.logits[call.token_id];
-  call.mass = raw_mass(row, peak);
-  call.rank = raw_rank(row, call.token_id);
-  const int64_t wanted = min_of(call.num_top, row.size);
-  if (wanted == 0) return;
-  const int64_t found = collect_largest(row, scratch.raw_max, wanted, -kInfinity, logits_of);
-  const int64_t count = found > wanted ? select(scratch.list, found, wanted) + 1 : found;
-  sort(scratch.list, count);
-  for (int64_t i = 0; i < wanted; ++i) {
-    call.top_ids[i] = scratch.list[i].id;
-    call.top_logits[i] = call.logits[scratch.list[i].id];
-  }
-}
-
 }  // namespace
 
 int64_t draw_scratch_bytes(int64_t vocab_size) {
@@ -192,7 +144,12 @@ int64_t draw_scratch_bytes(int64_t vocab_size) {
 void draw(qs_draw& call, int64_t vocab_size, void* memory) {
   Row row = {&call, vocab_size, div_up(vocab_size, kChunk), split(memory, vocab_size)};
   call.token_id = choose(row);
-  if (call.num_top >= 0 && call.token_id >= 0) score(row, call);
+  if (call.num_top < 0 || call.token_id < 0) return;
+  const TokenScore score = score_of(row, call.token_id, call.num_top, call.top_ids, call.top_logits);
+  call.rank = score.rank;
+  call.mass = score.mass;
+  call.peak = score.peak;
+  call.chosen = score.chosen;
 }
 
 }  // namespace qs::QS_LEVEL

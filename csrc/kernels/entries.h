@@ -26,6 +26,7 @@ void elementwise(Pool* pool, const ElementwiseArgs& args);
 void finish_logits(Pool* pool, const FinishLogitsArgs& args);
 int64_t draw_scratch_bytes(int64_t vocab_size);
 void draw(qs_draw& row, int64_t vocab_size, void* scratch);
+void score_token(const qs_scores& scores, int64_t position, void* scratch);
 uint32_t probe_read(Pool* pool, const void* data, int64_t num_bytes);
 int64_t probe_multiply(Pool* pool, int dtype, int64_t rounds);
 int64_t probe_multiply_codes(Pool* pool, int64_t rounds);

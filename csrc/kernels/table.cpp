@@ -28,6 +28,7 @@ const Kernels kernels = {
     .finish_logits = finish_logits,
     .draw_scratch_bytes = draw_scratch_bytes,
     .draw = draw,
+    .score_token = score_token,
     .probe_read = probe_read,
     .probe_multiply = probe_multiply,
     .probe_multiply_codes = probe_multiply_codes,

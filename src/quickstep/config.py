@@ -197,6 +197,7 @@ class EngineConfig:
         streams: None never pauses a request by itself.
         max_model_len: Longest sequence in tokens; None takes the model's longest, as far as the
             KV cache holds it.
+        allow_long_context: Let `max_model_len` be above the model's limit: positions are scaled.
         seed: Seeds the draws of seeds for unseeded requests; None takes the system's entropy.
         memory_bytes: Cap on the engine's memory in bytes; None uses what the machine has free.
         enforce_eager: Run the model op by op instead of replaying captured steps; same bits.
@@ -208,6 +209,7 @@ class EngineConfig:
     inputs: InputConfig = field(default_factory=InputConfig)
     streams: StreamConfig | None = field(default_factory=StreamConfig)
     max_model_len: int | None = None
+    allow_long_context: bool = False
     seed: int | None = None
     memory_bytes: int | None = None
     enforce_eager: bool = False

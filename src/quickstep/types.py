@@ -316,7 +316,8 @@ class StepRecord:
     """One line of the step log. The executor measures `seconds`; times are the scheduler's clock.
 
     `num_kv_tokens` is the context that attention read, summed over rows (each row's `end`);
-    `num_pairs` the positions that tokens saw, summed over tokens.
+    `num_pairs` the positions that tokens saw, summed over tokens. `num_scored` positions gave
+    prompt logprobs.
     `predicted_s` is what the cost model said before the step ran.
     """
 
@@ -331,6 +332,7 @@ class StepRecord:
     num_decode_tokens: int
     num_kv_tokens: int
     num_pairs: int
+    num_scored: int
     num_free_blocks: int
     num_waiting: int
     num_running: int

@@ -256,21 +256,29 @@ class CountingMatcher:
         return CountingMatcher(self._matcher.deep_copy(), self._calls)
 
 
-def test_no_token_takes_more_than_a_bounded_search():
+@pytest.mark.parametrize("limit", [300, 420, 600])  # the end takes 390 tokens
+def test_no_token_takes_more_than_a_bounded_search(limit):
     closing = COMPILER.compile(Grammar.of_json_schema(TEN_OBJECTS)).closing
     calls = []
     matcher = CountingMatcher(closing.matcher, calls)
     start = ClosingStart(matcher, closing.vocabulary, closing.ending)
-    guard = ClosingGuard(start, 300, sorted(TOKENIZER.eos_token_ids))
+    guard = ClosingGuard(start, limit, sorted(TOKENIZER.eos_token_ids))
     assert not calls  # an admission searches nothing
     tokens, _ = drawn(
-        SamplingParams(grammar=Grammar.of_json_schema(TEN_OBJECTS), max_tokens=300), 3
+        SamplingParams(grammar=Grammar.of_json_schema(TEN_OBJECTS), max_tokens=limit), 3
     )
+    num_masks = num_tried = 0
     for token_id in tokens:
         calls.clear()
         guard.record(guard.steered(token_id))
         assert calls.count("compute_bitmask") <= 2 * 48
         assert len(calls) < 1500
+        num_masks += calls.count("compute_bitmask")
+        num_tried += calls.count("validate_tokens")
+        # a known ending is tried where the matcher is: moving along it and back takes far longer
+        assert calls.count("rollback") <= calls.count("compute_bitmask")
+    assert (num_masks > 0) == (limit > 390)
+    assert num_tried <= 24 * len(tokens)
 
 
 @pytest.mark.parametrize("limit", [40, 90, 250])

@@ -12,6 +12,7 @@ from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerCon
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.outputs import collect
 from quickstep.errors import ConfigError
+from quickstep.model.decoder_spec import LongContext
 from quickstep.ops.native import backend as native
 from quickstep.types import FinishReason, SamplingParams
 
@@ -27,13 +28,14 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama")
 
 
-def engine_for(checkpoint, num_blocks=256, max_model_len=None, **scheduler):
+def engine_for(checkpoint, num_blocks=256, max_model_len=None, longer=False, **scheduler):
     return open_engine(
         EngineConfig(
             load=LoadConfig(model=str(checkpoint), num_threads=1),
             cache=CacheConfig(block_size=4, num_blocks=num_blocks),
             scheduler=SchedulerConfig(**scheduler),
             max_model_len=max_model_len,
+            allow_long_context=longer,
             seed=0,
         )
     )
@@ -156,15 +158,37 @@ def test_a_deadline_gives_the_beginning_of_the_whole_answer(checkpoint):
 
 
 def test_an_opened_engine_says_what_it_loaded(checkpoint):
-    engine = engine_for(checkpoint, max_model_len=9999)
+    engine = engine_for(checkpoint, max_model_len=256)
     assert engine.model_name == "tiny-llama"
     assert engine.max_model_len == 256
     assert engine.memory_plan.num_blocks == 256
-    assert any("9999" in note for note in engine.memory_plan.notes)
+    assert engine.memory_plan.long_context is None
     assert engine.model.load_s > 0
     assert dict(engine.default_sampling) == {"temperature": 0.6, "top_p": 0.9}
     assert engine.tokenizer.eos_token_ids == {256}
     asyncio.run(engine.stop())
+
+
+def test_a_context_beyond_the_models_limit_is_refused_with_the_way_out(checkpoint):
+    with pytest.raises(ConfigError, match=r"is 257, the model's limit is 256; .*--allow-long"):
+        engine_for(checkpoint, max_model_len=257)
+
+
+def test_a_context_beyond_the_models_limit_is_served_with_scaled_positions(checkpoint, caplog):
+    plain = engine_for(checkpoint)
+    with caplog.at_level("INFO", "quickstep"):
+        engine = engine_for(checkpoint, max_model_len=1024, longer=True)
+    assert "positions are scaled (yarn, factor 4)" in caplog.text
+    assert engine.max_model_len == 1024
+    assert engine.memory_plan.long_context == LongContext("yarn", 4.0, 256)
+    assert engine.fingerprint != plain.fingerprint
+    asyncio.run(plain.stop())
+
+    async def test(engine):
+        output = await complete(engine, list(range(90)) * 8)  # 720 tokens
+        assert len(output.outputs[0].token_ids) == 20
+
+    run(engine, test)
 
 
 def test_fingerprints_are_equal_for_equal_weights_only(checkpoint, tmp_path):

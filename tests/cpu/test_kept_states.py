@@ -55,9 +55,9 @@ def sampled(slot, num_tokens):
 def work(monkeypatch):
     """Names of the expensive parts of a state that was built or searched."""
     done = []
-    search, matches = ClosingSearch.ending, dry._prefix_matches
+    search, matches = ClosingSearch.ending, dry._suffix_matches
     monkeypatch.setattr(ClosingSearch, "ending", lambda s: done.append("search") or search(s))
-    monkeypatch.setattr(dry, "_prefix_matches", lambda t: done.append("dry") or matches(t))
+    monkeypatch.setattr(dry, "_suffix_matches", lambda t: done.append("dry") or matches(t))
     return done
 
 

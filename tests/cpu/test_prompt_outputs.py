@@ -141,6 +141,17 @@ def test_a_long_prompt_is_scored_in_slices_as_by_itself(llm):
         assert step.outputs[0].logprobs[0] == whole.prompt_logprobs[position]
 
 
+@pytest.mark.parametrize("num_bytes", [1, 4000])
+def test_slices_are_bounded_in_bytes_and_change_nothing(llm, monkeypatch, num_bytes):
+    """One position at a time, and a few: as many as there is memory for."""
+    prompt = "".join(chr(33 + n % 90) for n in range(101))
+    asked = SamplingParams(max_tokens=0, prompt_logprobs=3)
+    [whole] = llm.generate(prompt, asked)
+    monkeypatch.setattr("quickstep.runtime.sampling.prompt_logprobs._BYTES_PER_SLICE", num_bytes)
+    [sliced] = llm.generate(prompt, asked)
+    assert sliced.prompt_logprobs == whole.prompt_logprobs
+
+
 def test_a_prompt_hit_by_none_still_fills_the_cache(llm):
     prompt = "a prompt of its own, scored first and then continued"
     [scored] = llm.generate(prompt, SCORED)

@@ -15,6 +15,7 @@ from test_sampler_law import LOGITS, NUM_DRAWS, assert_follows
 
 from quickstep.errors import RequestError
 from quickstep.runtime.constraints.thinking_budget import ThinkingBudget
+from quickstep.runtime.sampling import dry
 from quickstep.runtime.sampling.bad_words import BadWords
 from quickstep.runtime.sampling.dry import DryPenalty
 from quickstep.runtime.sampling.filters import kept_token_ids
@@ -75,19 +76,35 @@ def test_dry_agrees_with_the_slow_reference_however_the_tokens_came(
         stayed.record(token_id)
     rebuilt = DryPenalty(params, breakers, first + then, 4)
     expected = np.zeros(4)
-    for token_id, penalty in penalised_slowly(first + then, params, breakers).items():
-        expected[token_id] -= penalty
-    for dry in (stayed, rebuilt):
+    for token_id, amount in penalised_slowly(first + then, params, breakers).items():
+        expected[token_id] -= amount
+    for penalty in (stayed, rebuilt):
         logits = np.zeros(4)
-        dry.penalise_(logits)
+        penalty.penalise_(logits)
         assert logits.tolist() == pytest.approx(expected.tolist())
+
+
+@given(letters, letters, st.integers(1, 30))
+def test_matches_with_the_end_are_the_same_however_they_are_found(first, then, times):
+    tokens = (first + then) * times
+    expected = dry._prefix_matches(tokens[::-1])[:0:-1]
+    assert dry._suffix_matches(np.array(tokens, dtype=np.int64)).tolist() == expected
+
+
+def test_a_text_without_long_repetitions_is_compared_without_a_loop(monkeypatch):
+    monkeypatch.setattr(dry, "_prefix_matches", lambda tokens: pytest.fail("it was looped over"))
+    text = np.random.default_rng(1).integers(0, 500, 20_000)
+    text[5_000:5_040] = text[-40:]
+    assert dry._suffix_matches(text)[5_039] == 40
+    monkeypatch.setattr(DryPenalty, "_breaks_at", lambda *_: pytest.fail("it was looped over"))
+    assert DryPenalty(SamplingParams(dry_multiplier=1.0), ((7, 501),), text.tolist(), 502)
 
 
 def test_a_long_repetition_is_penalised_without_infinity():
     params = SamplingParams(dry_multiplier=1.0, dry_base=10.0)
-    dry = DryPenalty(params, (), [0, 1] * 2000, 2)
+    penalty = DryPenalty(params, (), [0, 1] * 2000, 2)
     logits = np.zeros(2)
-    dry.penalise_(logits)
+    penalty.penalise_(logits)
     assert np.isfinite(logits).all() and logits[0] == -1e30
 
 

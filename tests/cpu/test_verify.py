@@ -1,6 +1,8 @@
 """The exactness checker passes a sound engine and finds what is planted in an unsound one."""
 
 import itertools
+from dataclasses import fields
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,19 +11,21 @@ from paged_hash_model import PagedHashModel
 
 from quickstep.config import CacheConfig
 from quickstep.errors import ConfigError, EngineError
-from quickstep.runtime import batch, runner, slots
+from quickstep.runtime import batch, slots
 from quickstep.runtime.pooling import Pool
 from quickstep.runtime.sampling import sampler
 from quickstep.runtime.sampling.noise import noise_bits
 from quickstep.runtime.sampling.penalties import Penalties
-from quickstep.runtime.sampling.prompt_logprobs import score_prompt
+from quickstep.runtime.sampling.prompt_logprobs import PromptScorer
 from quickstep.runtime.sampling.state import SamplingState
+from quickstep.sampling_params import GrammarKind
+from quickstep.types import Pooling, SamplingParams
 from quickstep.verify.checker import SCENARIOS, VerifyOptions, verify
 from quickstep.verify.requests import (
     MAX_OUTPUTS,
     MAX_PROMPT_LEN,
     Vocabulary,
-    draw_requests,
+    random_requests,
 )
 
 EOS = frozenset({3})
@@ -45,6 +49,7 @@ def test_a_sound_engine_has_no_mismatch_and_every_scenario_happens():
     assert runs["aborts"].aborts > 0
     assert runs["paused"].pauses > 5
     assert runs["overlapped"].overlapped_steps > 50
+    assert sum(one.beam_searches for one in runs.values()) > 10
     everything = runs["all together"]
     assert min(everything.chunked_rows, everything.preemptions, everything.aborts) > 0
     assert min(everything.overlapped_steps, everything.mixed_steps, everything.pauses) > 0
@@ -154,16 +159,15 @@ def test_a_mean_that_depends_on_chunks_is_caught(monkeypatch):
 
 
 def test_scores_that_read_the_row_beside_are_caught(monkeypatch):
-    monkeypatch.setattr(
-        runner, "score_prompt", lambda model, hidden, row, slot: shifted(model, hidden, row, slot)
-    )
+    whole = PromptScorer.score
+
+    def shifted(scorer, hidden, row, slot):
+        """The chunk's last position is scored with the first one's logits."""
+        scores = whole(scorer, hidden, row, slot)
+        return (*scores[:-1], scores[0]) if len(scores) > 1 else scores
+
+    monkeypatch.setattr(PromptScorer, "score", shifted)
     assert verified(PagedHashModel()).mismatches > 0
-
-
-def shifted(model, hidden, row, slot):
-    """The chunk's last position is scored with the first one's logits."""
-    scores = score_prompt(model, hidden, row, slot)
-    return (*scores[:-1], scores[0]) if len(scores) > 1 else scores
 
 
 class GivesNaN(PagedHashModel):
@@ -184,15 +188,48 @@ def test_the_thread_count_is_put_back():
 
 def test_requests_stand_at_block_edges_share_prefixes_and_fit():
     block_size, max_model_len = 16, 60
-    requests = draw_requests(400, 0, Vocabulary(50, EOS), block_size, max_model_len)
+    found = random_requests(400, 0, Vocabulary(50, EOS), block_size, max_model_len)
+    requests = [one.request for one in found]
     lengths = [len(request.prompt_token_ids) for request in requests]
     assert max(lengths) < max_model_len <= MAX_PROMPT_LEN
     assert {15, 16, 17, 31, 32, 33, 47, 48, 49} <= set(lengths)
     firsts = {request.prompt_token_ids[:block_size] for request in requests}
     assert len(firsts) < len(requests) * 0.6
-    assert {request.sampling.temperature for request in requests} == {0.0, 0.8}
+    assert {request.sampling.temperature for request in requests} == {0.0, 0.8, 1.3}
     assert all(request.sampling.logprobs is not None for request in requests)
-    assert max(request.sampling.max_tokens for request in requests) <= MAX_OUTPUTS
+    assert max(one.num_outputs for one in found) <= MAX_OUTPUTS
+
+
+# What the engine does before the scheduler: texts become `in_tokens`, a seed the request's.
+_NOT_DRAWN = {
+    "seed",
+    "bad_words",
+    "dry_sequence_breakers",
+    "reasoning_tags",
+    "inside_reasoning",
+    "shown_special_token_ids",
+}
+
+
+def test_every_parameter_takes_several_values_and_every_grammar_kind_is_drawn():
+    vocabulary = Vocabulary(500, EOS, has_grammars=True, texts=("a", "bc"))
+    found = random_requests(600, 0, vocabulary, 16, 120)
+    samplings = [one.request.sampling for one in found]
+    for name in (field.name for field in fields(SamplingParams)):
+        values = {repr(getattr(sampling, name)) for sampling in samplings}
+        assert (len(values) > 1) == (name not in _NOT_DRAWN), name
+    for name in ("bad_words", "reasoning"):
+        values = {repr(getattr(one.in_tokens, name)) for one in samplings if one.in_tokens}
+        assert len(values) > 5, name
+    assert {None, 0} < {sampling.max_tokens for sampling in samplings}
+    grammars = {one.grammar for one in samplings if one.grammar is not None}
+    assert {grammar.kind for grammar in grammars} == set(get_args(GrammarKind))
+    assert len({grammar.text for grammar in grammars}) == len(grammars) > 9
+    searches = [one.beams for one in found if one.beams is not None]
+    assert {search.beam_width for search in searches} == {1, 2, 3}
+    assert len({(one.early_stopping, one.ignore_eos) for one in searches}) == 4
+    assert {one.request.pooling for one in found} == {None, *Pooling}
+    assert len({one.request.cache_salt for one in found}) > 1
 
 
 def test_options_out_of_range_are_config_errors():

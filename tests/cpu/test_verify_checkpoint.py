@@ -1,5 +1,6 @@
 """`quickstep verify` on a real decoder: sound ops pass, plain torch products are caught."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -9,12 +10,15 @@ from tiny_checkpoint import write_checkpoint
 
 from quickstep.cli.main import main
 from quickstep.config import LoadConfig
+from quickstep.engine.text.output_text import OutputText
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.loader import load_model
 from quickstep.model.spec import read_spec
 from quickstep.ops import resolve
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import LinearWeight
+from quickstep.types import FinishReason
 from quickstep.verify.checker import VerifyOptions, verify
 
 CPU = torch.device("cpu")
@@ -75,6 +79,32 @@ def test_the_command_reports_as_json_and_exits_0(checkpoint, capsys):
     assert report["mismatches"] == 0
     assert report["comparisons"] >= 8
     assert (report["num_requests"], report["seed"], report["threads"]) == (8, 3, [1])
+
+
+def test_stop_strings_are_compared_where_there_is_a_tokenizer(checkpoint, monkeypatch):
+    model = load(checkpoint, resolve_ops(CPU))
+    options = VerifyOptions(num_requests=120, seed=4, threads=(1,))
+
+    def stopped():
+        tokenizer = Tokenizer.open(checkpoint)
+        return verify(lambda _: model, options, frozenset(), tokenizer=tokenizer)
+
+    report = stopped()
+    assert report.mismatches == 0
+    assert sum(counts.runs.stop_strings for counts in report.scenarios.values()) > 5
+
+    whole = OutputText.advance
+    num_seen = itertools.count()
+
+    def late(text, output):
+        """Now and then the stop is not seen."""
+        delta = whole(text, output)
+        is_stop = delta.finish_reason is FinishReason.STOP_STRING
+        is_missed = is_stop and next(num_seen) % 8 == 7
+        return replace(delta, finish_reason=output.finish_reason) if is_missed else delta
+
+    monkeypatch.setattr(OutputText, "advance", late)
+    assert stopped().mismatches > 0
 
 
 def test_the_command_exits_1_on_a_mismatch_and_shows_the_first(checkpoint, capsys, monkeypatch):

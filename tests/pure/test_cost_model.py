@@ -18,6 +18,7 @@ LOADS = st.builds(
     st.integers(0, 256),
     st.integers(0, 2_000_000),
     st.integers(0, 2_000_000),
+    st.integers(0, 4096),
 )
 SECONDS = st.floats(allow_nan=True, allow_infinity=True) | st.floats(1e-9, 10.0)
 
@@ -141,6 +142,27 @@ def test_the_same_observations_give_the_same_predictions() -> None:
     assert models[0].coefficients == models[1].coefficients
 
 
+def test_it_learns_what_a_scored_position_costs() -> None:
+    rng, model = Random(9), LinearCostModel()
+    machine = Coefficients(8e-3, 2e-5, 1.5e-4, 2e-8, 1e-8, score_s=3e-4)
+    for _ in range(1500):
+        load, chunk = random_load(rng), rng.choice((0, 100, 512))
+        load += StepLoad.of_span(rng.randint(0, 4000), chunk, num_scored=chunk)
+        model.observe(load, true_seconds(load, machine))
+    for num_scored in (0, 16, 500):
+        chunk = StepLoad.of_span(0, 512, num_scored)
+        assert model.seconds(chunk) == pytest.approx(true_seconds(chunk, machine), rel=0.05)
+
+
+def test_a_scored_position_costs_by_the_vocabulary_before_one_was_seen() -> None:
+    chunk = StepLoad.of_span(0, 100, num_scored=100)
+    plain = StepLoad.of_span(0, 100)
+    small, large = (LinearCostModel(Coefficients.of_vocabulary(n)) for n in (1_000, 200_000))
+    assert small.seconds(plain) == large.seconds(plain)
+    extra = [model.seconds(chunk) - model.seconds(plain) for model in (small, large)]
+    assert extra[1] == pytest.approx(200 * extra[0])
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(LOADS, SECONDS), max_size=30), LOADS)
 def test_predictions_stay_finite_and_non_negative(
@@ -150,7 +172,14 @@ def test_predictions_stay_finite_and_non_negative(
     for load, seconds in observations:
         model.observe(load, seconds)
     values = model.coefficients
-    for value in (values.step_s, values.token_s, values.row_s, values.kv_token_s, values.pair_s):
+    for value in (
+        values.step_s,
+        values.token_s,
+        values.row_s,
+        values.kv_token_s,
+        values.pair_s,
+        values.score_s,
+    ):
         assert math.isfinite(value)
         assert value >= 0.0
     assert model.seconds(asked) >= 0.0

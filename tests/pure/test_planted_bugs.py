@@ -61,6 +61,7 @@ _MODULES = (
     "block_pool",
     "cost_model",
     "sequence",
+    "setup_cost",
     "step",
     "batch",
     "waiting",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quickstep.config import PolicyName, SchedulerConfig
@@ -36,6 +38,27 @@ def test_each_name_has_its_policy(name: PolicyName, kind: type) -> None:
 def test_mixed_fills_the_step_up_to_the_inter_token_target() -> None:
     policy = MixedPolicy(inter_token_target_s=0.100)
     assert policy.tokens(Phase.PREFILL, view(num_decodes=20), COSTS) == 70
+
+
+def test_mixed_takes_fewer_tokens_of_a_prompt_that_is_scored() -> None:
+    policy = MixedPolicy(inter_token_target_s=0.100)
+    costs = LinearCostModel(Coefficients(0.010, 0.001, 0.0, 0.0, 0.0, score_s=0.002))
+    seen = view(num_decodes=20)
+    assert policy.tokens(Phase.PREFILL, seen, costs) == 70
+    whole = replace(seen, scored=range(0, 500))
+    assert policy.tokens(Phase.PREFILL, whole, costs) == 70 // 3
+    assert policy.tokens(Phase.PREFILL, replace(whole, prefill_start=500), costs) == 70
+    # ten positions cost as much as 20 tokens
+    assert policy.tokens(Phase.PREFILL, replace(seen, scored=range(20, 30)), costs) == 50
+
+
+def test_mixed_counts_the_prompts_that_are_placed() -> None:
+    policy = MixedPolicy(inter_token_target_s=0.100, min_prefill_tokens=16)
+    seen = view(num_decodes=20)
+    placed = replace(seen, prefill=StepLoad.of_span(0, 50), room=930)
+    assert policy.tokens(Phase.PREFILL, placed, COSTS) == 20
+    full = replace(seen, prefill=StepLoad.of_span(0, 70), room=910)
+    assert policy.tokens(Phase.PREFILL, full, COSTS) == 0
 
 
 def test_mixed_takes_all_the_room_when_nobody_decodes() -> None:

@@ -10,12 +10,13 @@ from scheduler_world import PROMPT, Setup, World, ask, finish
 
 from quickstep.config import SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.cost_model import LinearCostModel
+from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
+from quickstep.sim.clock import ClockExecutor, VirtualClock
 from quickstep.sim.simulate import Arrival, simulate
-from quickstep.types import FinishReason, Pooling, Request, SamplingParams
+from quickstep.types import FinishReason, Phase, Pooling, Request, SamplingParams, StepPlan
 
 
 def scored(request: Request, num_top: int = 0) -> Request:
@@ -150,3 +151,65 @@ def test_the_simulator_runs_them() -> None:
         FinishReason.MAX_TOKENS,
         FinishReason.POOLED,
     }
+
+
+COSTS = Coefficients(0.010, 0.001, 0.0, 0.0, 0.0, score_s=0.002)
+
+
+def steps_of(*prompts: Request) -> list[StepPlan]:
+    """The plans up to the last prompt token, next to 20 sequences that decode; a step may take
+    100 ms.
+    """
+    config = SchedulerConfig(
+        max_num_seqs=32, max_num_batched_tokens=1000, max_model_len=400, inter_token_target_s=0.1001
+    )
+    model = LinearCostModel(COSTS)
+    scheduler = Scheduler(config, KVBlockPool(512, 4), make_policy(config), model)
+    for number in range(20):
+        scheduler.add(ask(f"d{number}", max_tokens=300), 0.0)
+    plans: list[StepPlan] = []
+    clock = VirtualClock()
+    executor = ClockExecutor(clock, model)
+
+    def step() -> StepPlan:
+        plan = scheduler.plan(clock.now)
+        assert plan is not None
+        record = scheduler.commit(plan, executor.submit(plan).result(), clock.now).record
+        assert record.num_scored == sum(row.num_scored for row in plan.rows)
+        return plan
+
+    step()
+    for prompt in prompts:
+        scheduler.add(prompt, clock.now)
+    while not plans or any(row.phase is Phase.PREFILL for row in plans[-1].rows):
+        plans.append(step())
+    return plans[:-1]
+
+
+def test_a_chunk_of_a_scored_prompt_is_planned_within_the_step_time() -> None:
+    prompt = tuple(range(150))
+    plain, whole = (
+        steps_of(request)
+        for request in (ask("a", prompt, max_tokens=1), scored(ask("a", prompt, max_tokens=1)))
+    )
+    costs = LinearCostModel(COSTS)
+    for plans, num_tokens in ((plain, 70), (whole, 23)):
+        assert plans[0].rows[-1].num_tokens == num_tokens
+        assert all(costs.seconds(StepLoad.of_plan(plan)) <= 0.1001 for plan in plans)
+        assert sum(plan.rows[-1].num_tokens for plan in plans) == len(prompt)
+    assert sum(plan.rows[-1].num_scored for plan in whole) == len(prompt) - 1
+
+
+def test_prompts_beside_a_scored_one_keep_the_step_time_too() -> None:
+    prompt = tuple(range(60))
+    requests = [
+        ask("a", prompt, max_tokens=1),
+        scored(ask("b", prompt[::-1], max_tokens=1)),
+        ask("c", prompt[1:], max_tokens=1),
+        scored(ask("d", prompt[2:], max_tokens=1)),
+    ]
+    costs = LinearCostModel(COSTS)
+    for request_order in (requests, requests[::-1]):
+        plans = steps_of(*request_order)
+        assert all(costs.seconds(StepLoad.of_plan(plan)) <= 0.1001 for plan in plans)
+        assert sum(row.num_scored for plan in plans for row in plan.rows) == 59 + 57

@@ -100,12 +100,6 @@ def test_the_default_cache_is_modest_but_holds_one_longest_sequence() -> None:
     assert plan(wide, 200 * GIB, scheduler=long).max_model_len == 32_768
 
 
-def test_context_beyond_the_model_shrinks_with_a_note() -> None:
-    made = plan(scheduler=replace(SCHEDULER, max_model_len=9999))
-    assert made.max_model_len == 2048
-    assert "9999" in made.notes[0] and "2048" in made.notes[0]
-
-
 def test_context_shrinks_to_the_cache_with_a_note() -> None:
     made = plan(cache=CacheConfig(num_blocks=20))
     assert made.max_model_len == 320

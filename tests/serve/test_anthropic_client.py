@@ -110,6 +110,22 @@ def test_a_tool_goes_around(client: anthropic.Anthropic, engine: FakeEngine) -> 
     assert "'name': 'get_weather'" in prompt
 
 
+def test_thinking_has_the_same_signature_in_a_stream(
+    client: anthropic.Anthropic, engine: FakeEngine
+) -> None:
+    # Clients drop a streamed block of thinking that no signature_delta ends.
+    engine.script = saying("<think>Two and two.</think>Four.")
+    whole = client.messages.create(**ASKED)
+    events = list(client.messages.create(**ASKED, stream=True))
+    with client.messages.stream(**ASKED) as stream:
+        streamed = stream.get_final_message()
+    assert whole.content[0].type == streamed.content[0].type == "thinking"
+    assert whole.content[0].signature == streamed.content[0].signature != ""
+    deltas = [event.delta.type for event in events if event.type == "content_block_delta"]
+    assert deltas.count("signature_delta") == 1
+    assert deltas[deltas.index("signature_delta") - 1] == "thinking_delta"
+
+
 def test_a_forced_call_and_structured_output_are_grammars(
     client: anthropic.Anthropic, engine: FakeEngine
 ) -> None:

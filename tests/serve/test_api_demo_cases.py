@@ -72,6 +72,9 @@ def shortened(body: Any, known: Collection[str]) -> Any:
         return body
     limits = {name: MAX_TOKENS for name in LENGTHS if name in body or name == "max_tokens"}
     few = {**limits, "min_tokens": None, "timeout_s": None, "n": min(body.get("n") or 1, 2)}
+    options = body.get("options") or {}
+    if isinstance(options, dict) and "options" in known:  # Ollama's
+        few["options"] = {**options, "num_predict": MAX_TOKENS}
     return {**body, **{name: value for name, value in few.items() if name in known}}
 
 

@@ -152,12 +152,17 @@ def test_clients_of_a_stopped_engine_are_answered_and_then_served_again(tmp_path
             assert answer["choices"][0]["finish_reason"] == "length"
             assert answer["choices"][0]["stop_reason"] == "deadline"
         while (ready := await client.get("/ready")).status_code == 200:
+            assert (await client.get("/health")).status_code in (200, 503)
             await asyncio.sleep(0.01)
         assert ready.status_code == 503
+        late = (await complete(client, timeout_s=0.1)).json()
+        assert "error" in late or late["choices"][0]["stop_reason"] == "deadline"
         for task in patient:
             assert (await task).status_code in (500, 503)
         while (await client.get("/ready")).status_code != 200:
             await asyncio.sleep(0.01)
+        health = (await client.get("/health")).json()
+        assert (health["status"], health["num_restarts"]) == ("ok", 1)
         assert not is_alive(before)
         assert (await complete(client)).status_code == 200
 

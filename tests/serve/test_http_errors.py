@@ -12,6 +12,8 @@ from fake_engine import FakeEngine, FakeStream, Script, Submitted
 from live_server import live_server
 
 from quickstep.engine.stats import EngineState, EngineStats
+from quickstep.model.decoder_spec import LongContext
+from quickstep.model.sizing import MemoryPlan
 from quickstep.server.app import create_app
 from quickstep.server.options import RequestLimits, ServerOptions
 from quickstep.types import SamplingParams
@@ -83,7 +85,7 @@ def test_a_body_of_unknown_length_is_limited_as_well() -> None:
     assert ask("POST", CHAT, options=options, content=pieces(), headers=JSON).status_code == 413
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/images", "/v1/chat/completions/x"])
+@pytest.mark.parametrize("path", ["/api", "/v1", "/v1/images", "/v1/chat/completions/x"])
 def test_an_unknown_route_is_404(path: str) -> None:
     response = ask("GET", path)
     assert response.status_code == 404
@@ -113,10 +115,21 @@ def test_models_are_listed_under_their_served_names() -> None:
     assert [model["id"] for model in listed["data"]] == ["a/b", "c"]
     one = ask("GET", "/v1/models/a/b", options=options).json()
     assert one["id"] == "a/b"
-    assert one["max_model_len"] == 4096
+    assert (one["max_model_len"], one["rope_scaling"]) == (4096, None)
     missing = ask("GET", "/v1/models/d", options=options)
     assert missing.status_code == 404
     assert error_of(missing)["code"] == "model_not_found"
+
+
+def test_models_say_how_a_context_beyond_their_limit_is_scaled() -> None:
+    scaling = LongContext("yarn", 2.0, 2048)
+    plan = MemoryPlan(1, 4096, 1, 1, rows=(), notes=(), long_context=scaling)
+    (one,) = ask("GET", "/v1/models", FakeEngine(memory_plan=plan)).json()["data"]
+    assert one["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 2048,
+    }
 
 
 def test_the_first_served_name_answers_for_requests_without_one() -> None:

@@ -36,6 +36,7 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import Model
 from quickstep.model.loader import resolve_device, resolve_dtype
+from quickstep.model.long_context import with_context
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec
 from quickstep.model.weights import DenseWeights, LayerWeights
@@ -109,7 +110,7 @@ def open_shape(
     """Random weights of a shape (a `config.json`'s content). Raises ConfigError."""
     started_s = time.monotonic()
     set_threads(config.load.num_threads)
-    spec = parse_spec(shape)
+    spec = with_context(parse_spec(shape), config.max_model_len, config.allow_long_context)
     device = resolve_device(config.load.device)
     dtype = resolve_dtype(config.load.dtype, spec)
     isa = os.environ.get("QUICKSTEP_CPU_ISA")

@@ -165,7 +165,9 @@ def _verified(subject: _Subject, options: VerifyOptions, pair: FormatPair | None
 
     with _progress_bar("" if pair is None else f"{pair.weights}/{pair.kv} ") as progress:
         new_matcher = subject.new_matcher if subject.eos_token_ids else None
-        return verify(subject.load, options, subject.eos_token_ids, progress, new_matcher)
+        return verify(
+            subject.load, options, subject.eos_token_ids, progress, new_matcher, subject.tokenizer
+        )
 
 
 class _Subject:
@@ -179,9 +181,9 @@ class _Subject:
         self._kv_dtype = kv_dtype
         self._isa = os.environ.get("QUICKSTEP_CPU_ISA")
         self.checkpoint = find_checkpoint(self._config)
-        self._tokenizer = Tokenizer.open(self.checkpoint.path)
+        self.tokenizer = Tokenizer.open(self.checkpoint.path)
         self._grammars: GrammarCompiler | None = None
-        self.eos_token_ids = self._tokenizer.eos_token_ids
+        self.eos_token_ids = self.tokenizer.eos_token_ids
         self.fingerprint = ""
 
     def load(self, threads: int) -> Model:
@@ -201,7 +203,7 @@ class _Subject:
         model = load_model(self.checkpoint, spec, ops, self._config, on_host=on_host)
         kv_shape = model.kv_shape.stored_as(self._kv_dtype)
         self.fingerprint = fingerprint_with_kv(model, kv_shape)
-        self._grammars = GrammarCompiler(self._tokenizer, model.vocab_size)
+        self._grammars = GrammarCompiler(self.tokenizer, model.vocab_size)
         return model
 
     def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingStart]:

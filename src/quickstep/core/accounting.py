@@ -100,6 +100,7 @@ def step_record(
         num_decode_tokens=decode.num_tokens,
         num_kv_tokens=decode.num_kv_tokens + prefill.num_kv_tokens,
         num_pairs=decode.num_pairs + prefill.num_pairs,
+        num_scored=prefill.num_scored,
         num_free_blocks=num_free_blocks,
         num_waiting=num_waiting,
         num_running=num_running,

@@ -1,6 +1,7 @@
 """How a step's tokens are split between the phases.
 
-A policy is asked, per phase and in its own order, how many tokens that phase may still take; it
+A policy is asked, per phase and in its own order, how many tokens that phase may still take, and
+again for each prompt that is scored, which a token costs more of, and those placed after it. It
 sees a frozen view of the queue and of the step so far, and changes nothing. What it cannot break:
 ranks, the token limit of a step, slots and blocks stay the scheduler's.
 
@@ -31,6 +32,7 @@ class StepView:
         prefill: Load of the prefill rows placed so far.
         room: Tokens that the step may still take.
         prefill_start: Position where the next prefill row would start; its context so far.
+        scored: Positions of its sequence whose logits score the prompt.
         num_running: Resident sequences. Paused ones are not in sight here or below.
         num_waiting: Queued sequences.
         oldest_arrival_s: When the head of the queue arrived; None for an empty queue.
@@ -44,6 +46,14 @@ class StepView:
     num_running: int
     num_waiting: int
     oldest_arrival_s: float | None
+    scored: range = range(0)
+
+    def chunk(self, num_tokens: int) -> StepLoad:
+        """The load of the next prefill row with this many tokens."""
+        end = self.prefill_start + num_tokens
+        first = max(self.prefill_start, self.scored.start)
+        num_scored = max(0, min(end, self.scored.stop) - first)
+        return StepLoad.of_span(self.prefill_start, num_tokens, num_scored)
 
 
 class Policy(Protocol):
@@ -83,11 +93,12 @@ class MixedPolicy:
             return view.room
         plain_s = cost_model.seconds(view.decode)
         target_s = max(self.inter_token_target_s, self.least_stretch * plain_s)
-        low, high = min(self.min_prefill_tokens, view.room), view.room
+        placed = view.decode + view.prefill
+        least = max(0, self.min_prefill_tokens - view.prefill.num_tokens)
+        low, high = min(least, view.room), view.room
         while low < high:
             middle = (low + high + 1) // 2
-            chunk = StepLoad.of_span(view.prefill_start, middle)
-            if cost_model.seconds(view.decode + chunk) <= target_s:
+            if cost_model.seconds(placed + view.chunk(middle)) <= target_s:
                 low = middle
             else:
                 high = middle - 1

@@ -150,7 +150,7 @@ class Scheduler:
             if phase is Phase.DECODE:
                 self._place_decodes(draft, budget, now)
             else:
-                self._admit_waiting(draft, self._place_prefills(draft, budget), now)
+                self._admit_waiting(draft, self._place_prefills(draft, budget, now), now)
         return self._issue(draft, now) if draft.decode or draft.prefill else None
 
     def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
@@ -172,10 +172,13 @@ class Scheduler:
             < self._limits.output_limit(sequence.request)
         )
 
-    def _place_prefills(self, draft: StepDraft, budget: int) -> int:
+    def _place_prefills(self, draft: StepDraft, budget: int, now: float) -> int:
         """Go on with prompts that are partly computed; returns what is left of the budget."""
         for sequence in self._batch:
             num_tokens = min(sequence.num_prefill_left, budget)
+            if num_tokens > 0:
+                start = sequence.resident.planned
+                num_tokens = min(num_tokens, self._affordable(draft, sequence, start, now))
             if num_tokens > 0:
                 self._place(draft, sequence, num_tokens, ())
                 budget -= num_tokens
@@ -190,6 +193,10 @@ class Scheduler:
             hits = self._batch.room_for(sequence)
             if hits is None:
                 return
+            start = len(hits) * self._pool.block_size
+            affordable = self._affordable(draft, sequence, start, now)
+            if affordable < 1:
+                return
             self._waiting.remove(sequence)
             is_new = sequence.num_cached_tokens is None
             residency = self._batch.admit(sequence, hits, now)
@@ -198,9 +205,19 @@ class Scheduler:
                 self._totals.prefix_hit_tokens += residency.planned
             draft.admitted.append(sequence.admission())
             draft.setup_us += setup_us(sequence)
-            num_tokens = min(residency.prefill_end - residency.planned, budget)
+            num_tokens = min(residency.prefill_end - residency.planned, budget, affordable)
             self._place(draft, sequence, num_tokens, tuple(residency.blocks))
             budget -= num_tokens
+
+    def _affordable(self, draft: StepDraft, sequence: Sequence, start: int, now: float) -> int:
+        """How many tokens a prompt may take from position `start` on: all the room, unless prompts
+        are scored, whose tokens cost more than the policy has reckoned with.
+        """
+        scored = sequence.scored_positions
+        if not scored and not draft.prefill_load.num_scored:
+            return draft.room
+        view = self._view(draft, now, start, scored)
+        return min(self._policy.tokens(Phase.PREFILL, view, self._cost_model), draft.room)
 
     def _issue(self, draft: StepDraft, now: float) -> StepPlan:
         predicted_s = self._cost_model.seconds(draft.decode_load + draft.prefill_load)
@@ -394,16 +411,22 @@ class Scheduler:
                 f"{name} awaits {sequence.num_pending} tokens, {count} are in flight"
             )
 
-    def _view(self, draft: StepDraft, now: float) -> StepView:
+    def _view(
+        self, draft: StepDraft, now: float, start: int | None = None, scored: range = range(0)
+    ) -> StepView:
+        """Of the prompt that goes on at `start`; of the first one that runs if that is None."""
         head = self._waiting.head
-        prefilling = (one.resident.planned for one in self._batch if one.num_prefill_left)
+        if start is None:
+            prefilling = (one.resident.planned for one in self._batch if one.num_prefill_left)
+            start = next(prefilling, 0)
         return StepView(
             now=now,
             decode=draft.decode_load,
             prefill=draft.prefill_load,
             room=draft.room,
-            prefill_start=next(prefilling, 0),
+            prefill_start=start,
             num_running=self._batch.num_active,
             num_waiting=self._waiting.num_active,
             oldest_arrival_s=head.arrival_s if head else None,
+            scored=scored,
         )

@@ -166,6 +166,13 @@ class Sequence:
         # At least one token is left to compute: its logits give the next one.
         return len(self.token_ids) - 1
 
+    @property
+    def scored_positions(self) -> range:
+        """Positions whose logits score the prompt tokens that are not delivered yet. The logits of
+        the prompt's last token belong to the output.
+        """
+        return range(max(0, self._num_scored_tokens - 1), self.prompt_len - 1)
+
     def may_take_the_place_of(self, other: Sequence) -> bool:
         """Whether `other`, which runs, may be preempted to admit this one: it is paused, or has a
         lower priority that its age does not make up for. Equal ones would only take turns.
@@ -228,9 +235,9 @@ class Sequence:
         )
         if start >= self.prompt_len:
             return row
-        # the logits of the prompt's last token belong to the output
-        score_start = max(start, self._num_scored_tokens - 1)
-        num_scored = max(0, min(end, self.prompt_len - 1) - score_start)
+        scored = self.scored_positions
+        score_start = max(start, scored.start)
+        num_scored = max(0, min(end, scored.stop) - score_start)
         return replace(
             row,
             score_start=score_start if num_scored else 0,

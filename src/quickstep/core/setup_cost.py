@@ -21,7 +21,7 @@ MAX_SETUP_US = 2000.0
 _GRAMMAR_US = 300.0
 _TOKEN_US = 0.04
 _REPETITION_TOKEN_US = 0.4
-_DRY_TOKEN_US = 4.0
+_DRY_TOKEN_US = 0.7
 
 
 def setup_us(sequence: Sequence) -> float:

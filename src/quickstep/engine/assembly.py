@@ -148,7 +148,7 @@ def wire_engine(
 ) -> Engine:
     """The engine around a model that is in memory; `kv` has the plan's blocks."""
     from quickstep.core.block_pool import KVBlockPool
-    from quickstep.core.cost_model import LinearCostModel
+    from quickstep.core.cost_model import Coefficients, LinearCostModel
     from quickstep.core.policies import make_policy
     from quickstep.core.scheduler import Scheduler
     from quickstep.engine.engine import Engine
@@ -166,9 +166,10 @@ def wire_engine(
     )
     settings = _fitted(config.scheduler, plan)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
+    start = Coefficients.of_vocabulary(model.vocab_size)
     return Engine(
         description,
-        Scheduler(settings, pool, make_policy(settings), LinearCostModel()),
+        Scheduler(settings, pool, make_policy(settings), LinearCostModel(start)),
         LocalExecutor(runner),
         step_log=StepLog(path=step_log_path),
         streams=config.streams,
@@ -185,6 +186,7 @@ def load_weights(
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
     from quickstep.model.loader import check_requantization, load_model, reason_for_torch
+    from quickstep.model.long_context import with_context
     from quickstep.model.spec import read_spec
     from quickstep.ops.native.backend import native_status
     from quickstep.ops.resolve import resolve_ops
@@ -192,6 +194,7 @@ def load_weights(
 
     checkpoint = checkpoint or find_checkpoint(config.load)
     spec = read_spec(checkpoint.path)
+    spec = with_context(spec, config.max_model_len, config.allow_long_context)
     device = choose_device(config.load.device)
     dtype = choose_dtype(config.load.dtype, spec, open_checkpoint_files(checkpoint.path))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")

@@ -38,6 +38,7 @@ class LLMOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     kv_cache_dtype: str
     max_model_len: int | None
+    allow_long_context: bool
     max_num_seqs: int
     max_num_batched_tokens: int
     max_waiting: int | None
@@ -66,6 +67,7 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "enable_prefix_caching": ("cache", "prefix_caching"),
     "kv_cache_dtype": ("cache", "kv_dtype"),
     "max_model_len": ("", "max_model_len"),
+    "allow_long_context": ("", "allow_long_context"),
     "max_num_seqs": ("scheduler", "max_num_seqs"),
     "max_num_batched_tokens": ("scheduler", "max_num_batched_tokens"),
     "max_waiting": ("scheduler", "max_waiting"),

@@ -16,6 +16,7 @@ from quickstep.model.rope_spec import RopeSpec
 __all__ = [
     "STANDARD_NAMING",
     "LayerSpec",
+    "LongContext",
     "MoESpec",
     "ModelSpec",
     "NormPlacement",
@@ -106,6 +107,21 @@ STANDARD_NAMING = TensorNaming()
 
 
 @dataclass(frozen=True, slots=True)
+class LongContext:
+    """How positions beyond a model's limit are scaled, in the words of `rope_scaling`.
+
+    Attributes:
+        rope_type: The method.
+        factor: The longest sequence divided by the model's limit.
+        original_max_position_embeddings: The model's limit in tokens.
+    """
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only language model.
 
@@ -127,6 +143,7 @@ class ModelSpec:
         tied: The output projection is the embedding.
         parameter_count: Known count of parameters; None derives it from the tensor schema.
         notes: What the reader of the config left out and the user should know, a sentence each.
+        long_context: How positions are scaled beyond the checkpoint's limit; None if they are not.
     """
 
     architecture: str
@@ -162,3 +179,4 @@ class ModelSpec:
     naming: TensorNaming = STANDARD_NAMING
     parameter_count: int | None = None
     notes: tuple[str, ...] = ()
+    long_context: LongContext | None = None

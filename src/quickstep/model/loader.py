@@ -97,7 +97,10 @@ def load_model(
     longer = any(
         rope.kind is RopeKind.LONGROPE and max_model_len > rope.trained_len for rope in spec.ropes
     )
-    settings = (str(dtype), ops.name, "long factors" if longer else "", load.quantization or "")
+    positions = "long factors" if longer else ""
+    if spec.long_context is not None:
+        positions = f"{positions}{spec.long_context.rope_type} x {spec.long_context.factor!r}"
+    settings = (str(dtype), ops.name, positions, load.quantization or "")
     fingerprint = Fingerprinting(read_config(checkpoint.path), files, settings)
     if not spec.native:
         # Imported here: transformers is optional, and takes seconds to import.

@@ -18,7 +18,7 @@ from quickstep.config import CacheConfig, SchedulerConfig
 from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import layer_tensors, num_parameters, outer_tensors
-from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.decoder_spec import LongContext, ModelSpec
 from quickstep.model.quantization import find_scheme
 
 __all__ = [
@@ -77,6 +77,7 @@ class MemoryPlan:
         max_num_seqs: Resident sequences.
         max_num_batched_tokens: Tokens of a step.
         rows: weights, KV cache, activations, spare; they add up to the memory given.
+        long_context: How positions are scaled beyond the model's own limit.
     """
 
     num_blocks: int
@@ -85,6 +86,7 @@ class MemoryPlan:
     max_num_batched_tokens: int
     rows: tuple[MemoryRow, ...]
     notes: tuple[str, ...]
+    long_context: LongContext | None = None
 
     def table(self) -> str:
         """The rows as aligned text, in GiB."""
@@ -164,7 +166,8 @@ def plan_memory(
     memory_bytes: int,
     default_kv_bytes: int | None = DEFAULT_KV_BYTES,
 ) -> MemoryPlan:
-    """Share `memory_bytes` between weights, activations and KV.
+    """Share `memory_bytes` between weights, activations and KV. The spec allows the scheduler's
+    `max_model_len` (`long_context.with_context` sees to that).
 
     Without `num_blocks` or `kv_cache_bytes` the KV cache gets what `max_num_seqs` sequences of
     `max_model_len` need, at most half of what weights and activations leave, and at most
@@ -174,11 +177,7 @@ def plan_memory(
         ConfigError: Weights, or weights and the least KV cache, do not fit.
     """
     notes = list(spec.notes)
-    context = min(scheduler.max_model_len, spec.max_model_len)
-    if context < scheduler.max_model_len:
-        notes.append(
-            f"max_model_len {scheduler.max_model_len} became {context}, the model's longest"
-        )
+    context = scheduler.max_model_len
     dtype_bytes, scratch_bytes = elements.dtype, elements.scratch
     weights = _weights(spec, elements)
     seqs = scheduler.max_num_seqs
@@ -214,7 +213,7 @@ def plan_memory(
         notes.append(f"max_num_seqs {seqs} became {num_blocks}, one per KV block")
         seqs = num_blocks
     rows = _rows(spec, elements, memory_bytes, (num_blocks, cache.block_size, tokens), left)
-    return MemoryPlan(num_blocks, context, seqs, tokens, rows, tuple(notes))
+    return MemoryPlan(num_blocks, context, seqs, tokens, rows, tuple(notes), spec.long_context)
 
 
 def _fit_step(

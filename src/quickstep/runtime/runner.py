@@ -18,7 +18,7 @@ from quickstep.ops.table import KVCache
 from quickstep.runtime.capture import open_steps
 from quickstep.runtime.constraints.grammar import NewMatcher
 from quickstep.runtime.sampling.native_sampler import open_sampler
-from quickstep.runtime.sampling.prompt_logprobs import score_prompt
+from quickstep.runtime.sampling.prompt_logprobs import PromptScorer
 from quickstep.runtime.sampling.sampler import Sample, SampleFailure, failure_of
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
@@ -44,6 +44,7 @@ class ModelRunner:
     ) -> None:
         self._steps = open_steps(model, kv, block_size, enforce_eager)
         self._sample = open_sampler(model)
+        self._scorer = PromptScorer(self._steps, model)
         self._num_blocks = kv.keys[0].shape[0]
         self._slots = SlotTable(num_slots, model.vocab_size, new_matcher)
         self._clock = clock
@@ -139,7 +140,7 @@ class ModelRunner:
 
     def _of_prompt(self, row: StepRow, slot: Slot, hidden: AnyTensor) -> RowOutput:
         """What the row says of its prompt: scores of its tokens, its embedding. `hidden` [T, H]."""
-        scores = score_prompt(self._steps, hidden, row, slot) if row.num_scored else ()
+        scores = self._scorer.score(hidden, row, slot) if row.num_scored else ()
         if slot.pool is None:
             return RowOutput(prompt_logprobs=scores)
         if slot.pool.needs_all and slot.pool.num_tokens != row.start:

@@ -94,6 +94,7 @@ class Probes:
         return json_response(self._model(self._served.model(name)))
 
     def _model(self, name: str) -> dict[str, Any]:
+        plan = self._served.engine.memory_plan
         return {
             "id": name,
             "object": "model",
@@ -102,4 +103,5 @@ class Probes:
             "root": self._served.engine.model_name,
             "parent": None,
             "max_model_len": self._served.engine.max_model_len,
+            "rope_scaling": None if plan is None else plan.long_context,
         }

@@ -21,21 +21,28 @@ from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import sequence_seed
 from quickstep.dataclass import dataclass
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.torch_import import has_torch
 from quickstep.runtime.constraints.grammar import NewMatcher
 from quickstep.runtime.kv_cache import allocate_kv
-from quickstep.types import Request
 from quickstep.verify.report import VerifyOptions, VerifyReport
 from quickstep.verify.requests import (
     LONG_OUTPUTS,
     MAX_OUTPUTS,
     MAX_PROMPT_LEN,
+    RandomRequest,
     Vocabulary,
-    draw_requests,
+    random_requests,
 )
-from quickstep.verify.run import Event, Signal, Trace, run_requests
+from quickstep.verify.run import (
+    Event,
+    RunCounts,
+    Signal,
+    Trace,
+    run_requests,
+)
 
 __all__ = [
     "SCENARIOS",
@@ -99,18 +106,21 @@ def verify(
     eos_token_ids: frozenset[int] = frozenset(),
     progress: Progress | None = None,
     new_matcher: NewMatcher | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> VerifyReport:
     """Draw, run and compare. Sets torch's thread count, and puts it back.
 
     `load` is called once per thread count, since native kernels keep theirs for life; the model of
-    one count is dropped before the next is loaded. Without `new_matcher` no request has a grammar.
+    one count is dropped before the next is loaded. Without `new_matcher` no request has a grammar,
+    without `tokenizer` none has stop strings.
 
     Raises:
         EngineError: A request fails even alone, a block leaked, or the scheduler is stuck.
     """
     threads_before = _set_torch_threads(options.threads[0])
     try:
-        return _Verifier(load, options, eos_token_ids, progress or _no_progress, new_matcher).run()
+        show = progress or _no_progress
+        return _Verifier(load, options, eos_token_ids, show, new_matcher, tokenizer).run()
     finally:
         _set_torch_threads(threads_before)
 
@@ -138,9 +148,11 @@ class _Verifier:
         eos_token_ids: frozenset[int],
         progress: Progress,
         new_matcher: NewMatcher | None,
+        tokenizer: Tokenizer | None,
     ) -> None:
         self._load = load
         self._new_matcher = new_matcher
+        self._tokenizer = tokenizer
         self._threads = options.threads[0]
         self._model = model = load(self._threads)
         self._options = options
@@ -154,10 +166,11 @@ class _Verifier:
             options.block_size,
             model.device,
         )
-        self._requests = draw_requests(
+        texts = () if tokenizer is None else _texts(tokenizer, model.vocab_size)
+        self._requests = random_requests(
             options.num_requests,
             options.seed,
-            Vocabulary(model.vocab_size, eos_token_ids, new_matcher is not None),
+            Vocabulary(model.vocab_size, eos_token_ids, new_matcher is not None, texts),
             options.block_size,
             self._max_model_len,
         )
@@ -188,34 +201,37 @@ class _Verifier:
         self._model = self._load(threads)
         self._threads = threads
 
-    def _run_alone(self, request: Request) -> dict[tuple[str, int], Trace]:
+    def _run_alone(self, added: RandomRequest) -> dict[tuple[str, int], Trace]:
         """Each sequence by itself: one slot, the whole prompt at once, nothing cached."""
         config = SchedulerConfig(
             max_num_seqs=1,
             max_num_batched_tokens=self._max_model_len,
             max_model_len=self._max_model_len,
         )
+        request = added.request
         traces: dict[tuple[str, int], Trace] = {}
-        for index in range(request.sampling.n):
-            seed = sequence_seed(request.seed, index)
-            scores = request.sampling.prompt_logprobs if index == 0 else None
-            sampling = replace(request.sampling, n=1, prompt_logprobs=scores)
-            one = structs.replace(request, sampling=sampling, seed=seed)
+        for index, one in enumerate(_sequences(added)):
             pool = self._pool(self._num_blocks, prefix_caching=False)
-            event = Event(0, one.request_id, one)
-            ran, _ = run_requests(self._model, self._kv, config, pool, [event], self._new_matcher)
-            trace = ran[request.request_id, 0]
-            if trace.finish_reason is not None and trace.finish_reason.is_failure:
-                raise EngineError(f"{request.request_id} fails even alone: {trace.error}")
-            traces[request.request_id, index] = trace
+            ran, _ = self._run(config, pool, [Event(0, request.request_id, one)])
+            for (request_id, result), trace in ran.items():
+                if trace.finish_reason is not None and trace.finish_reason.is_failure:
+                    raise EngineError(f"{request.request_id} fails even alone: {trace.error}")
+                traces[request_id, index + result] = trace
         return traces
+
+    def _run(
+        self, config: SchedulerConfig, pool: KVBlockPool, events: list[Event]
+    ) -> tuple[dict[tuple[str, int], Trace], RunCounts]:
+        return run_requests(
+            self._model, self._kv, config, pool, events, self._new_matcher, self._tokenizer
+        )
 
     def _compare_alone(self, threads: int) -> None:
         """A part of the runs alone again, at another thread count."""
         for request in self._requests[::16]:
             self._compare(_ALONE, threads, self._run_alone(request))
 
-    def _groups(self, threads: int) -> Iterator[tuple[Scenario, list[Request]]]:
+    def _groups(self, threads: int) -> Iterator[tuple[Scenario, list[RandomRequest]]]:
         """Every request once per round, in groups of random size, scenarios in turn.
 
         Starved groups are drawn beside that.
@@ -237,15 +253,15 @@ class _Verifier:
                     yield scenario, order[:size]
                     del order[:size]
 
-    def _growing_group(self, draws: random.Random) -> list[Request]:
+    def _growing_group(self, draws: random.Random) -> list[RandomRequest]:
         """Half of it sequences that grow by blocks: only those get preempted once admitted."""
-        long = [request for request in self._requests if _max_tokens(request) >= LONG_OUTPUTS]
+        long = [one for one in self._requests if one.num_outputs >= LONG_OUTPUTS]
         group = draws.sample(long, min(8, len(long)))
-        short = [request for request in self._requests if _max_tokens(request) < LONG_OUTPUTS]
+        short = [one for one in self._requests if one.num_outputs < LONG_OUTPUTS]
         return group + draws.sample(short, min(8, len(short)))
 
-    def _compare_group(self, scenario: Scenario, group: list[Request], threads: int) -> None:
-        draws = random.Random(f"{scenario.name} {threads} {group[0].request_id}")
+    def _compare_group(self, scenario: Scenario, group: list[RandomRequest], threads: int) -> None:
+        draws = random.Random(f"{scenario.name} {threads} {group[0].request.request_id}")
         config = SchedulerConfig(
             max_num_seqs=draws.randint(6 if scenario.is_starved else 3, _MAX_NUM_SEQS),
             max_num_batched_tokens=draws.choice((5, 16, 17, 33)) if scenario.is_chunked else 512,
@@ -259,9 +275,7 @@ class _Verifier:
         pool = self._pool(num_blocks, scenario.prefix_caching)
         span = 4 if scenario.is_starved else 2 * len(group)
         events = _events(group, span, scenario, draws)
-        traces, counts = run_requests(
-            self._model, self._kv, config, pool, events, self._new_matcher
-        )
+        traces, counts = self._run(config, pool, events)
         self._compare(scenario, threads, traces)
         self._report.of(scenario.name).runs.add(counts)
 
@@ -277,22 +291,39 @@ class _Verifier:
 
 
 _NEIGHBOUR = "/neighbour"
+_NUM_TEXTS = 1000  # tokens of which stop strings are made
 
 
-def _max_tokens(request: Request) -> int:
-    return request.sampling.max_tokens or MAX_OUTPUTS
+def _texts(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
+    """Of the first tokens, those that are whole characters."""
+    texts = (tokenizer.decode([i]) for i in range(min(vocab_size, _NUM_TEXTS)))
+    return tuple(text for text in texts if text and "\ufffd" not in text)
+
+
+def _sequences(added: RandomRequest) -> list[RandomRequest]:
+    """Each sequence as a request of its own; a search is one."""
+    if added.beams is not None:
+        return [added]
+    request, sequences = added.request, []
+    for index in range(request.sampling.n):
+        scores = request.sampling.prompt_logprobs if index == 0 else None
+        sampling = replace(request.sampling, n=1, prompt_logprobs=scores)
+        seed = sequence_seed(request.seed, index)
+        sequences.append(RandomRequest(structs.replace(request, sampling=sampling, seed=seed)))
+    return sequences
 
 
 def _events(
-    group: list[Request], span: int, scenario: Scenario, draws: random.Random
+    group: list[RandomRequest], span: int, scenario: Scenario, draws: random.Random
 ) -> list[Event]:
     """Arrivals over `span` steps; with aborts, a third get a twin that is aborted on its way, with
     pauses a third are held for a while.
     """
     events = []
-    for request in group:
+    for one in group:
+        request = one.request
         at = draws.randrange(span)
-        events.append(Event(at, request.request_id, request))
+        events.append(Event(at, request.request_id, one))
         if scenario.has_pauses and draws.random() < 1 / 3:
             paused_at = at + draws.randint(1, 12)
             events.append(Event(paused_at, request.request_id, Signal.PAUSE))
@@ -301,6 +332,6 @@ def _events(
         if scenario.has_aborts and draws.random() < 1 / 3:
             twin = structs.replace(request, request_id=request.request_id + _NEIGHBOUR)
             twin_at = max(0, at + draws.randint(-3, 3))
-            events.append(Event(twin_at, twin.request_id, twin))
+            events.append(Event(twin_at, twin.request_id, replace(one, request=twin)))
             events.append(Event(twin_at + draws.randint(1, 30), twin.request_id, Signal.ABORT))
     return events

@@ -162,7 +162,9 @@ def _first_difference(expected: Trace, got: Trace) -> int | None:
             return position
         if expected.logprob_bits[position] != got.logprob_bits[position]:
             return position
-    same_end = got.finish_reason in (expected.finish_reason, FinishReason.ABORTED)
+    if got.finish_reason is FinishReason.ABORTED:
+        return None if len(wanted) == len(have) else shorter
+    same_end = (got.finish_reason, got.text) == (expected.finish_reason, expected.text)
     return None if len(wanted) == len(have) and same_end else shorter
 
 
@@ -176,4 +178,5 @@ def _hex(bits: bytes | None) -> str | None:
 
 def _end(trace: Trace) -> str:
     reason = trace.finish_reason.value if trace.finish_reason else "no end"
-    return f"{reason} ({trace.error})" if trace.error else reason
+    text = f", text {trace.text!r}" if trace.text else ""
+    return f"{reason} ({trace.error}){text}" if trace.error else reason + text

@@ -1,8 +1,9 @@
 """Random requests for the exactness checker: narrow where batching has edges.
 
-Prompt lengths sit at and around block edges, prompts share prefixes, seeds, penalties and filters
-vary, some outputs follow a grammar, and every request asks for logprobs, because their bits show
-what token ids hide. A function of the seed alone. Called by `verify.checker`.
+Prompt lengths sit at and around block edges, prompts share prefixes, every parameter of sampling
+varies, some outputs follow a grammar, some requests are beam searches, and every request asks for
+logprobs, because their bits show what token ids hide. `best_of` is `n` with logprobs: the best are
+picked from what is compared anyway. A function of the seed alone. Called by `verify.checker`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,18 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from quickstep.dataclass import dataclass
+from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import Grammar, Pooling, Request, SamplingParams
 
-__all__ = ["LONG_OUTPUTS", "MAX_OUTPUTS", "MAX_PROMPT_LEN", "Vocabulary", "draw_requests"]
+__all__ = [
+    "LONG_OUTPUTS",
+    "MAX_OUTPUTS",
+    "MAX_PROMPT_LEN",
+    "RandomRequest",
+    "Vocabulary",
+    "random_requests",
+]
 
 MAX_PROMPT_LEN = 80
 MAX_OUTPUTS = 64
@@ -24,6 +33,8 @@ LONG_OUTPUTS = 40
 _NUM_DOCUMENTS = 4
 # Two in sixteen requests ask for an embedding.
 _POOLINGS = MappingProxyType({7: Pooling.MEAN, 11: Pooling.LAST})
+_BEAMS = 13  # one in sixteen is a beam search
+_STOPS = ("e", " ", "th", "\n", "ing ", "0")
 _GRAMMARS = (
     Grammar.of_json_object(),
     Grammar.of_json_schema(
@@ -58,6 +69,23 @@ _GRAMMARS = (
             ]
         }
     ),
+    Grammar.of_json_schema(
+        {
+            "$defs": {
+                "tree": {
+                    "type": "object",
+                    "properties": {
+                        "kind": {"enum": ["leaf", "node", None, 3]},
+                        "left": {"$ref": "#/$defs/tree"},
+                        "on": {"type": "string", "format": "date"},
+                    },
+                    "required": ["kind"],
+                    "additionalProperties": False,
+                }
+            },
+            "$ref": "#/$defs/tree",
+        }
+    ),
     Grammar.of_regex("[a-z ]{3,30}[0-9.]"),
     Grammar.of_choice(["yes", "no", "it depends on the weather"]),
     Grammar.of_lark('start: "(" (start | WORD | NUMBER)* ")"\nWORD: /[a-z]+ /\nNUMBER: /[0-9.]+;/'),
@@ -67,18 +95,35 @@ _GRAMMARS = (
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Token ids that requests may name, those that end a sequence, and whether there is somebody
-    who compiles grammars.
+    """Token ids that requests may name, those that end a sequence, and whether grammars can be
+    compiled; `texts` of tokens are what stop strings are made of.
     """
 
     size: int
     eos_token_ids: frozenset[int] = frozenset()
     has_grammars: bool = False
+    texts: tuple[str, ...] = ()
 
 
-def draw_requests(
+@dataclass(frozen=True, slots=True)
+class RandomRequest:
+    """A request to compare. With `beams` it is a search from the request's prompt, and the
+    `sampling` of the request says how many results it has and which logprobs they get.
+    """
+
+    request: Request
+    beams: BeamSearchParams | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        """The most output tokens that a sequence of it may have."""
+        max_tokens = self.request.sampling.max_tokens
+        return MAX_OUTPUTS if max_tokens is None else max_tokens
+
+
+def random_requests(
     count: int, seed: int, vocabulary: Vocabulary, block_size: int, max_model_len: int
-) -> list[Request]:
+) -> list[RandomRequest]:
     """`count` requests with ids `r0`, `r1`, ...; no prompt fills `max_model_len`."""
     draws = random.Random(f"requests {seed}")
     longest = min(MAX_PROMPT_LEN, max_model_len - 1)
@@ -86,22 +131,48 @@ def draw_requests(
         [draws.randrange(vocabulary.size) for _ in range(longest)] for _ in range(_NUM_DOCUMENTS)
     ]
     return [
-        Request(
-            request_id=f"r{index}",
-            prompt_token_ids=_prompt(draws, documents, vocabulary.size, block_size),
-            sampling=_with_features(
-                draws,
-                _sampling(draws, vocabulary.size, is_long=index < 5 or index % 32 == 0),
-                documents,
-                vocabulary,
-            ),
-            seed=draws.getrandbits(64),
-            eos_token_ids=vocabulary.eos_token_ids,
-            priority=draws.choice((0, 0, 0, 1)),
-            pooling=_POOLINGS.get(index % 16),
-        )
+        _request(draws, index, documents, vocabulary, block_size, max_model_len)
         for index in range(count)
     ]
+
+
+def _request(
+    draws: random.Random,
+    index: int,
+    documents: list[list[int]],
+    vocabulary: Vocabulary,
+    block_size: int,
+    max_model_len: int,
+) -> RandomRequest:
+    prompt = _prompt(draws, documents, vocabulary.size, block_size)
+    room = max_model_len - len(prompt)
+    pooling = _POOLINGS.get(index % 16)
+    beams = None
+    if index % 16 == _BEAMS:
+        beams = _beams(draws)
+        sampling = SamplingParams(
+            n=beams.beam_width,
+            temperature=0.0,
+            max_tokens=beams.max_tokens,
+            logprobs=draws.choice((0, 3)),
+            prompt_logprobs=draws.choice((None, 2)),
+        )
+    else:
+        sampling = _sampling(draws, vocabulary, is_long=index < 5 or index % 32 == 0)
+        sampling = _with_features(draws, sampling, documents, vocabulary, room)
+    if pooling is not None or sampling.max_tokens == 0:  # one prompt has one answer
+        sampling = replace(sampling, n=1)
+    request = Request(
+        request_id=f"r{index}",
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        seed=draws.getrandbits(64),
+        eos_token_ids=vocabulary.eos_token_ids,
+        priority=draws.choice((0, 0, 0, 1)),
+        cache_salt=draws.choice(("", "", "", "salt")),
+        pooling=pooling,
+    )
+    return RandomRequest(request, beams)
 
 
 def _prompt(
@@ -127,32 +198,57 @@ def _length(draws: random.Random, longest: int, block_size: int) -> int:
     return min(max(length, 1), longest)
 
 
-def _sampling(draws: random.Random, vocab_size: int, is_long: bool) -> SamplingParams:
-    def sometimes(share: float, value: float, otherwise: float) -> float:
-        return value if draws.random() < share else otherwise
+def _beams(draws: random.Random) -> BeamSearchParams:
+    return BeamSearchParams(
+        beam_width=draws.randint(1, 3),
+        max_tokens=draws.randint(1, 8),
+        ignore_eos=draws.random() < 0.5,
+        length_penalty=draws.choice((1.0, 0.0, -0.5, 2.0)),
+        early_stopping=draws.random() < 0.5,
+    )
 
-    max_tokens = draws.randint(LONG_OUTPUTS, MAX_OUTPUTS) if is_long else draws.randint(3, 7)
+
+def _sampling(draws: random.Random, vocabulary: Vocabulary, is_long: bool) -> SamplingParams:
+    def sometimes(probability: float, value: float, otherwise: float) -> float:
+        return value if draws.random() < probability else otherwise
+
+    def tokens(probability: float, most: int) -> tuple[int, ...]:
+        size = vocabulary.size
+        has_any = draws.random() < probability
+        return tuple(draws.sample(range(size), min(most, size // 4))) if has_any else ()
+
+    max_tokens: int | None = draws.randint(3, 7)
+    if is_long:
+        max_tokens = draws.choice((None, draws.randint(LONG_OUTPUTS, MAX_OUTPUTS)))
     penalised = 0.5 if is_long else 0.15
-    is_biased = draws.random() < 0.1
-    has_stops = draws.random() < 0.1
+    biased, stops, asked_ids = tokens(0.1, 3), tokens(0.1, 20), tokens(0.1, 4)
+    stop_strings: list[str] = []
+    if vocabulary.texts and draws.random() < 0.15:
+        stop_strings = draws.sample(_STOPS, 2) + draws.choices(vocabulary.texts, k=10)
+    prompt_logprobs = draws.choice((0, 2)) if draws.random() < 0.15 else None
+    if prompt_logprobs is not None and draws.random() < 0.2:
+        max_tokens = 0
     return SamplingParams(
-        n=2 if draws.random() < 0.05 else 1,
-        temperature=draws.choice((0.0, 0.8)),
+        n=draws.choice((2, 2, 3)) if draws.random() < 0.08 else 1,
+        temperature=draws.choice((0.0, 0.8, 0.8, 1.3)) if draws.random() < 0.6 else 0.0,
         top_p=sometimes(0.3, 0.9, 1.0),
         top_k=20 if draws.random() < 0.2 else 0,
         min_p=sometimes(0.1, 0.05, 0.0),
         presence_penalty=sometimes(penalised, 1.5, 0.0),
         frequency_penalty=sometimes(penalised, 1.0, 0.0),
         repetition_penalty=sometimes(penalised, 1.2, 1.0),
-        logit_bias={draws.randrange(vocab_size): 3.0 for _ in range(3)} if is_biased else {},
+        logit_bias=dict(zip(biased, (3.0, -100.0, 0.5), strict=False)),
+        allowed_token_ids=tokens(0.05, 30),
         max_tokens=max_tokens,
-        min_tokens=draws.randint(1, 3) if draws.random() < 0.2 else 0,
-        stop_token_ids=tuple(draws.sample(range(vocab_size), min(20, vocab_size // 4)))
-        if has_stops
-        else (),
+        min_tokens=draws.randint(1, 3) if max_tokens != 0 and draws.random() < 0.2 else 0,
+        stop=tuple(stop_strings),
+        stop_token_ids=stops,
+        include_stop_str_in_output=draws.random() < 0.5,
         ignore_eos=draws.random() < 0.5,
+        skip_special_tokens=draws.random() < 0.5,
         logprobs=draws.choice((0, 0, 3)),
-        prompt_logprobs=draws.choice((0, 2)) if draws.random() < 0.15 else None,
+        logprob_token_ids=asked_ids,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -161,11 +257,12 @@ def _with_features(
     sampling: SamplingParams,
     documents: list[list[int]],
     vocabulary: Vocabulary,
+    room: int,
 ) -> SamplingParams:
     """About half of the requests as they are, the others with one to three of what has a state, or
-    draws, of its own.
+    draws, of its own. `room` tokens are left for the output.
     """
-    if draws.random() < 0.5:
+    if draws.random() < 0.5 or sampling.max_tokens == 0:
         return sampling
     names = ["typical", "xtc", "dry", "bad words", "thinking"]
     names += ["grammar"] * vocabulary.has_grammars
@@ -175,22 +272,28 @@ def _with_features(
         tuple(draws.choices(draws.choice(documents), k=draws.randint(1, 2))) for _ in range(8)
     )
     thinks = "thinking" in chosen
+    # a grammar may follow a reasoning that nothing bounds
+    has_budget = thinks and not (follows_grammar and draws.random() < 0.3)
+    needs_draws = {"typical", "xtc"} & set(chosen) and not sampling.temperature
     return replace(
         sampling,
-        temperature=0.8 if {"typical", "xtc"} & set(chosen) else sampling.temperature,
+        temperature=0.8 if needs_draws else sampling.temperature,
         typical_p=0.8 if "typical" in chosen else 1.0,
         xtc_probability=0.5 if "xtc" in chosen else 0.0,
+        xtc_threshold=draws.choice((0.1, 0.02)),
         dry_multiplier=0.8 if "dry" in chosen else 0.0,
+        dry_base=draws.choice((1.75, 1.2)),
         dry_allowed_length=draws.choice((1, 2)),
         dry_range=draws.choice((0, 20)),
-        thinking_budget=draws.randint(0, 6) if thinks else None,
+        thinking_budget=draws.randint(0, 6) if has_budget else None,
         grammar=draws.choice(_GRAMMARS) if follows_grammar else None,
+        allowed_token_ids=() if follows_grammar else sampling.allowed_token_ids,
         ignore_eos=sampling.ignore_eos and not follows_grammar,
         in_tokens=TokenForms(
             bad_words=words if "bad words" in chosen else (),
             dry_breakers=words[:3],
             reasoning=_reasoning(draws, vocabulary) if thinks else None,
-            max_tokens=sampling.max_tokens,
+            max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
         ),
     )
 

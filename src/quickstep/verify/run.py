@@ -1,17 +1,18 @@
-"""Drives one scheduler and one runner over some requests, synchronously, on a counted clock.
+"""Drives one scheduler and one runner over some requests, step by step, on a counted clock.
 
-The exactness checker's engine: the parts that compute are the live ones, the asyncio loop and the
-threads around them are left out, so that a run is a function of its arguments. Called by
+The exactness checker's engine: the parts that compute, read text and search beams are the live
+ones, threads and real time are left out, so that a run is a function of its arguments. Called by
 `verify.checker`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import struct
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import field
+from dataclasses import field, replace
 
 from quickstep.config import SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
@@ -19,6 +20,8 @@ from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
 from quickstep.dataclass import dataclass
+from quickstep.engine.text.output_text import OutputText
+from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache
@@ -27,27 +30,31 @@ from quickstep.runtime.runner import ModelRunner
 from quickstep.types import (
     FinishReason,
     Phase,
-    Request,
     SequenceOutput,
     StepPlan,
     StepResult,
     TokenLogprobs,
 )
+from quickstep.verify.beam_search import RunningSearch
+from quickstep.verify.requests import RandomRequest
 
 __all__ = ["Event", "RunCounts", "Signal", "Trace", "run_requests"]
 
 _STEP_S = 1e-3  # what each step pretends to take: measured time would make runs differ
+_SEARCH_TURNS = 8  # of the loop between two steps: a search has read its beams and sent the next
 
 
 @dataclass(slots=True)
 class Trace:
     """What one sequence gave: token ids, the bits of each token's logprobs, and its end; of its
-    prompt the bits of each token's score, and of its embedding.
+    prompt the bits of each token's score, and of its embedding; the text where it may end in a stop
+    string.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprob_bits: list[bytes] = field(default_factory=list)
     prompt_bits: list[bytes] = field(default_factory=list)
+    text: str = ""
     finish_reason: FinishReason | None = None
     error: str = ""
 
@@ -66,7 +73,7 @@ class Event:
 
     at: int
     request_id: str
-    what: Request | Signal
+    what: RandomRequest | Signal
 
 
 @dataclass(slots=True)
@@ -82,6 +89,8 @@ class RunCounts:
     preemptions: int = 0
     aborts: int = 0
     pauses: int = 0
+    stop_strings: int = 0
+    beam_searches: int = 0
 
     def add(self, other: RunCounts) -> None:
         """Add another run's counts."""
@@ -97,8 +106,11 @@ class _Run:
         config: SchedulerConfig,
         pool: KVBlockPool,
         new_matcher: NewMatcher | None,
+        tokenizer: Tokenizer | None,
     ) -> None:
         self._pool = pool
+        self._limits = config.max_model_len, model.vocab_size
+        self._tokenizer = tokenizer
         self._scheduler = Scheduler(config, pool, make_policy(config), LinearCostModel())
         self._step = 0
         self._runner = ModelRunner(
@@ -112,14 +124,18 @@ class _Run:
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.counts = RunCounts()
         self.traces: dict[tuple[str, int], Trace] = {}
+        self._texts: dict[tuple[str, int], OutputText] = {}
+        self._searches: dict[str, RunningSearch] = {}
 
-    def drive(self, events: Iterable[Event]) -> None:
+    async def drive(self, events: Iterable[Event]) -> None:
         """Until every request has ended."""
         coming = deque(sorted(events, key=lambda event: event.at))
-        while coming or self._scheduler.has_work() or self._in_flight:
+        while coming or self._scheduler.has_work() or self._in_flight or self._searches:
             while coming and coming[0].at <= self._step:
                 self._apply(coming.popleft())
             self._advance(is_idle_fine=bool(coming))
+            if self._searches:
+                await self._search()
             self._step += 1
         self._scheduler.check()
         num_leaked = self._pool.num_blocks - self._pool.num_free
@@ -128,20 +144,84 @@ class _Run:
 
     def _apply(self, event: Event) -> None:
         match event.what:
-            case Request() as request:
-                self._scheduler.add(request, self._now)
-                for index in range(request.sampling.n):
-                    self.traces[event.request_id, index] = Trace()
+            case RandomRequest() as added:
+                self._add(added)
             case Signal.ABORT:
-                ended = self._scheduler.abort(event.request_id, self._now)
-                self.counts.aborts += len(ended)
-                self._take(ended)
+                self._abort(event.request_id)
             case Signal.PAUSE:
                 before = self._scheduler.stats().num_paused
-                self._scheduler.pause(event.request_id, self._now)
+                for request_id in self._scheduled(event.request_id):
+                    self._scheduler.pause(request_id, self._now)
                 self.counts.pauses += self._scheduler.stats().num_paused - before
             case Signal.RESUME:
-                self._scheduler.resume(event.request_id, self._now)
+                for request_id in self._scheduled(event.request_id):
+                    self._scheduler.resume(request_id, self._now)
+
+    def _add(self, added: RandomRequest) -> None:
+        request = added.request
+        for index in range(request.sampling.n):
+            self.traces[request.request_id, index] = Trace()
+        if added.beams is not None:
+            self._searches[request.request_id] = RunningSearch(
+                request,
+                added.beams,
+                self._limits,
+                add=lambda beam: self._scheduler.add(beam, self._now),
+                abort=self._abort_scheduled,
+            )
+            return
+        self._scheduler.add(request, self._now)
+        if request.sampling.stop and self._tokenizer is not None:
+            for index in range(request.sampling.n):
+                text = OutputText(self._tokenizer, request.sampling, at_text_start=False)
+                self._texts[request.request_id, index] = text
+
+    def _abort(self, request_id: str) -> None:
+        search = self._searches.pop(request_id, None)
+        if search is None:
+            self._take(self._abort_scheduled(request_id))
+            return
+        search.cancel()
+        for (name, _), trace in self.traces.items():
+            if name == request_id:
+                trace.finish_reason = FinishReason.ABORTED
+
+    def _abort_scheduled(self, request_id: str) -> tuple[SequenceOutput, ...]:
+        ended = self._scheduler.abort(request_id, self._now)
+        self.counts.aborts += len(ended)
+        return ended
+
+    def _scheduled(self, request_id: str) -> list[str]:
+        """The requests at the scheduler: a search has one for each beam."""
+        search = self._searches.get(request_id)
+        return [request_id] if search is None else search.live_ids
+
+    async def _search(self) -> None:
+        """Let the searches read what came, send their next beams, and end."""
+        for _ in range(_SEARCH_TURNS):
+            await asyncio.sleep(0)
+        for request_id, search in list(self._searches.items()):
+            if search.is_done:
+                del self._searches[request_id]
+                self._end_search(request_id, search)
+        if self._searches and not self._scheduler.has_work():
+            raise EngineError("a beam search has no request under way and does not end")
+
+    def _end_search(self, request_id: str, search: RunningSearch) -> None:
+        try:
+            hypotheses = search.hypotheses()
+        except EngineError as error:
+            first = self.traces[request_id, 0]
+            first.finish_reason, first.error = FinishReason.ERROR, str(error)
+            return
+        self.counts.beam_searches += 1
+        for index, one in enumerate(hypotheses):
+            trace = self.traces[request_id, index]
+            trace.token_ids.extend(one.token_ids)
+            trace.logprob_bits.extend(map(_bits, one.logprobs))
+            trace.finish_reason = one.reason
+        scores = self.traces[request_id, 0].prompt_bits
+        scores.extend(_bits(score) for score in search.prompt_logprobs if score)
 
     def _advance(self, is_idle_fine: bool) -> None:
         """Plan and compute a step; commit the oldest once no more may be in flight."""
@@ -169,7 +249,16 @@ class _Run:
 
     def _take(self, outputs: Iterable[SequenceOutput]) -> None:
         for output in outputs:
+            self.counts.output_tokens += len(output.token_ids)
+            if output.timings is not None:
+                self.counts.prefix_hit_tokens += output.timings.num_cached_tokens
+            owner, _, beam = output.request_id.rpartition("/")
+            if beam.isdecimal():
+                if owner in self._searches:
+                    self._searches[owner].put(output)
+                continue
             trace = self.traces[output.request_id, output.index]
+            output = self._read(output, trace)
             trace.token_ids.extend(output.token_ids)
             trace.logprob_bits.extend(_bits(logprobs) for logprobs in output.logprobs)
             trace.prompt_bits.extend(_bits(score) for score in output.prompt_logprobs if score)
@@ -177,11 +266,27 @@ class _Run:
                 trace.prompt_bits.append(
                     struct.pack(f"<{len(output.embedding)}d", *output.embedding)
                 )
-            self.counts.output_tokens += len(output.token_ids)
             if output.finish_reason is not None:
                 trace.finish_reason, trace.error = output.finish_reason, output.error
-            if output.timings is not None:
-                self.counts.prefix_hit_tokens += output.timings.num_cached_tokens
+
+    def _read(self, output: SequenceOutput, trace: Trace) -> SequenceOutput:
+        """The output up to a stop string, which ends its sequence as the engine does."""
+        text = self._texts.get((output.request_id, output.index))
+        if text is None:
+            return output
+        delta = text.advance(output)
+        trace.text += delta.text
+        if output.finish_reason is None and delta.finish_reason is not None:
+            self._scheduler.abort(
+                output.request_id, self._now, FinishReason.STOP_STRING, output.index
+            )
+            self.counts.stop_strings += 1
+        return replace(
+            output,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
+            finish_reason=delta.finish_reason,
+        )
 
     @property
     def _now(self) -> float:
@@ -195,6 +300,7 @@ def run_requests(
     pool: KVBlockPool,
     events: Iterable[Event],
     new_matcher: NewMatcher | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[dict[tuple[str, int], Trace], RunCounts]:
     """The trace of each (request id, index), and what happened on the way.
 
@@ -203,8 +309,8 @@ def run_requests(
     Raises:
         EngineError: A block leaked, or the scheduler is stuck.
     """
-    run = _Run(model, kv, config, pool, new_matcher)
-    run.drive(events)
+    run = _Run(model, kv, config, pool, new_matcher, tokenizer)
+    asyncio.run(run.drive(events))
     return run.traces, run.counts
 
 

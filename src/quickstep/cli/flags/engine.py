@@ -95,6 +95,12 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         help="longest sequence, prompt and output, such as 8192 or 8k "
         "(default: the model's longest, as far as the KV cache holds it)",
     )
+    group.add_argument(
+        "--allow-long-context",
+        action="store_true",
+        help="let --max-model-len be above the model's limit: its positions are scaled (YaRN), "
+        "and answers may suffer",
+    )
 
 
 def _add_cache_flags(group: argparse._ArgumentGroup) -> None:
@@ -227,6 +233,7 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
             priority_aging_s=args.priority_aging_s,
         ),
         max_model_len=args.max_model_len,
+        allow_long_context=args.allow_long_context,
         seed=seed,
         memory_bytes=args.memory_bytes,
         enforce_eager=args.enforce_eager,

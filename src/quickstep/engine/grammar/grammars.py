@@ -188,7 +188,8 @@ class GrammarCompiler:
     @cached_property
     def _closing_vocabulary(self) -> ClosingVocabulary:
         """What the endings of grammars are spelled with."""
-        return ClosingVocabulary(self._words.tokens, set(self._words.special_token_ids))
+        words = self._words
+        return ClosingVocabulary(words.tokens, words.special_token_ids, words.end_token_ids[0])
 
 
 def check_grammar(

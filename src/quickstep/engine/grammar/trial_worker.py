@@ -82,7 +82,9 @@ class _Trial:
         self._vocab_size = len(words.tokens)
         self._vocabulary = grammar_vocabulary(words, None)
         self._byte_vocabulary = byte_vocabulary(words)
-        self._closing_vocabulary = ClosingVocabulary(words.tokens, words.special_token_ids)
+        self._closing_vocabulary = ClosingVocabulary(
+            words.tokens, words.special_token_ids, words.end_token_ids[0]
+        )
 
     def verdict(self, source: GrammarSource) -> Verdict:
         """Whether the grammar can be compiled and followed, and a text that completes it."""

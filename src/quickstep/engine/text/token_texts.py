@@ -81,6 +81,6 @@ class TokenTexts:
 
     def _ids_at(self, places: Ids) -> Ids:
         """The tokens at ascending places, each once."""
-        token_ids = np.searchsorted(self._starts, places, side="right") - 1
-        first_of_each: Ids = token_ids[np.diff(token_ids, prepend=-1) != 0]
-        return first_of_each
+        token_ids: Ids = np.searchsorted(self._starts, places, side="right") - 1
+        found: Ids = token_ids[np.diff(token_ids, prepend=-1) != 0]
+        return found

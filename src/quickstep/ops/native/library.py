@@ -24,7 +24,7 @@ __all__ = [
     "raise_for_status",
 ]
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 _OK, _INVALID, _OUT_OF_MEMORY, _UNSUPPORTED_ISA, _OUT_OF_RANGE = range(5)
 

@@ -1,6 +1,7 @@
-"""The C types of captured steps and of draws: `csrc/quickstep.h`, field by field.
+"""The C types of captured steps, of draws and of scores: `csrc/quickstep.h`, field by field.
 
-Declared by `ops.native.library`; used by `ops.native.program` and `ops.native.sampling`.
+Declared by `ops.native.library`; used by `ops.native.program`, `ops.native.sampling` and
+`ops.native.scores`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ __all__ = [
     "OpKind",
     "ProgramInputs",
     "RowsOf",
+    "ScoresCall",
     "StepCall",
     "StepRowCall",
 ]
@@ -123,6 +125,24 @@ class DrawCall(ctypes.Structure):
     )
 
 
+class ScoresCall(ctypes.Structure):
+    """`qs_scores`."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("token_ids", c_void_p),
+        ("num_positions", c_int64),
+        ("vocab_size", c_int64),
+        ("num_top", c_int64),
+        ("ranks", c_void_p),
+        ("masses", c_void_p),
+        ("peaks", c_void_p),
+        ("chosen", c_void_p),
+        ("top_ids", c_void_p),
+        ("top_logits", c_void_p),
+    )
+
+
 _P, _I, _L, _F, _D = c_void_p, c_int, c_int64, c_float, c_double
 
 # name -> (result, arguments), as in `ops.native.library`
@@ -135,4 +155,5 @@ STEP_SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_program_run", _I, (_P, _P)),
     ("qs_draw_scratch_bytes", _L, (_P, _L, _L)),
     ("qs_draw_rows", _I, (_P, _P, _L, _L, _P)),
+    ("qs_score_tokens", _I, (_P, _P, _P)),
 )

@@ -1,4 +1,4 @@
-"""Whole steps on the native library: programs of recorded calls, and draws of tokens.
+"""Whole steps on the native library: programs of recorded calls, draws and scores of tokens.
 
 One per native op table (`OpTable.steps`), which `ops.native.backend` builds. Used by
 `runtime.capture` and `runtime.sampling.native_sampler`; where it is None, steps run op by op and
@@ -14,6 +14,7 @@ from quickstep.ops.native.library import raise_for_status
 from quickstep.ops.native.packed import kernel_dtype
 from quickstep.ops.native.program import Program
 from quickstep.ops.native.sampling import RowDraws
+from quickstep.ops.native.scores import TokenScores
 from quickstep.ops.recording import Recording
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ __all__ = ["NativeSteps"]
 
 
 class NativeSteps:
-    """Makes programs and draws on one context; `owner` keeps that alive."""
+    """Makes programs, draws and scores on one context; `owner` keeps that alive."""
 
     def __init__(self, library: ctypes.CDLL, context: int, owner: object) -> None:
         self._library = library
@@ -43,6 +44,10 @@ class NativeSteps:
     def draws(self, vocab_size: int) -> RowDraws:
         """Draws from rows of `vocab_size` logits."""
         return RowDraws(self._library, self._context, self._owner, vocab_size)
+
+    def scores(self, vocab_size: int) -> TokenScores:
+        """Scores of given tokens from rows of `vocab_size` logits."""
+        return TokenScores(self._library, self._context, self._owner, vocab_size)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """A recorded sum by itself: a + b of one shape and dtype, contiguous."""

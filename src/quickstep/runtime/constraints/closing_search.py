@@ -126,9 +126,13 @@ class Ending:
 
 
 class ClosingVocabulary:
-    """A vocabulary's ordinary tokens by their bytes; one per model, for any thread."""
+    """A vocabulary's ordinary tokens by their bytes; one per model, for any thread.
 
-    def __init__(self, tokens: Sequence[bytes], special_ids: Collection[int]) -> None:
+    `end_id` is an end token, one of the special ones.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], special_ids: Collection[int], end_id: int) -> None:
+        self.end_id = end_id
         self._tokens = tokens
         self._special_ids = frozenset(special_ids)
         self.first_byte_id = _first_byte_id(len(tokens))
@@ -151,6 +155,10 @@ class ClosingVocabulary:
     def byte_ids(self, path: str) -> list[int]:
         """A path as tokens of the matcher over bytes."""
         first = self.first_byte_id
+        if path.isascii():  # most are, and long; what loops over them is ten times slower
+            bytes_of_path = np.frombuffer(path.encode(), dtype=np.uint8)
+            ids: list[int] = (bytes_of_path + np.int64(first)).tolist()
+            return ids
         codes = map(ord, path)
         return [first + code if code < _FIRST_MARKER else code - _FIRST_MARKER for code in codes]
 
@@ -285,14 +293,17 @@ class _Walker:
         return len(self._path) == len(path)
 
     def completes(self, ids: list[int]) -> tuple[bool, int]:
-        """Whether these tokens complete the grammar from here, and how many of them fit."""
-        taken: int = self.matcher.try_consume_tokens(ids[:_FIRST_LOOK])
-        if taken == _FIRST_LOOK < len(ids):
-            taken += self.matcher.try_consume_tokens(ids[_FIRST_LOOK:])
-        is_end = taken == len(ids) and bool(self.matcher.is_accepting())
-        if taken:
-            self.matcher.rollback(taken)
-        return is_end, taken
+        """Whether these tokens complete the grammar from here, and how many of them fit.
+
+        Nothing moves, which costs a fifth of moving and coming back; an end token fits where the
+        grammar is complete.
+        """
+        first = ids[:_FIRST_LOOK]
+        num_fitting: int = self.matcher.validate_tokens(first)
+        if num_fitting < len(first):
+            return False, num_fitting
+        num_fitting = self.matcher.validate_tokens([*ids, self._vocabulary.end_id])
+        return num_fitting > len(ids), min(num_fitting, len(ids))
 
     def _advance(self, more: str) -> int:
         if not more:

@@ -6,23 +6,29 @@ The token behind j would make that repetition longer: with L(j) >= allowed_lengt
 multiplier * base ** (L(j) - allowed_length), for the longest L(j) among its places.
 
 L grows with the text: the new L(j) is the old L(j - 1) + 1 where token j is the new token, else 0.
-So a token costs one pass over the range, and an admission one run of the Z-algorithm. The state is
-a function of the tokens alone. Owned by `SamplingState`.
+So a token costs one pass over the range, and an admission a few, at worst the Z-algorithm. The
+state is a function of the tokens alone. Owned by `SamplingState`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from quickstep.types import SamplingParams
 
 __all__ = ["DryPenalty"]
 
+Ids: TypeAlias = npt.NDArray[np.int64]
+
 # What no logit outweighs, and yet no infinity: a row where every token is penalised still draws.
 _LARGEST_PENALTY = 1e30
+_LOOKS_PER_TOKEN = 8  # that cost less than the loop of the Z-algorithm
+_NO_PLACES = np.empty(0, dtype=np.int64)
 _NOTHING = np.empty(0, dtype=np.int64), np.empty(0)
 
 
@@ -52,8 +58,7 @@ class DryPenalty:
         self._tokens[:num_tokens] = token_ids
         # [j] = L(j) without the bounds of range and breakers, for j < num_tokens - 1
         self._lengths = np.zeros(2 * num_tokens + 64, dtype=np.int64)
-        matches = _prefix_matches(token_ids[::-1])
-        self._lengths[: max(0, num_tokens - 1)] = matches[:0:-1]
+        self._lengths[: max(0, num_tokens - 1)] = _suffix_matches(self._tokens[:num_tokens])
         self._run_len = self._count_run()
 
     def penalise_(self, logits: npt.NDArray[np.float64]) -> None:
@@ -103,10 +108,16 @@ class DryPenalty:
 
     def _count_run(self) -> int:
         """Tokens behind the last breaker."""
-        for run_len in range(self._num_tokens):
-            if self._breaks_at(self._num_tokens - 1 - run_len):
-                return run_len
-        return self._num_tokens
+        num_tokens = self._num_tokens
+        tokens = self._tokens[:num_tokens]
+        breaks = self._breaks[tokens]
+        for ids in self._long_breakers:
+            size = len(ids)
+            if size <= num_tokens:
+                ends = breaks[size - 1 :]
+                ends |= (sliding_window_view(tokens, size) == ids).all(axis=1)
+        places = np.flatnonzero(breaks)
+        return int(num_tokens - 1 - places[-1]) if places.size else num_tokens
 
     def _breaks_at(self, place: int) -> bool:
         """Whether a breaker ends at this position."""
@@ -117,6 +128,27 @@ class DryPenalty:
             len(ids) <= end and bool((self._tokens[end - len(ids) : end] == ids).all())
             for ids in self._long_breakers
         )
+
+
+def _suffix_matches(tokens: Ids) -> Ids:
+    """[j] = how many tokens ending at j equal those that end the text; for all but the last j.
+
+    Places where one more token agrees are looked at together, as long as there are few: in the text
+    of a person or a program a repetition is rare, and its length a few tokens.
+    """
+    size = tokens.shape[0]
+    lengths = np.zeros(max(0, size - 1), dtype=np.int64)
+    places = np.flatnonzero(tokens[:-1] == tokens[-1]) if size else _NO_PLACES
+    num_looks, length = 0, 0
+    while places.size:
+        length += 1
+        lengths[places] = length
+        places = places[places >= length]
+        num_looks += places.size
+        if num_looks > _LOOKS_PER_TOKEN * size:  # a text that repeats itself throughout
+            return np.array(_prefix_matches(tokens[::-1].tolist())[:0:-1], dtype=np.int64)
+        places = places[tokens[places - length] == tokens[size - 1 - length]]
+    return lengths
 
 
 def _prefix_matches(token_ids: Sequence[int]) -> list[int]:

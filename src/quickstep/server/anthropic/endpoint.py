@@ -6,6 +6,7 @@ in `error_shapes`.
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -242,7 +243,7 @@ class _MessagesWriter:
     def news(self, item: ChoiceDelta) -> Iterator[bytes]:
         """What the delta changes of the blocks."""
         for news in self._blocks.feed(item.delta):
-            yield _block_event(news)
+            yield from _block_events(news)
 
     def ending(self) -> Iterator[bytes]:
         """Why it ended, and the usage."""
@@ -308,8 +309,21 @@ def _content(block: Block) -> MessageBlock:
     if block.call is not None:
         return ToolUseContent(block.call.call_id, block.call.name, partial_object(block.text))
     if block.kind is BlockKind.REASONING:
-        return ThinkingContent(block.text)
+        return ThinkingContent(block.text, _signature(block))
     return TextContent(block.text)
+
+
+def _signature(block: Block) -> str:
+    """A digest of the reasoning: nothing verifies it, but clients send back signed blocks only."""
+    return hashlib.sha256(block.text.encode()).hexdigest()
+
+
+def _block_events(news: BlockNews) -> Iterator[bytes]:
+    block = news.block
+    if news.change is Change.CLOSED and block.kind is BlockKind.REASONING:
+        signed = {"type": "signature_delta", "signature": _signature(block)}
+        yield _event("content_block_delta", index=block.index, delta=signed)
+    yield _block_event(news)
 
 
 def _block_event(news: BlockNews) -> bytes:

@@ -40,7 +40,7 @@ class TextContent(msgspec.Struct, frozen=True, tag="text"):
 
 
 class ThinkingContent(msgspec.Struct, frozen=True, tag="thinking"):
-    """Reasoning. The signature is empty: there is nothing to verify."""
+    """Reasoning. The signature is a digest of it: clients drop blocks that have none."""
 
     thinking: str
     signature: str = ""

@@ -280,8 +280,18 @@ class CompletionChunk(msgspec.Struct, frozen=True):
     metrics: RequestMetrics | UnsetType = UNSET
 
 
+class RopeScaling(msgspec.Struct, frozen=True):
+    """As in a checkpoint's `config.json`."""
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int
+
+
 class Model(msgspec.Struct, frozen=True):
-    """A served name. `root` is the engine's model, `max_model_len` its context in tokens."""
+    """A served name. `root` is the engine's model, `max_model_len` its context in tokens;
+    `rope_scaling` how positions are scaled where that is beyond the model's own limit.
+    """
 
     id: str
     object: Literal["model"]
@@ -290,6 +300,7 @@ class Model(msgspec.Struct, frozen=True):
     root: str
     parent: str | None
     max_model_len: int
+    rope_scaling: RopeScaling | None
 
 
 class ModelList(msgspec.Struct, frozen=True):

@@ -117,6 +117,12 @@ class ThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta"):
     thinking: str
 
 
+class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta"):
+    """The signature of a block of reasoning, before the block ends."""
+
+    signature: str
+
+
 class InputDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
     """News of a call's arguments, a piece of JSON."""
 
@@ -127,7 +133,7 @@ class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta"):
     """A block grows."""
 
     index: int
-    delta: TextDelta | ThinkingDelta | InputDelta
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
 
 
 class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop"):

@@ -40,9 +40,12 @@ class FieldReader:
         """The typed request. Raises RequestError with the path of the first wrong field."""
         try:
             # decoding the text first refuses invalid UTF-8 in skipped values as well
-            fields = msgspec.json.decode(body.decode(), type=schema)
-        except msgspec.ValidationError:
-            return self.convert(msgspec.json.decode(body), schema)
+            text = body.decode()
+            try:
+                fields = msgspec.json.decode(text, type=schema)
+            except msgspec.ValidationError:  # what follows the wrong field may be no JSON
+                value = msgspec.json.decode(text)
+                return self.convert(value, schema)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise invalid_json(error) from None
         self._judge(fields, "")
