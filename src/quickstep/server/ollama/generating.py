@@ -21,8 +21,7 @@ from quickstep.server.generate.adapter import Asked, Head, Served, Surface
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.generation import ChoiceDelta, Generation
 from quickstep.server.generate.message_blocks import partial_object
-from quickstep.server.http.error_shapes import ollama_shape
-from quickstep.server.http.errors import error_facts, json_response
+from quickstep.server.http.errors import error_facts, json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import Metrics

@@ -16,7 +16,7 @@ from quickstep.engine.stream import Delta
 from quickstep.server.generate.adapter import Asked, Head, Served
 from quickstep.server.generate.generation import Choice, ChoiceDelta, Generation, GenerationRequest
 from quickstep.server.http.errors import error_of
-from quickstep.server.http.frames import DONE, data_frame
+from quickstep.server.http.event_stream import DONE, data_frame
 from quickstep.server.openai.response_types import RequestMetrics
 
 __all__ = ["ChoiceSurface", "ChoicesSurface", "Rendering"]

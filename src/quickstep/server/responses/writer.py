@@ -17,8 +17,8 @@ from quickstep.dataclass import dataclass
 from quickstep.server.generate.adapter import Head, Served
 from quickstep.server.generate.generation import ChoiceDelta, Generation
 from quickstep.server.generate.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
-from quickstep.server.http.errors import error_of
-from quickstep.server.http.frames import event_frame
+from quickstep.server.http.errors import error_facts
+from quickstep.server.http.event_stream import event_frame
 from quickstep.server.openai.chat_message import logprob_entry, message_reader
 from quickstep.server.responses.input_items import InputItem, sealed, template_messages
 from quickstep.server.responses.request_types import (
@@ -106,9 +106,9 @@ class ResponsesWriter:
 
     def failure(self, error: Exception) -> Iterator[bytes]:
         """The response so far, with the error in it."""
-        status, body = error_of(error)
-        code = "server_error" if status >= 500 else "invalid_prompt"
-        told = {"code": code, "message": body["error"]["message"]}
+        facts = error_facts(error)
+        code = "server_error" if facts.status >= 500 else "invalid_prompt"
+        told = {"code": code, "message": facts.message}
         yield self._event("response.failed", response=self._response("failed", told))
 
     def note(self, item: ChoiceDelta) -> None:
