@@ -41,7 +41,7 @@ from quickstep.server.ollama.requests import (
     OllamaGenerateFields,
     OllamaGenerateRequest,
 )
-from quickstep.server.openai.chat_message import logprob_entry, message_reader
+from quickstep.server.openai.chat_message import message_reader, top_logprob
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import TokenLogprobs
 
@@ -274,7 +274,7 @@ class _Lines:
         ]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return logprob_entry(self._tokenizer, token_id, logprob)
+        return msgspec.structs.asdict(top_logprob(self._tokenizer, token_id, logprob))
 
 
 def _nanoseconds(seconds: float) -> int:

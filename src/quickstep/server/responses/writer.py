@@ -19,7 +19,8 @@ from quickstep.server.generate.generation import ChoiceDelta, Generation
 from quickstep.server.generate.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
 from quickstep.server.http.errors import error_facts
 from quickstep.server.http.event_stream import event_frame
-from quickstep.server.openai.chat_message import logprob_entry, message_reader
+from quickstep.server.openai.chat_message import message_reader, token_logprob
+from quickstep.server.openai.response_types import TokenLogprob
 from quickstep.server.responses.input_items import InputItem, sealed, template_messages
 from quickstep.server.responses.request_types import (
     FunctionCallItem,
@@ -214,17 +215,11 @@ class ResponsesWriter:
 
     def _listed(
         self, logprobs: tuple[TokenLogprobs, ...] | list[TokenLogprobs]
-    ) -> list[dict[str, Any]]:
+    ) -> list[TokenLogprob]:
         if not self._with_logprobs:
             return []
         tokenizer = self._served.engine.tokenizer
-        return [
-            {
-                **logprob_entry(tokenizer, item.token_id, item.logprob),
-                "top_logprobs": [logprob_entry(tokenizer, *other) for other in item.top],
-            }
-            for item in logprobs
-        ]
+        return [token_logprob(tokenizer, each) for each in logprobs]
 
     def _response(self, status: Any, error: dict[str, Any] | None = None) -> ResponseObject:
         fields, request = self._turn.fields, self._generation.request
