@@ -177,15 +177,6 @@ class Usage:
     num_output_tokens: int
     num_cached_tokens: int
 
-    def as_json(self) -> dict[str, Any]:
-        """OpenAI's `usage` object."""
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": self.num_output_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-        }
-
 
 class Generation:
     """A submitted request: its streams merged, its choices added up. Close it when done."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quickstep.errors import RequestError
@@ -44,6 +45,7 @@ from quickstep.server.openai.requested_output import (
     shown_of,
     truncation_of,
 )
+from quickstep.server.openai.response_types import ChatCompletion, ChatCompletionChunk
 from quickstep.server.options import RequestLimits
 from quickstep.server.schema.field_reader import FieldReader
 
@@ -54,8 +56,8 @@ class Chat:
     """The chat surface."""
 
     id_prefix = "chatcmpl-"
-    object_name = "chat.completion"
-    chunk_object_name = "chat.completion.chunk"
+    response = partial(ChatCompletion, object="chat.completion")
+    chunk = partial(ChatCompletionChunk, object="chat.completion.chunk")
 
     def parse(self, body: bytes, served: Served) -> GenerationRequest:
         """Validate a body. Raises RequestError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeGuard
 
 from quickstep.errors import RequestError
@@ -33,6 +34,7 @@ from quickstep.server.openai.requested_output import (
     shown_of,
     truncation_of,
 )
+from quickstep.server.openai.response_types import Completion, CompletionChunk
 from quickstep.server.schema.field_reader import FieldReader
 
 __all__ = ["Completions"]
@@ -44,8 +46,8 @@ class Completions:
     """The completions surface."""
 
     id_prefix = "cmpl-"
-    object_name = "text_completion"
-    chunk_object_name = "text_completion"
+    response = partial(Completion, object="text_completion")
+    chunk = partial(CompletionChunk, object="text_completion")
 
     def parse(self, body: bytes, served: Served) -> GenerationRequest:
         """Validate a body. Raises RequestError."""

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.http.intake import with_body
+from quickstep.server.http.body import with_body
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.openai.request_types import decode
 

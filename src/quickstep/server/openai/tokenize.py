@@ -24,15 +24,13 @@ from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.request_types import ChatRequest
-from quickstep.server.openai.tokenize_request_types import (
+from quickstep.server.openai.tokenize_types import (
     ApplyTemplateRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from quickstep.server.openai.tokenize_response_types import (
     Detokenized,
+    DetokenizeRequest,
     RenderedPrompt,
     Tokenized,
+    TokenizeRequest,
     TokenizerInfo,
     TokenPiece,
 )
