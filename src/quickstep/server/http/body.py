@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Message, Receive
 
 from quickstep.errors import RequestError
 from quickstep.server.http.time_limits import patient_timeout
@@ -17,10 +16,10 @@ from quickstep.server.options import ConnectionOptions
 
 __all__ = [
     "ClientDisconnect",
+    "body_of",
     "check_json_depth",
     "read_body",
     "unless_disconnected",
-    "with_body",
 ]
 
 _Result = TypeVar("_Result")
@@ -101,19 +100,10 @@ def check_json_depth(body: bytes, limit: int) -> None:
         raise RequestError(f"the body's JSON is nested more than {limit} levels deep")
 
 
-def with_body(request: Request, body: bytes) -> Request:
-    """The request with a body that was read already."""
-    return Request(request.scope, _replay(body, request.receive))
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body again, then what comes after it."""
-    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def again() -> Message:
-        return pending.pop() if pending else await receive()
-
-    return again
+def body_of(request: Request) -> bytes:
+    """The body, which was read and checked before the endpoint was called (see `route`)."""
+    body: bytes = request.scope["state"]["body"]
+    return body
 
 
 async def unless_disconnected(

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
-from quickstep.server.http.body import ClientDisconnect, check_json_depth, read_body, with_body
+from quickstep.server.http.body import ClientDisconnect, check_json_depth, read_body
 from quickstep.server.http.errors import ErrorShape, openai_shape
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.http.work_lanes import WorkLanes
@@ -130,6 +130,7 @@ def with_checked_body(route: ApiRoute, rules: BodyRules, lanes: WorkLanes) -> En
         except ClientDisconnect:
             return Response(status_code=_CLIENT_CLOSED)
         await lanes.parse(len(body), lambda: check_json_depth(body, rules.json_depth))
-        return await endpoint(with_body(request, body))
+        request.scope["state"]["body"] = body
+        return await endpoint(request)
 
     return answer

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
-from quickstep.server.generate.adapter import Asked, Head, Served, Surface
+from quickstep.server.generate.adapter import Adapter, Asked, Head, Served
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.generation import ChoiceDelta, Generation
 from quickstep.server.generate.message_blocks import partial_object
@@ -64,8 +64,8 @@ class NothingAsked(Exception):
 class OllamaRoute:
     """The endpoint of one of the surfaces."""
 
-    def __init__(self, surface: Surface, served: Served, metrics: Metrics) -> None:
-        self._generating = GeneratingRoute(surface, served, metrics)
+    def __init__(self, adapter: Adapter, served: Served, metrics: Metrics) -> None:
+        self._generating = GeneratingRoute(adapter, served, metrics)
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""

@@ -1,6 +1,6 @@
 """Answers that are a list of choices: what OpenAI's completions and chat have in common.
 
-`ChoicesSurface` makes a surface of either. A `Rendering` belongs to one request, since some
+`ChoicesWriter` writes the answers of either. A `Rendering` belongs to one request, since some
 fields (`text_offset`) count along; it writes one choice, here stands what is around it.
 """
 
@@ -15,13 +15,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quickstep.engine.stream import Delta
-from quickstep.server.generate.adapter import Asked, Head, Served
-from quickstep.server.generate.generation import Choice, ChoiceDelta, Generation, GenerationRequest
+from quickstep.server.generate.adapter import Head, Served
+from quickstep.server.generate.generation import Choice, ChoiceDelta, Generation
 from quickstep.server.http.errors import error_of
 from quickstep.server.http.event_stream import DONE, data_frame
 from quickstep.server.openai.response_types import RequestMetrics, Usage
 
-__all__ = ["ChoiceSurface", "ChoicesSurface", "Rendering"]
+__all__ = ["ChoicesApi", "ChoicesWriter", "Rendering"]
 
 
 class Rendering(Protocol):
@@ -43,7 +43,7 @@ class Rendering(Protocol):
         """A finished choice, at `index` of the response."""
 
 
-class ChoiceSurface(Protocol):
+class ChoicesApi(Protocol):
     """Completions or chat."""
 
     @property
@@ -58,41 +58,26 @@ class ChoiceSurface(Protocol):
     def chunk(self) -> Callable[..., msgspec.Struct]:
         """Makes a stream's chunk of its fields."""
 
-    def parse(self, body: bytes, served: Served) -> GenerationRequest:
-        """Validate. Raises RequestError."""
-
     def rendering(self, generation: Generation, served: Served) -> Rendering:
         """The renderer of one request."""
 
 
-class ChoicesSurface:
-    """A `Surface` of a `ChoiceSurface`."""
+class ChoicesWriter:
+    """A `Writer` of a `ChoicesApi`."""
 
-    def __init__(self, surface: ChoiceSurface) -> None:
-        self._surface = surface
-
-    def parse(self, body: bytes, served: Served, caller: str) -> Asked:
-        """Validate. Raises RequestError."""
-        request = self._surface.parse(body, served)
-        return Asked(request, partial(_ChoicesWriter, self._surface, served))
-
-
-class _ChoicesWriter:
-    def __init__(
-        self, surface: ChoiceSurface, served: Served, generation: Generation, head: Head
-    ) -> None:
+    def __init__(self, api: ChoicesApi, served: Served, generation: Generation, head: Head) -> None:
         self._generation = generation
-        self._rendering = surface.rendering(generation, served)
+        self._rendering = api.rendering(generation, served)
         constant = {
-            "id": surface.id_prefix + uuid.uuid4().hex,
+            "id": api.id_prefix + uuid.uuid4().hex,
             "created": head.created,
             "model": generation.request.model,
             "system_fingerprint": head.fingerprint,
             "seed": generation.seed,
             **generation.request.echoed,
         }
-        self._response = partial(surface.response, **constant)
-        self._new_chunk = partial(surface.chunk, **constant)
+        self._response = partial(api.response, **constant)
+        self._new_chunk = partial(api.chunk, **constant)
         self._tells_metrics = served.answers.request_metrics and len(generation.choices) == 1
 
     def opening(self) -> Iterator[bytes]:

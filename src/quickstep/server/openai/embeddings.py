@@ -26,7 +26,7 @@ from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, prompts_i
 from quickstep.server.generate.request_size import check_num_tokens
 from quickstep.server.generate.sampling import bounded, label, token_ids_of
 from quickstep.server.generate.tenancy import cache_salt_of, priority_of_key, tenant_of_key
-from quickstep.server.http.body import ClientDisconnect, read_body, unless_disconnected
+from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
 from quickstep.server.http.errors import GenerationFailed, json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import EmbeddingMeter, Metrics
@@ -56,7 +56,7 @@ class Embeddings:
     async def answer(self, request: HttpRequest) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
         try:
-            body = await read_body(request, self._served.limits.body_bytes)
+            body = body_of(request)
             reader = FieldReader(self._served.field_rules)
             work = self._embed(body, reader, caller_of(request))
             answer = await unless_disconnected(request.receive, work)
