@@ -16,7 +16,7 @@ async def follow(engine: Engine, name: str, prompt: str, max_tokens: int, limit:
     """Print the text as it comes; abort the request after `limit` deltas."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     num_deltas = 0
-    async with engine.submit(prompt, params) as stream:
+    async with engine.generate(prompt, params) as stream:
         async for delta in stream:
             print(f"[{name}] {delta.text!r}")
             num_deltas += 1

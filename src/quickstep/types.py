@@ -1,9 +1,9 @@
 """The values that layers exchange: requests, sampling parameters, step plans and step results.
 
-Everything here is frozen plain data over the standard library, so that `core` (no torch) and
-`runtime` (torch) meet without importing each other, and so that plans can be logged, replayed
-and sent to another process. Mutable state lives with its owner: `core.Sequence` belongs to the
-scheduler, the tensors of a slot to the runner.
+Everything here is frozen plain data over the standard library and msgspec, so that `core` (no
+torch) and `runtime` (torch) meet without importing each other, and so that plans can be logged,
+replayed and sent to another process. Mutable state lives with its owner: `core.Sequence` belongs to
+the scheduler, the tensors of a slot to the runner.
 
 Letters: a *slot* is the runner's index for a resident sequence (sampling state, block table);
 a *row* is one sequence's share of one step; *position* counts tokens of a sequence from 0.
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import field
 from typing import Protocol
+
+import msgspec
 
 from quickstep.dataclass import dataclass
 from quickstep.frozen import frozen
@@ -98,31 +99,32 @@ _STOPS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a client asked, validated and tokenised. `n` sequences come out of one request.
+class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What a client requested, tokenised; `sampling.n` sequences come out of it. The same value is
+    the message to the engine's process and what the scheduler gets.
 
     Attributes:
-        priority: Lower is served first (vLLM's meaning); it gains with age (`core.sequence`).
+        request_id: "" for a request that has not been submitted: the engine gives it one.
+        seed: Noise seed: `sampling.seed`, else one that the engine draws.
         eos_token_ids: The model's end tokens; `sampling.ignore_eos` disables them.
+        priority: Lower is served first (vLLM's meaning); it gains with age (`core.sequence`).
         adapter: LoRA adapter name, "" for the base model. Part of the prefix-cache key.
         cache_salt: Separates tenants in the prefix cache.
-        deadline_s: Absolute time on the scheduler's clock at which the partial output is
-            returned; None for no deadline.
-        seed: Resolved noise seed; the engine draws one for unseeded requests.
+        timeout_s: Seconds after its arrival at the scheduler, after which what was generated is the
+            answer; None for no limit.
         pooling: The prompt's embedding is the answer, and nothing is generated.
     """
 
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str = ""
+    prompt_token_ids: tuple[int, ...] = ()
+    sampling: SamplingParams = SamplingParams()
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     tenant: str = ""
     adapter: str = ""
     cache_salt: str = ""
-    deadline_s: float | None = None
+    timeout_s: float | None = None
     pooling: Pooling | None = None
 
     @property

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 from tiny_checkpoint import write_checkpoint
 
 from quickstep import LLM, BeamSearchParams, SamplingParams
 from quickstep.engine.beam_search import BeamSearch
 from quickstep.errors import EngineError, RequestError
-from quickstep.types import FinishReason
+from quickstep.types import FinishReason, Request
 
 PROMPTS = ["the beam goes", "a", "another prompt of some length, to share blocks"]
 VOCAB = 264
@@ -114,16 +115,17 @@ def test_a_deadline_ends_a_search_with_what_there_is(llm):
     async def search():
         engine = llm.engine
 
-        def submit(ids, sampling, deadline_s):
-            return engine.submit(ids, sampling)
+        def submit(request):
+            return engine.stream(structs.replace(request, timeout_s=None))
 
         beams = BeamSearch(
             submit,
-            [65, 66],
+            Request("", (65, 66), timeout_s=7.0),
             BeamSearchParams(beam_width=2, max_tokens=30, ignore_eos=True),
             frozenset({END}),
-            limits=(256, VOCAB),
-            deadline=(7.0, lambda: float(next(now))),
+            max_model_len=256,
+            vocab_size=VOCAB,
+            clock=lambda: float(next(now)),
         )
         beams.start()
         return await beams.run()
@@ -137,14 +139,16 @@ def test_a_failing_engine_fails_the_search(llm):
     async def search():
         engine = llm.engine
 
-        def submit(ids, sampling, deadline_s):
-            stream = engine.submit(ids, sampling)
-            if len(ids) > 2:
+        def submit(request):
+            stream = engine.stream(request)
+            if len(request.prompt_token_ids) > 2:
                 engine.abort(stream.request_id)
             return stream
 
         params = BeamSearchParams(beam_width=2, max_tokens=3)
-        beams = BeamSearch(submit, [65, 66], params, frozenset(), limits=(256, VOCAB))
+        beams = BeamSearch(
+            submit, Request("", (65, 66)), params, frozenset(), max_model_len=256, vocab_size=VOCAB
+        )
         beams.start()
         try:
             await beams.run()

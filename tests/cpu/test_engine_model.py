@@ -53,7 +53,7 @@ def run(engine, test):
 
 
 async def complete(engine, prompt, sampling=SAMPLING):
-    return await collect(engine.submit(prompt, sampling), prompt, sampling, engine.tokenizer)
+    return await collect(engine.generate(prompt, sampling), prompt, sampling, engine.tokenizer)
 
 
 def essence(output):
@@ -113,7 +113,7 @@ def test_n_sequences_share_the_prompt_and_the_first_is_the_one_alone(checkpoint,
 
 def test_leaving_half_of_the_streams_leaves_the_others_and_no_block(checkpoint, alone):
     async def leave_early(engine, prompt):
-        async with engine.submit(prompt, SAMPLING) as stream:
+        async with engine.generate(prompt, SAMPLING) as stream:
             async for _ in stream:
                 break
 
@@ -147,7 +147,7 @@ def test_a_deadline_gives_the_beginning_of_the_whole_answer(checkpoint):
 
     async def test(engine):
         whole = await complete(engine, "deadline", sampling)
-        stream = engine.submit("deadline", sampling, deadline_s=1e-6)
+        stream = engine.generate("deadline", sampling, timeout_s=1e-6)
         partial = await collect(stream, None, sampling, engine.tokenizer)
         assert partial.outputs[0].ended_by is FinishReason.DEADLINE
         num_tokens = len(partial.outputs[0].token_ids)

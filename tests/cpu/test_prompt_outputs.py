@@ -14,7 +14,7 @@ from quickstep.engine.assembly import open_engine
 from quickstep.engine.best_of import best_of
 from quickstep.engine.outputs import collect, collect_embedding
 from quickstep.errors import RequestError
-from quickstep.types import FinishReason
+from quickstep.types import FinishReason, Request
 
 PROMPTS = [f"{'shared beginning ' * 4}and question {n} {'!' * n}" for n in range(8)]
 SCORED = SamplingParams(
@@ -59,14 +59,16 @@ def run(checkpoint, test, num_blocks=256, **scheduler):
 
 
 async def score(engine, prompt, sampling=SCORED):
-    stream = engine.submit(prompt, sampling)
+    stream = engine.generate(prompt, sampling)
     output = await collect(stream, prompt, sampling, engine.tokenizer)
     (one,) = output.outputs
     return output.prompt_logprobs, one.token_ids, one.logprobs, one.ended_by
 
 
 async def embed(engine, prompt, pooling):
-    stream = engine.submit(prompt, SamplingParams(), pooling=pooling)
+    stream = engine.stream(
+        Request("", tuple(engine.tokenizer.encode(prompt)), SamplingParams(), pooling=pooling)
+    )
     return (await collect_embedding(stream)).outputs.embedding
 
 
@@ -92,7 +94,7 @@ def test_prompt_outputs_do_not_depend_on_the_batch(checkpoint, alone, settings):
         work = [everything(engine, prompt) for prompt in PROMPTS]
         fillers = [
             collect(
-                engine.submit(prompt, SamplingParams(max_tokens=30, ignore_eos=True, seed=1)),
+                engine.generate(prompt, SamplingParams(max_tokens=30, ignore_eos=True, seed=1)),
                 None,
                 SamplingParams(),
                 engine.tokenizer,
@@ -235,7 +237,7 @@ def test_what_the_engine_cannot_give_is_refused(llm):
     with pytest.raises(RequestError, match="prompt_logprobs is 265"):
         llm.generate("a", SamplingParams(prompt_logprobs=265))
     with pytest.raises(RequestError, match="one embedding"):
-        llm.engine.submit("a", SamplingParams(n=2), pooling=Pooling.LAST)
+        llm.engine.stream(Request("", (5,), SamplingParams(n=2), pooling=Pooling.LAST))
 
 
 def test_the_best_of_several_have_the_highest_mean_logprob(llm):

@@ -66,7 +66,7 @@ def outputs(checkpoint, groups, num_blocks=512, **scheduler):
         try:
             found = {}
             for group in groups:
-                streams = [(i, engine.submit(PROMPTS[i], sampling_of(i))) for i in group]
+                streams = [(i, engine.generate(PROMPTS[i], sampling_of(i))) for i in group]
                 for index, stream in streams:
                     whole = await collect(
                         stream, PROMPTS[index], sampling_of(index), engine.tokenizer
@@ -121,7 +121,7 @@ def test_submit_refuses_what_cannot_be_enforced(checkpoint):
         wrong = SamplingParams(grammar=Grammar.of_json_schema({"uniqueItems": True}))
         try:
             with pytest.raises(RequestError, match="uniqueItems"):
-                engine.submit("a", wrong)
+                engine.generate("a", wrong)
             with pytest.raises(RequestError, match="uniqueItems"):
                 await engine.prepare(wrong)
             await engine.prepare(SamplingParams())
@@ -141,7 +141,7 @@ def test_a_stream_says_what_is_enforced_less_strictly(checkpoint):
         try:
             for schema, ignored in ((overlapping, ("oneOf",)), (SCHEMA, ())):
                 sampling = SamplingParams(grammar=Grammar.of_json_schema(schema), max_tokens=9)
-                async with engine.submit("a", sampling) as stream:
+                async with engine.generate("a", sampling) as stream:
                     await stream.accepted()
                     assert stream.ignored == ignored
         finally:
@@ -164,7 +164,7 @@ def test_more_grammars_are_in_flight_than_are_kept(checkpoint):
                 text = f"answer number {number}"
                 sampling = SamplingParams(grammar=Grammar.of_choice([text]), max_tokens=40)
                 await engine.prepare(sampling)
-                stream = engine.submit(f"question {number}", sampling)
+                stream = engine.generate(f"question {number}", sampling)
                 engine.pause(stream.request_id)  # so that all are in flight at once
                 streams[text] = stream, sampling
             assert engine.model.grammars.num_kept < len(streams)
@@ -186,7 +186,7 @@ def test_a_complete_grammar_ends_before_min_tokens(checkpoint):
         try:
             grammar = Grammar.of_choice(["abc"])
             sampling = SamplingParams(grammar=grammar, min_tokens=20, max_tokens=30)
-            whole = await collect(engine.submit("a", sampling), "a", sampling, engine.tokenizer)
+            whole = await collect(engine.generate("a", sampling), "a", sampling, engine.tokenizer)
             return whole.outputs[0]
         finally:
             await engine.stop()

@@ -155,7 +155,7 @@ def answers(checkpoint, groups, **pool):
         try:
             found = []
             for group in groups:
-                streams = [(engine.submit(*item), *item) for item in group]
+                streams = [(engine.generate(*item), *item) for item in group]
                 for stream, prompt, params in streams:
                     output = await collect(stream, prompt, params, engine.tokenizer)
                     found.append((output.outputs[0].token_ids, output.outputs[0].text))

@@ -35,9 +35,7 @@ def draw_setup(rng: Random) -> Setup:
     )
 
 
-def draw_request(
-    rng: Random, setup: Setup, request_id: str, now: float, alike: bool = False
-) -> Request:
+def draw_request(rng: Random, setup: Setup, request_id: str, alike: bool = False) -> Request:
     """`alike` requests have one prompt, cut at different lengths: they share all they can."""
     length = max(1, setup.block_size * rng.randint(0, 4) + rng.choice((-1, 0, 0, 1)))
     head, tail = (0, 0) if alike else rng.choice(((0, 0), (0, 1), (1, 0)))
@@ -62,7 +60,7 @@ def draw_request(
         priority=rng.choice((0, 0, 0, -1, 1)),
         adapter="" if alike else rng.choice(("", "", "", "poet")),
         cache_salt="" if alike else rng.choice(("", "", "", "tenant")),
-        deadline_s=rng.choice((None, None, None, now + rng.choice((0.0, 0.01, 0.1)))),
+        timeout_s=rng.choice((None, None, None, rng.choice((0.0, 0.01, 0.1)))),
         pooling=pooling,
     )
 
@@ -86,7 +84,7 @@ def random_life(
     for number in range(num_calls):
         match rng.choice(("add", "add", "plan", "plan", "plan", "commit", "commit", "other")):
             case "add":
-                request = draw_request(rng, world.setup, f"r{number}", world.now, alike)
+                request = draw_request(rng, world.setup, f"r{number}", alike)
                 world.add(request)
             case "plan":
                 world.plan()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from msgspec import structs
 from shadow_executor import ShadowExecutor, Sizes, Trouble
 
 from quickstep.config import PolicyName, SchedulerConfig
@@ -96,6 +97,7 @@ class Received:
 
     request: Request
     index: int
+    deadline_s: float | None
     token_ids: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
     timings: SequenceTimings | None = None
@@ -166,8 +168,9 @@ class World:
         except RequestError:
             self.scheduler.check()
             return False
+        deadline_s = None if request.timeout_s is None else self.now + request.timeout_s
         for index in range(request.sampling.n):
-            self.received[f"{request.request_id}#{index}"] = Received(request, index)
+            self.received[f"{request.request_id}#{index}"] = Received(request, index, deadline_s)
         self.scheduler.check()
         return True
 
@@ -181,9 +184,7 @@ class World:
         due = [
             one
             for one in self.received.values()
-            if one.reason is None
-            and one.request.deadline_s is not None
-            and one.request.deadline_s <= self.now
+            if one.reason is None and one.deadline_s is not None and one.deadline_s <= self.now
         ]
         outputs = self.scheduler.expire(self.now)
         assert len(outputs) == len(due), "expire ended other sequences than those due"
@@ -352,7 +353,7 @@ _ALONE: dict[str, Received] = {}
 
 def run_alone(request: Request, setup: Setup) -> list[Received]:
     """What each sequence of a request gets in a scheduler that serves nothing else."""
-    plain = replace(request, request_id="alone", priority=0, deadline_s=None)
+    plain = structs.replace(request, request_id="alone", priority=0, timeout_s=None)
     quiet = Setup(
         num_blocks=setup.num_blocks,
         block_size=setup.block_size,
@@ -384,11 +385,11 @@ def ask(
     max_tokens: int | None = 4,
     n: int = 1,
     priority: int = 0,
-    deadline_s: float | None = None,
+    timeout_s: float | None = None,
 ) -> Request:
     """A request that only `max_tokens` or the context limit ends."""
     sampling = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True)
-    return Request(request_id, prompt, sampling, seed=5, priority=priority, deadline_s=deadline_s)
+    return Request(request_id, prompt, sampling, seed=5, priority=priority, timeout_s=timeout_s)
 
 
 def finish(world: World) -> None:

@@ -42,7 +42,7 @@ def run_to_failure(test, **options):
         assert parts.engine.stats().state is EngineState.FAILED
         assert parts.engine.stats().num_requests == 0
         with pytest.raises(EngineError, match="failed and takes no requests"):
-            parts.engine.submit("abc", params())
+            parts.engine.generate("abc", params())
         parts.executor.gate.set()
         await parts.engine.stop()
         assert parts.executor.is_closed
@@ -56,7 +56,7 @@ def test_a_broken_loop_fails_every_request_and_says_why(fault):
         def broken(now):
             raise fault
 
-        streams = [engine.submit("abc", params(250)) for _ in range(3)]
+        streams = [engine.generate("abc", params(250)) for _ in range(3)]
         await anext(streams[0])
         parts.scheduler.plan = broken
         for stream in streams:
@@ -71,7 +71,7 @@ def test_a_broken_loop_fails_every_request_and_says_why(fault):
 def test_an_engine_whose_task_is_cancelled_has_failed():
     async def test(parts, engine):
         parts.executor.gate.clear()
-        stream = engine.submit("abc", params(250))
+        stream = engine.generate("abc", params(250))
         await asyncio.sleep(0)
         engine._task.cancel()
         assert (await answer(stream))[1] is FinishReason.ERROR
@@ -95,7 +95,7 @@ class Faulty:
 @FAULTS
 def test_a_fault_in_the_delivery_of_a_request_ends_that_request_only(fault):
     async def test(parts, engine):
-        streams = [engine.submit(text, params(30, n=2)) for text in ("ab", "cd", "ef")]
+        streams = [engine.generate(text, params(30, n=2)) for text in ("ab", "cd", "ef")]
         texts = engine._live._live[streams[1].request_id].texts
         faulty = Faulty(fault)
         faulty.text, texts[1] = texts[1], faulty
@@ -103,7 +103,7 @@ def test_a_fault_in_the_delivery_of_a_request_ends_that_request_only(fault):
         assert {last.finish_reason for _, _, last in found[1].values()} == {FinishReason.ERROR}
         assert all("planted" in last.error for _, _, last in found[1].values())
         assert found[0][0][0] == "ab" * 15 and found[2][1][0] == "ef" * 15
-        assert await answer(engine.submit("abc", params(4))) == ("abca", FinishReason.MAX_TOKENS)
+        assert await answer(engine.generate("abc", params(4))) == ("abca", FinishReason.MAX_TOKENS)
 
     run(test)
 
@@ -117,7 +117,7 @@ def test_a_request_that_cannot_be_accepted_leaves_nothing_behind(fault):
         is_special = engine.tokenizer.is_special
         engine.tokenizer.is_special = broken
         with pytest.raises(type(fault)):
-            engine.submit("ab", params(30))
+            engine.generate("ab", params(30))
         engine.tokenizer.is_special = is_special
         assert engine.stats().num_requests == 0
         assert not parts.scheduler.has_work()
@@ -130,9 +130,9 @@ def test_steps_that_fail_one_after_the_other_fail_the_engine(depth):
     async def test(parts, engine):
         parts.executor.broken = range(10**9)
         for _ in range(2):
-            assert (await answer(engine.submit("abc", params(4))))[1] is FinishReason.ERROR
+            assert (await answer(engine.generate("abc", params(4))))[1] is FinishReason.ERROR
             assert engine.stats().state is EngineState.RUNNING
-        assert (await answer(engine.submit("abc", params(4))))[1] is FinishReason.ERROR
+        assert (await answer(engine.generate("abc", params(4))))[1] is FinishReason.ERROR
         while engine.stats().state is EngineState.RUNNING:
             await asyncio.sleep(0)
         assert "3 steps in a row failed" in engine.stats().failure
@@ -146,9 +146,9 @@ def test_steps_that_fail_now_and_then_do_not_fail_the_engine():
         for _ in range(3):
             parts.executor.broken = range(10**9)
             for _ in range(2):
-                assert (await answer(engine.submit("abc", params(4))))[1] is FinishReason.ERROR
+                assert (await answer(engine.generate("abc", params(4))))[1] is FinishReason.ERROR
             parts.executor.broken = ()
-            assert (await answer(engine.submit("abc", params(4))))[0] == "abca"
+            assert (await answer(engine.generate("abc", params(4))))[0] == "abca"
         assert engine.stats().state is EngineState.RUNNING
 
     run(test)

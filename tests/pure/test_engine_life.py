@@ -13,7 +13,7 @@ from quickstep.config import PolicyName
 from quickstep.engine.stats import EngineState
 from quickstep.engine.step_log import Quantity, StepLog
 from quickstep.errors import EngineError, RequestError
-from quickstep.types import FinishReason, SamplingParams
+from quickstep.types import FinishReason, Request, SamplingParams
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 
@@ -39,9 +39,9 @@ BAD_PROMPTS = [
 @pytest.mark.parametrize(("prompt", "says"), BAD_PROMPTS)
 def test_a_bad_prompt_is_refused_and_nothing_else_notices(prompt, says):
     async def test(parts, engine):
-        good = engine.submit("ok", params(4))
+        good = engine.generate("ok", params(4))
         with pytest.raises(RequestError, match=says) as caught:
-            engine.submit(prompt, params())
+            engine.generate(prompt, params())
         assert caught.value.param == "prompt"
         assert (await answer(good))[0] == "okok"
 
@@ -60,7 +60,7 @@ BAD_SAMPLING = [
 def test_sampling_parameters_outside_the_vocabulary_are_refused(options, param):
     async def test(parts, engine):
         with pytest.raises(RequestError) as caught:
-            engine.submit("ok", params(**options))
+            engine.generate("ok", params(**options))
         assert caught.value.param == param
 
     run(test)
@@ -68,11 +68,11 @@ def test_sampling_parameters_outside_the_vocabulary_are_refused(options, param):
 
 def test_a_request_id_in_use_and_a_past_deadline_are_refused():
     async def test(parts, engine):
-        async with engine.submit("ab", params(200), request_id="one"):
+        async with engine.generate("ab", params(200), request_id="one"):
             with pytest.raises(RequestError, match="one"):
-                engine.submit("ab", params(), request_id="one")
-        with pytest.raises(RequestError, match="deadline_s"):
-            engine.submit("ab", params(), deadline_s=0)
+                engine.generate("ab", params(), request_id="one")
+        with pytest.raises(RequestError, match="timeout_s"):
+            engine.generate("ab", params(), timeout_s=0)
 
     run(test)
 
@@ -82,12 +82,12 @@ def test_a_failed_step_fails_its_sequences_and_the_engine_goes_on(depth, caplog)
     async def test(parts, engine):
         parts.executor.broken = {3}
         with caplog.at_level(logging.CRITICAL, "quickstep.engine.engine"):
-            streams = [engine.submit(text, params(50, n=2)) for text in ("abc", "def")]
+            streams = [engine.generate(text, params(50, n=2)) for text in ("abc", "def")]
             for found in await asyncio.gather(*map(read, streams)):
                 for _, _, last in found.values():
                     assert last.finish_reason is FinishReason.ERROR
                     assert "the script says so" in last.error
-        assert await answer(engine.submit("abc", params(4))) == ("abca", FinishReason.MAX_TOKENS)
+        assert await answer(engine.generate("abc", params(4))) == ("abca", FinishReason.MAX_TOKENS)
         assert engine.stats().state is EngineState.RUNNING
 
     run(test, pipeline_depth=depth)
@@ -99,10 +99,10 @@ def test_sequences_outside_a_failed_step_go_on_to_the_same_answer(depth, caplog)
 
     async def test(parts, engine):
         with caplog.at_level(logging.CRITICAL, "quickstep.engine.engine"):
-            decoding = [engine.submit(text, params(30)) for text in ("ab", "cd")]
+            decoding = [engine.generate(text, params(30)) for text in ("ab", "cd")]
             begun = [(await anext(stream)).text for stream in decoding]
             parts.executor.gate.clear()
-            long = engine.submit("x" * 200, params(4))
+            long = engine.generate("x" * 200, params(4))
             last_step_id = engine.step_log.steps[-1].step_id
             parts.executor.broken = {last_step_id + 5}
             parts.executor.gate.set()
@@ -121,11 +121,11 @@ def test_a_broken_loop_fails_every_request_and_says_so(caplog):
 
         with caplog.at_level(logging.CRITICAL, "quickstep.engine.engine"):
             parts.scheduler.plan = broken
-            text, reason = await answer(engine.submit("abc", params()))
+            text, reason = await answer(engine.generate("abc", params()))
         assert (text, reason) == ("", FinishReason.ERROR)
         assert engine.stats().state is EngineState.FAILED
         with pytest.raises(EngineError, match="planted"):
-            engine.submit("abc", params())
+            engine.generate("abc", params())
 
     async def whole():
         parts = ScriptedEngine()
@@ -139,8 +139,8 @@ def test_a_broken_loop_fails_every_request_and_says_so(caplog):
 
 def test_unseeded_requests_get_seeds_that_repeat_with_the_engines():
     async def test(parts, engine):
-        drawn = [engine.submit("a", params(1)) for _ in range(3)]
-        given = engine.submit("a", params(1, seed=-7))
+        drawn = [engine.generate("a", params(1)) for _ in range(3)]
+        given = engine.generate("a", params(1, seed=-7))
         await asyncio.gather(*map(answer, [*drawn, given]))
         assert given.seed == -7
         assert all(record.seed in {s.seed for s in [*drawn, given]} for record in book(engine))
@@ -158,18 +158,18 @@ def test_stop_drains_first_and_then_shuts_the_rest_down():
     async def whole():
         parts = ScriptedEngine()
         await parts.engine.start()
-        short = parts.engine.submit("ab", params(4))
+        short = parts.engine.generate("ab", params(4))
         await parts.engine.stop(drain_s=60)
         assert await answer(short) == ("abab", FinishReason.MAX_TOKENS)
         parts.check_nothing_is_left()
         with pytest.raises(EngineError, match="stopped"):
-            parts.engine.submit("ab", params())
+            parts.engine.generate("ab", params())
         with pytest.raises(EngineError, match="stopped"):
             await parts.engine.start()
 
         parts = ScriptedEngine()
         await parts.engine.start()
-        long = parts.engine.submit("ab", params(250))
+        long = parts.engine.generate("ab", params(250))
         await parts.engine.stop()
         assert (await answer(long))[1] is FinishReason.SHUTDOWN
         parts.check_nothing_is_left()
@@ -181,7 +181,7 @@ def test_stop_drains_first_and_then_shuts_the_rest_down():
 def test_a_drain_that_was_cut_short_is_ended_by_the_next_stop():
     async def test(parts, engine):
         parts.executor.gate.clear()
-        stream = engine.submit("ab", SamplingParams(max_tokens=200))
+        stream = engine.generate("ab", SamplingParams(max_tokens=200))
         draining = asyncio.create_task(engine.stop(drain_s=60))
         await asyncio.sleep(0)
         draining.cancel()
@@ -197,13 +197,13 @@ def test_a_drain_that_was_cut_short_is_ended_by_the_next_stop():
 def test_an_engine_takes_requests_only_between_start_and_stop():
     parts = ScriptedEngine()
     with pytest.raises(EngineError, match="not started"):
-        parts.engine.submit("ab", params())
+        parts.engine.generate("ab", params())
     parts.executor.close()
 
 
 def test_an_idle_engine_takes_no_turns():
     async def test(parts, engine):
-        await answer(engine.submit("ab", params(2)))
+        await answer(engine.generate("ab", params(2)))
         calls = []
         plan = parts.scheduler.plan
         parts.scheduler.plan = lambda now: calls.append(now) or plan(now)
@@ -219,7 +219,7 @@ def test_the_step_log_adds_up():
 
     async def test(parts, engine):
         engine.step_log.subscribe(lambda quantity, value: observed.append((quantity, value)))
-        await asyncio.gather(*(answer(engine.submit("abcd", params(5))) for _ in range(4)))
+        await asyncio.gather(*(answer(engine.generate("abcd", params(5))) for _ in range(4)))
         log = engine.step_log
         totals = log.totals
         assert totals.num_steps == len(log.steps)
@@ -241,7 +241,7 @@ def test_the_step_log_is_written_as_json_lines(tmp_path):
     path = tmp_path / "steps.jsonl"
 
     async def test(parts, engine):
-        await answer(engine.submit("abcd", params(5), tenant="t"))
+        await answer(engine.stream(Request("", tuple(b"abcd"), params(5), tenant="t")))
 
     run(test, step_log=StepLog(path=path))
     lines = [json.loads(line) for line in path.read_text().splitlines()]

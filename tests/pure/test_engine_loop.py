@@ -19,7 +19,7 @@ def params(max_tokens=8, **options):
 @DEPTHS
 def test_text_streams_as_tokens_arrive_and_ends_at_max_tokens(depth):
     async def test(parts, engine):
-        stream = engine.submit("héllo", params(7))
+        stream = engine.generate("héllo", params(7))
         deltas = [delta async for delta in stream]
         assert [delta.text for delta in deltas] == ["h", "", "é", "l", "l", "o", "h"]
         assert [len(delta.token_ids) for delta in deltas] == [1] * 7
@@ -35,9 +35,9 @@ def test_concurrent_streams_give_what_each_gives_alone(depth):
     prompts = [f"prompt {n} says {'x' * n}" for n in range(20)]
 
     async def test(parts, engine):
-        streams = [engine.submit(prompt, params(20)) for prompt in prompts]
+        streams = [engine.generate(prompt, params(20)) for prompt in prompts]
         together = await asyncio.gather(*map(answer, streams))
-        alone = [await answer(engine.submit(prompt, params(20))) for prompt in prompts]
+        alone = [await answer(engine.generate(prompt, params(20))) for prompt in prompts]
         assert together == alone
         assert together == [((p * 20)[:20], FinishReason.MAX_TOKENS) for p in prompts]
 
@@ -47,18 +47,18 @@ def test_concurrent_streams_give_what_each_gives_alone(depth):
 def test_end_token_and_stop_token_end_a_stream_and_are_not_shown():
     async def test(parts, engine):
         prompt = [*b"bye", END_ID]
-        text, ids, last = (await read(engine.submit(prompt, params(9))))[0]
+        text, ids, last = (await read(engine.generate(prompt, params(9))))[0]
         assert (text, ids, last.finish_reason) == ("bye", tuple(prompt), FinishReason.EOS)
         assert last.stop_reason is None
-        stream = engine.submit(prompt, params(9, stop_token_ids=(ord("y"),)))
+        stream = engine.generate(prompt, params(9, stop_token_ids=(ord("y"),)))
         text, ids, last = (await read(stream))[0]
         assert (text, ids) == ("b", tuple(b"by"))
         assert last.finish_reason is FinishReason.STOP_TOKEN
         assert last.stop_reason == ord("y")
         kept = params(9, stop_token_ids=(ord("y"),), include_stop_str_in_output=True)
-        assert (await answer(engine.submit(prompt, kept)))[0] == "by"
+        assert (await answer(engine.generate(prompt, kept)))[0] == "by"
         whole = params(6, ignore_eos=True, skip_special_tokens=False)
-        assert (await answer(engine.submit(prompt, whole)))[0] == "bye<|end|>by"
+        assert (await answer(engine.generate(prompt, whole)))[0] == "bye<|end|>by"
 
     run(test)
 
@@ -66,7 +66,7 @@ def test_end_token_and_stop_token_end_a_stream_and_are_not_shown():
 @DEPTHS
 def test_a_stop_string_ends_the_sequence_and_frees_it(depth):
     async def test(parts, engine):
-        stream = engine.submit("one STOP two", params(100, stop=("zzz", "STOP")))
+        stream = engine.generate("one STOP two", params(100, stop=("zzz", "STOP")))
         text, ids, last = (await read(stream))[0]
         assert (text, bytes(ids)) == ("one ", b"one STOP")
         assert last.finish_reason is FinishReason.STOP_STRING
@@ -85,7 +85,7 @@ async def until_idle(engine):
 
 def test_a_stop_string_completed_by_the_last_token_counts_as_stop():
     async def test(parts, engine):
-        stream = engine.submit("abcd", params(2, stop=("b",), include_stop_str_in_output=True))
+        stream = engine.generate("abcd", params(2, stop=("b",), include_stop_str_in_output=True))
         assert await answer(stream) == ("ab", FinishReason.STOP_STRING)
 
     run(test)
@@ -93,9 +93,9 @@ def test_a_stop_string_completed_by_the_last_token_counts_as_stop():
 
 def test_min_tokens_puts_off_stop_strings_and_held_text_comes_out_at_the_end():
     async def test(parts, engine):
-        stream = engine.submit("a.b.", params(9, stop=(".",), min_tokens=3))
+        stream = engine.generate("a.b.", params(9, stop=(".",), min_tokens=3))
         assert await answer(stream) == ("a.b", FinishReason.STOP_STRING)
-        stream = engine.submit("a.b", params(2, stop=(".b.",)))
+        stream = engine.generate("a.b", params(2, stop=(".b.",)))
         assert await answer(stream) == ("a.", FinishReason.MAX_TOKENS)
 
     run(test)
@@ -103,9 +103,9 @@ def test_min_tokens_puts_off_stop_strings_and_held_text_comes_out_at_the_end():
 
 def test_the_stops_of_one_sequence_leave_its_siblings_alone():
     async def test(parts, engine):
-        found = await read(engine.submit("abc", params(3, n=3)))
+        found = await read(engine.generate("abc", params(3, n=3)))
         assert [found[index][0] for index in range(3)] == ["abc"] * 3
-        found = await read(engine.submit("abc", params(9, n=3, stop=("c",))))
+        found = await read(engine.generate("abc", params(9, n=3, stop=("c",))))
         assert [found[index][0] for index in range(3)] == ["ab"] * 3
 
     run(test)
@@ -114,7 +114,7 @@ def test_the_stops_of_one_sequence_leave_its_siblings_alone():
 @DEPTHS
 def test_abort_answers_with_what_there_is_and_frees_all_blocks(depth):
     async def test(parts, engine):
-        stream = engine.submit("abcdef", params(200, n=2), request_id="mine")
+        stream = engine.generate("abcdef", params(200, n=2), request_id="mine")
         first = await anext(stream)
         engine.abort("mine")
         rest = await read(stream)
@@ -130,7 +130,7 @@ def test_abort_answers_with_what_there_is_and_frees_all_blocks(depth):
 
 def test_leaving_a_stream_early_aborts_its_request():
     async def test(parts, engine):
-        async with engine.submit("abc", params(200)) as stream:
+        async with engine.generate("abc", params(200)) as stream:
             await anext(stream)
         await stream.aclose()
         assert [delta async for delta in stream] == []
@@ -145,7 +145,7 @@ def test_cancelling_the_reader_aborts_its_request():
         begun = asyncio.Event()
 
         async def reader():
-            async with engine.submit("abc", params(250)) as stream:
+            async with engine.generate("abc", params(250)) as stream:
                 async for _ in stream:
                     begun.set()
 
@@ -162,7 +162,7 @@ def test_a_held_step_shows_as_stalled_and_an_idle_engine_does_not():
     async def test(parts, engine):
         assert engine.stats().stalled_s == 0
         parts.executor.gate.clear()
-        stream = engine.submit("ab", params(2))
+        stream = engine.generate("ab", params(2))
         first, later = engine.stats().stalled_s, engine.stats().stalled_s
         assert 0 <= first < later
         assert engine.stats().has_work
@@ -175,8 +175,8 @@ def test_a_held_step_shows_as_stalled_and_an_idle_engine_does_not():
 
 def test_a_drawn_request_id_never_meets_a_given_one():
     async def test(parts, engine):
-        given = engine.submit("ab", params(4), request_id="request-0")
-        drawn = engine.submit("ab", params(4))
+        given = engine.generate("ab", params(4), request_id="request-0")
+        drawn = engine.generate("ab", params(4))
         assert drawn.request_id != given.request_id
         await asyncio.gather(answer(given), answer(drawn))
 
@@ -186,8 +186,8 @@ def test_a_drawn_request_id_never_meets_a_given_one():
 def test_a_request_aborted_while_it_waits_never_runs():
     async def test(parts, engine):
         parts.executor.gate.clear()
-        running = engine.submit("ab", params(4))
-        waiting = engine.submit("cd", params(4), request_id="waiting")
+        running = engine.generate("ab", params(4))
+        waiting = engine.generate("cd", params(4), request_id="waiting")
         engine.abort("waiting")
         parts.executor.gate.set()
         assert await answer(waiting) == ("", FinishReason.ABORTED)
@@ -198,7 +198,7 @@ def test_a_request_aborted_while_it_waits_never_runs():
 
 def test_a_deadline_gives_the_partial_answer():
     async def test(parts, engine):
-        stream = engine.submit("abc", params(250), deadline_s=1000)
+        stream = engine.generate("abc", params(250), timeout_s=1000)
         assert (await anext(stream)).text == "a"
         parts.skipped_s = 2000
         text, reason = await answer(stream)
@@ -211,7 +211,7 @@ def test_a_deadline_gives_the_partial_answer():
 def test_a_deadline_wakes_an_engine_that_has_nothing_to_run():
     async def test(parts, engine):
         parts.scheduler.plan = lambda now: None
-        stream = engine.submit("abc", params(250), deadline_s=0.01)
+        stream = engine.generate("abc", params(250), timeout_s=0.01)
         assert await answer(stream) == ("", FinishReason.DEADLINE)
 
     run(test)
@@ -219,7 +219,7 @@ def test_a_deadline_wakes_an_engine_that_has_nothing_to_run():
 
 def test_the_context_limit_ends_a_request_without_max_tokens():
     async def test(parts, engine):
-        text, reason = await answer(engine.submit("abc", SamplingParams(max_tokens=None)))
+        text, reason = await answer(engine.generate("abc", SamplingParams(max_tokens=None)))
         assert reason is FinishReason.CONTEXT_LIMIT
         assert len(text) == 256 - 3
 
@@ -228,7 +228,7 @@ def test_the_context_limit_ends_a_request_without_max_tokens():
 
 def test_logprobs_come_with_their_tokens():
     async def test(parts, engine):
-        async for delta in engine.submit("ab", params(3, logprobs=2)):
+        async for delta in engine.generate("ab", params(3, logprobs=2)):
             assert [one.token_id for one in delta.logprobs] == list(delta.token_ids)
             assert len(delta.logprobs[0].top) == 2
 

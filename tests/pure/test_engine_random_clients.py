@@ -60,7 +60,7 @@ async def live(engine, client):
         await asyncio.sleep(0)
     sampling = SamplingParams(max_tokens=client.max_tokens, stop=client.stop, n=client.n)
     texts, ends, num_deltas = [""] * client.n, {}, 0
-    async with engine.submit(client.prompt, sampling) as stream:
+    async with engine.generate(client.prompt, sampling) as stream:
         while True:
             if num_deltas == client.leaves_after:
                 return

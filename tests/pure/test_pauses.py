@@ -134,7 +134,7 @@ def test_nobody_makes_way_for_what_would_not_fit_anyhow() -> None:
 
 def test_deadline_and_abort_end_a_paused_request_and_free_it_at_once() -> None:
     world = World(Setup())
-    world.add(ask("late", max_tokens=20, deadline_s=5.0))
+    world.add(ask("late", max_tokens=20, timeout_s=5.0))
     world.add(ask("gone", max_tokens=20))
     run_steps(world, 3)
     world.pause("late")

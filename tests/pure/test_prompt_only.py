@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from scheduler_world import PROMPT, Setup, World, ask, finish
 
 from quickstep.config import SchedulerConfig
@@ -19,16 +20,16 @@ from quickstep.types import FinishReason, Phase, Pooling, Request, SamplingParam
 
 
 def scored(request: Request, num_top: int = 0) -> Request:
-    return replace(request, sampling=replace(request.sampling, prompt_logprobs=num_top))
+    return structs.replace(request, sampling=replace(request.sampling, prompt_logprobs=num_top))
 
 
 def no_output(request_id: str, prompt: tuple[int, ...] = PROMPT, n: int = 1) -> Request:
     sampling = SamplingParams(max_tokens=0, prompt_logprobs=0, n=n)
-    return replace(ask(request_id, prompt), sampling=sampling)
+    return structs.replace(ask(request_id, prompt), sampling=sampling)
 
 
 def embed(request_id: str, pooling: Pooling, prompt: tuple[int, ...] = PROMPT) -> Request:
-    return replace(ask(request_id, prompt), pooling=pooling)
+    return structs.replace(ask(request_id, prompt), pooling=pooling)
 
 
 def test_each_prompt_token_is_scored_once_with_the_first_sequence() -> None:

@@ -158,7 +158,7 @@ def test_the_first_token_comes_out_of_the_prefill() -> None:
 
 def test_a_deadline_returns_the_partial_output() -> None:
     world = World(Setup())
-    world.add(ask(max_tokens=20, deadline_s=1.0))
+    world.add(ask(max_tokens=20, timeout_s=1.0))
     assert world.scheduler.wakeup(0.0) == 1.0
     world.plan()
     world.commit()

@@ -33,7 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, rng: Random) -> None:
         name = f"r{self.num_requests}"
         self.num_requests += 1
-        self.world.add(draw_request(rng, self.world.setup, name, self.world.now))
+        self.world.add(draw_request(rng, self.world.setup, name))
 
     @rule()
     def plan(self) -> None:

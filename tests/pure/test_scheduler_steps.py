@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from scheduler_world import PROMPT, CountingPool, Setup, World, ask, finish, policy_of
 from shadow_executor import Trouble
 
@@ -360,7 +361,7 @@ def test_expensive_set_ups_are_spread_over_steps(
     sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = ask(n=10)
-    request = replace(plain, sampling=replace(plain.sampling, ignore_eos=False, **sampling))
+    request = structs.replace(plain, sampling=replace(plain.sampling, ignore_eos=False, **sampling))
     price_us = setup_us(Sequence(request, 0, 0, 0.0, 1.0))
     assert price_us > 5 * setup_us(Sequence(plain, 0, 0, 0.0, 1.0))
     monkeypatch.setattr("quickstep.core.scheduler.MAX_SETUP_US", 2.5 * price_us)

@@ -19,9 +19,9 @@ from quickstep.types import FinishReason, Phase, Request, SamplingParams, StepPl
 COSTS = Coefficients(step_s=0.010, token_s=0.001, row_s=0.0, kv_token_s=0.0, pair_s=0.0)
 
 
-def ask(name: str, prompt_len: int, max_tokens: int, deadline_s: float | None = None) -> Request:
+def ask(name: str, prompt_len: int, max_tokens: int, timeout_s: float | None = None) -> Request:
     prompt = tuple(range(prompt_len))
-    return Request(name, prompt, SamplingParams(max_tokens=max_tokens), deadline_s=deadline_s)
+    return Request(name, prompt, SamplingParams(max_tokens=max_tokens), timeout_s=timeout_s)
 
 
 def run(
@@ -90,7 +90,7 @@ def test_a_simulation_repeats_itself() -> None:
 
 
 def test_a_deadline_comes_true_on_the_virtual_clock() -> None:
-    outcome = run([Arrival(0.0, ask("a", 10, 400, deadline_s=0.5))])
+    outcome = run([Arrival(0.0, ask("a", 10, 400, timeout_s=0.5))])
     (ending,) = outcome.endings
     assert ending.reason is FinishReason.DEADLINE
     assert ending.timings.finished_s == 0.5

@@ -10,7 +10,7 @@ from scripted_engine import answer, read, run
 from quickstep.config import StreamConfig
 from quickstep.engine.stream import Delta, Stream
 from quickstep.errors import ConfigError
-from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
+from quickstep.types import FinishReason, Request, SamplingParams, TokenLogprobs
 
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 FEW = StreamConfig(max_unread_deltas=8)
@@ -34,7 +34,7 @@ def is_held(engine):
 @pytest.mark.parametrize("n", [1, 3])
 def test_what_nobody_reads_is_bounded_and_the_rest_comes_when_they_do(depth, n):
     async def test(parts, engine):
-        stream = engine.submit("abc", params(n=n))
+        stream = engine.generate("abc", params(n=n))
         await until(lambda: is_held(engine))
         stats = engine.stats()
         assert stats.num_requests == 1
@@ -52,7 +52,7 @@ def test_what_nobody_reads_is_bounded_and_the_rest_comes_when_they_do(depth, n):
 
 def test_it_goes_on_at_half_of_the_bound():
     async def test(parts, engine):
-        stream = engine.submit("abc", params())
+        stream = engine.generate("abc", params())
         await until(lambda: is_held(engine))
         for _ in range(4):
             await anext(stream)
@@ -67,7 +67,7 @@ def test_the_bound_in_bytes_counts_text_and_logprobs():
     async def test(parts, engine):
         for options, least in (({}, 40), ({"logprobs": 2}, 7)):
             before = engine.stats().scheduler.totals.num_output_tokens
-            async with engine.submit("abc", params(**options)):
+            async with engine.generate("abc", params(**options)):
                 await until(lambda: is_held(engine))
                 got = engine.stats().scheduler.totals.num_output_tokens - before
             assert least <= got <= least + 5
@@ -80,9 +80,9 @@ def test_the_bound_in_bytes_counts_text_and_logprobs():
 
 def test_others_go_on_and_take_the_room_of_who_does_not_read():
     async def test(parts, engine):
-        slow = engine.submit("slow", params(40))
+        slow = engine.generate("slow", params(40))
         await until(lambda: is_held(engine))
-        quick = [engine.submit(f"quick{i}", params(40)) for i in range(6)]
+        quick = [engine.generate(f"quick{i}", params(40)) for i in range(6)]
         for number, (text, _) in enumerate(await asyncio.gather(*map(answer, quick))):
             assert text == (f"quick{number}" * 40)[:40]
         assert (await answer(slow))[0] == "slow" * 10
@@ -93,7 +93,7 @@ def test_others_go_on_and_take_the_room_of_who_does_not_read():
 
 def test_an_engine_that_waits_for_readers_sleeps_and_is_not_stalled():
     async def test(parts, engine):
-        stream = engine.submit("abc", params())
+        stream = engine.generate("abc", params())
         await until(lambda: is_held(engine))
         turns, expire = [], parts.scheduler.expire
         parts.scheduler.expire = lambda now: turns.append(now) or expire(now)
@@ -115,10 +115,10 @@ def test_an_engine_that_waits_for_readers_sleeps_and_is_not_stalled():
 
 def test_a_deadline_ends_a_paused_request_with_what_it_has():
     async def test(parts, engine):
-        stream = engine.submit("abc", params(), deadline_s=50.0)
+        stream = engine.generate("abc", params(), timeout_s=50.0)
         await until(lambda: is_held(engine))
         parts.skipped_s += 100.0
-        other = engine.submit("x", params(2))  # wakes the loop, whose alarm rings in real time
+        other = engine.generate("x", params(2))  # wakes the loop, whose alarm rings in real time
         await answer(other)
         _, ids, last = (await read(stream))[0]
         assert last.finish_reason is FinishReason.DEADLINE
@@ -129,7 +129,7 @@ def test_a_deadline_ends_a_paused_request_with_what_it_has():
 
 def test_leaving_or_aborting_a_paused_request_frees_it_at_once():
     async def test(parts, engine):
-        left, aborted = engine.submit("abc", params()), engine.submit("de", params())
+        left, aborted = engine.generate("abc", params()), engine.generate("de", params())
         await until(lambda: engine.stats().scheduler.num_paused == 2)
         await left.aclose()
         engine.abort(aborted.request_id)
@@ -145,7 +145,7 @@ def test_leaving_or_aborting_a_paused_request_frees_it_at_once():
 
 def test_a_drain_ends_what_stays_paused():
     async def test(parts, engine):
-        stream = engine.submit("abc", params())
+        stream = engine.generate("abc", params())
         await until(lambda: is_held(engine))
         await engine.stop(drain_s=0.01)
         assert (await answer(stream))[1] is FinishReason.SHUTDOWN
@@ -155,7 +155,7 @@ def test_a_drain_ends_what_stays_paused():
 
 def test_without_bounds_nothing_is_paused():
     async def test(parts, engine):
-        stream = engine.submit("abc", params(240))
+        stream = engine.generate("abc", params(240))
         await until(lambda: not parts.scheduler.has_work())
         assert engine.stats().scheduler.totals.num_pauses == 0
         assert len((await answer(stream))[0]) == 240
@@ -182,14 +182,15 @@ class Owner:
 def test_a_request_that_has_ended_is_neither_paused_nor_resumed():
     async def whole():
         owner = Owner()
-        stream = Stream("r", (1,), 0, 1, owner, StreamConfig(max_unread_deltas=2))
+        stream = Stream(Request("r", (1,)), owner, StreamConfig(max_unread_deltas=2))
+        stream.accept()
         for _ in range(3):
             stream.put(Delta(0, "a"))
         assert owner.calls == ["pause"]
         stream.put(Delta(0, "b", finish_reason=FinishReason.ABORTED))
         assert [delta.text async for delta in stream] == ["a", "a", "a", "b"]
         assert owner.calls == ["pause"]
-        ended = Stream("s", (1,), 0, 1, owner, StreamConfig(max_unread_deltas=1))
+        ended = Stream(Request("s", (1,)), owner, StreamConfig(max_unread_deltas=1))
         ended.put(Delta(0, "a"))
         ended.put(Delta(0, "b", finish_reason=FinishReason.EOS))
         assert owner.calls == ["pause"]

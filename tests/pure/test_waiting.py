@@ -10,9 +10,9 @@ from quickstep.types import Request
 
 
 def arrive(
-    arrival: int, priority: int = 0, deadline_s: float | None = None, now: float = 0.0
+    arrival: int, priority: int = 0, timeout_s: float | None = None, now: float = 0.0
 ) -> Sequence:
-    request = Request(f"r{arrival}", (1,), priority=priority, deadline_s=deadline_s)
+    request = Request(f"r{arrival}", (1,), priority=priority, timeout_s=timeout_s)
     return Sequence(request, 0, arrival, now, aging_s=10.0)
 
 
@@ -45,14 +45,14 @@ def test_a_sequence_gains_a_level_of_priority_for_every_aging_time_that_it_waits
 def test_deadlines_come_in_their_order_whatever_was_dropped_between() -> None:
     rng, deadlines, live = Random(0), Deadlines(), []
     for arrival in range(1000):
-        sequence = arrive(arrival, deadline_s=rng.random())
+        sequence = arrive(arrival, timeout_s=rng.random())
         deadlines.push(sequence)
         if rng.random() < 0.5:
             sequence.finish(0.0)
         else:
             live.append(sequence)
-    live.sort(key=lambda sequence: sequence.request.deadline_s or 0.0)
-    first = [sequence for sequence in live if (sequence.request.deadline_s or 0.0) <= 0.3]
+    live.sort(key=lambda sequence: sequence.deadline_s or 0.0)
+    first = [sequence for sequence in live if (sequence.deadline_s or 0.0) <= 0.3]
     assert deadlines.pop_due(0.3) == first
     assert deadlines.pop_due(1.0) == live[len(first) :]
     assert deadlines.next_s() is None
@@ -61,7 +61,7 @@ def test_deadlines_come_in_their_order_whatever_was_dropped_between() -> None:
 def test_finished_sequences_are_forgotten_before_their_deadline() -> None:
     deadlines = Deadlines()
     for arrival in range(1000):
-        sequence = arrive(arrival, deadline_s=1e9)
+        sequence = arrive(arrival, timeout_s=1e9)
         deadlines.push(sequence)
         sequence.finish(0.0)
     assert len(deadlines._heap) < 100

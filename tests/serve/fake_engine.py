@@ -25,6 +25,7 @@ from quickstep.model.sizing import MemoryPlan
 from quickstep.types import (
     FinishReason,
     Pooling,
+    Request,
     SamplingParams,
     SequenceTimings,
     TokenLogprobs,
@@ -116,7 +117,7 @@ class Script:
 
 @dataclass(slots=True)
 class Submitted:
-    """What arrived at `submit`."""
+    """What arrived at `stream`."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -227,7 +228,7 @@ class FakeStream:
 
 @dataclass(slots=True)
 class FakeEngine:
-    """The face of an engine over a script."""
+    """The interface of an engine over a script."""
 
     script: Script = field(default_factory=Script)
     model_name: str = "fake"
@@ -289,28 +290,25 @@ class FakeEngine:
     async def prepare(self, sampling: SamplingParams) -> None:
         """Every grammar is fine: the script follows none."""
 
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
-        deadline_s: float | None = None,
-        pooling: Pooling | None = None,
-    ) -> FakeStream:
-        assert not isinstance(prompt, str), "the server tokenises"
+    def stream(self, request: Request) -> FakeStream:
         if self.state is not EngineState.RUNNING:
             raise EngineError("the engine is not running")
         if self.refusals:
             raise self.refusals.pop()
+        prompt, pooling = request.prompt_token_ids, request.pooling
         if not prompt:
             raise RequestError("the prompt is empty", param="prompt")
         if len(prompt) + (pooling is None) > self.max_model_len:
             raise PromptTooLong(len(prompt), self.max_model_len)
-        item = Submitted(tuple(prompt), sampling, priority, tenant, cache_salt, deadline_s, pooling)
+        item = Submitted(
+            prompt,
+            request.sampling,
+            request.priority,
+            request.tenant,
+            request.cache_salt,
+            request.timeout_s,
+            pooling,
+        )
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")
         self.open_streams.add(stream)

@@ -21,7 +21,7 @@ from quickstep.server.http.route import ApiRoute
 from quickstep.server.metrics import Metrics
 from quickstep.server.ollama import requests as ollama
 from quickstep.server.openai import request_types as schemas
-from quickstep.server.openai.tokenize_request_types import TokenizeRequest
+from quickstep.server.openai.tokenize_types import TokenizeRequest
 from quickstep.server.options import ServerOptions
 from quickstep.server.responses.request_types import (
     FunctionCallItem,
@@ -30,10 +30,9 @@ from quickstep.server.responses.request_types import (
 )
 from quickstep.server.route_list import api_routes
 from quickstep.server.schema.field_classes import Refusal
-from quickstep.server.schema.field_parts import parts_of
 from quickstep.server.schema.field_reference import REFUSED_FORMS, reference_of
-from quickstep.server.schema.types import branches
-from quickstep.server.schema.types import field_types as uncached_field_types
+from quickstep.server.schema.struct_types import branches, parts_of
+from quickstep.server.schema.struct_types import field_types as uncached_field_types
 
 Struct = type[msgspec.Struct]
 Keys = tuple[str | int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +12,9 @@ import scripted_worker
 
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.remote.restarts import RestartLimits
-from quickstep.engine.remote.streams import RemoteStream
 from quickstep.engine.stats import EngineState
 from quickstep.engine.stream import Delta, Stream
-from quickstep.types import FinishReason, SamplingParams
+from quickstep.types import FinishReason, Request, SamplingParams
 
 DEADLINE_S = 60.0
 QUICK = RestartLimits(max_quick_deaths=3, first_delay_s=0.01, max_delay_s=0.01)
@@ -72,10 +71,22 @@ def run(
     asyncio.run(whole())
 
 
-async def read(stream: Stream | RemoteStream) -> list[Delta]:
+def ask(
+    engine: RemoteEngine,
+    prompt: str | Sequence[int],
+    sampling: SamplingParams,
+    request_id: str = "",
+    timeout_s: float | None = None,
+) -> Stream:
+    """Submit a prompt."""
+    ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    return engine.stream(Request(request_id, tuple(ids), sampling, timeout_s=timeout_s))
+
+
+async def read(stream: Stream) -> list[Delta]:
     """All deltas, without what the clock says."""
     return [replace(delta, timings=None) async for delta in stream]
 
 
-async def ends(stream: RemoteStream) -> list[tuple[FinishReason | None, str]]:
+async def ends(stream: Stream) -> list[tuple[FinishReason | None, str]]:
     return [(d.finish_reason, d.error) for d in await read(stream) if d.finish_reason is not None]

@@ -12,10 +12,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "pure"))
 
@@ -23,8 +22,9 @@ from scripted_engine import END, ScriptedEngine, byte_tokenizer
 
 from quickstep.config import EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.engine import Engine
-from quickstep.engine.stream import Stream
+from quickstep.engine.stream import Sink
 from quickstep.errors import ConfigError
+from quickstep.types import Request
 
 NUM_BLOCKS = 64
 
@@ -74,12 +74,11 @@ def panic(plan: object) -> None:
 def spoil_answers(engine: Engine) -> None:
     submit = engine.submit
 
-    def submitted(prompt: Sequence[int], *args: Any, **options: Any) -> Stream:
-        stream = submit(prompt, *args, **options)
-        put = stream.put
-        if bytes(prompt) == b"x":
-            stream.put = lambda delta: put(replace(delta, text="\ud800"))
-        return stream
+    def submitted(request: Request, sink: Sink) -> tuple[str, ...]:
+        put = sink.put
+        if bytes(request.prompt_token_ids) == b"x":
+            sink.put = lambda delta: put(replace(delta, text=delta.text and "\ud800"))
+        return submit(request, sink)
 
     engine.submit = submitted
 

@@ -21,12 +21,10 @@ from quickstep.server.batches.lines import BatchLine, LineAnswer
 from quickstep.server.batches.record import Batch as Record
 from quickstep.server.batches.request_types import BatchRequest
 from quickstep.server.batches.run import LineRunner, LineSlots, run_lines
-from quickstep.server.generate.adapter import Answered, Served
+from quickstep.server.generate.adapter import Answered, Asked, Served
 from quickstep.server.generate.endpoint import GeneratingRoute
-from quickstep.server.generate.generation import GenerationRequest
 from quickstep.server.http.errors import GenerationFailed
 from quickstep.server.metrics import Metrics
-from quickstep.server.openai.choices import ChoicesSurface
 from quickstep.server.openai.completions import Completions
 from quickstep.server.options import ServerOptions
 
@@ -416,15 +414,15 @@ def test_a_large_line_is_parsed_beside_the_loop(engine: FakeEngine) -> None:
     )
 
     class Watched(Completions):
-        def parse(self, body: bytes, served: Served) -> GenerationRequest:
+        def parse(self, body: bytes, served: Served, caller: str = "") -> Asked:
             parsing.append(threading.get_ident())
-            return super().parse(body, served)
+            return super().parse(body, served, caller)
 
     async def run() -> Record:
         engine = FakeEngine(max_model_len=300_000)
         served = Served.of(engine, ServerOptions())
         await engine.start()
-        route = GeneratingRoute(ChoicesSurface(Watched()), served, Metrics(engine, "fake"))
+        route = GeneratingRoute(Watched(), served, Metrics(engine, "fake"))
         jobs = BatchJobs(store, {COMPLETIONS: route.whole}, BatchOptions())
         batch = jobs.create(Record("", request, "fake", store.now(), window_s=60))
         while not batch.is_over:

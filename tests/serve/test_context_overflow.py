@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 from live_server import live_server
 
 from quickstep.core.intake import Limits
-from quickstep.engine.request_check import check_token_ids
+from quickstep.engine.requests import check_token_ids
 from quickstep.errors import RequestError
 from quickstep.server.app import create_app
 from quickstep.types import Request, SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import scripted_worker
-from remote_run import LONG, ends, read, run, until
+from remote_run import LONG, ask, ends, read, run, until
 
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.stream import Delta
@@ -29,7 +29,7 @@ def test_every_delta_is_the_one_that_the_engine_gives_in_this_process(tmp_path: 
         await engine.start()
         answers = []
         for prompt, sampling in requests:
-            stream = engine.submit(prompt, sampling)
+            stream = ask(engine, prompt, sampling)
             answers.append((await read(stream), stream.seed, stream.prompt_token_ids))
         await engine.stop()
         return answers
@@ -38,7 +38,7 @@ def test_every_delta_is_the_one_that_the_engine_gives_in_this_process(tmp_path: 
         for (prompt, sampling), (deltas, seed, prompt_token_ids) in zip(
             requests, expected, strict=True
         ):
-            stream = engine.submit(prompt, sampling)
+            stream = ask(engine, prompt, sampling)
             assert await read(stream) == deltas
             assert (stream.seed, stream.prompt_token_ids) == (seed, prompt_token_ids)
 
@@ -76,7 +76,7 @@ def test_what_can_be_refused_here_is_refused_at_once(
 ) -> None:
     async def test(engine: RemoteEngine) -> None:
         with pytest.raises(RequestError) as caught:
-            engine.submit(prompt, sampling)
+            ask(engine, prompt, sampling)
         assert (caught.value.status, caught.value.param) == (400, param)
         assert engine.stats().num_requests == 0
 
@@ -85,11 +85,11 @@ def test_what_can_be_refused_here_is_refused_at_once(
 
 def test_what_only_the_engine_knows_comes_with_its_status(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        running = engine.submit("a", LONG)
+        running = ask(engine, "a", LONG)
         await until(lambda: engine.stats().scheduler.num_running == 1)
-        waiting = engine.submit("b", LONG)
+        waiting = ask(engine, "b", LONG)
         await waiting.accepted()
-        refused = engine.submit("c", LONG)
+        refused = ask(engine, "c", LONG)
         with pytest.raises(RequestError) as caught:
             await refused.accepted()
         assert caught.value.status == 429
@@ -106,16 +106,16 @@ def test_a_grammar_is_prepared_in_the_engine_or_refused(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
         fine = SamplingParams(max_tokens=3, grammar=Grammar.of_regex("[a-z]+"))
         wrong = SamplingParams(grammar=Grammar.of_json_schema({"uniqueItems": True}))
-        stream = engine.submit("abc", fine)
+        stream = ask(engine, "abc", fine)
         await stream.accepted()
         assert await read(stream)
-        refused = engine.submit("abc", wrong)
+        refused = ask(engine, "abc", wrong)
         with pytest.raises(RequestError, match="uniqueItems") as caught:
             await refused.accepted()
         assert caught.value.param == "grammar"
         overlapping = {"oneOf": [{"type": "integer"}, {"type": "number", "maximum": 9}]}
         relaxed = SamplingParams(max_tokens=9, grammar=Grammar.of_json_schema(overlapping))
-        stream = engine.submit("a", relaxed)
+        stream = ask(engine, "a", relaxed)
         await stream.accepted()
         assert stream.ignored == ("oneOf",)
         assert await read(stream)
@@ -128,11 +128,11 @@ def test_leaving_while_a_grammar_is_prepared_leaves_nothing(tmp_path: Path) -> N
     async def test(engine: RemoteEngine) -> None:
         sampling = replace(LONG, ignore_eos=False, grammar=Grammar.of_regex("[a-z]+"))
         for _ in range(3):
-            stream = engine.submit("abcdefgh", sampling)
+            stream = ask(engine, "abcdefgh", sampling)
             await stream.aclose()
             await until(lambda: engine.stats().num_requests == 0)
         await until(lambda: engine.stats().scheduler.blocks.num_used == 0)
-        assert await read(engine.submit("abc", SamplingParams(max_tokens=3)))
+        assert await read(ask(engine, "abc", SamplingParams(max_tokens=3)))
         await until(lambda: not engine.stats().scheduler.num_running)
 
     run(tmp_path, test)
@@ -140,19 +140,19 @@ def test_leaving_while_a_grammar_is_prepared_leaves_nothing(tmp_path: Path) -> N
 
 def test_an_id_that_is_in_use_is_refused_and_free_again_after_the_end(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        first = engine.submit("abc", SamplingParams(max_tokens=3), request_id="mine")
+        first = ask(engine, "abc", SamplingParams(max_tokens=3), request_id="mine")
         with pytest.raises(RequestError) as caught:
-            engine.submit("abc", SamplingParams(), request_id="mine")
+            ask(engine, "abc", SamplingParams(), request_id="mine")
         assert caught.value.param == "request_id"
         await read(first)
-        assert await read(engine.submit("abc", SamplingParams(max_tokens=3), request_id="mine"))
+        assert await read(ask(engine, "abc", SamplingParams(max_tokens=3), request_id="mine"))
 
     run(tmp_path, test)
 
 
 def test_leaving_a_stream_frees_its_blocks_in_the_engine(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        streams = [engine.submit("abcdefgh", LONG) for _ in range(4)]
+        streams = [ask(engine, "abcdefgh", LONG) for _ in range(4)]
         await until(lambda: engine.stats().scheduler.blocks.num_used > 0)
         for stream in streams:
             await stream.aclose()
@@ -165,7 +165,7 @@ def test_leaving_a_stream_frees_its_blocks_in_the_engine(tmp_path: Path) -> None
 
 def test_abort_gives_the_partial_answer(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        stream = engine.submit("abc", LONG, request_id="mine")
+        stream = ask(engine, "abc", LONG, request_id="mine")
         await until(lambda: engine.stats().num_requests == 1)
         engine.abort("mine")
         engine.abort("nobody's")
@@ -178,7 +178,7 @@ def test_the_step_log_is_told_here_too(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
         observed = []
         engine.step_log.subscribe(lambda quantity, seconds: observed.append(quantity))
-        await read(engine.submit("abc", SamplingParams(max_tokens=5)))
+        await read(ask(engine, "abc", SamplingParams(max_tokens=5)))
         await until(lambda: engine.step_log.totals.num_output_tokens == 5)
         assert engine.step_log.sequences[-1].finish_reason is FinishReason.MAX_TOKENS
         assert engine.step_log.totals.num_steps == 5

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import scripted_worker
-from remote_run import DEADLINE_S, LONG, QUICK, ends, is_alive, read, run, until
+from remote_run import DEADLINE_S, LONG, QUICK, ask, ends, is_alive, read, run, until
 
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.remote.messages import Opened
@@ -27,25 +27,25 @@ from quickstep.types import FinishReason, SamplingParams
 
 def test_a_killed_engine_ends_every_stream_and_serves_again(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        await read(engine.submit("abc", SamplingParams(max_tokens=5)))
+        await read(ask(engine, "abc", SamplingParams(max_tokens=5)))
         await until(lambda: engine.stats().scheduler.totals.num_steps == 5)
         before = engine.process_id
         assert before is not None
         os.kill(before, signal.SIGSTOP)  # so that neither is taken, nor runs
-        streams = [engine.submit("abc", SamplingParams(n=2, max_tokens=5)) for _ in range(20)]
+        streams = [ask(engine, "abc", SamplingParams(n=2, max_tokens=5)) for _ in range(20)]
         os.kill(before, signal.SIGKILL)
         for stream in streams:
             with pytest.raises(EngineError, match="send it again"):
                 await stream.accepted()
         assert engine.stats().state is EngineState.RESTARTING
         with pytest.raises(EngineError, match="restarting"):
-            engine.submit("abc", SamplingParams())
+            ask(engine, "abc", SamplingParams())
         await until(lambda: engine.stats().state is EngineState.RUNNING)
         stats = engine.stats()
         assert (stats.num_restarts, stats.num_requests, stats.failure) == (1, 0, "")
         assert engine.process_id != before
         assert not is_alive(before)
-        assert await read(engine.submit("abc", SamplingParams(max_tokens=5)))
+        assert await read(ask(engine, "abc", SamplingParams(max_tokens=5)))
         await until(lambda: engine.stats().scheduler.totals.num_steps == 10)
 
     run(tmp_path, test)
@@ -53,7 +53,7 @@ def test_a_killed_engine_ends_every_stream_and_serves_again(tmp_path: Path) -> N
 
 def test_an_engine_that_dies_in_the_middle_gives_each_sequence_an_error(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        streams = [engine.submit("abc", SamplingParams(n=3, max_tokens=9)) for _ in range(4)]
+        streams = [ask(engine, "abc", SamplingParams(n=3, max_tokens=9)) for _ in range(4)]
         for stream in streams:
             await stream.accepted()
         os.kill(engine.process_id or 0, signal.SIGKILL)
@@ -80,21 +80,21 @@ def test_an_engine_that_cannot_be_trusted_is_replaced_until_it_is_given_up(
     async def test(engine: RemoteEngine) -> None:
         while engine.stats().state is not EngineState.FAILED:
             with suppress(EngineError):  # while it is restarting
-                await read(engine.submit("abc", LONG))
+                await read(ask(engine, "abc", LONG))
             await asyncio.sleep(0.005)
         stats = engine.stats()
         assert stats.num_restarts == QUICK.max_quick_deaths
         assert why in stats.failure
         with pytest.raises(EngineError, match="failed"):
-            engine.submit("abc", LONG)
+            ask(engine, "abc", LONG)
 
     run(tmp_path, test, mode=mode)
 
 
 def test_an_answer_that_cannot_be_sent_ends_its_own_request(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        neighbour = engine.submit("abc", LONG)
-        found = await ends(engine.submit("x", SamplingParams(n=2, max_tokens=5)))
+        neighbour = ask(engine, "abc", LONG)
+        found = await ends(ask(engine, "x", SamplingParams(n=2, max_tokens=5)))
         assert [reason for reason, _ in found] == [FinishReason.ERROR] * 2
         assert all("surrogates" in error for _, error in found)
         assert (await ends(neighbour))[0][0] is FinishReason.MAX_TOKENS
@@ -136,11 +136,11 @@ def test_a_command_that_is_not_there_is_an_engine_error(tmp_path: Path) -> None:
 
 def test_stop_lets_requests_end_and_takes_no_more(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        stream = engine.submit("abc", LONG)
+        stream = ask(engine, "abc", LONG)
         stopping = asyncio.create_task(engine.stop(DEADLINE_S))
         await asyncio.sleep(0)
         with pytest.raises(EngineError, match="stopping"):
-            engine.submit("abc", LONG)
+            ask(engine, "abc", LONG)
         assert (await ends(stream))[0][0] is FinishReason.MAX_TOKENS
         await stopping
         assert engine.stats().state is EngineState.STOPPED
@@ -150,7 +150,7 @@ def test_stop_lets_requests_end_and_takes_no_more(tmp_path: Path) -> None:
 
 def test_an_engine_that_dies_while_it_drains_is_not_started_again(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        stream = engine.submit("abc", LONG)
+        stream = ask(engine, "abc", LONG)
         await stream.accepted()
         draining = asyncio.create_task(engine.stop(DEADLINE_S))
         await asyncio.sleep(0)
@@ -164,7 +164,7 @@ def test_an_engine_that_dies_while_it_drains_is_not_started_again(tmp_path: Path
 
 def test_a_second_stop_ends_the_drain_even_of_an_engine_that_hangs(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        stream = engine.submit("abc", LONG)
+        stream = ask(engine, "abc", LONG)
         await stream.accepted()
         draining = asyncio.create_task(engine.stop(DEADLINE_S))
         await asyncio.sleep(0)
@@ -191,7 +191,7 @@ def test_an_engine_that_hangs_shows_in_the_stats_though_it_says_nothing(tmp_path
         assert process_id is not None
         os.kill(process_id, signal.SIGSTOP)
         try:
-            stream = engine.submit("abc", SamplingParams(max_tokens=3))
+            stream = ask(engine, "abc", SamplingParams(max_tokens=3))
             await until(lambda: engine.stats().stalled_s > 0.2)
         finally:
             os.kill(process_id, signal.SIGCONT)
@@ -256,7 +256,7 @@ def test_the_engine_leaves_signals_of_the_group_to_its_parent(tmp_path: Path) ->
     async def test(engine: RemoteEngine) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(engine.process_id or 0, number)
-        assert (await ends(engine.submit("abc", LONG)))[0][0] is FinishReason.MAX_TOKENS
+        assert (await ends(ask(engine, "abc", LONG)))[0][0] is FinishReason.MAX_TOKENS
         assert engine.stats().num_restarts == 0
 
     run(tmp_path, test)

@@ -142,10 +142,10 @@ def test_a_reader_that_is_slow_holds_nobody_and_misses_nothing() -> None:
         sender = Sender(writer)
         sending = asyncio.create_task(sender.run())
         for number in range(200_000):  # many times what the socket takes
-            sender.put(Abort(number))
+            sender.put(Abort(str(number)))
         received = read_messages(reader, TO_ENGINE)
         for number in range(200_000):
-            assert await anext(received) == Abort(number)
+            assert await anext(received) == Abort(str(number))
         sending.cancel()
         writer.close()
         back.close()
@@ -157,15 +157,15 @@ def test_a_reader_that_is_slow_holds_nobody_and_misses_nothing() -> None:
 def test_an_end_in_the_middle_of_a_message_is_an_end(tail: bytes) -> None:
     async def whole() -> list[ToEngine]:
         reader = asyncio.StreamReader()
-        frame = msgspec.msgpack.encode([encode(Abort(3))])
+        frame = msgspec.msgpack.encode([encode(Abort("3"))])
         reader.feed_data(len(frame).to_bytes(4, "big") + frame + tail)
         reader.feed_eof()
         return [message async for message in read_messages(reader, TO_ENGINE)]
 
-    assert asyncio.run(whole()) == [Abort(3)]
+    assert asyncio.run(whole()) == [Abort("3")]
 
 
-@pytest.mark.parametrize("frame", [b"\xc1", b"\x91\x92\xa6Abort!\1", b"\x91\x92\xa5Abort\xa1x"])
+@pytest.mark.parametrize("frame", [b"\xc1", b"\x91\x92\xa6Abort!\1", b"\x91\x92\xa5Abort\1"])
 def test_what_is_no_message_is_an_engine_error(frame: bytes) -> None:
     async def whole() -> None:
         reader = asyncio.StreamReader()

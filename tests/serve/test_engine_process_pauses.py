@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import scripted_worker
-from remote_run import LONG, ends, read, run, until
+from remote_run import LONG, ask, ends, read, run, until
 
 from quickstep.config import StreamConfig
 from quickstep.engine.remote.engine import RemoteEngine
-from quickstep.engine.remote.streams import RemoteStream
+from quickstep.engine.stream import Stream
 from quickstep.types import FinishReason, SamplingParams
 
 
@@ -37,12 +37,12 @@ async def until_held(engine: RemoteEngine, num_paused: int = 1) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_request_nobody_reads_stops_and_goes_on_with_its_reader(tmp_path: Path, n: int) -> None:
     async def test(engine: RemoteEngine) -> None:
-        stream = engine.submit("abc", replace(LONG, n=n, max_tokens=240))
+        stream = ask(engine, "abc", replace(LONG, n=n, max_tokens=240))
         await until_held(engine, n)
         assert engine.stats().scheduler.totals.num_output_tokens < n * 240
         assert engine.stats().stalled_s == 0.0
         made = engine.stats().scheduler.totals.num_output_tokens
-        assert len(await read(engine.submit("de", SamplingParams(max_tokens=5)))) == 5
+        assert len(await read(ask(engine, "de", SamplingParams(max_tokens=5)))) == 5
         await until_held(engine, n)
         assert engine.stats().scheduler.totals.num_output_tokens == made + 5
         texts = [""] * n
@@ -55,9 +55,9 @@ def test_a_request_nobody_reads_stops_and_goes_on_with_its_reader(tmp_path: Path
 
 def test_leaving_aborting_and_deadlines_end_it_where_it_is_paused(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        late = engine.submit("abc", LONG, deadline_s=0.2)
-        left = engine.submit("abc", LONG)
-        aborted = engine.submit("abc", LONG)
+        late = ask(engine, "abc", LONG, timeout_s=0.2)
+        left = ask(engine, "abc", LONG)
+        aborted = ask(engine, "abc", LONG)
         await until(lambda: engine.stats().scheduler.num_paused >= 2)
         await left.aclose()
         engine.abort(aborted.request_id)
@@ -71,20 +71,20 @@ def test_leaving_aborting_and_deadlines_end_it_where_it_is_paused(tmp_path: Path
 
 def test_a_paused_stream_ends_with_the_engine_that_dies(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        stream = engine.submit("abc", LONG)
+        stream = ask(engine, "abc", LONG)
         await until_held(engine)
         os.kill(engine.process_id or 0, signal.SIGKILL)
         await until(lambda: engine.stats().num_restarts == 1)
         assert (await ends(stream))[0][0] is FinishReason.ERROR
         await until(lambda: engine.stats().state.value == "running")
         assert engine.stats().scheduler.num_paused == 0
-        assert len(await read(engine.submit("ab", SamplingParams(max_tokens=5)))) == 5
+        assert len(await read(ask(engine, "ab", SamplingParams(max_tokens=5)))) == 5
 
     run(tmp_path, test)
 
 
 def test_many_readers_that_doze_get_what_they_would_get_awake(tmp_path: Path) -> None:
-    async def doze(stream: RemoteStream, number: int) -> str:
+    async def doze(stream: Stream, number: int) -> str:
         parts = []
         async for delta in stream:
             parts.append(delta.text)
@@ -93,7 +93,7 @@ def test_many_readers_that_doze_get_what_they_would_get_awake(tmp_path: Path) ->
         return "".join(parts)
 
     async def test(engine: RemoteEngine) -> None:
-        streams = [engine.submit(f"<{number}>", LONG) for number in range(12)]
+        streams = [ask(engine, f"<{number}>", LONG) for number in range(12)]
         await until(lambda: engine.stats().scheduler.num_paused > 0)
         texts = await asyncio.gather(*(doze(one, place) for place, one in enumerate(streams)))
         assert texts == [(f"<{number}>" * 200)[:200] for number in range(12)]

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import scripted_worker
 from live_server import live_server_of
-from remote_run import DEADLINE_S, LONG, QUICK, ends, is_alive, read, run, until
+from remote_run import DEADLINE_S, LONG, QUICK, ask, ends, is_alive, read, run, until
 
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.stats import EngineState
@@ -38,10 +38,10 @@ async def is_back(engine: RemoteEngine) -> None:
 
 def test_a_stopped_process_with_work_is_replaced(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        running = engine.submit("abc", SamplingParams(n=2, max_tokens=200))
+        running = ask(engine, "abc", SamplingParams(n=2, max_tokens=200))
         await running.accepted()
         before = stopped(engine)
-        undecided = engine.submit("abc", LONG)
+        undecided = ask(engine, "abc", LONG)
         for stream in (running, undecided):
             try:
                 found = await ends(stream)
@@ -50,14 +50,14 @@ def test_a_stopped_process_with_work_is_replaced(tmp_path: Path) -> None:
             assert {reason for reason, _ in found} <= {FinishReason.ERROR, FinishReason.MAX_TOKENS}
         await is_back(engine)
         assert not is_alive(before)
-        assert await read(engine.submit("abc", SamplingParams(max_tokens=5)))
+        assert await read(ask(engine, "abc", SamplingParams(max_tokens=5)))
 
     run(tmp_path, test, stall_s=STALL_S)
 
 
 def test_a_step_that_never_ends_is_a_stall_though_the_process_talks(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        (found,) = await ends(engine.submit("abc", LONG))
+        (found,) = await ends(ask(engine, "abc", LONG))
         assert found[0] is FinishReason.ERROR
         assert "engine process ended" in found[1]
         await until(lambda: "no step has ended" in engine.stats().failure)
@@ -68,10 +68,10 @@ def test_a_step_that_never_ends_is_a_stall_though_the_process_talks(tmp_path: Pa
 
 def test_a_deadline_holds_though_the_engine_says_nothing(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
-        running = engine.submit("abc", SamplingParams(n=2, max_tokens=200), deadline_s=1.0)
+        running = ask(engine, "abc", SamplingParams(n=2, max_tokens=200), timeout_s=1.0)
         await anext(running)
         process_id = stopped(engine)
-        undecided = engine.submit("abc", LONG, deadline_s=0.1)
+        undecided = ask(engine, "abc", LONG, timeout_s=0.1)
         await undecided.accepted()
         last = (await read(undecided))[-1]
         assert (last.finish_reason, last.stop_reason) == (FinishReason.DEADLINE, "deadline")
@@ -81,7 +81,7 @@ def test_a_deadline_holds_though_the_engine_says_nothing(tmp_path: Path) -> None
         }
         assert engine.stats().num_requests == 0
         os.kill(process_id, signal.SIGCONT)
-        assert await read(engine.submit("abc", SamplingParams(max_tokens=5)))
+        assert await read(ask(engine, "abc", SamplingParams(max_tokens=5)))
         await until(lambda: engine.stats().scheduler.blocks.num_used == 0)
         assert engine.stats().num_restarts == 0
 
@@ -94,7 +94,7 @@ def test_the_engines_own_end_at_a_deadline_comes_first(
     monkeypatch.setattr("quickstep.engine.remote.engine._DEADLINE_MARGIN_S", DEADLINE_S)
 
     async def test(engine: RemoteEngine) -> None:
-        stream = engine.submit("abc", LONG, deadline_s=0.5)
+        stream = ask(engine, "abc", LONG, timeout_s=0.5)
         engine.pause(stream.request_id)  # which holds its steps, and not its deadline
         deltas = [delta async for delta in stream]
         assert deltas[-1].finish_reason is FinishReason.DEADLINE
@@ -106,13 +106,13 @@ def test_the_engines_own_end_at_a_deadline_comes_first(
 def test_a_stopped_process_takes_no_more_than_a_bounded_number_of_requests(tmp_path: Path) -> None:
     async def test(engine: RemoteEngine) -> None:
         process_id = stopped(engine)
-        streams = [engine.submit("abc", SamplingParams(max_tokens=3)) for _ in range(8)]
+        streams = [ask(engine, "abc", SamplingParams(max_tokens=3)) for _ in range(8)]
         with pytest.raises(EngineError, match=r"8 requests wait .* the limit is 8"):
-            engine.submit("abc", LONG)
+            ask(engine, "abc", LONG)
         os.kill(process_id, signal.SIGCONT)
         for stream in streams:
             assert (await ends(stream))[0][0] is FinishReason.MAX_TOKENS
-        assert await read(engine.submit("abc", SamplingParams(max_tokens=5)))
+        assert await read(ask(engine, "abc", SamplingParams(max_tokens=5)))
 
     run(tmp_path, test, max_undecided=8)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from live_server import DEADLINE_S, LiveServer, live_server, until
 
 from quickstep.errors import RequestError
-from quickstep.server.http.json_depth import check_json_depth
+from quickstep.server.http.body import check_json_depth
 from quickstep.server.options import ConnectionOptions, RequestLimits, ServerOptions
 
 PROMPT = b'{"prompt":"a"}'

@@ -86,7 +86,7 @@ async def answers(engine: Engine | RemoteEngine) -> list[dict[str, Any]]:
 async def cut(engine: Engine | RemoteEngine) -> tuple[FinishReason | None, object]:
     """How a request ends whose deadline comes before its answer can."""
     endless = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
-    async with engine.submit(CODE, endless, deadline_s=0.02) as stream:
+    async with engine.generate(CODE, endless, timeout_s=0.02) as stream:
         last = [delta async for delta in stream][-1]
     return last.finish_reason, last.stop_reason
 

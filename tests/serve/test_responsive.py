@@ -154,7 +154,7 @@ def test_a_long_body_is_looked_through_beside_the_loop(
         if len(body) > len(LONG):
             held.work()
 
-    monkeypatch.setattr("quickstep.server.http.intake.check_json_depth", slow)
+    monkeypatch.setattr("quickstep.server.http.route.check_json_depth", slow)
     engine = FakeEngine(max_model_len=200_000)
     answer = others_are_served_while(engine, held, COMPLETIONS, {"prompt": LONG})
     assert answer.status_code == 200

@@ -7,7 +7,6 @@ import json
 import logging
 import ssl
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from quickstep.errors import ConfigError, RequestError
 from quickstep.server.app import create_app
 from quickstep.server.options import ConnectionOptions, Deadlines, ServerOptions, TlsOptions
 from quickstep.server.run import check_tls
-from quickstep.types import SamplingParams
+from quickstep.types import Request
 
 
 class TimedEngine(FakeEngine):
@@ -30,16 +29,9 @@ class TimedEngine(FakeEngine):
 
     deadline_s: float | None = None
 
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams,
-        *,
-        deadline_s: float | None = None,
-        **more: Any,
-    ) -> FakeStream:
-        self.deadline_s = deadline_s
-        return super().submit(prompt, sampling, **more)
+    def stream(self, request: Request) -> FakeStream:
+        self.deadline_s = request.timeout_s
+        return super().stream(request)
 
 
 def post(

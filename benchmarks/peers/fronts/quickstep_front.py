@@ -23,7 +23,7 @@ class _InProcess:
 
     async def stream(self, prompt: list[int], num_outputs: int) -> AsyncIterator[list[int]]:
         sampling = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)
-        async with self._engine.submit(prompt, sampling) as deltas:
+        async with self._engine.generate(prompt, sampling) as deltas:
             async for delta in deltas:
                 if delta.token_ids:
                     yield list(delta.token_ids)

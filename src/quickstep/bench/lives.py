@@ -57,7 +57,7 @@ async def follow(subject: Subject, prompt: Sequence[int], num_outputs: int) -> L
     sampling = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)
     submitted_s = time.perf_counter()
     marks = []
-    async with subject.engine.submit(prompt, sampling) as stream:
+    async with subject.engine.generate(prompt, sampling) as stream:
         async for delta in stream:
             if delta.finish_reason is FinishReason.ERROR:
                 raise EngineError(f"a request of the benchmark failed: {delta.error}")

@@ -76,7 +76,7 @@ class Conversation:
         from quickstep.cli.answers import collect
 
         messages = [*self._messages, {"role": "user", "content": text}]
-        stream = self._engine.submit(self._engine.chat_prompt(messages), self._sampling)
+        stream = self._engine.generate(self._engine.chat_prompt(messages), self._sampling)
         (answer,) = await collect(stream, 1, _write)
         _write("\n")
         self._messages = [*messages, {"role": "assistant", "content": answer.text}]

@@ -64,7 +64,7 @@ async def _stream_both(engine: Engine) -> dict[str, Answer]:
 async def _streamed(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
     from quickstep.cli.answers import collect
 
-    (answer,) = await collect(engine.submit(prompt, sampling), 1, _write)
+    (answer,) = await collect(engine.generate(prompt, sampling), 1, _write)
     _write("\n")
     return answer
 

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     async def work(engine: Engine) -> None:
         say_defaults(engine.default_sampling)
         sampling = sampling_params(args, engine.default_sampling, args.n)
-        stream = engine.submit(prompt, sampling)
+        stream = engine.generate(prompt, sampling)
         answers = await collect(stream, args.n, _write if live else None)
         if args.json:
             print(json.dumps(_described(engine, stream, answers), indent=2))

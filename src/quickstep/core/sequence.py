@@ -139,6 +139,8 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # None until first admitted
         self.device_s = 0.0
         self.arrival_s = now
+        timeout_s = request.timeout_s
+        self.deadline_s = None if timeout_s is None else now + timeout_s
         # prompt tokens that are scored and delivered; of a request's sequences the first does it
         scores = index == 0 and request.sampling.prompt_logprobs is not None
         self._num_scored_tokens = 0 if scores else self.prompt_len

@@ -69,8 +69,8 @@ class Deadlines:
         self._prune_at = 64
 
     def push(self, sequence: Sequence) -> None:
-        """Watch a sequence, if its request has a deadline."""
-        deadline_s = sequence.request.deadline_s
+        """Watch a sequence, if it has a deadline."""
+        deadline_s = sequence.deadline_s
         if deadline_s is None:
             return
         heapq.heappush(self._heap, (deadline_s, sequence.arrival, sequence))

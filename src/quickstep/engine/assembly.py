@@ -152,7 +152,7 @@ def wire_engine(
     from quickstep.core.policies import make_policy
     from quickstep.core.scheduler import Scheduler
     from quickstep.engine.engine import Engine
-    from quickstep.engine.seeds import open_seeds
+    from quickstep.engine.requests import open_seeds
     from quickstep.engine.step_log import StepLog
     from quickstep.runtime.executor import LocalExecutor
     from quickstep.runtime.runner import ModelRunner

@@ -13,13 +13,16 @@ so the result is a function of the prompt alone. Used by `LLM.beam_search` and b
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
+
+from msgspec import structs
 
 from quickstep.dataclass import dataclass
 from quickstep.engine.stream import Delta
 from quickstep.errors import EngineError, RequestError
-from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
+from quickstep.types import FinishReason, Request, SamplingParams, TokenLogprobs
 
 __all__ = ["BeamSearch", "BeamSearchParams", "Continuation", "Hypothesis", "Submit"]
 
@@ -87,8 +90,8 @@ class Continuation(Protocol):
         """Abort what still runs. Idempotent."""
 
 
-# (token ids, sampling, seconds left): one request; raises RequestError, EngineError
-Submit = Callable[[Sequence[int], SamplingParams, float | None], Continuation]
+# one request to its stream, as `Engine.stream`; raises RequestError, EngineError
+Submit = Callable[[Request], Continuation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,37 +117,34 @@ class _Step:
 class BeamSearch:
     """One search. `start` it, `run` it, `aclose` it; `prompt_logprobs` are there after `run`.
 
-    `end_ids` finish a beam. `num_top` is how many alternatives each token's logprobs shall hold.
-    `deadline_s` counts from now on `clock`: then the best beams so far are the answer.
+    `request` is the prompt to continue; of its sampling, only the numbers of logprobs are read. Its
+    timeout counts from now on `clock`: then the best beams so far are the answer. `end_ids` finish
+    a beam.
     """
 
     def __init__(
         self,
         submit: Submit,
-        prompt_token_ids: Sequence[int],
+        request: Request,
         params: BeamSearchParams,
         end_ids: frozenset[int],
         *,
-        limits: tuple[int, int],
-        scored: tuple[int, int | None] = (0, None),
-        deadline: tuple[float | None, Callable[[], float]] | None = None,
+        max_model_len: int,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limits`: longest sequence and vocabulary; `scored`: alternatives of an output token, and
-        of a prompt token (None for none).
-        """
-        max_len, vocab_size = limits
         self._submit = submit
-        self._prompt = tuple(prompt_token_ids)
+        self._request = request
+        self._prompt = request.prompt_token_ids
         self._params = params
         self._end_ids = frozenset() if params.ignore_eos else end_ids
-        self._max_tokens = min(params.max_tokens, max_len - len(self._prompt))
-        self._num_top, self._num_prompt_top = scored
+        self._max_tokens = min(params.max_tokens, max_model_len - len(self._prompt))
+        self._num_top = request.sampling.logprobs or 0
         # as many end tokens may stand before the candidates that go on
         wanted = (1 + len(self._end_ids)) * max(2, 2 * params.beam_width)
         self._num_candidates = min(max(wanted, self._num_top), vocab_size)
-        self._deadline_s, self._clock = deadline or (None, lambda: 0.0)
-        if self._deadline_s is not None:
-            self._deadline_s += self._clock()
+        self._clock = clock
+        self._deadline_s = None if request.timeout_s is None else clock() + request.timeout_s
         self._streams: list[Continuation] = []
         self._finished: list[Hypothesis] = []
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
@@ -191,12 +191,17 @@ class BeamSearch:
             temperature=0.0,
             ignore_eos=True,
             logprobs=self._num_candidates,
-            prompt_logprobs=self._num_prompt_top if is_prompt else None,
+            prompt_logprobs=self._request.sampling.prompt_logprobs if is_prompt else None,
         )
         left_s = None
         if self._deadline_s is not None:
             left_s = max(_LEAST_S, self._deadline_s - self._clock())
-        return self._submit((*self._prompt, *beam.token_ids), sampling, left_s)
+        token_ids = (*self._prompt, *beam.token_ids)
+        return self._submit(
+            structs.replace(
+                self._request, prompt_token_ids=token_ids, sampling=sampling, timeout_s=left_s
+            )
+        )
 
     def _submit_all(self, beams: Sequence[Hypothesis]) -> bool:
         """False if there is no time left for it."""

@@ -2,13 +2,13 @@
 
     submit -> Scheduler.add ─┐
                              v
-      expire -> plan -> Executor.submit -> (ticket) -> commit -> text, stop strings -> Stream
+      expire -> plan -> Executor.submit -> (ticket) -> commit -> text, stop strings -> sink
 
-This is the asynchronous API of the library; `LLM` and the server stand on it:
+This is the asynchronous API of the library; `LLM` and the server call it:
 
     engine = open_engine(EngineConfig())
     await engine.start()
-    async with engine.submit("def add(", SamplingParams(max_tokens=32)) as stream:
+    async with engine.generate("def add(", SamplingParams(max_tokens=32)) as stream:
         async for delta in stream:
             print(delta.text, end="")
     await engine.stop()
@@ -21,28 +21,23 @@ several in a row, or a fault in the task itself, fail the engine and every reque
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from quickstep.config import StreamConfig
 from quickstep.core.scheduler import Scheduler
 from quickstep.engine.grammar.grammars import CompiledGrammar, check_grammar, prepare_grammar
 from quickstep.engine.live_requests import LiveRequests
 from quickstep.engine.loaded_model import LoadedModel
-from quickstep.engine.request_check import (
-    check_deadline,
-    check_pooling,
-    check_sampling,
-    check_token_ids,
-)
-from quickstep.engine.seeds import draw_seed
+from quickstep.engine.requests import RequestIntake, as_token_ids
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
-from quickstep.engine.stream import Stream
+from quickstep.engine.stream import Sink, Stream
 from quickstep.engine.text.token_forms import TokenFormFinder
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.ticket_wait import wait_for
@@ -94,14 +89,13 @@ class Engine:
         self._executor = executor
         self._step_log = step_log
         self._stream_bounds = streams
-        self._seeds = seeds
         self._clock = clock
         self._state = EngineState.NEW
         self._failure = ""
         self._token_forms = TokenFormFinder.of_model(model)
         self._live = LiveRequests(model.tokenizer, step_log, self._end_sequences)
+        self._intake = RequestIntake(seeds, self._live)
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
-        self._numbers = itertools.count()
         self._last_step_s: float | None = None
         self._num_failed_in_a_row = 0  # steps
         self._busy_since_s = 0.0  # since when there was somebody to generate for
@@ -247,56 +241,61 @@ class Engine:
         await self._token_forms.prepare(sampling)
         return await prepare_grammar(sampling.grammar, self._model.grammars)
 
-    def submit(
+    def generate(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
         *,
-        request_id: str | None = None,
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
-        deadline_s: float | None = None,
-        pooling: Pooling | None = None,
+        request_id: str = "",
+        timeout_s: float | None = None,
     ) -> Stream:
-        """Queue a request; its stream starts at once. Call it in the engine's event loop.
+        """Submit a prompt; see `stream`, which takes requests with more fields."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        request = Request(request_id, as_token_ids(ids), sampling, timeout_s=timeout_s)
+        return self.stream(request)
 
-        `deadline_s` counts from now: when it has passed, what was generated is the answer. With
-        `pooling` the prompt's embedding is, and nothing is generated.
+    def stream(self, request: Request) -> Stream:
+        """Check and submit a request; the caller reads its deltas from the stream, which has begun.
+
+        The id, the seed and the end tokens are set here. Call it in the engine's event loop.
 
         Raises:
-            RequestError: The request cannot be served as it stands.
+            RequestError: The request cannot be served as it is.
+            EngineError: The engine does not run (not started, stopping, failed).
+        """
+        self._require_running()
+        eos_token_ids = self.tokenizer.eos_token_ids
+        request = self._intake.take(
+            request, self._model.vocab_size, self.max_model_len, eos_token_ids
+        )
+        stream = Stream(request, self, self._stream_bounds)
+        stream.accept(self.submit(request, stream))
+        return stream
+
+    def submit(self, request: Request, sink: Sink) -> tuple[str, ...]:
+        """Queue a request that a `RequestIntake` has checked; its deltas go to `sink`.
+
+        Gives the keywords of its grammar that are enforced less strictly than they say.
+
+        Raises:
+            RequestError: The request cannot be served as it is.
             EngineError: The engine does not run (not started, stopping, failed).
         """
         self._require_running()
         now = self._clock()
-        check_deadline(deadline_s)
-        check_pooling(pooling, sampling)
-        prompt_only = pooling is not None or sampling.max_tokens == 0
-        prompt_token_ids = self._prompt_token_ids(prompt, prompt_only)
-        check_sampling(sampling, self._model.vocab_size, self.tokenizer.eos_token_ids)
-        grammar = check_grammar(sampling.grammar, self._model.grammars)
-        request = Request(
-            request_id=request_id or self._free_request_id(),
-            prompt_token_ids=prompt_token_ids,
-            sampling=self._token_forms.find(sampling, prompt_token_ids),
-            seed=draw_seed(self._seeds) if sampling.seed is None else sampling.seed,
-            eos_token_ids=self.tokenizer.eos_token_ids,
-            priority=priority,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            deadline_s=None if deadline_s is None else now + deadline_s,
-            pooling=pooling,
-        )
+        grammar = check_grammar(request.sampling.grammar, self._model.grammars)
+        sampling = self._token_forms.find(request.sampling, request.prompt_token_ids)
+        if sampling is not request.sampling:
+            request = structs.replace(request, sampling=sampling)
         was_held = self._scheduler.is_held()
         self._scheduler.add(request, now)
         try:
-            stream = self._live.accept(request, self, self._stream_bounds, grammar)
+            self._live.accept(request, sink, grammar)
         except BaseException:
             self._scheduler.abort(request.request_id, now)
             raise
         self._note_work(was_held, now)
-        return stream
+        return () if grammar is None else grammar.ignored
 
     def abort(self, request_id: str) -> None:
         """End a request; what it has is its answer. An unknown or finished id is fine."""
@@ -321,15 +320,6 @@ class Engine:
         if self._state is not EngineState.RUNNING:
             why = f": {self._failure}" if self._failure else ""
             raise EngineError(f"the engine is {self._state.value} and takes no requests{why}")
-
-    def _free_request_id(self) -> str:
-        return next(
-            name for number in self._numbers if (name := f"request-{number}") not in self._live
-        )
-
-    def _prompt_token_ids(self, prompt: str | Sequence[int], prompt_only: bool) -> tuple[int, ...]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return check_token_ids(ids, self._model.vocab_size, self.max_model_len, prompt_only)
 
     async def _run(self) -> None:
         while self._state in (EngineState.RUNNING, EngineState.DRAINING):

@@ -1,7 +1,7 @@
-"""The requests that have not ended: their texts, their streams, and what the book says of them.
+"""The requests that have not ended: their texts, their sinks, and what the step log says of them.
 
-Owned by the engine, called in its event loop only. Outputs of the scheduler go in, deltas come out
-at the streams. A sequence whose text completes a stop string is ended here, at the scheduler, as is
+Owned by the engine, called in its event loop only. Outputs of the scheduler go in, deltas go
+to the sinks. A sequence whose text completes a stop string is ended here, at the scheduler, as is
 a request whose delivery fails: the others do not notice.
 """
 
@@ -12,10 +12,9 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from quickstep.config import StreamConfig
 from quickstep.engine.grammar.grammars import CompiledGrammar
 from quickstep.engine.step_log import SequenceRecord, StepLog
-from quickstep.engine.stream import Delta, Stream, StreamOwner
+from quickstep.engine.stream import Delta, Sink
 from quickstep.engine.text.output_text import OutputText
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.types import FinishReason, Request, SequenceOutput
@@ -37,15 +36,16 @@ class _LiveRequest:
     def __init__(
         self,
         request: Request,
-        stream: Stream,
+        sink: Sink,
         texts: Iterable[OutputText],
         grammar: CompiledGrammar | None,
     ) -> None:
         self.request = request
-        self.stream = stream
+        self.sink = sink
         self.grammar = grammar
         self.texts = dict(enumerate(texts))
         self.last_token_s: dict[int, float] = {}
+        self.logged: set[int] = set()  # ended sequences in the step log
 
 
 class LiveRequests:
@@ -76,25 +76,16 @@ class LiveRequests:
         """Return once no request is live."""
         await self._empty.wait()
 
-    def accept(
-        self,
-        request: Request,
-        owner: StreamOwner,
-        bounds: StreamConfig | None,
-        grammar: CompiledGrammar | None,
-    ) -> Stream:
-        """Open the stream of a request that the scheduler took; hold its grammar until its end."""
+    def accept(self, request: Request, sink: Sink, grammar: CompiledGrammar | None) -> None:
+        """Follow a request that the scheduler took; hold its grammar until its end."""
         sampling, prompt = request.sampling, request.prompt_token_ids
-        stream = Stream(request.request_id, prompt, request.seed, sampling.n, owner, bounds)
-        stream.ignored = () if grammar is None else grammar.ignored
         at_start = sampling.skip_special_tokens and all(map(self._tokenizer.is_special, prompt))
         texts = [OutputText(self._tokenizer, sampling, at_start) for _ in range(sampling.n)]
-        self._live[request.request_id] = _LiveRequest(request, stream, texts, grammar)
+        self._live[request.request_id] = _LiveRequest(request, sink, texts, grammar)
         self._empty.clear()
-        return stream
 
     def deliver(self, outputs: Iterable[SequenceOutput], now: float) -> None:
-        """Hand the scheduler's outputs to their readers."""
+        """Hand the scheduler's outputs to their sinks."""
         for output in outputs:
             live = self._live.get(output.request_id)
             if live is None or output.index not in live.texts:
@@ -107,13 +98,13 @@ class LiveRequests:
                 self._fail(live, output, error, now)
 
     def fail_all(self, reason: str) -> None:
-        """End every stream with ERROR, without asking the scheduler."""
+        """End every request with ERROR, without asking the scheduler."""
         for live in self._live.values():
             for index in live.texts:
                 try:
-                    live.stream.put(Delta(index, finish_reason=FinishReason.ERROR, error=reason))
-                except Exception:  # the engine has failed: the next stream must end all the same
-                    _LOGGER.exception("the end of %s could not be told", live.request.request_id)
+                    live.sink.put(Delta(index, finish_reason=FinishReason.ERROR, error=reason))
+                except Exception:  # the engine has failed: the next request must end all the same
+                    _LOGGER.exception("%s could not be ended", live.request.request_id)
         self._live.clear()
         self._empty.set()
 
@@ -123,7 +114,7 @@ class LiveRequests:
             self._note_gap(live, output.index, now)
         reason = delta.finish_reason
         if reason is None:
-            live.stream.put(delta)
+            live.sink.put(delta)
             return
         if output.finish_reason is None:
             ended = self._end_sequences(
@@ -144,7 +135,11 @@ class LiveRequests:
         why = f"the answer could not be delivered: {error}"
         for index in tuple(live.texts):
             delta = Delta(index, finish_reason=reason, timings=timings.get(index), error=why)
-            self._finish(live, delta, reason)
+            try:
+                self._finish(live, delta, reason)
+            except Exception:  # its sink takes not even that; its neighbours go on
+                _LOGGER.exception("%s could not be ended", request_id)
+        self._remove(live)
 
     def _note_gap(self, live: _LiveRequest, index: int, now: float) -> None:
         last_token_s = live.last_token_s.get(index)
@@ -154,7 +149,8 @@ class LiveRequests:
 
     def _finish(self, live: _LiveRequest, delta: Delta, reason: FinishReason) -> None:
         request = live.request
-        if delta.timings is not None:
+        if delta.timings is not None and delta.index not in live.logged:
+            live.logged.add(delta.index)
             record = SequenceRecord(
                 request_id=request.request_id,
                 index=delta.index,
@@ -165,9 +161,12 @@ class LiveRequests:
                 timings=delta.timings,
             )
             self._step_log.add_sequence(record)
+        live.sink.put(delta)
         del live.texts[delta.index]
-        live.stream.put(delta)
         if not live.texts:
-            del self._live[request.request_id]
-            if not self._live:
-                self._empty.set()
+            self._remove(live)
+
+    def _remove(self, live: _LiveRequest) -> None:
+        self._live.pop(live.request.request_id, None)
+        if not self._live:
+            self._empty.set()

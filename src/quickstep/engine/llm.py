@@ -33,11 +33,11 @@ from quickstep.engine.outputs import (
     collect,
     collect_embedding,
 )
-from quickstep.engine.request_check import check_token_ids
+from quickstep.engine.requests import as_token_ids, check_token_ids
 from quickstep.engine.stream import Stream
 from quickstep.engine.text.chat_template import Message
 from quickstep.errors import RequestError
-from quickstep.types import Pooling, SamplingParams
+from quickstep.types import Pooling, Request, SamplingParams
 
 __all__ = ["LLM", "Prompt"]
 
@@ -133,8 +133,8 @@ class LLM:
         how = pooling or self._engine.default_pooling
 
         submits = [
-            partial(self._engine.submit, prompt.token_ids, sampling, pooling=how)
-            for prompt in self._tokenised(prompts)
+            partial(self._engine.stream, Request("", ids, sampling, pooling=how))
+            for ids in [as_token_ids(prompt.token_ids) for prompt in self._tokenised(prompts)]
         ]
 
         async def answer(stream: Stream, number: int) -> EmbeddingRequestOutput:
@@ -181,7 +181,7 @@ class LLM:
     ) -> list[RequestOutput]:
         sampling = _as_many(sampling_params, len(prompts))
         submits = [
-            partial(self._engine.submit, prompt.token_ids, params)
+            partial(self._engine.generate, prompt.token_ids, params)
             for prompt, params in zip(prompts, sampling, strict=True)
         ]
         tokenizer = self._engine.tokenizer
@@ -194,16 +194,17 @@ class LLM:
 
     def _start_search(self, token_ids: Sequence[int], params: BeamSearchParams) -> BeamSearch:
         engine = self._engine
-        ids = check_token_ids(token_ids, engine.model.vocab_size, engine.max_model_len)
-
-        def submit(
-            prompt: Sequence[int], sampling: SamplingParams, deadline_s: float | None
-        ) -> Stream:
-            return engine.submit(prompt, sampling, deadline_s=deadline_s)
-
-        limits = (engine.max_model_len, engine.model.vocab_size)
-        ends = engine.tokenizer.eos_token_ids
-        search = BeamSearch(submit, ids, params, ends, limits=limits)
+        max_model_len, vocab_size = engine.max_model_len, engine.model.vocab_size
+        ids = as_token_ids(token_ids)
+        check_token_ids(ids, vocab_size, max_model_len)
+        search = BeamSearch(
+            engine.stream,
+            Request("", ids),
+            params,
+            engine.tokenizer.eos_token_ids,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+        )
         search.start()
         return search
 

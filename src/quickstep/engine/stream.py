@@ -1,8 +1,9 @@
-"""What a request gives back while it runs: a stream of deltas.
+"""What a request gives back while it runs: deltas, which the engine puts into the request's sink.
 
-`Engine.submit` makes a Stream and is the only one to write to it; the caller iterates it in the
-engine's event loop. Nothing is dropped for a slow reader: one who leaves too much unread has his
-request paused (`StreamConfig`) until he has read enough of it.
+A sink is anything with `put`. A `Stream` is the sink that a caller iterates in the engine's event
+loop; the connection to the server's process is another (`remote.service`). A stream drops nothing
+for a slow reader: one that leaves too much unread has its request paused (`StreamConfig`) until it
+has read enough.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections import deque
 from typing import Protocol, Self
 
 from quickstep.config import StreamConfig
+from quickstep.errors import QuickstepError
 from quickstep.frozen import frozen
-from quickstep.types import FinishReason, SequenceTimings, TokenLogprobs
+from quickstep.types import FinishReason, Request, SequenceTimings, TokenLogprobs
 
-__all__ = ["Delta", "Stream", "StreamOwner"]
+__all__ = ["Delta", "Sink", "Stream", "StreamOwner"]
 
 
 @frozen
@@ -57,6 +59,13 @@ class Delta:
         return len(self.text) + 8 * num_numbers
 
 
+class Sink(Protocol):
+    """Where an engine puts the deltas of one request, in order per sequence."""
+
+    def put(self, delta: Delta) -> None:
+        """Take a delta, in the engine's event loop; what it raises ends the request."""
+
+
 class StreamOwner(Protocol):
     """Who runs a stream's request: the engine, or its client in another process."""
 
@@ -73,24 +82,21 @@ class StreamOwner(Protocol):
 class Stream:
     """The deltas of one request, in order per sequence; ends after the last sequence's end.
 
-    Leave it early with `aclose()` (or leave `async with`): that aborts what still runs.
+    The owner accepts or refuses the request, and puts the deltas; the caller does the rest. Leave
+    it early with `aclose()` (or leave `async with`): that aborts what still runs.
     """
 
     def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: tuple[int, ...],
-        seed: int,
-        num_sequences: int,
-        owner: StreamOwner,
-        bounds: StreamConfig | None = None,
+        self, request: Request, owner: StreamOwner, bounds: StreamConfig | None = None
     ) -> None:
-        self.request_id = request_id
-        self.prompt_token_ids = prompt_token_ids
-        self.seed = seed
+        self.request_id = request.request_id
+        self.prompt_token_ids = request.prompt_token_ids
+        self.seed = request.seed
         # what the engine takes less strictly than the request says; known once it has accepted
         self.ignored: tuple[str, ...] = ()
-        self._num_running = num_sequences
+        self._decided = asyncio.Event()
+        self._refusal: QuickstepError | None = None
+        self._num_running = request.sampling.n
         self._owner = owner
         self._bounds = bounds
         self._deltas: deque[Delta] = deque()
@@ -103,6 +109,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> Delta:
+        await self.accepted()
         while not self._deltas:
             if self._closed or self._num_running == 0:
                 raise StopAsyncIteration
@@ -123,7 +130,27 @@ class Stream:
         await self.aclose()
 
     async def accepted(self) -> None:
-        """Return once the engine has taken the request: here, `submit` has made sure of it."""
+        """Return once the engine has taken the request.
+
+        Raises:
+            RequestError: The engine cannot serve it as it is.
+            EngineError: The engine takes no requests, or ended before it took this one.
+        """
+        await self._decided.wait()
+        if self._refusal is not None:
+            raise self._refusal
+
+    def accept(self, ignored: tuple[str, ...] = ()) -> None:
+        """The engine has taken the request; nothing if that is decided (the owner only)."""
+        if not self._decided.is_set():
+            self.ignored = ignored
+            self._decided.set()
+
+    def refuse(self, error: QuickstepError) -> None:
+        """The engine has not; nothing if that is decided (the owner only)."""
+        if not self._decided.is_set():
+            self._refusal = error
+            self._decided.set()
 
     async def aclose(self) -> None:
         """Abort what still runs, drop what was not read. Idempotent."""
@@ -136,7 +163,7 @@ class Stream:
         self._wake()
 
     def put(self, delta: Delta) -> None:
-        """Append (the engine only, in its event loop)."""
+        """Append (the owner only)."""
         if delta.finish_reason is not None:
             self._num_running -= 1
         if self._closed:

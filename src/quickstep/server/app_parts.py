@@ -1,4 +1,4 @@
-"""What an app is made of, whichever routes it has: the gate, the intake, the errors, the engine."""
+"""What every app consists of: the front gate, the checks of bodies, the errors, the engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from starlette.middleware import Middleware
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.errors import error_response
-from quickstep.server.http.intake import Intake, taken_in
 from quickstep.server.http.middleware import FrontGate
-from quickstep.server.http.route import ApiRoute
+from quickstep.server.http.route import ApiRoute, BodyRules, with_checked_body
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import CorsOptions, ServerOptions
@@ -34,12 +33,12 @@ def routed(
     lifespan: Lifespan | None = None,
 ) -> Starlette:
     """The app of these routes; `lanes` are where large bodies are looked at."""
-    intake = Intake.of(options)
+    rules = BodyRules.of(options)
     app = Starlette(
         routes=[
             route
             for known in routes
-            for route in replace(known, endpoint=taken_in(known, intake, lanes)).starlette()
+            for route in replace(known, endpoint=with_checked_body(known, rules, lanes)).starlette()
         ],
         middleware=[*_cors(options.cors), Middleware(FrontGate, routes=routes, options=options)],
         exception_handlers={

@@ -11,7 +11,6 @@ from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.metrics import Metrics
 from quickstep.server.openai.chat import Chat
-from quickstep.server.openai.choices import ChoicesSurface
 from quickstep.server.openai.completions import Completions
 from quickstep.server.openai.request_types import ChatRequest, CompletionRequest
 from quickstep.server.openai.response_types import (
@@ -42,8 +41,8 @@ def probe_routes(served: Served, metrics: Metrics, options: ServerOptions) -> li
 
 def generating_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
     """What most clients come for."""
-    chat = GeneratingRoute(ChoicesSurface(Chat()), served, metrics)
-    completions = GeneratingRoute(ChoicesSurface(Completions()), served, metrics)
+    chat = GeneratingRoute(Chat(), served, metrics)
+    completions = GeneratingRoute(Completions(), served, metrics)
     return [
         ApiRoute(
             "POST",

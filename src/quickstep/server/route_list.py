@@ -10,7 +10,7 @@ from quickstep.server.batches.endpoint import LocalBatches
 from quickstep.server.first_routes import generating_routes, probe_routes
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.endpoint import GeneratingRoute
-from quickstep.server.http.error_shapes import anthropic_shape
+from quickstep.server.http.errors import anthropic_shape
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.llama_cpp.routes import llama_cpp_routes
 from quickstep.server.metrics import Metrics

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable
+
+from msgspec import structs
 
 from quickstep.engine.beam_search import BeamSearch, BeamSearchParams, Hypothesis
 from quickstep.engine.stream import Delta
-from quickstep.types import Request, SamplingParams, SequenceOutput, TokenLogprobs
+from quickstep.types import Request, SequenceOutput, TokenLogprobs
 
 __all__ = ["RunningSearch"]
 
@@ -75,14 +76,14 @@ class RunningSearch:
         self._add = add
         self._abort = abort
         self._streams: dict[str, _BeamStream] = {}
-        sampling = request.sampling
+        max_model_len, vocab_size = limits
         self._search = BeamSearch(
             self._submit,
-            request.prompt_token_ids,
+            request,
             params,
             request.eos_token_ids,
-            limits=limits,
-            scored=(sampling.logprobs or 0, sampling.prompt_logprobs),
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
         )
         self._search.start()
         self._task = asyncio.ensure_future(self._search.run())
@@ -116,13 +117,8 @@ class RunningSearch:
         for name in self.live_ids:
             self._abort(name)
 
-    def _submit(
-        self, token_ids: Sequence[int], sampling: SamplingParams, left_s: float | None
-    ) -> _BeamStream:
+    def _submit(self, request: Request) -> _BeamStream:
         name = f"{self._request.request_id}/{len(self._streams)}"
         stream = self._streams[name] = _BeamStream(lambda: self._abort(name))
-        prompt = tuple(token_ids)
-        self._add(
-            replace(self._request, request_id=name, prompt_token_ids=prompt, sampling=sampling)
-        )
+        self._add(structs.replace(request, request_id=name))
         return stream

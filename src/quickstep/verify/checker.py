@@ -15,6 +15,8 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from msgspec import structs
+
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import sequence_seed
@@ -307,7 +309,7 @@ def _sequences(added: RandomRequest) -> list[RandomRequest]:
         scores = request.sampling.prompt_logprobs if index == 0 else None
         sampling = replace(request.sampling, n=1, prompt_logprobs=scores)
         seed = sequence_seed(request.seed, index)
-        sequences.append(RandomRequest(replace(request, sampling=sampling, seed=seed)))
+        sequences.append(RandomRequest(structs.replace(request, sampling=sampling, seed=seed)))
     return sequences
 
 
@@ -328,7 +330,7 @@ def _events(
             resumed_at = paused_at + draws.randint(1, 30)
             events.append(Event(resumed_at, request.request_id, Signal.RESUME))
         if scenario.has_aborts and draws.random() < 1 / 3:
-            twin = replace(request, request_id=request.request_id + _NEIGHBOUR)
+            twin = structs.replace(request, request_id=request.request_id + _NEIGHBOUR)
             twin_at = max(0, at + draws.randint(-3, 3))
             events.append(Event(twin_at, twin.request_id, replace(one, request=twin)))
             events.append(Event(twin_at + draws.randint(1, 30), twin.request_id, Signal.ABORT))

@@ -1,22 +1,20 @@
-"""An engine in its own process, with the face that the server knows: `RemoteEngine`.
+"""An engine in its own process, with the interface that the server knows: `RemoteEngine`.
 
     RemoteEngine (here: no torch) ── socket pair, msgpack ── worker: EngineService ── Engine
 
 The `Supervisor` keeps a worker alive; here is what it works for. When it is gone, every stream
-ends with an error at once. What a client must be told is checked here as far as it can be; the
-engine's own refusals come through the stream's `accepted`. Both processes read the machine's
-monotonic clock, so that the worker's times are ours. Everything runs in the event loop that
-called `open`.
+ends with an error at once. A request is checked here, before it is sent; what only the engine
+knows, it refuses, and its refusals come through the stream's `accepted`. Both processes read the
+machine's monotonic clock, so that the worker's times are ours. Everything runs in the event loop
+that called `open`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -39,20 +37,13 @@ from quickstep.engine.remote.messages import (
     SequenceNote,
     StatsNote,
     StepNote,
-    Submit,
 )
 from quickstep.engine.remote.opening import opening_of
 from quickstep.engine.remote.restarts import RestartLimits
 from quickstep.engine.remote.stats import Ledger
-from quickstep.engine.remote.streams import RemoteStream, RemoteStreams
+from quickstep.engine.remote.streams import RemoteStreams
 from quickstep.engine.remote.supervisor import Supervisor
-from quickstep.engine.request_check import (
-    check_deadline,
-    check_pooling,
-    check_sampling,
-    check_token_ids,
-)
-from quickstep.engine.seeds import draw_seed, open_seeds
+from quickstep.engine.requests import RequestIntake, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Stream
@@ -61,12 +52,12 @@ from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.model.checkpoint.source import local_checkpoint
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import FinishReason, Pooling, SamplingParams
+from quickstep.types import FinishReason, Pooling, Request, SamplingParams
 
 __all__ = ["RemoteEngine"]
 
 _LOGGER = logging.getLogger(__name__)
-# After a request's deadline, until its end is made here.
+# After a request's deadline, until it is ended here.
 _DEADLINE_MARGIN_S = 1.0
 # Messages that may wait for a process that does not read.
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
@@ -141,7 +132,6 @@ class RemoteEngine:
         )
         self._clock = clock
         self._max_undecided = max_undecided
-        self._seeds = open_seeds(config.seed)
         self._model = config.load.model
         self._template_s = config.inputs.template_s
         self._stream_bounds = config.streams
@@ -149,7 +139,7 @@ class RemoteEngine:
         self._ledger = Ledger()
         self._step_log = StepLog()
         self._streams = RemoteStreams(clock)
-        self._ids = itertools.count()
+        self._intake = RequestIntake(open_seeds(config.seed), self._streams)
         self._ahead: asyncio.Task[_Texts | None] | None = None
         self._served: _Served | None = None
 
@@ -254,71 +244,43 @@ class RemoteEngine:
     async def prepare(self, sampling: SamplingParams) -> None:
         """Nothing: the engine's process prepares what it takes, and its verdict tells."""
 
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
-        deadline_s: float | None = None,
-        pooling: Pooling | None = None,
-    ) -> RemoteStream:
-        """Send a request to the engine; its stream says whether it was taken.
+    def stream(self, request: Request) -> Stream:
+        """Check a request and send it to the engine; its stream says whether it was taken.
 
-        `deadline_s` counts from its arrival there: then, what was generated is the answer. If the
-        engine has not ended it a second later, what has come from there is. With `pooling` the
-        prompt's embedding is, and nothing is generated.
+        The id, the seed and the end tokens are set here. If the engine has not ended the request a
+        second after its deadline, it is ended here with what has come.
 
         Raises:
-            RequestError: The request cannot be served as it stands.
+            RequestError: The request cannot be served as it is.
             EngineError: The engine takes no requests now (not started, restarting, stopping), or
                 does not read those that were sent.
         """
         process = self._running_process()
         self._check_backlog(process)
-        check_deadline(deadline_s)
         facts = self._loaded.facts
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        check_pooling(pooling, sampling)
-        prompt_only = pooling is not None or sampling.max_tokens == 0
-        prompt_token_ids = check_token_ids(ids, facts.vocab_size, facts.max_model_len, prompt_only)
-        check_sampling(sampling, facts.vocab_size, self.tokenizer.eos_token_ids)
-        name = self._free_request_id() if request_id is None else request_id
-        if self._streams.number_of(name) is not None:
-            raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
-        seed = draw_seed(self._seeds) if sampling.seed is None else sampling.seed
-        bounds = self._stream_bounds
-        stream = Stream(name, prompt_token_ids, seed, sampling.n, self, bounds)
-        number, remote = self._streams.open(stream, sampling.n)
-        message = Submit(
-            number=number,
-            request_id=name,
-            prompt_token_ids=prompt_token_ids,
-            sampling=replace(sampling, seed=seed),
-            priority=priority,
-            tenant=tenant,
-            cache_salt=cache_salt,
-            deadline_s=deadline_s,
-            pooling=pooling,
-        )
+        eos_token_ids = self.tokenizer.eos_token_ids
+        request = self._intake.take(request, facts.vocab_size, facts.max_model_len, eos_token_ids)
+        stream = Stream(request, self, self._stream_bounds)
+        self._streams.open(stream, request.sampling.n)
+        self._send(process, request)
+        if request.timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            wait_s = request.timeout_s + _DEADLINE_MARGIN_S
+            timer = loop.call_later(wait_s, self._expire, request.request_id)
+            self._streams.set_deadline(request.request_id, timer)
+        return stream
+
+    def _send(self, process: EngineProcess, request: Request) -> None:
         try:
-            process.send(message)
+            process.send(request)
         except UnicodeEncodeError as error:
             refusal = RequestError(f"the request holds half a surrogate pair: {error.object!r}")
-            self._streams.refuse(number, refusal)
+            self._streams.refuse(request.request_id, refusal)
             raise refusal from error
         except OverflowError as error:
             refusal = RequestError("the request holds a whole number of more than 64 bits")
-            self._streams.refuse(number, refusal)
+            self._streams.refuse(request.request_id, refusal)
             raise refusal from error
-        if deadline_s is not None:
-            loop = asyncio.get_running_loop()
-            timer = loop.call_later(deadline_s + _DEADLINE_MARGIN_S, self._expire, number, name)
-            self._streams.set_deadline(number, timer)
-        return remote
 
     def abort(self, request_id: str) -> None:
         """End a request; what it has is its answer. An unknown or finished id is fine."""
@@ -327,26 +289,23 @@ class RemoteEngine:
     def pause(self, request_id: str) -> None:
         """Generate no more for a request until `resume`; what is under way still comes."""
         self._tell(request_id, Pause)
-        number = self._streams.number_of(request_id)
-        if number is not None:
-            self._streams.pause(number)
+        if self._streams.is_live(request_id):
+            self._streams.pause(request_id)
 
     def resume(self, request_id: str) -> None:
         """Go on with a paused request, from where it stopped."""
         self._tell(request_id, Resume)
-        number = self._streams.number_of(request_id)
-        if number is not None:
-            self._streams.resume(number)
+        if self._streams.is_live(request_id):
+            self._streams.resume(request_id)
 
-    def _expire(self, number: int, request_id: str) -> None:
+    def _expire(self, request_id: str) -> None:
         self.abort(request_id)
-        self._streams.expire(number)
+        self._streams.expire(request_id)
 
     def _tell(self, request_id: str, kind: type[Abort | Pause | Resume]) -> None:
-        number = self._streams.number_of(request_id)
         process = self._supervisor.process
-        if number is not None and process is not None:
-            process.send(kind(number))
+        if process is not None and self._streams.is_live(request_id):
+            process.send(kind(request_id))
 
     async def opened(self, opened: Opened) -> None:
         """A process has the model loaded (the supervisor only)."""
@@ -361,22 +320,18 @@ class RemoteEngine:
     def receive(self, message: FromEngine) -> None:
         """The process said something (the supervisor only)."""
         match message:
-            case DeltaNote(number=number, delta=delta):
-                self._streams.deliver(number, delta)
+            case DeltaNote(request_id=request_id, delta=delta):
+                self._streams.deliver(request_id, delta)
             case GapNote(seconds=seconds):
                 self._step_log.add_gap(seconds)
             case StepNote(record=record):
                 self._step_log.add_step(record)
             case SequenceNote(record=record):
                 self._step_log.add_sequence(record)
-            case Accepted(number=number, ignored=ignored):
-                self._streams.accept(number, ignored)
-            case Refused(number=number, message=reason, param=param, status=status, code=code):
-                if status >= 500:
-                    self._streams.refuse(number, EngineError(reason))
-                else:
-                    refusal = RequestError(reason, param=param, status=status, code=code)
-                    self._streams.refuse(number, refusal)
+            case Accepted(request_id=request_id, ignored=ignored):
+                self._streams.accept(request_id, ignored)
+            case Refused():
+                self._streams.refuse(message.request_id, message.error)
             case StatsNote(stats=stats):
                 self._note_stats(stats)
             case _:
@@ -416,10 +371,6 @@ class RemoteEngine:
                 f"{num_undecided} requests wait for the engine to take them, the limit is {limit} "
                 f"or {_MAX_UNSENT_BYTES} bytes; send it again later"
             )
-
-    def _free_request_id(self) -> str:
-        names = (f"request-{number}" for number in self._ids)
-        return next(name for name in names if self._streams.number_of(name) is None)
 
     def _note_stats(self, stats: EngineStats) -> None:
         self._ledger.update(stats)

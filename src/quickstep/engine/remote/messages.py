@@ -1,12 +1,12 @@
 """What the server's process and the engine's say to each other, as msgpack.
 
-Plain frozen data: the domain's own dataclasses (`Delta`, `SamplingParams`, `EngineStats`, ...)
-inside small tagged messages. Both ends are the same installation, so there are no versions. A
-request is known by its `number`, which is never used twice, so that a late delta cannot reach a
-newer request that took the same id. Never pickle, and no torch to read any of it.
+Plain frozen data: `Request` as the server's process has made it, and the domain's own types
+(`Delta`, `EngineStats`, ...) inside small tagged messages. Both ends are the same installation, so
+there are no versions. A request is known by its id, which the client of the engine gives to no
+other until the engine has said the last of it. Never pickle, and no torch to read any of it.
 
-    ToEngine     Open, then Submit, Abort, Pause and Resume, in the end Stop
-    FromEngine   Loading*, Opened or OpenRefused, then a verdict per Submit, and notes as they come
+    ToEngine     Open, then Request, Abort, Pause and Resume, in the end Stop
+    FromEngine   Loading*, Opened or OpenRefused, then a verdict per Request, and notes as they come
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from quickstep.engine.remote.opening import Open, WireMessage
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
+from quickstep.errors import EngineError, QuickstepError, RequestError
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import Pooling, SamplingParams, StepRecord
+from quickstep.types import Pooling, Request, StepRecord
 
 __all__ = [
     "FROM_ENGINE",
@@ -47,7 +48,6 @@ __all__ = [
     "StatsNote",
     "StepNote",
     "Stop",
-    "Submit",
     "ToEngine",
     "encode",
 ]
@@ -68,36 +68,22 @@ class ModelFacts:
     memory_plan: MemoryPlan | None
 
 
-class Submit(WireMessage, frozen=True):
-    """A request with its seed drawn. `deadline_s` counts from its arrival at the engine."""
-
-    number: int
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    priority: int
-    tenant: str
-    cache_salt: str
-    deadline_s: float | None
-    pooling: Pooling | None
-
-
 class Abort(WireMessage, frozen=True):
-    """End a request; its last deltas come as for any end. Unknown and ended numbers are fine."""
+    """End a request; its last deltas come as for any end. Unknown and ended ids are fine."""
 
-    number: int
+    request_id: str
 
 
 class Pause(WireMessage, frozen=True):
-    """The reader of a request is behind: generate no more until Resume. Any number is fine."""
+    """The reader of a request is behind: generate no more until Resume. Any id is fine."""
 
-    number: int
+    request_id: str
 
 
 class Resume(WireMessage, frozen=True):
     """Its reader has caught up."""
 
-    number: int
+    request_id: str
 
 
 class Stop(WireMessage, frozen=True):
@@ -128,7 +114,7 @@ class OpenRefused(WireMessage, frozen=True):
 class Accepted(WireMessage, frozen=True):
     """The engine has queued the request; deltas follow. `ignored` as in `Stream`."""
 
-    number: int
+    request_id: str
     ignored: tuple[str, ...] = ()
 
 
@@ -137,17 +123,24 @@ class Refused(WireMessage, frozen=True):
     client's fault.
     """
 
-    number: int
+    request_id: str
     message: str
     param: str | None
     status: int
     code: str | None = None
 
+    @property
+    def error(self) -> QuickstepError:
+        """What the request's stream raises."""
+        if self.status >= 500:
+            return EngineError(self.message)
+        return RequestError(self.message, param=self.param, status=self.status, code=self.code)
+
 
 class DeltaNote(WireMessage, frozen=True):
     """News of one of a request's sequences."""
 
-    number: int
+    request_id: str
     delta: Delta
 
 
@@ -178,7 +171,7 @@ class StatsNote(WireMessage, frozen=True):
     computed_s: float
 
 
-ToEngine = Open | Submit | Abort | Pause | Resume | Stop
+ToEngine = Open | Request | Abort | Pause | Resume | Stop
 FromEngine = (
     Loading
     | Opened

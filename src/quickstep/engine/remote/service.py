@@ -1,9 +1,9 @@
 """The engine's side of the connection: messages to calls of `Engine`, its news to messages.
 
 One `EngineService` per process. Reading never stops, so that a closed connection is noticed while
-a model loads (in a thread) or a long step runs. Each request has a small task that moves its
-deltas; stats are told when a request comes or ends, and ten times a second while there is work,
-which is how the other end knows that this loop runs (see `stall_watch`).
+a model loads (in a thread) or a long step runs. The engine puts each delta into the connection
+(`_RequestSink`); stats are sent when a request comes or ends, and ten times a second while there
+is work, which is how the other end knows that this loop runs (see `stall_watch`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ from quickstep.engine.remote.messages import (
     StatsNote,
     StepNote,
     Stop,
-    Submit,
     ToEngine,
 )
 from quickstep.engine.remote.wire import BUFFER_BYTES, Sender, read_messages
 from quickstep.engine.step_log import SequenceRecord
-from quickstep.engine.stream import Stream
+from quickstep.engine.stream import Delta
 from quickstep.errors import ConfigError, EngineError, RequestError
-from quickstep.types import StepRecord
+from quickstep.types import Request, StepRecord
 
 if TYPE_CHECKING:
     from quickstep.engine.engine import Engine
@@ -80,6 +79,24 @@ class StepLogNotes:
         self._sender.put(SequenceNote(record))
 
 
+class _RequestSink:
+    """Sends the deltas of one request; `ended` is called with the last."""
+
+    def __init__(self, request: Request, sender: Sender, ended: Callable[[], None]) -> None:
+        self._request_id = request.request_id
+        self._num_running = request.sampling.n
+        self._sender = sender
+        self._ended = ended
+
+    def put(self, delta: Delta) -> None:
+        """Raises UnicodeEncodeError for text that is not Unicode."""
+        self._sender.put(DeltaNote(self._request_id, delta))
+        if delta.finish_reason is not None:
+            self._num_running -= 1
+            if not self._num_running:
+                self._ended()
+
+
 class EngineService:
     """Serves one engine to the other end of a connection."""
 
@@ -91,9 +108,7 @@ class EngineService:
         self._sender = Sender(writer)
         self._opener = opener
         self._engine: Engine | None = None
-        self._streams: dict[int, Stream] = {}
-        self._preparing: set[int] = set()
-        self._pumps: set[asyncio.Task[None]] = set()
+        self._preparing: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stats_due = asyncio.Event()
         self._stopped = False
@@ -106,19 +121,19 @@ class EngineService:
 
     async def run(self) -> bool:
         """Serve until the connection ends; whether that was after a Stop."""
-        self._start(self._sender.run(), self._tasks)
+        self._start(self._sender.run())
         async for message in read_messages(self._reader, TO_ENGINE):
             self._receive(message)
         for task in self._tasks:
             task.cancel()
         return self._stopped
 
-    def _start(self, work: Coroutine[Any, Any, None], kept: set[asyncio.Task[None]]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        kept.add(task)
+        self._tasks.add(task)
 
         def ended(task: asyncio.Task[None]) -> None:
-            kept.discard(task)
+            self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 # nothing here does that task's work any more: the process ends, and is replaced
                 _LOGGER.critical("a task of the engine process failed", exc_info=error)
@@ -128,26 +143,27 @@ class EngineService:
 
     def _receive(self, message: ToEngine) -> None:
         match message:
+            case Abort() | Pause() | Resume() if self._engine is None:
+                pass  # nothing was taken yet
             case Open():
-                self._start(self._open(message), self._tasks)
-            case Submit() if self._is_prepared(message):
+                self._start(self._open(message))
+            case Request() if self._is_prepared(message):
                 self._submit(message)
-            case Submit(number=number):
-                self._preparing.add(number)
+            case Request(request_id=request_id):
+                self._preparing.add(request_id)
                 self._stats_due.set()
-                self._start(self._prepare(message), self._tasks)
-            case Abort(number=number):
-                self._preparing.discard(number)
-                if number in self._streams:
-                    self._require_engine().abort(self._streams[number].request_id)
-            case Pause(number=number) if number in self._streams:
-                self._require_engine().pause(self._streams[number].request_id)
+                self._start(self._prepare(message))
+            case Abort(request_id=request_id):
+                self._preparing.discard(request_id)
+                self._require_engine().abort(request_id)
+            case Pause(request_id=request_id):
+                self._require_engine().pause(request_id)
                 self._stats_due.set()
-            case Resume(number=number) if number in self._streams:
-                self._require_engine().resume(self._streams[number].request_id)
+            case Resume(request_id=request_id):
+                self._require_engine().resume(request_id)
                 self._stats_due.set()
             case Stop():
-                self._start(self._stop(), self._tasks)
+                self._start(self._stop())
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
@@ -186,75 +202,52 @@ class EngineService:
         sys.setswitchinterval(_PYTHONS_SWITCH_S)
         self._engine = engine
         self._sender.put(opened)
-        self._start(self._tell_stats(engine), self._tasks)
-        self._start(self._tell_failure(engine), self._tasks)
+        self._start(self._tell_stats(engine))
+        self._start(self._tell_failure(engine))
 
-    def _submit(self, message: Submit) -> None:
-        number = message.number
+    def _submit(self, request: Request) -> None:
+        sink = _RequestSink(request, self._sender, self._stats_due.set)
         try:
-            stream = self._require_engine().submit(
-                message.prompt_token_ids,
-                message.sampling,
-                request_id=message.request_id,
-                priority=message.priority,
-                tenant=message.tenant,
-                cache_salt=message.cache_salt,
-                deadline_s=message.deadline_s,
-                pooling=message.pooling,
-            )
+            ignored = self._require_engine().submit(request, sink)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # one request's end; a panic in Rust is no Exception
-            self._refuse(number, error)
+            self._refuse(request.request_id, error)
         else:
-            self._streams[number] = stream
-            self._sender.put(Accepted(number, stream.ignored))
-            self._start(self._pump(number, stream), self._pumps)
+            self._sender.put(Accepted(request.request_id, ignored))
         self._stats_due.set()
 
-    def _is_prepared(self, message: Submit) -> bool:
-        return self._engine is None or self._engine.is_prepared(message.sampling)
+    def _is_prepared(self, request: Request) -> bool:
+        return self._engine is None or self._engine.is_prepared(request.sampling)
 
-    async def _prepare(self, message: Submit) -> None:
+    async def _prepare(self, request: Request) -> None:
         """Do in a thread what takes long, such as to compile a grammar; then submit the request,
         unless it was aborted.
         """
-        number = message.number
+        request_id = request.request_id
         try:
-            held = await self._require_engine().prepare(message.sampling)
+            held = await self._require_engine().prepare(request.sampling)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # as in `_submit`
-            self._refuse(number, error)
+            self._refuse(request_id, error)
         else:
-            if number in self._preparing:
-                self._submit(message)
+            if request_id in self._preparing:
+                self._submit(request)
                 del held  # from here on the live request holds it
             else:
-                self._refuse(number, EngineError("the request was aborted"))
-        self._preparing.discard(number)
+                self._refuse(request_id, EngineError("the request was aborted"))
+        self._preparing.discard(request_id)
 
-    def _refuse(self, number: int, error: BaseException) -> None:
+    def _refuse(self, request_id: str, error: BaseException) -> None:
         match error:
             case RequestError(param=param, status=status, code=code):
-                self._sender.put(Refused(number, str(error), param, status, code))
+                self._sender.put(Refused(request_id, str(error), param, status, code))
             case EngineError():
-                self._sender.put(Refused(number, str(error), None, 503))
+                self._sender.put(Refused(request_id, str(error), None, 503))
             case _:
                 _LOGGER.error("a request failed in the engine process", exc_info=error)
-                self._sender.put(Refused(number, f"{type(error).__name__}: {error}", None, 500))
-
-    async def _pump(self, number: int, stream: Stream) -> None:
-        try:
-            async for delta in stream:
-                self._sender.put(DeltaNote(number, delta))
-        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # as in `_submit`
-            await stream.aclose()
-            self._refuse(number, error)
-        del self._streams[number]
-        self._stats_due.set()
+                self._sender.put(Refused(request_id, f"{type(error).__name__}: {error}", None, 500))
 
     async def _tell_stats(self, engine: Engine) -> None:
         while True:
@@ -277,7 +270,6 @@ class EngineService:
         try:
             if self._engine is not None:
                 await self._engine.stop()
-            await asyncio.gather(*self._pumps)
             await self._sender.flush()
             self._stopped = self._engine is not None
         except Exception:  # the task's top: the process ends, in order or not

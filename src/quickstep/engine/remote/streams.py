@@ -1,116 +1,54 @@
 """The live requests of an engine in another process: what was submitted and has not ended.
 
-Owned by `RemoteEngine`, called in its event loop only. Verdicts and deltas go in by number; the
-readers are the same `Stream`s as in the engine's own process, behind a `RemoteStream` that knows
-whether the engine has taken the request.
+Owned by `RemoteEngine`, called in its event loop only. Verdicts and deltas go in by request id; the
+readers are the same `Stream`s as in the engine's own process. A request that was ended here, at its
+deadline, keeps its id until the engine has ended it as well, so that no late delta reaches a newer
+request.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
-from typing import Self
 
 from quickstep.dataclass import dataclass
 from quickstep.engine.stream import Delta, Stream
 from quickstep.errors import EngineDied, QuickstepError
 from quickstep.types import FinishReason
 
-__all__ = ["RemoteStream", "RemoteStreams"]
-
-
-class RemoteStream:
-    """A `Stream` whose engine may still refuse the request."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._decided = asyncio.Event()
-        self._refusal: QuickstepError | None = None
-
-    @property
-    def request_id(self) -> str:
-        """The engine's id."""
-        return self._stream.request_id
-
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...]:
-        """The prompt as the model reads it."""
-        return self._stream.prompt_token_ids
-
-    @property
-    def seed(self) -> int:
-        """The noise seed that is used, given or drawn."""
-        return self._stream.seed
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """What the engine takes less strictly than the request says; known once it accepted."""
-        return self._stream.ignored
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        await self.accepted()
-        return await anext(self._stream)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.aclose()
-
-    async def accepted(self) -> None:
-        """Return once the engine has taken the request.
-
-        Raises:
-            RequestError: The engine cannot serve it as it stands.
-            EngineError: The engine takes no requests, or ended before it took this one.
-        """
-        await self._decided.wait()
-        if self._refusal is not None:
-            raise self._refusal
-
-    async def aclose(self) -> None:
-        """Abort what still runs, drop what was not read. Idempotent."""
-        await self._stream.aclose()
-
-    def put(self, delta: Delta) -> None:
-        """Append (the engine's client only)."""
-        self._stream.put(delta)
-
-    def decide(self, refusal: QuickstepError | None, ignored: tuple[str, ...] = ()) -> None:
-        """The engine's verdict; the first one counts (the engine's client only)."""
-        if not self._decided.is_set():
-            self._stream.ignored = ignored
-            self._refusal = refusal
-            self._decided.set()
+__all__ = ["RemoteStreams"]
 
 
 @dataclass(slots=True)
 class _Live:
-    stream: RemoteStream
+    stream: Stream
     running: set[int]  # indices of the sequences that have not ended
     timer: asyncio.TimerHandle | None = None  # of its deadline
 
 
 class RemoteStreams:
-    """All of them, by number and by id. `clock` is the engine's."""
+    """All of them, by request id. `clock` is the engine's."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._live: dict[int, _Live] = {}
-        self._paused: set[int] = set()
-        self._undecided: set[int] = set()
-        self._number_of: dict[str, int] = {}
-        self._numbers = itertools.count()
+        self._live: dict[str, _Live] = {}
+        self._paused: set[str] = set()
+        self._undecided: set[str] = set()
+        self._ended_here: dict[str, set[int]] = {}  # what the engine has not ended of them
         self._busy_since_s = 0.0
         self._empty = asyncio.Event()
         self._empty.set()
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether the id is in use."""
+        return request_id in self._live or request_id in self._ended_here
+
+    def is_live(self, request_id: str) -> bool:
+        """Whether the request has not ended."""
+        return request_id in self._live
 
     @property
     def num_undecided(self) -> int:
@@ -126,89 +64,90 @@ class RemoteStreams:
     def _is_held(self) -> bool:
         return len(self._paused) == len(self._live)
 
-    def number_of(self, request_id: str) -> int | None:
-        """The number of a live request."""
-        return self._number_of.get(request_id)
-
     async def wait_until_empty(self) -> None:
         """Return once no request is live."""
         await self._empty.wait()
 
-    def open(self, stream: Stream, num_sequences: int) -> tuple[int, RemoteStream]:
-        """Take in a request that is about to be sent; gives its number."""
-        number = next(self._numbers)
-        remote = RemoteStream(stream)
+    def open(self, stream: Stream, num_sequences: int) -> None:
+        """Follow a request that is about to be sent."""
         if self._is_held:
             self._busy_since_s = self._clock()
-        self._live[number] = _Live(remote, set(range(num_sequences)))
-        self._undecided.add(number)
-        self._number_of[stream.request_id] = number
+        self._live[stream.request_id] = _Live(stream, set(range(num_sequences)))
+        self._undecided.add(stream.request_id)
         self._empty.clear()
-        return number, remote
 
-    def accept(self, number: int, ignored: tuple[str, ...]) -> None:
+    def accept(self, request_id: str, ignored: tuple[str, ...]) -> None:
         """The engine has taken the request."""
-        self._undecided.discard(number)
-        if number in self._live:
-            self._live[number].stream.decide(None, ignored)
+        self._undecided.discard(request_id)
+        if request_id in self._live:
+            self._live[request_id].stream.accept(ignored)
 
-    def refuse(self, number: int, error: QuickstepError) -> None:
+    def refuse(self, request_id: str, error: QuickstepError) -> None:
         """The engine has not; its stream raises `error`, or ends with it if it had been taken."""
-        if number in self._live:
-            self._end(number, FinishReason.ERROR, error)
+        self._ended_here.pop(request_id, None)
+        if request_id in self._live:
+            self._end(request_id, FinishReason.ERROR, error)
 
-    def set_deadline(self, number: int, timer: asyncio.TimerHandle) -> None:
+    def set_deadline(self, request_id: str, timer: asyncio.TimerHandle) -> None:
         """Cancel `timer` when the request ends."""
-        self._live[number].timer = timer
+        self._live[request_id].timer = timer
 
-    def expire(self, number: int) -> None:
+    def expire(self, request_id: str) -> None:
         """End a request as the engine should have at its deadline: with what there is."""
-        live = self._live[number]
-        live.stream.decide(None)
+        live = self._live[request_id]
+        live.stream.accept()
         reason = FinishReason.DEADLINE
         for index in sorted(live.running):
             live.stream.put(Delta(index, finish_reason=reason, stop_reason=reason.value))
-        self._remove(number)
+        self._ended_here[request_id] = live.running
+        self._remove(request_id)
 
-    def _end(self, number: int, reason: FinishReason, error: QuickstepError) -> None:
-        live = self._live[number]
-        live.stream.decide(error)
+    def _end(self, request_id: str, reason: FinishReason, error: QuickstepError) -> None:
+        live = self._live[request_id]
+        live.stream.refuse(error)
         for index in sorted(live.running):
             live.stream.put(Delta(index, finish_reason=reason, error=str(error)))
-        self._remove(number)
+        self._remove(request_id)
 
-    def pause(self, number: int) -> None:
+    def pause(self, request_id: str) -> None:
         """The reader of a live request is behind."""
-        self._paused.add(number)
+        self._paused.add(request_id)
 
-    def resume(self, number: int) -> None:
+    def resume(self, request_id: str) -> None:
         """It has caught up."""
         if self._is_held:
             self._busy_since_s = self._clock()
-        self._paused.discard(number)
+        self._paused.discard(request_id)
 
-    def deliver(self, number: int, delta: Delta) -> None:
-        """Hand a delta to its reader."""
-        live = self._live.get(number)
-        if live is None:
+    def deliver(self, request_id: str, delta: Delta) -> None:
+        """Hand a delta to its reader, if there is one."""
+        live = self._live.get(request_id)
+        running = self._ended_here.get(request_id) if live is None else live.running
+        if running is None:
             return
-        live.stream.put(delta)
-        if delta.finish_reason is not None:
-            live.running.discard(delta.index)
-            if not live.running:
-                self._remove(number)
+        if live is not None:
+            live.stream.put(delta)
+        if delta.finish_reason is None:
+            return
+        running.discard(delta.index)
+        if running:
+            return
+        if live is None:
+            del self._ended_here[request_id]
+        else:
+            self._remove(request_id)
 
     def end_all(self, reason: FinishReason, error: str) -> None:
         """The engine is gone: end every stream, and refuse what it had not taken."""
-        for number in tuple(self._live):
-            self._end(number, reason, EngineDied(error))
+        self._ended_here.clear()
+        for request_id in tuple(self._live):
+            self._end(request_id, reason, EngineDied(error))
 
-    def _remove(self, number: int) -> None:
-        live = self._live.pop(number)
+    def _remove(self, request_id: str) -> None:
+        live = self._live.pop(request_id)
         if live.timer is not None:
             live.timer.cancel()
-        self._undecided.discard(number)
-        self._paused.discard(number)
-        del self._number_of[live.stream.request_id]
+        self._undecided.discard(request_id)
+        self._paused.discard(request_id)
         if not self._live:
             self._empty.set()

@@ -9,8 +9,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickstep.server.http.intake import Endpoint
 from quickstep.server.http.middleware import report_ignored
+from quickstep.server.http.route import Endpoint
 from quickstep.server.options import FieldRules
 from quickstep.server.schema.field_reader import FieldReader
 

@@ -54,9 +54,9 @@ from quickstep.server.generate.prompts import prompts_ids
 from quickstep.server.generate.sampling import label
 from quickstep.server.generate.structured import AskedGrammar
 from quickstep.server.generate.tools import Function, OfferedTools, ToolChoice, is_left_out, offer
-from quickstep.server.http.error_shapes import anthropic_shape
-from quickstep.server.http.errors import error_facts, json_response
-from quickstep.server.http.frames import event_frame
+from quickstep.server.http.body import body_of
+from quickstep.server.http.errors import anthropic_shape, error_facts, json_response
+from quickstep.server.http.event_stream import event_frame
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.openai.chat_message import message_reader
 from quickstep.server.openai.request_types import SamplingFields
@@ -121,7 +121,7 @@ class CountTokens:
 
     async def answer(self, request: Request) -> Response:
         """The count. Raises RequestError."""
-        body = await request.body()
+        body = body_of(request)
         served = self._served
         reader = FieldReader(served.field_rules)
         conversation = await served.lanes.parse(len(body), lambda: self._asked(body, reader))

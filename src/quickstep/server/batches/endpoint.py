@@ -22,7 +22,7 @@ from quickstep.server.batches.response_types import BatchList, BatchObject
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.conversation import checked_metadata
 from quickstep.server.generate.endpoint import caller_of
-from quickstep.server.http.body import ClientDisconnect, read_body
+from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
@@ -86,10 +86,7 @@ class LocalBatches:
 
     async def create(self, request: Request) -> Response:
         """Begin a batch."""
-        try:
-            body = await read_body(request, self._served.limits.body_bytes)
-        except ClientDisconnect:
-            return Response(status_code=_CLIENT_CLOSED)
+        body = body_of(request)
         reader = FieldReader(self._served.field_rules)
         fields = await self._served.lanes.parse(
             len(body), lambda: reader.decode(body, BatchRequest)

@@ -1,6 +1,6 @@
 """The routes that batches may call, by the url that a line names; without HTTP.
 
-`quickstep batch` and `/v1/batches` share this table: another generating surface is one line here.
+`quickstep batch` and `/v1/batches` share this table: another adapter is one line here.
 Responses of batches have a store of their own, so that they push out no live client's.
 """
 
@@ -11,11 +11,10 @@ from types import MappingProxyType
 
 from quickstep.server.anthropic.endpoint import Messages
 from quickstep.server.batches.lines import Endpoint
-from quickstep.server.generate.adapter import Served, Surface
+from quickstep.server.generate.adapter import Adapter, Served
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.metrics import Metrics
 from quickstep.server.openai.chat import Chat
-from quickstep.server.openai.choices import ChoicesSurface
 from quickstep.server.openai.completions import Completions
 from quickstep.server.openai.embeddings import Embeddings
 from quickstep.server.responses.endpoint import Responses
@@ -36,13 +35,13 @@ BATCH_URLS = frozenset(
 
 def batch_endpoints(served: Served, metrics: Metrics) -> Mapping[str, Endpoint]:
     """Every endpoint of a batch."""
-    surfaces: dict[str, Surface] = {
-        "/v1/chat/completions": ChoicesSurface(Chat()),
-        "/v1/completions": ChoicesSurface(Completions()),
+    adapters: dict[str, Adapter] = {
+        "/v1/chat/completions": Chat(),
+        "/v1/completions": Completions(),
         "/v1/responses": Responses(ResponseStore()),
         "/v1/messages": Messages(),
     }
     generating = {
-        url: GeneratingRoute(surface, served, metrics).whole for url, surface in surfaces.items()
+        url: GeneratingRoute(adapter, served, metrics).whole for url, adapter in adapters.items()
     }
     return MappingProxyType({**generating, "/v1/embeddings": Embeddings(served, metrics).whole})

@@ -20,8 +20,8 @@ import msgspec
 from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.adapter import Answered
+from quickstep.server.http.body import check_json_depth
 from quickstep.server.http.errors import GenerationFailed, error_of
-from quickstep.server.http.json_depth import check_json_depth
 from quickstep.server.openai.request_types import decode
 from quickstep.server.options import RequestLimits
 

@@ -1,10 +1,10 @@
-"""What a surface is: a thin adapter from a body to a `GenerationRequest`, and back to bytes.
+"""What an API's adapter is: it reads a body into a `GenerationRequest`, and writes deltas to bytes.
 
-    Surface.parse: bytes -> Asked (GenerationRequest, and who writes its answer)
+    Adapter.parse: bytes -> Asked (GenerationRequest, and who writes its answer)
     Writer: ChoiceDelta -> frames of a stream, or the whole answer
 
-`routes` runs any surface in the same way, streamed or not. `choices` adapts those that answer with
-a list of choices (`completions`, `chat`); `responses` and `anthropic` write their own frames.
+`endpoint` runs any adapter in the same way, streamed or not. `choices` has the writer of those that
+answer with a list of choices (`completions`, `chat`); the others write their own frames.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from quickstep.server.options import (
 )
 
 __all__ = [
+    "Adapter",
     "Answered",
     "Asked",
     "Head",
     "Served",
-    "Surface",
     "Writer",
     "check_names",
     "output_formats",
@@ -105,7 +105,7 @@ class Head:
 
 
 class Writer(Protocol):
-    """One request's answer in the surface's words: either a stream's frames or one whole."""
+    """One request's answer in the API's types: either a stream's frames or one whole."""
 
     def opening(self) -> Iterable[bytes]:
         """The frames before the first token."""
@@ -143,8 +143,8 @@ class Answered:
     ignored: tuple[str, ...] = ()
 
 
-class Surface(Protocol):
-    """One generating route."""
+class Adapter(Protocol):
+    """One generating API."""
 
     def parse(self, body: bytes, served: Served, caller: str) -> Asked:
         """Validate. `caller` is whose API key it is, "" without one. Raises RequestError."""

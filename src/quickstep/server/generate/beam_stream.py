@@ -1,34 +1,19 @@
-"""A beam search with the face of a request's stream, so that answers are written in one way.
+"""A beam search with the interface of a request's stream, so that answers are written in one way.
 
 The hypotheses come at the end, all at once: each as one delta, best first. Made by `generation`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
 
 from quickstep.engine.beam_search import BeamSearch, BeamSearchParams, Hypothesis
-from quickstep.engine.request_check import check_deadline, check_sampling, check_token_ids
+from quickstep.engine.requests import check_request
 from quickstep.engine.stream import Delta
-from quickstep.server.generate.engine_interface import ServedEngine, TokenStream, Vocabulary
-from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
+from quickstep.server.generate.engine_interface import ServedEngine, Vocabulary
+from quickstep.types import FinishReason, Request, TokenLogprobs
 
 __all__ = ["BeamStream", "open_beams"]
-
-
-class Submitting(Protocol):
-    """`ServedEngine.submit` with all but these decided."""
-
-    def __call__(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        deadline_s: float | None = None,
-    ) -> TokenStream:
-        """Queue a request. Raises RequestError, EngineError."""
 
 
 class BeamStream:
@@ -37,13 +22,12 @@ class BeamStream:
     def __init__(
         self,
         search: BeamSearch,
-        prompt_token_ids: tuple[int, ...],
-        sampling: SamplingParams,
+        request: Request,
         tokenizer: Vocabulary,
     ) -> None:
         self._search = search
-        self._prompt_token_ids = prompt_token_ids
-        self._sampling = sampling
+        self._prompt_token_ids = request.prompt_token_ids
+        self._sampling = request.sampling
         self._tokenizer = tokenizer
 
     @property
@@ -104,34 +88,17 @@ class BeamStream:
         return not skips or token_id in sampling.shown_special_token_ids
 
 
-def open_beams(
-    engine: ServedEngine,
-    submit: Submitting,
-    prompt: Sequence[int],
-    sampling: SamplingParams,
-    params: BeamSearchParams,
-    deadline_s: float | None,
-) -> BeamStream:
+def open_beams(engine: ServedEngine, request: Request, params: BeamSearchParams) -> BeamStream:
     """Start a search that returns `sampling.n` hypotheses. Raises RequestError, EngineError."""
-    check_deadline(deadline_s)
-    tokenizer = engine.tokenizer
-    vocab_size, ends = tokenizer.vocab_size, tokenizer.eos_token_ids
-    ids = check_token_ids(prompt, vocab_size, engine.max_model_len)
-    check_sampling(sampling, vocab_size, ends)
-
-    def submit_one(
-        token_ids: Sequence[int], one: SamplingParams, left_s: float | None
-    ) -> TokenStream:
-        return submit(token_ids, one, deadline_s=left_s)
-
+    vocab_size, end_ids = engine.tokenizer.vocab_size, engine.tokenizer.eos_token_ids
+    check_request(request, vocab_size, engine.max_model_len, end_ids)
     search = BeamSearch(
-        submit_one,
-        ids,
+        engine.stream,
+        request,
         params,
-        ends,
-        limits=(engine.max_model_len, vocab_size),
-        scored=(sampling.logprobs or 0, sampling.prompt_logprobs),
-        deadline=(deadline_s, time.monotonic),
+        end_ids,
+        max_model_len=engine.max_model_len,
+        vocab_size=vocab_size,
     )
     search.start()
-    return BeamStream(search, ids, sampling, tokenizer)
+    return BeamStream(search, request, engine.tokenizer)

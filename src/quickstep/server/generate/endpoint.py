@@ -1,9 +1,9 @@
-"""One way to run any surface: parse, submit, then a JSON answer or server-sent events.
+"""One way to run any API: parse, submit, then a JSON answer or server-sent events.
 
 The client's going away is watched in both forms; whatever happens, the generation is closed,
 which aborts what still runs and frees its blocks.
 
-    read_body -> Surface.parse -> open_generation -> EventStream | JSON
+    Adapter.parse -> open_generation -> EventStream | JSON
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from starlette.responses import Response
 
 from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Answered, Asked, Head, Served, Surface, Writer
-from quickstep.server.generate.generation import Generation, GenerationRequest, open_generation
+from quickstep.server.generate.adapter import Adapter, Answered, Asked, Head, Served, Writer
+from quickstep.server.generate.generation import Generation, open_generation
 from quickstep.server.generate.tenancy import cache_salt_of, priority_of_key, tenant_of_key
-from quickstep.server.http.body import ClientDisconnect, read_body, unless_disconnected
+from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.event_stream import EventStream
 from quickstep.server.http.middleware import key_name, report_ignored
@@ -54,19 +54,19 @@ class _Answer:
 
 
 class GeneratingRoute:
-    """The endpoint of one surface."""
+    """The endpoint of one API."""
 
-    def __init__(self, surface: Surface, served: Served, metrics: Metrics) -> None:
-        self._surface = surface
+    def __init__(self, adapter: Adapter, served: Served, metrics: Metrics) -> None:
+        self._adapter = adapter
         self._served = served
         self._metrics = metrics
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
+        body, caller = body_of(request), caller_of(request)
+        asked = await self._served.lanes.parse(len(body), lambda: self._parse(body, caller))
+        report_ignored(request, asked.request.ignored)
         try:
-            body = await read_body(request, self._served.limits.body_bytes)
-            asked = await self._read(body, caller_of(request))
-            report_ignored(request, asked.request.ignored)
             answer = await unless_disconnected(request.receive, self._open(asked))
             report_ignored(request, answer.generation.loosened)
             if asked.request.stream:
@@ -81,49 +81,39 @@ class GeneratingRoute:
         `added_priority` lets those who wait go first. Raises RequestError, EngineError.
         """
         asked = await self._served.lanes.parse(
-            len(body), lambda: self._surface.parse(body, self._served, caller)
+            len(body), lambda: self._parse(body, caller, added_priority, in_batch=True)
         )
-        request = asked.request
-        if request.stream:
-            raise RequestError("stream is not supported in a batch", param="stream")
-        asked_s = request.deadline_s  # the operator's default is for clients that wait
-        request = replace(
-            self._owned(request, caller, added_priority),
-            deadline_s=None if asked_s is None else self._served.deadlines.of(asked_s),
-        )
-        answer = await self._open(replace(asked, request=request))
+        answer = await self._open(asked)
         try:
             await _noted(answer)
         finally:
             await answer.close()
         body_of_answer = await _written_whole(answer, answer.writer.whole)
-        return Answered(body_of_answer, (*request.ignored, *answer.generation.loosened))
+        return Answered(body_of_answer, (*asked.request.ignored, *answer.generation.loosened))
 
-    async def _read(self, body: bytes, caller: str) -> Asked:
-        return await self._served.lanes.parse(len(body), lambda: self._asked(body, caller))
-
-    def _asked(self, body: bytes, caller: str) -> Asked:
-        asked = self._surface.parse(body, self._served, caller)
-        request = asked.request
-        deadline_s = self._served.deadlines.of(request.deadline_s)
-        request = replace(self._owned(request, caller), deadline_s=deadline_s)
-        return replace(asked, request=request)
-
-    def _owned(
-        self, request: GenerationRequest, caller: str, added_priority: int = 0
-    ) -> GenerationRequest:
+    def _parse(
+        self, body: bytes, caller: str, added_priority: int = 0, in_batch: bool = False
+    ) -> Asked:
         """The request as the caller's key may have it: its account, its part of the cache, its
-        priority. Raises RequestError.
+        priority, its deadline. Raises RequestError.
         """
-        is_shared = self._served.shares_prefix_cache
-        return replace(
+        served = self._served
+        asked = self._adapter.parse(body, served, caller)
+        request = asked.request
+        if in_batch and request.stream:
+            raise RequestError("stream is not supported in a batch", param="stream")
+        deadline_s = request.deadline_s
+        # the operator's default is for clients that wait
+        if deadline_s is not None or not in_batch:
+            deadline_s = served.deadlines.of(deadline_s)
+        owned = replace(
             request,
-            priority=priority_of_key(
-                caller, request.priority, self._served.api_keys, added_priority
-            ),
+            priority=priority_of_key(caller, request.priority, served.api_keys, added_priority),
             tenant=tenant_of_key(caller, request.tenant),
-            cache_salt=cache_salt_of(caller, request.cache_salt, is_shared),
+            cache_salt=cache_salt_of(caller, request.cache_salt, served.shares_prefix_cache),
+            deadline_s=deadline_s,
         )
+        return replace(asked, request=owned)
 
     async def _open(self, asked: Asked) -> _Answer:
         meter = self._metrics.meter(asked.request)

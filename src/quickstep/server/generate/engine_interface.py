@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats
-from quickstep.types import Pooling, SamplingParams
+from quickstep.types import Pooling, Request, SamplingParams
 
 if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan
@@ -161,20 +161,9 @@ class ServedEngine(Protocol):
         """Let running requests go on for `drain_s`, then end them, then free everything."""
 
     async def prepare(self, sampling: SamplingParams) -> object:
-        """Compile what `submit` needs of it, off the event loop. Raises RequestError."""
+        """Compile what `stream` needs of it, off the event loop. Raises RequestError."""
 
-    def submit(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        tenant: str = "",
-        cache_salt: str = "",
-        deadline_s: float | None = None,
-        pooling: Pooling | None = None,
-    ) -> TokenStream:
-        """Queue a request. Raises RequestError for what is known at once; the rest of the
-        engine's refusals come with the stream's `accepted`.
+    def stream(self, request: Request) -> TokenStream:
+        """Submit a request. Raises RequestError for what is known at once; the rest of the engine's
+        refusals come with the stream's `accepted`.
         """

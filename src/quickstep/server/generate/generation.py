@@ -13,7 +13,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import field
-from functools import partial
 from typing import Any
 
 from quickstep.core.sequence import sequence_seed
@@ -37,7 +36,7 @@ from quickstep.server.generate.prompts import (
 from quickstep.server.generate.request_size import check_num_tokens
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import RequestLimits
-from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
+from quickstep.types import FinishReason, Request, SamplingParams, SequenceTimings, TokenLogprobs
 
 __all__ = [
     "ChatPrompt",
@@ -177,15 +176,6 @@ class Usage:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
-
-    def as_json(self) -> dict[str, Any]:
-        """OpenAI's `usage` object."""
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": self.num_output_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
-        }
 
 
 class Generation:
@@ -377,17 +367,15 @@ async def open_generation(
 def _submit(
     engine: ServedEngine, token_ids: Sequence[int], request: GenerationRequest
 ) -> TokenStream:
-    submit = partial(
-        engine.submit,
+    one = Request(
+        prompt_token_ids=tuple(token_ids),
+        sampling=request.sampling,
         priority=request.priority,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
+        timeout_s=request.deadline_s,
     )
-    if request.beams is not None:
-        return open_beams(
-            engine, submit, token_ids, request.sampling, request.beams, request.deadline_s
-        )
-    return submit(token_ids, request.sampling, deadline_s=request.deadline_s)
+    return engine.stream(one) if request.beams is None else open_beams(engine, one, request.beams)
 
 
 async def _prepare(engine: ServedEngine, request: GenerationRequest) -> object:

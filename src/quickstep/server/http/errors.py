@@ -1,16 +1,17 @@
-"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`, on every status.
+"""Error responses: OpenAI's body on every status, Anthropic's and Ollama's on their own routes.
 
-Routes raise `RequestError` (4xx) or `EngineError` (503); `error_response` is the one place that
-turns either, and Starlette's own 404 and 405, into a body. A surface with another shape names it
-in `ApiRoute.error_shape`; the gate puts it into the request's state. What nobody expected becomes
-a 500 that does not show its insides; the trace is logged once.
+Routes raise `RequestError` (4xx) or `EngineError` (503). `error_response` turns either, and
+Starlette's own 404 and 405, into a response. A route with another body than OpenAI's names it in
+`ApiRoute.error_shape`, which holds for whatever is wrong with a request to it, its API key
+included; the middleware puts it into the request's state. An unexpected exception becomes a 500
+without details; its trace is logged once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Literal
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -21,17 +22,23 @@ from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError, RequestError
 
 __all__ = [
+    "OVERLOADED",
+    "ErrorAnswer",
     "ErrorFacts",
     "ErrorShape",
     "GenerationFailed",
+    "MessagesError",
+    "OllamaError",
     "RouteNotFound",
     "ServerBusy",
+    "anthropic_shape",
     "error_body",
     "error_facts",
     "error_of",
     "error_response",
     "facts_of",
     "json_response",
+    "ollama_shape",
     "openai_shape",
 ]
 
@@ -53,6 +60,16 @@ _TYPES: Mapping[int, tuple[str, str | None]] = {
     503: ("server_error", "engine_unavailable"),
 }
 _RETRY = {"retry-after": "1"}
+OVERLOADED = 529  # Anthropic's number for what others call 503
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +83,45 @@ class ErrorFacts:
     code: str | None
 
 
-ErrorShape = Callable[[ErrorFacts], tuple[int, dict[str, Any]]]  # the status and the body
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    """Every answer with a status of 400 or above, and the last event of a stream that failed."""
+
+    error: ErrorDetail
+
+
+class MessagesErrorDetail(msgspec.Struct, frozen=True):
+    """What went wrong; the message begins with the field's name."""
+
+    type: str
+    message: str
+
+
+class MessagesError(msgspec.Struct, frozen=True):
+    """Every answer of Anthropic's routes with a status of 400 or above."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
+class OllamaError(msgspec.Struct, frozen=True):
+    """Every answer of Ollama's routes with a status of 400 or above, and the last line of a stream
+    that failed.
+    """
+
+    error: str
+
+
+ErrorBody = ErrorAnswer | MessagesError | OllamaError
+ErrorShape = Callable[[ErrorFacts], tuple[int, ErrorBody]]  # the status and the body
 
 
 class GenerationFailed(EngineError):
@@ -84,15 +139,25 @@ class RouteNotFound(RequestError):
         super().__init__(message, param=param, status=404, code=code)
 
 
-def openai_shape(facts: ErrorFacts) -> tuple[int, dict[str, Any]]:
+def openai_shape(facts: ErrorFacts) -> tuple[int, ErrorAnswer]:
     """OpenAI's status and body."""
-    error = {
-        "message": facts.message,
-        "type": facts.kind,
-        "param": facts.param,
-        "code": facts.code,
-    }
-    return facts.status, {"error": error}
+    error = ErrorDetail(facts.message, facts.kind, facts.param, facts.code)
+    return facts.status, ErrorAnswer(error)
+
+
+def anthropic_shape(facts: ErrorFacts) -> tuple[int, MessagesError]:
+    """Anthropic's status and body, which has no place for the field's name: the message begins
+    with it.
+    """
+    default = "invalid_request_error" if facts.status < 500 else "api_error"
+    kind = _ANTHROPIC_TYPES.get(facts.status, default)
+    status = OVERLOADED if facts.status == 503 else facts.status
+    return status, MessagesError("error", MessagesErrorDetail(kind, facts.message))
+
+
+def ollama_shape(facts: ErrorFacts) -> tuple[int, OllamaError]:
+    """The status, and Ollama's body: the message alone."""
+    return facts.status, OllamaError(facts.message)
 
 
 def facts_of(
@@ -103,7 +168,7 @@ def facts_of(
     return ErrorFacts(status, message, kind, param, code or code_of_status)
 
 
-def error_body(message: str, status: int, param: str | None = None) -> dict[str, Any]:
+def error_body(message: str, status: int, param: str | None = None) -> ErrorAnswer:
     """The body of an error answer, and of an error event in a stream, in OpenAI's shape."""
     return openai_shape(facts_of(status, message, param))[1]
 
@@ -125,7 +190,7 @@ def error_facts(error: Exception) -> ErrorFacts:
     return facts_of(500, "the server failed to answer; its log says why")
 
 
-def error_of(error: Exception) -> tuple[int, dict[str, Any]]:
+def error_of(error: Exception) -> tuple[int, ErrorAnswer]:
     """Status and body of any exception, in OpenAI's shape; logs those that are our fault."""
     return openai_shape(error_facts(error))
 

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -25,12 +26,24 @@ from quickstep.server.http.body import ClientDisconnect, unless_disconnected
 from quickstep.server.http.time_limits import NUM_SLICES, patient_timeout
 from quickstep.server.options import ConnectionOptions
 
-__all__ = ["NDJSON", "SERVER_SENT_EVENTS", "EventStream"]
+__all__ = ["DONE", "NDJSON", "SERVER_SENT_EVENTS", "EventStream", "data_frame", "event_frame"]
 
 _LOG = logging.getLogger("quickstep.server")
+_ENCODE = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 SERVER_SENT_EVENTS = "text/event-stream"
 NDJSON = "application/x-ndjson"  # lines of JSON, between which no comment can be
+
+
+def data_frame(content: object) -> bytes:
+    """An event without a name, as OpenAI's chat and completions send them."""
+    return b"data: " + _ENCODE(content) + b"\n\n"
+
+
+def event_frame(name: str, content: object) -> bytes:
+    """An event with a name, as OpenAI's responses and Anthropic send them."""
+    return b"event: " + name.encode() + b"\ndata: " + _ENCODE(content) + b"\n\n"
 
 
 class SlowReader(Exception):

@@ -1,7 +1,9 @@
-"""One route of the HTTP API, with all that is known of it: the one list that everything reads.
+"""One route of the HTTP API with its properties, and the checks of a body before its endpoint.
 
-`app` makes Starlette's routes of it, the gate asks which routes need no key, `/openapi.json` and
-the reference page are written from it.
+`app` makes Starlette's routes of it, the middleware reads which routes need no key, `/openapi.json`
+and the reference page are generated from it. `with_checked_body` wraps the endpoint of every route
+with a JSON body; the endpoint then reads from a request whose body is there already. So no route
+can forget a check.
 """
 
 from __future__ import annotations
@@ -15,10 +17,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quickstep.dataclass import dataclass
+from quickstep.errors import RequestError
+from quickstep.server.http.body import ClientDisconnect, check_json_depth, read_body
 from quickstep.server.http.errors import ErrorShape, openai_shape
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
+from quickstep.server.http.work_lanes import WorkLanes
+from quickstep.server.options import ServerOptions
 
-__all__ = ["ApiRoute"]
+__all__ = ["ApiRoute", "BodyRules", "Endpoint", "with_checked_body"]
+
+_CLIENT_CLOSED = 499
+_JSON = "application/json"
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +49,13 @@ class ApiRoute:
         content_type: The media type of an answer that is no JSON.
         is_probe: Answered without an API key: liveness and readiness.
         aliases: Further paths of the same endpoint.
-        error_shape: How this surface writes errors.
+        error_shape: The body of its errors.
         requests: Instead of `request`, the schemas of which the body has one.
     """
 
     method: str
     path: str
-    endpoint: Callable[[Request], Awaitable[Response]]
+    endpoint: Endpoint
     summary: str
     request: type[msgspec.Struct] | None = None
     response: Any = None
@@ -67,3 +78,59 @@ class ApiRoute:
     def starlette(self) -> list[Route]:
         """The route of every path."""
         return [Route(path, self.endpoint, methods=[self.method]) for path in self.paths]
+
+
+@dataclass(frozen=True, slots=True)
+class BodyRules:
+    """The operator's rules for bodies."""
+
+    body_bytes: int
+    json_depth: int
+    root_path: str
+
+    @classmethod
+    def of(cls, options: ServerOptions) -> BodyRules:
+        """The rules in `options`."""
+        limits = options.limits
+        return cls(
+            body_bytes=limits.body_bytes,
+            json_depth=limits.json_depth,
+            root_path=options.root_path,
+        )
+
+    def check_type(self, request: Request) -> None:
+        """Raise RequestError 415 unless the body is said to be JSON.
+
+        A page may send other types without its browser asking first. Clients of llama.cpp and
+        Ollama leave the type out, so their routes take any type, but from no page.
+        """
+        path = str(request.scope["path"]).removeprefix(self.root_path)
+        if not path.startswith("/v1/") and "origin" not in request.headers:
+            return
+        given = request.headers.get("content-type", "")
+        kind = given.partition(";")[0].strip().lower()
+        is_json = kind == _JSON or (kind.startswith("application/") and kind.endswith("+json"))
+        if not is_json:
+            shown = (
+                f"the content type is {given[:100]!r}" if given else "the content type is missing"
+            )
+            raise RequestError(f"{shown}; send the header `content-type: {_JSON}`", status=415)
+
+
+def with_checked_body(route: ApiRoute, rules: BodyRules, lanes: WorkLanes) -> Endpoint:
+    """The route's endpoint after the checks; unchanged if the route takes no JSON."""
+    endpoint = route.endpoint
+    if route.request is None and not route.requests:
+        return endpoint
+
+    async def answer(request: Request) -> Response:
+        rules.check_type(request)
+        try:
+            body = await read_body(request, rules.body_bytes)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_CLOSED)
+        await lanes.parse(len(body), lambda: check_json_depth(body, rules.json_depth))
+        request.scope["state"]["body"] = body
+        return await endpoint(request)
+
+    return answer

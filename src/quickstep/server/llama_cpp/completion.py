@@ -20,7 +20,7 @@ from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import Choice, ChoiceDelta, Generation
 from quickstep.server.generate.sampling import bounded
 from quickstep.server.http.errors import error_of
-from quickstep.server.http.frames import data_frame
+from quickstep.server.http.event_stream import data_frame
 from quickstep.server.llama_cpp.request import SAMPLERS, llama_request
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
 from quickstep.server.llama_cpp.response_types import (

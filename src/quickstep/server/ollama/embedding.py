@@ -13,7 +13,7 @@ from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
 from quickstep.server.generate.prompts import TextPrompt
 from quickstep.server.generate.sampling import bounded
-from quickstep.server.http.body import ClientDisconnect, read_body, unless_disconnected
+from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import Metrics
@@ -40,7 +40,7 @@ class OllamaEmbedding:
     async def embed(self, request: Request) -> Response:
         """A vector for each input. Raises RequestError, EngineError."""
         started_s = self._clock()
-        body, reader = await self._body(request)
+        body, reader = self._body(request)
         fields = await self._served.lanes.parse(
             len(body), lambda: reader.decode(body, OllamaEmbedRequest)
         )
@@ -68,7 +68,7 @@ class OllamaEmbedding:
 
     async def embeddings(self, request: Request) -> Response:
         """The vector of one prompt. Raises RequestError, EngineError."""
-        body, reader = await self._body(request)
+        body, reader = self._body(request)
         fields = await self._served.lanes.parse(
             len(body), lambda: reader.decode(body, OllamaEmbeddingsRequest)
         )
@@ -80,8 +80,8 @@ class OllamaEmbedding:
         report_ignored(request, reader.ignored)
         return json_response(OllamaEmbeddingsAnswer(_numbers(answer.data[0].embedding)))
 
-    async def _body(self, request: Request) -> tuple[bytes, FieldReader]:
-        body = await read_body(request, self._served.limits.body_bytes)
+    def _body(self, request: Request) -> tuple[bytes, FieldReader]:
+        body = body_of(request)
         return body, FieldReader(self._served.field_rules)
 
     async def _vectors(

@@ -17,12 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
-from quickstep.server.generate.adapter import Asked, Head, Served, Surface
+from quickstep.server.generate.adapter import Adapter, Asked, Head, Served
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.generation import ChoiceDelta, Generation
 from quickstep.server.generate.message_blocks import partial_object
-from quickstep.server.http.error_shapes import ollama_shape
-from quickstep.server.http.errors import error_facts, json_response
+from quickstep.server.http.errors import error_facts, json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import Metrics
@@ -42,7 +41,7 @@ from quickstep.server.ollama.requests import (
     OllamaGenerateFields,
     OllamaGenerateRequest,
 )
-from quickstep.server.openai.chat_message import logprob_entry, message_reader
+from quickstep.server.openai.chat_message import message_reader, top_logprob
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import TokenLogprobs
 
@@ -65,8 +64,8 @@ class NothingAsked(Exception):
 class OllamaRoute:
     """The endpoint of one of the surfaces."""
 
-    def __init__(self, surface: Surface, served: Served, metrics: Metrics) -> None:
-        self._generating = GeneratingRoute(surface, served, metrics)
+    def __init__(self, adapter: Adapter, served: Served, metrics: Metrics) -> None:
+        self._generating = GeneratingRoute(adapter, served, metrics)
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
@@ -275,7 +274,7 @@ class _Lines:
         ]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return logprob_entry(self._tokenizer, token_id, logprob)
+        return msgspec.structs.asdict(top_logprob(self._tokenizer, token_id, logprob))
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.fill_in_middle import infill_markers
+from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.ollama.answers import (
@@ -105,7 +106,7 @@ class OllamaModelList:
     async def show(self, request: Request) -> Response:
         """What one of them is. Raises RequestError."""
         reader = FieldReader(self._served.field_rules)
-        fields = reader.decode(await request.body(), OllamaShowRequest)
+        fields = reader.decode(body_of(request), OllamaShowRequest)
         report_ignored(request, reader.ignored)
         name = fields.model or fields.name
         if name is None:

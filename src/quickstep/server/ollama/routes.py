@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
-from quickstep.server.http.error_shapes import ollama_shape
+from quickstep.server.http.errors import ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.metrics import Metrics

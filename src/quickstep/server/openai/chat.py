@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served, stream_flags
+from quickstep.server.generate.adapter import Asked, Served, stream_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     check_continues,
@@ -24,6 +25,7 @@ from quickstep.server.generate.sampling import label, num_alternatives
 from quickstep.server.generate.structured import asked_grammar
 from quickstep.server.generate.tools import offered_tools
 from quickstep.server.openai.chat_message import ChatRendering
+from quickstep.server.openai.choices import ChoicesWriter
 from quickstep.server.openai.request_types import (
     AssistantMessage,
     ChatRequest,
@@ -44,6 +46,7 @@ from quickstep.server.openai.requested_output import (
     shown_of,
     truncation_of,
 )
+from quickstep.server.openai.response_types import ChatCompletion, ChatCompletionChunk
 from quickstep.server.options import RequestLimits
 from quickstep.server.schema.field_reader import FieldReader
 
@@ -51,14 +54,17 @@ __all__ = ["Chat"]
 
 
 class Chat:
-    """The chat surface."""
+    """The adapter of chat."""
 
     id_prefix = "chatcmpl-"
-    object_name = "chat.completion"
-    chunk_object_name = "chat.completion.chunk"
+    response = partial(ChatCompletion, object="chat.completion")
+    chunk = partial(ChatCompletionChunk, object="chat.completion.chunk")
 
-    def parse(self, body: bytes, served: Served) -> GenerationRequest:
+    def parse(self, body: bytes, served: Served, caller: str = "") -> Asked:
         """Validate a body. Raises RequestError."""
+        return Asked(self._request(body, served), partial(ChoicesWriter, self, served))
+
+    def _request(self, body: bytes, served: Served) -> GenerationRequest:
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, ChatRequest)
         model = served.model(fields.model)

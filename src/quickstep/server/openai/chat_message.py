@@ -1,8 +1,8 @@
-"""A chat's answer as JSON: content, reasoning and tool calls, read out of the model's text.
+"""A chat's messages: content, reasoning and tool calls, read out of the model's text.
 
-`MessageReader` reads one choice's text, for every surface. `ChatRendering` belongs to one request
-and holds one reader per choice; `chat` makes it, `choices` calls it. A stream's words add up to
-the whole message. Reasoning has two names, since clients read either: `reasoning_content` and
+`MessageReader` reads one choice's text, for every API. `ChatRendering` belongs to one request and
+has one reader per choice; `chat` makes it, `choices` calls it. A stream's deltas add up to the
+complete message. Reasoning has two names, since clients read either: `reasoning_content` and
 `reasoning`.
 """
 
@@ -11,6 +11,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from msgspec import UNSET, UnsetType
 
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import message_grammar
@@ -25,10 +27,25 @@ from quickstep.engine.tool_calls.message_delta import (
 from quickstep.engine.tool_calls.parser import MessageParser
 from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import Choice, Generation, opens_reasoning
-from quickstep.server.openai.completion_choice import prompt_logprobs_json
+from quickstep.server.openai.completion_choice import ranked_logprobs
+from quickstep.server.openai.response_types import (
+    AnsweredFunction,
+    AnsweredMessage,
+    AnsweredToolCall,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    StreamedFunction,
+    StreamedToolCall,
+    TokenLogprob,
+    TopLogprob,
+)
 from quickstep.types import TokenLogprobs
 
-__all__ = ["ChatRendering", "MessageReader", "logprob_entry", "message_reader"]
+__all__ = ["ChatRendering", "MessageReader", "message_reader", "token_logprob", "top_logprob"]
+
+_EMPTY = ChatDelta()
 
 
 class MessageReader:
@@ -53,7 +70,7 @@ class MessageReader:
 
 
 class ChatRendering:
-    """Choices as `{"message", "logprobs"}`, in a stream as `{"delta", "logprobs"}`."""
+    """Writes a chat's choices, complete or as a stream's deltas."""
 
     def __init__(self, generation: Generation, tokenizer: Vocabulary) -> None:
         self._tokenizer = tokenizer
@@ -63,99 +80,114 @@ class ChatRendering:
             message_reader(generation, choice, tokenizer) for choice in generation.choices
         ]
 
-    def opening(self) -> Mapping[str, Any]:
+    def opening(self, choice: Choice) -> ChatChunkChoice:
         """The role, before any content."""
-        return {"delta": {"role": "assistant", "content": self._shown.before}, "logprobs": None}
+        delta = ChatDelta(role="assistant", content=self._shown.before)
+        return ChatChunkChoice(index=choice.index, delta=delta, logprobs=None, finish_reason=None)
 
-    def beside(self) -> Mapping[str, Any]:
-        """The one prompt's token ids and scores, where they were asked for."""
+    def prompt_fields(self) -> Mapping[str, Any]:
+        """The one prompt's token ids and logprobs, where the client wants them."""
         first = self._generation.choices[0]
-        beside: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self._shown.token_ids:
-            beside["prompt_token_ids"] = list(self._generation.prompt_token_ids(first))
+            fields["prompt_token_ids"] = list(self._generation.prompt_token_ids(first))
         num_top = self._shown.prompt_logprobs
         if num_top is not None:
             scores = self._generation.prompt_logprobs(first)
-            beside["prompt_logprobs"] = prompt_logprobs_json(scores, num_top, self._tokenizer)
-        return beside
+            fields["prompt_logprobs"] = ranked_logprobs(scores, num_top, self._tokenizer)
+        return fields
 
-    def news(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
-        """What became certain of the message, with the new tokens' logprobs beside the first word.
+    def deltas(self, choice: Choice, delta: Delta) -> list[ChatChunkChoice]:
+        """What became certain of the message; the new tokens' logprobs are in the first chunk.
 
-        A call's first piece has its name and no arguments; those follow in a word of their own.
+        A call's first piece has its name and no arguments; those follow in a chunk of their own.
         """
         ended = delta.finish_reason is not None
-        said = self._messages[choice.index].read(delta.text, ended)
-        words: list[dict[str, Any]] = []
-        for part in said.parts:
-            word = _word(part)
-            joins = words and {"tool_calls", *words[-1]}.isdisjoint({*word})
-            if joins and "tool_calls" not in words[-1]:
-                words[-1] |= word
-            elif word:
-                words.append(word)
+        read = self._messages[choice.index].read(delta.text, ended)
+        deltas = _chat_deltas(read.parts)
         shows_tokens = self._shown.logprobs is not None or self._shown.token_ids
-        if not words and shows_tokens and delta.token_ids:
-            words.append({"content": ""})
-        listed, token_ids = self._listed(delta.logprobs), self._token_ids(delta.token_ids)
-        none = None if listed is None else self._listed(())
+        if not deltas and shows_tokens and delta.token_ids:
+            deltas.append(ChatDelta(content=""))
         return [
-            {"delta": word, "logprobs": none if place else listed, **({} if place else token_ids)}
-            for place, word in enumerate(words)
+            ChatChunkChoice(
+                index=choice.index,
+                delta=part,
+                logprobs=self._listed(() if place else delta.logprobs),
+                token_ids=UNSET if place else self._token_ids(delta.token_ids),
+                finish_reason=None,
+            )
+            for place, part in enumerate(deltas)
         ]
 
-    def ending(self) -> dict[str, Any]:
-        """No content."""
-        return {"delta": {}, "logprobs": None}
+    def ending(self, choice: Choice) -> ChatChunkChoice:
+        """The finish reason, without content."""
+        return ChatChunkChoice(
+            index=choice.index,
+            delta=_EMPTY,
+            logprobs=None,
+            finish_reason=self._finish_reason(choice),
+            stop_reason=choice.stop_reason,
+            seed=choice.seed,
+        )
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        """The whole message."""
-        said = self._messages[choice.index].read("".join(choice.text), ended=True)
-        content = self._shown.before + said.content
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if said.reasoning:
-            message |= _reasoning(said.reasoning)
-        if said.calls:
-            message["content"] = content or None
-            message["tool_calls"] = [_call(call) for call in said.calls]
-        logprobs = self._listed(choice.logprobs)
-        return {"message": message, "logprobs": logprobs, **self._token_ids(choice.token_ids)}
+    def complete(self, choice: Choice, index: int) -> ChatChoice:
+        """The complete message."""
+        read = self._messages[choice.index].read("".join(choice.text), ended=True)
+        content: str | None = self._shown.before + read.content
+        calls: list[AnsweredToolCall] | UnsetType = UNSET
+        if read.calls:
+            content = content or None
+            calls = [_call(call) for call in read.calls]
+        reasoning = read.reasoning or UNSET
+        return ChatChoice(
+            index=index,
+            message=AnsweredMessage("assistant", content, None, reasoning, reasoning, calls),
+            logprobs=self._listed(choice.logprobs),
+            token_ids=self._token_ids(choice.token_ids),
+            finish_reason=self._finish_reason(choice),
+            stop_reason=choice.stop_reason,
+            seed=choice.seed,
+        )
 
-    def finish_reason(self, choice: Choice) -> str | None:
-        """In OpenAI's words: `tool_calls` where the model stopped after a call."""
+    def _finish_reason(self, choice: Choice) -> Any:
+        """In OpenAI's terms: `tool_calls` where the model stopped after a call."""
         if choice.finish_reason is None:
             return None
         reason = choice.finish_reason.openai
         called = self._messages[choice.index].has_calls
         return "tool_calls" if called and reason == "stop" else reason
 
-    def _token_ids(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        return {"token_ids": list(token_ids)} if self._shown.token_ids else {}
+    def _token_ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
+        return list(token_ids) if self._shown.token_ids else UNSET
 
-    def _listed(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def _listed(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if self._shown.logprobs is None:
             return None
-        content = [
-            {
-                **self._entry(item.token_id, item.logprob),
-                "top_logprobs": [self._entry(token_id, value) for token_id, value in item.top],
-            }
-            for item in logprobs
-        ]
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        entry = logprob_entry(self._tokenizer, token_id, logprob)
-        return {**entry, "token": f"token_id:{token_id}"} if self._shown.tokens_as_ids else entry
+        as_ids = self._shown.tokens_as_ids
+        return ChatLogprobs(
+            [token_logprob(self._tokenizer, each, as_ids) for each in logprobs], None
+        )
 
 
-def logprob_entry(tokenizer: Vocabulary, token_id: int, logprob: float) -> dict[str, Any]:
+def token_logprob(
+    tokenizer: Vocabulary, logprobs: TokenLogprobs, as_ids: bool = False
+) -> TokenLogprob:
+    """A token with its logprob and the likeliest alternatives, in OpenAI's shape. With `as_ids`,
+    tokens are named by their ids.
+    """
+    top = [top_logprob(tokenizer, *each, as_ids) for each in logprobs.top]
+    chosen = top_logprob(tokenizer, logprobs.token_id, logprobs.logprob, as_ids)
+    return TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top)
+
+
+def top_logprob(
+    tokenizer: Vocabulary, token_id: int, logprob: float, as_id: bool = False
+) -> TopLogprob:
     """A token with its logprob, in OpenAI's shape."""
-    return {
-        "token": tokenizer.decode([token_id], skip_special_tokens=False),
-        "logprob": logprob,
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
+    name = (
+        f"token_id:{token_id}" if as_id else tokenizer.decode([token_id], skip_special_tokens=False)
+    )
+    return TopLogprob(name, logprob, list(tokenizer.token_bytes(token_id)))
 
 
 def message_reader(
@@ -179,26 +211,51 @@ def _call_ids(short: bool, prefix: str) -> Callable[[], str]:
     return lambda: f"{prefix}{uuid.uuid4().hex[:24]}"
 
 
-def _reasoning(text: str) -> dict[str, str]:
-    return {"reasoning_content": text, "reasoning": text}
+def _call(call: FunctionCall) -> AnsweredToolCall:
+    return AnsweredToolCall(call.call_id, "function", AnsweredFunction(call.name, call.arguments))
 
 
-def _call(call: FunctionCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.call_id, "type": "function", "function": function}
+def _chat_deltas(parts: Sequence[MessagePart]) -> list[ChatDelta]:
+    """The deltas of a message's parts: one for text and reasoning, one for each piece of a call."""
+    deltas: list[ChatDelta] = []
+    for part in parts:
+        delta = _chat_delta(part)
+        if delta is None:
+            continue
+        joined = _joined(deltas[-1], delta) if deltas else None
+        if joined is None:
+            deltas.append(delta)
+        else:
+            deltas[-1] = joined
+    return deltas
 
 
-def _word(part: MessagePart) -> dict[str, Any]:
-    """A stream's word for a part; the last piece of a call may say nothing."""
+def _joined(first: ChatDelta, then: ChatDelta) -> ChatDelta | None:
+    """Both in one, if one is text and the other reasoning."""
+    if first.tool_calls or then.tool_calls:
+        return None
+    texts, thoughts = (first, then) if first.reasoning is UNSET else (then, first)
+    if texts.reasoning is not UNSET or thoughts.content is not UNSET:
+        return None
+    return ChatDelta(
+        content=texts.content, reasoning_content=thoughts.reasoning, reasoning=thoughts.reasoning
+    )
+
+
+def _chat_delta(part: MessagePart) -> ChatDelta | None:
+    """The delta of a part; the last piece of a call may have none."""
     match part:
         case ContentDelta(text=text):
-            return {"content": text}
+            return ChatDelta(content=text)
         case ReasoningDelta(text=text):
-            return _reasoning(text)
+            return ChatDelta(reasoning_content=text, reasoning=text)
         case CallDelta(name="", arguments=""):
-            return {}
+            return None
         case CallDelta(name="", arguments=arguments):
-            return {"tool_calls": [{"index": part.index, "function": {"arguments": arguments}}]}
+            function = StreamedFunction(arguments=arguments)
+            return ChatDelta(tool_calls=[StreamedToolCall(index=part.index, function=function)])
         case CallDelta(call_id=call_id, name=name):
-            begun = _call(FunctionCall(call_id, name, ""))
-            return {"tool_calls": [{"index": part.index, **begun}]}
+            call = StreamedToolCall(
+                index=part.index, id=call_id, type="function", function=StreamedFunction(name, "")
+            )
+            return ChatDelta(tool_calls=[call])

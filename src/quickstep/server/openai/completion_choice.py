@@ -1,7 +1,7 @@
-"""A completion's choices as JSON: text, OpenAI's four lists of logprobs, token ids, the prompt.
+"""A completion's choices: text, OpenAI's four lists of logprobs, token ids, the prompt.
 
-`CompletionRendering` belongs to one request: `text_offset` counts along, and a stream's first word
-of a choice carries the echoed prompt. `completions` makes it, `choices` calls it.
+`CompletionRendering` belongs to one request: `text_offset` counts along, and a stream's first delta
+of a choice has the echoed prompt. `completions` makes it, `choices` calls it.
 """
 
 from __future__ import annotations
@@ -9,16 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from quickstep.engine.stream import Delta
 from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import Choice, Generation, InfillPrompt, TextPrompt
+from quickstep.server.openai.response_types import (
+    RankedLogprob,
+    TextChoice,
+    TextChunkChoice,
+    TextLogprobs,
+)
 from quickstep.types import TokenLogprobs
 
-__all__ = ["CompletionRendering", "prompt_logprobs_json"]
+__all__ = ["CompletionRendering", "ranked_logprobs"]
 
 
 class CompletionRendering:
-    """Choices as `{"text", "logprobs"}`, with what else was asked for."""
+    """Writes a completion's choices, complete or as a stream's deltas."""
 
     def __init__(self, generation: Generation, tokenizer: Vocabulary) -> None:
         self._generation = generation
@@ -28,14 +36,14 @@ class CompletionRendering:
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
 
-    def opening(self) -> None:
+    def opening(self, choice: Choice) -> None:
         """A stream of completions begins with its first text."""
 
-    def beside(self) -> Mapping[str, Any]:
-        """Nothing: every choice carries its own."""
+    def prompt_fields(self) -> Mapping[str, Any]:
+        """None: every choice has the fields of its own prompt."""
         return {}
 
-    def news(self, choice: Choice, delta: Delta) -> list[dict[str, Any]]:
+    def deltas(self, choice: Choice, delta: Delta) -> list[TextChunkChoice]:
         """New text, with the new tokens' logprobs; the prompt first, once it is scored."""
         if delta.finish_reason is None and not delta.token_ids and not delta.text:
             return []
@@ -45,46 +53,66 @@ class CompletionRendering:
         if not delta.text and not with_prompt and not (shows_tokens and delta.token_ids):
             return []
         self._begun.add(choice.index)
-        return [self._said(choice, delta.text, delta.logprobs, delta.token_ids, is_first)]
+        text, logprobs = self._text(choice, delta.text, delta.logprobs, is_first)
+        return [
+            TextChunkChoice(
+                index=choice.index,
+                text=text,
+                logprobs=logprobs,
+                token_ids=self._token_ids(delta.token_ids),
+                prompt_token_ids=self._prompt_token_ids(choice) if is_first else UNSET,
+                finish_reason=None,
+            )
+        ]
 
-    def ending(self) -> dict[str, Any]:
-        """No text."""
-        return {"text": "", "logprobs": None}
+    def ending(self, choice: Choice) -> TextChunkChoice:
+        """The finish reason, without text."""
+        return TextChunkChoice(
+            index=choice.index,
+            text="",
+            logprobs=None,
+            finish_reason=_finish_reason(choice),
+            stop_reason=choice.stop_reason,
+            seed=choice.seed,
+        )
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        """The whole text."""
-        text = "".join(choice.text)
-        said = self._said(choice, text, choice.logprobs, choice.token_ids, is_first=True)
+    def complete(self, choice: Choice, index: int) -> TextChoice:
+        """The complete text."""
+        text, logprobs = self._text(choice, "".join(choice.text), choice.logprobs, is_first=True)
+        ranked: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
         num_top = self._shown.prompt_logprobs
         if num_top is not None:
             scores = self._generation.prompt_logprobs(choice)
-            said["prompt_logprobs"] = prompt_logprobs_json(scores, num_top, self._tokenizer)
-        return said
+            ranked = ranked_logprobs(scores, num_top, self._tokenizer)
+        return TextChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            token_ids=self._token_ids(choice.token_ids),
+            prompt_token_ids=self._prompt_token_ids(choice),
+            prompt_logprobs=ranked,
+            finish_reason=_finish_reason(choice),
+            stop_reason=choice.stop_reason,
+            seed=choice.seed,
+        )
 
-    def finish_reason(self, choice: Choice) -> str | None:
-        """In OpenAI's words."""
-        return choice.finish_reason.openai if choice.finish_reason else None
-
-    def _said(
-        self,
-        choice: Choice,
-        text: str,
-        logprobs: Iterable[TokenLogprobs],
-        token_ids: Sequence[int],
-        is_first: bool,
-    ) -> dict[str, Any]:
-        listed = None if self._shown.logprobs is None else _new_lists()
+    def _text(
+        self, choice: Choice, text: str, logprobs: Iterable[TokenLogprobs], is_first: bool
+    ) -> tuple[str, TextLogprobs | None]:
+        """The text, the echoed prompt before it if it is the first, and the tokens' logprobs."""
+        listed = None if self._shown.logprobs is None else TextLogprobs([], [], [], [])
         if is_first and self._shown.echo:
             text = self._prompt_text(choice) + text
             self._list_prompt(choice, text, listed)
         if listed is not None:
             self._list_tokens(choice.index, logprobs, listed)
-        said: dict[str, Any] = {"text": text, "logprobs": listed}
-        if self._shown.token_ids:
-            said["token_ids"] = list(token_ids)
-            if is_first:
-                said["prompt_token_ids"] = list(self._generation.prompt_token_ids(choice))
-        return said
+        return text, listed
+
+    def _token_ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
+        return list(token_ids) if self._shown.token_ids else UNSET
+
+    def _prompt_token_ids(self, choice: Choice) -> list[int] | UnsetType:
+        return self._token_ids(self._generation.prompt_token_ids(choice))
 
     def _prompt_text(self, choice: Choice) -> str:
         """The client's own text; of token ids, what they say."""
@@ -97,7 +125,7 @@ class CompletionRendering:
         ids = self._generation.prompt_token_ids(choice)
         return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)
 
-    def _list_prompt(self, choice: Choice, text: str, listed: dict[str, list[Any]] | None) -> None:
+    def _list_prompt(self, choice: Choice, text: str, listed: TextLogprobs | None) -> None:
         """The prompt's tokens, the first of which nothing scores; offsets go on behind them."""
         if listed is None:
             return
@@ -107,11 +135,11 @@ class CompletionRendering:
         # a deadline may have come before the whole prompt was scored
         for token_id, score in zip(token_ids, scores, strict=False):
             token = self._tokenizer.decode([token_id], skip_special_tokens=False)
-            listed["tokens"].append(self._token(token_id))
-            listed["token_logprobs"].append(None if score is None else score.logprob)
+            listed.tokens.append(self._token(token_id))
+            listed.token_logprobs.append(None if score is None else score.logprob)
             top = None if score is None else self._alternatives(score, self._shown.logprobs)
-            listed["top_logprobs"].append(top)
-            listed["text_offset"].append(offset)
+            listed.top_logprobs.append(top)
+            listed.text_offset.append(offset)
             offset += self._length_in(text, token_id, token, offset)
         self._offsets[choice.index] = len(self._prompt_text(choice))
 
@@ -126,14 +154,14 @@ class CompletionRendering:
         return length - loses_space
 
     def _list_tokens(
-        self, index: int, logprobs: Iterable[TokenLogprobs], listed: dict[str, list[Any]]
+        self, index: int, logprobs: Iterable[TokenLogprobs], listed: TextLogprobs
     ) -> None:
         offset = self._offsets.get(index, 0)
         for item in logprobs:
-            listed["tokens"].append(self._token(item.token_id))
-            listed["token_logprobs"].append(item.logprob)
-            listed["top_logprobs"].append(self._alternatives(item, len(item.top)))
-            listed["text_offset"].append(offset)
+            listed.tokens.append(self._token(item.token_id))
+            listed.token_logprobs.append(item.logprob)
+            listed.top_logprobs.append(self._alternatives(item, len(item.top)))
+            listed.text_offset.append(offset)
             if not (self._skips_special and self._tokenizer.is_special(item.token_id)):
                 offset += _num_characters(self._tokenizer.token_bytes(item.token_id))
         self._offsets[index] = offset
@@ -151,16 +179,15 @@ class CompletionRendering:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def prompt_logprobs_json(
+def ranked_logprobs(
     scores: Sequence[TokenLogprobs | None], num_top: int, tokenizer: Vocabulary
-) -> list[dict[str, Any] | None]:
+) -> list[dict[str, RankedLogprob] | None]:
     """vLLM's `prompt_logprobs`: per token an object by token id, null for the first."""
 
-    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
-        token = tokenizer.decode([token_id], skip_special_tokens=False)
-        return {"logprob": logprob, "rank": rank, "decoded_token": token}
+    def entry(token_id: int, logprob: float, rank: int) -> RankedLogprob:
+        return RankedLogprob(logprob, rank, tokenizer.decode([token_id], skip_special_tokens=False))
 
-    listed: list[dict[str, Any] | None] = []
+    listed: list[dict[str, RankedLogprob] | None] = []
     for score in scores:
         if score is None:
             listed.append(None)
@@ -174,8 +201,9 @@ def prompt_logprobs_json(
     return listed
 
 
-def _new_lists() -> dict[str, list[Any]]:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+def _finish_reason(choice: Choice) -> Any:
+    """In OpenAI's terms."""
+    return choice.finish_reason.openai if choice.finish_reason else None
 
 
 def _num_characters(content: bytes) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeGuard
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served, stream_flags
+from quickstep.server.generate.adapter import Asked, Served, stream_flags
 from quickstep.server.generate.fill_in_middle import infill_markers
 from quickstep.server.generate.generation import (
     Generation,
@@ -25,6 +26,7 @@ from quickstep.server.generate.sampling import (
     token_ids_of,
 )
 from quickstep.server.generate.structured import asked_grammar
+from quickstep.server.openai.choices import ChoicesWriter
 from quickstep.server.openai.completion_choice import CompletionRendering
 from quickstep.server.openai.request_types import CompletionRequest
 from quickstep.server.openai.requested_output import (
@@ -33,6 +35,7 @@ from quickstep.server.openai.requested_output import (
     shown_of,
     truncation_of,
 )
+from quickstep.server.openai.response_types import Completion, CompletionChunk
 from quickstep.server.schema.field_reader import FieldReader
 
 __all__ = ["Completions"]
@@ -41,14 +44,17 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class Completions:
-    """The completions surface."""
+    """The adapter of completions."""
 
     id_prefix = "cmpl-"
-    object_name = "text_completion"
-    chunk_object_name = "text_completion"
+    response = partial(Completion, object="text_completion")
+    chunk = partial(CompletionChunk, object="text_completion")
 
-    def parse(self, body: bytes, served: Served) -> GenerationRequest:
+    def parse(self, body: bytes, served: Served, caller: str = "") -> Asked:
         """Validate a body. Raises RequestError."""
+        return Asked(self._request(body, served), partial(ChoicesWriter, self, served))
+
+    def _request(self, body: bytes, served: Served) -> GenerationRequest:
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, CompletionRequest)
         model = served.model(fields.model)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quickstep.errors import EngineError, RequestError
@@ -26,7 +26,7 @@ from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, prompts_i
 from quickstep.server.generate.request_size import check_num_tokens
 from quickstep.server.generate.sampling import bounded, label, token_ids_of
 from quickstep.server.generate.tenancy import cache_salt_of, priority_of_key, tenant_of_key
-from quickstep.server.http.body import ClientDisconnect, read_body, unless_disconnected
+from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
 from quickstep.server.http.errors import GenerationFailed, json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import EmbeddingMeter, Metrics
@@ -37,7 +37,7 @@ from quickstep.server.openai.embedding_types import (
     EmbeddingUsage,
 )
 from quickstep.server.schema.field_reader import FieldReader
-from quickstep.types import FinishReason, Pooling, SamplingParams
+from quickstep.types import FinishReason, Pooling, Request, SamplingParams
 
 __all__ = ["Embeddings"]
 
@@ -53,10 +53,10 @@ class Embeddings:
         self._served = served
         self._metrics = metrics
 
-    async def answer(self, request: Request) -> Response:
+    async def answer(self, request: HttpRequest) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
         try:
-            body = await read_body(request, self._served.limits.body_bytes)
+            body = body_of(request)
             reader = FieldReader(self._served.field_rules)
             work = self._embed(body, reader, caller_of(request))
             answer = await unless_disconnected(request.receive, work)
@@ -130,23 +130,23 @@ class Embeddings:
         engine, limits = self._served.engine, self._served.limits
         pooling = engine.default_pooling if fields.pooling is None else Pooling(fields.pooling)
         tenant = tenant_of_key(caller, label("user", fields.user, limits))
-        deadline_s = self._served.deadlines.of(_timeout(fields))
+        timeout_s = self._served.deadlines.of(_timeout(fields))
         salt = label("cache_salt", fields.cache_salt, limits)
         cache_salt = cache_salt_of(caller, salt, self._served.shares_prefix_cache)
         meter = self._metrics.embedding_meter([len(prompt) for prompt in prompts])
         streams: list[TokenStream] = []
         try:
             for prompt in prompts:
-                stream = engine.submit(
-                    prompt,
-                    _SAMPLING,
+                request = Request(
+                    prompt_token_ids=tuple(prompt),
+                    sampling=_SAMPLING,
                     priority=fields.priority or 0,
                     tenant=tenant,
                     cache_salt=cache_salt,
-                    deadline_s=deadline_s,
+                    timeout_s=timeout_s,
                     pooling=pooling,
                 )
-                streams.append(stream)
+                streams.append(engine.stream(request))
             vectors = await asyncio.gather(*(_vector(stream, meter) for stream in streams))
             return [_shortened(vector, fields.dimensions) for vector in vectors]
         except RequestError as error:

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.http.intake import with_body
+from quickstep.server.http.body import body_of
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.openai.request_types import decode
 
@@ -35,11 +35,11 @@ def invocations_route(routes: Sequence[ApiRoute]) -> ApiRoute:
     fields = _Shape.__struct_fields__
 
     async def answer(request: Request) -> Response:
-        body = await request.body()
+        body = body_of(request)
         shape = decode(body, _Shape)
         for name, route in zip(fields, routes, strict=True):
             if bytes(getattr(shape, name)) not in (b"", b"null"):
-                return await route.endpoint(with_body(request, body))
+                return await route.endpoint(request)
         raise RequestError(
             "the body has none of messages (chat), prompt (completions) and input (embeddings)",
             param=fields[0],

@@ -1,8 +1,8 @@
-"""The JSON answers of OpenAI's routes, as types: what `/openapi.json` and the reference tell.
+"""The JSON responses of OpenAI's routes, as types: encoded as they are, and read by
+`/openapi.json` and the reference.
 
-The routes write plain dicts, which is faster in a stream; the tests hold every answer against
-these types, extra fields included, so that neither can say more than the other. Names beyond
-OpenAI's are `seed` (what reproduces the answer) and vLLM's.
+Fields are in the order of the encoded JSON; UNSET ones are left out. Names beyond OpenAI's are
+`seed` (what reproduces the response) and vLLM's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quickstep.server.generate.generation import Usage as TokenCounts
 from quickstep.types import SequenceTimings
 
 __all__ = [
@@ -41,6 +42,16 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, counts: TokenCounts) -> Usage:
+        """The request's tokens so far."""
+        return cls(
+            counts.num_prompt_tokens,
+            counts.num_output_tokens,
+            counts.num_prompt_tokens + counts.num_output_tokens,
+            PromptTokensDetails(counts.num_cached_tokens),
+        )
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -101,16 +112,16 @@ class RankedLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
-class ChatChoice(msgspec.Struct, frozen=True):
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One of n messages. `seed` reproduces it alone."""
 
     index: int
     message: AnsweredMessage
     logprobs: ChatLogprobs | None
+    token_ids: list[int] | UnsetType = UNSET
     finish_reason: FinishReason
     stop_reason: int | str | None
     seed: int
-    token_ids: list[int] | UnsetType = UNSET
 
 
 class RequestMetrics(msgspec.Struct, frozen=True):
@@ -142,22 +153,22 @@ class RequestMetrics(msgspec.Struct, frozen=True):
         )
 
 
-class ChatCompletion(msgspec.Struct, frozen=True):
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """The assistant's next message."""
 
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
     system_fingerprint: str
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
-    seed: int | None
+    metrics: RequestMetrics | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
+    seed: int | None
     metadata: dict[str, str] | UnsetType = UNSET
     service_tier: str | UnsetType = UNSET
-    metrics: RequestMetrics | UnsetType = UNSET
 
 
 class StreamedFunction(msgspec.Struct, frozen=True):
@@ -167,53 +178,53 @@ class StreamedFunction(msgspec.Struct, frozen=True):
     arguments: str | UnsetType | None = UNSET
 
 
-class StreamedToolCall(msgspec.Struct, frozen=True):
+class StreamedToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of the call with this index."""
 
     index: int
-    function: StreamedFunction
     id: str | UnsetType | None = UNSET
     type: Literal["function"] | UnsetType = UNSET
+    function: StreamedFunction
 
 
-class MessageNews(msgspec.Struct, frozen=True):
+class ChatDelta(msgspec.Struct, frozen=True):
     """What a chunk adds to the message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
     tool_calls: list[StreamedToolCall] | UnsetType = UNSET
 
 
-class ChatChunkChoice(msgspec.Struct, frozen=True):
-    """News of one choice; the seed stands beside its finish reason."""
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A delta of one choice; the seed is sent with its finish reason."""
 
     index: int
-    delta: MessageNews
+    delta: ChatDelta
     logprobs: ChatLogprobs | None
+    token_ids: list[int] | UnsetType = UNSET
     finish_reason: FinishReason | None
     stop_reason: int | str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(msgspec.Struct, frozen=True):
+class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     """One event of a chat's stream; the last one is `[DONE]`."""
 
     id: str
-    object: Literal["chat.completion.chunk"]
     created: int
     model: str
     system_fingerprint: str
+    object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     seed: int | None
-    usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
     metadata: dict[str, str] | UnsetType = UNSET
     service_tier: str | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     metrics: RequestMetrics | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
@@ -225,55 +236,55 @@ class TextLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
-class TextChoice(msgspec.Struct, frozen=True):
+class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One of n texts of a prompt. `seed` reproduces it alone."""
 
     index: int
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    seed: int
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    seed: int
 
 
-class Completion(msgspec.Struct, frozen=True):
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Text that continues the prompts."""
 
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
     system_fingerprint: str
+    object: Literal["text_completion"]
     choices: list[TextChoice]
     usage: Usage
-    seed: int | None
     metrics: RequestMetrics | UnsetType = UNSET
+    seed: int | None
 
 
-class TextChunkChoice(msgspec.Struct, frozen=True):
-    """News of one choice; the seed stands beside its finish reason."""
+class TextChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A delta of one choice; the seed is sent with its finish reason."""
 
     index: int
     text: str
     logprobs: TextLogprobs | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     finish_reason: FinishReason | None
     stop_reason: int | str | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class CompletionChunk(msgspec.Struct, frozen=True):
+class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     """One event of a completion's stream; the last one is `[DONE]`."""
 
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
     system_fingerprint: str
+    object: Literal["text_completion"]
     choices: list[TextChunkChoice]
     seed: int | None
     usage: Usage | UnsetType | None = UNSET

@@ -18,21 +18,19 @@ from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.prompts import ChatPrompt, rendered
 from quickstep.server.generate.sampling import bounded, token_ids_of
-from quickstep.server.http.body import read_body
+from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.request_types import ChatRequest
-from quickstep.server.openai.tokenize_request_types import (
+from quickstep.server.openai.tokenize_types import (
     ApplyTemplateRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from quickstep.server.openai.tokenize_response_types import (
     Detokenized,
+    DetokenizeRequest,
     RenderedPrompt,
     Tokenized,
+    TokenizeRequest,
     TokenizerInfo,
     TokenPiece,
 )
@@ -106,14 +104,14 @@ class Tokenizing:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text or of a conversation."""
-        body = await read_body(request, self._served.limits.body_bytes)
+        body = body_of(request)
         return await self._off_the_loop(
             len(body), lambda: json_response(self._tokenized(request, body))
         )
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
-        body = await read_body(request, self._served.limits.body_bytes)
+        body = body_of(request)
         return await self._off_the_loop(
             len(body), lambda: json_response(self._detokenized(request, body))
         )
@@ -138,7 +136,7 @@ class Tokenizing:
 
     async def apply_template(self, request: Request) -> Response:
         """The prompt text of a conversation."""
-        body = await read_body(request, self._served.limits.body_bytes)
+        body = body_of(request)
 
         def answer() -> Response:
             fields = self._read(request, body, ApplyTemplateRequest)
@@ -205,7 +203,7 @@ class Tokenizing:
 
     def _rendered(self, request: Request, chat: ChatRequest) -> str:
         """The prompt text, exactly as the chat route would render it."""
-        parsed = Chat().parse(msgspec.json.encode(chat), self._served)
+        parsed = Chat().parse(msgspec.json.encode(chat), self._served).request
         report_ignored(request, parsed.ignored)
         (prompt,) = parsed.prompts
         assert isinstance(prompt, ChatPrompt), "a chat has one prompt, of this kind"

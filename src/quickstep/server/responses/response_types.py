@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from quickstep.server.openai.response_types import TokenLogprob
+
 __all__ = [
     "CallOutput",
     "DeletedResponse",
@@ -34,7 +36,7 @@ class OutputText(msgspec.Struct, frozen=True, tag="output_text"):
     """Text, with the logprobs of its tokens if they were asked for."""
 
     text: str
-    logprobs: list[dict[str, Any]]
+    logprobs: list[TokenLogprob]
     annotations: tuple[()] = ()
 
 

@@ -17,9 +17,10 @@ from quickstep.dataclass import dataclass
 from quickstep.server.generate.adapter import Head, Served
 from quickstep.server.generate.generation import ChoiceDelta, Generation
 from quickstep.server.generate.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
-from quickstep.server.http.errors import error_of
-from quickstep.server.http.frames import event_frame
-from quickstep.server.openai.chat_message import logprob_entry, message_reader
+from quickstep.server.http.errors import error_facts
+from quickstep.server.http.event_stream import event_frame
+from quickstep.server.openai.chat_message import message_reader, token_logprob
+from quickstep.server.openai.response_types import TokenLogprob
 from quickstep.server.responses.input_items import InputItem, sealed, template_messages
 from quickstep.server.responses.request_types import (
     FunctionCallItem,
@@ -106,9 +107,9 @@ class ResponsesWriter:
 
     def failure(self, error: Exception) -> Iterator[bytes]:
         """The response so far, with the error in it."""
-        status, body = error_of(error)
-        code = "server_error" if status >= 500 else "invalid_prompt"
-        told = {"code": code, "message": body["error"]["message"]}
+        facts = error_facts(error)
+        code = "server_error" if facts.status >= 500 else "invalid_prompt"
+        told = {"code": code, "message": facts.message}
         yield self._event("response.failed", response=self._response("failed", told))
 
     def note(self, item: ChoiceDelta) -> None:
@@ -214,17 +215,11 @@ class ResponsesWriter:
 
     def _listed(
         self, logprobs: tuple[TokenLogprobs, ...] | list[TokenLogprobs]
-    ) -> list[dict[str, Any]]:
+    ) -> list[TokenLogprob]:
         if not self._with_logprobs:
             return []
         tokenizer = self._served.engine.tokenizer
-        return [
-            {
-                **logprob_entry(tokenizer, item.token_id, item.logprob),
-                "top_logprobs": [logprob_entry(tokenizer, *other) for other in item.top],
-            }
-            for item in logprobs
-        ]
+        return [token_logprob(tokenizer, each) for each in logprobs]
 
     def _response(self, status: Any, error: dict[str, Any] | None = None) -> ResponseObject:
         fields, request = self._turn.fields, self._generation.request

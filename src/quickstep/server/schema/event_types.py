@@ -5,12 +5,13 @@ The writers send plain dicts; the tests hold every streamed event against these 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from quickstep.server.anthropic.response_types import MessageBlock, MessageResponse, MessageUsage
+from quickstep.server.openai.response_types import TokenLogprob
 from quickstep.server.responses.response_types import (
     OutputItem,
     OutputText,
@@ -70,7 +71,7 @@ class TextEvent(msgspec.Struct, frozen=True):
     content_index: int
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
-    logprobs: list[dict[str, Any]] | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
 
 
 class ArgumentsEvent(msgspec.Struct, frozen=True):

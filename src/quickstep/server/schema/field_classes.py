@@ -18,10 +18,14 @@ from msgspec import inspect
 from quickstep.dataclass import dataclass
 
 __all__ = [
+    "Effects",
     "FieldClass",
     "Finding",
     "Hint",
+    "Honoured",
+    "Note",
     "Refusal",
+    "Row",
     "field_classes",
     "findings",
     "hint",
@@ -59,7 +63,25 @@ class Refusal:
     passes: tuple[object, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Honoured:
+    """The visible effect, as a sentence; `otherwise` if it is a hint that some models lack."""
+
+    effect: str
+    otherwise: Hint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A note without effect: checked for its type, accepted, and why it changes nothing."""
+
+    why: str
+
+
 FieldClass = Hint | Refusal
+Row = Honoured | Note | Hint | Refusal
+# What a field does: a sentence for its effect.
+Effects = Mapping[str, str | Note]
 
 
 @dataclass(frozen=True, slots=True)

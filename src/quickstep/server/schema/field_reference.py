@@ -17,8 +17,15 @@ from quickstep.server.openai import request_types as schemas
 from quickstep.server.schema import field_reference_messages as messages
 from quickstep.server.schema import field_reference_others as others
 from quickstep.server.schema import field_reference_responses as responses
-from quickstep.server.schema.field_classes import FieldClass, Hint, field_classes
-from quickstep.server.schema.field_rows import Effects, Honoured, Note, Row
+from quickstep.server.schema.field_classes import (
+    Effects,
+    FieldClass,
+    Hint,
+    Honoured,
+    Note,
+    Row,
+    field_classes,
+)
 
 __all__ = ["REFUSED_FORMS", "reference_of"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from quickstep.server.anthropic import request_types as schemas
-from quickstep.server.schema.field_rows import Effects, Note
+from quickstep.server.schema.field_classes import Effects, Note
 
 __all__ = ["EFFECTS", "REFUSED_FORMS"]
 

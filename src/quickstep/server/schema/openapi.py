@@ -20,17 +20,26 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from quickstep import __version__
-from quickstep.server.http.error_shapes import OVERLOADED, anthropic_shape, ollama_shape
-from quickstep.server.http.errors import ErrorShape
+from quickstep.server.http.errors import (
+    OVERLOADED,
+    ErrorAnswer,
+    ErrorShape,
+    MessagesError,
+    OllamaError,
+    anthropic_shape,
+    ollama_shape,
+)
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.openai.request_types import SamplingFields
-from quickstep.server.schema.error_types import ErrorAnswer, MessagesError, OllamaError
 from quickstep.server.schema.field_bounds import Keywords, SchemaFacts, bounds_of
-from quickstep.server.schema.field_classes import Hint, Refusal
-from quickstep.server.schema.field_parts import TOOL_TYPES, parts_of
+from quickstep.server.schema.field_classes import Hint, Honoured, Note, Refusal, Row
 from quickstep.server.schema.field_reference import REFUSED_FORMS, reference_of
-from quickstep.server.schema.field_rows import Honoured, Note, Row
-from quickstep.server.schema.types import component_names, reachable_structs
+from quickstep.server.schema.struct_types import (
+    TOOL_TYPES,
+    component_names,
+    parts_of,
+    reachable_structs,
+)
 from quickstep.types import SamplingParams
 
 __all__ = ["openapi_document"]

@@ -1,0 +1,138 @@
+"""Requests on their way into an engine: the one check of this layer, then an id and a seed.
+
+`RequestIntake` belongs to whatever takes requests from clients: the engine itself, or its client in
+the server's process, so that a request is checked before it crosses. Ranges of single fields are
+`SamplingParams`' own; here is what depends on the model. Sizes that the scheduler knows, it checks
+itself (`core.intake`). Every refusal is a RequestError that names the field, the value and the
+limit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Container, Iterable, Sequence
+
+from msgspec import structs
+
+from quickstep.errors import PromptTooLong, RequestError
+from quickstep.types import Request, SamplingParams
+
+__all__ = ["RequestIntake", "as_token_ids", "check_request", "check_token_ids", "open_seeds"]
+
+# seeds stay below 2^53, so that every JSON reader gets them exactly
+_SEED_BITS = 53
+
+
+def open_seeds(seed: int | None) -> random.Random:
+    """A source of seeds: the same ones for the same `seed`, the system's entropy for None."""
+    return random.SystemRandom() if seed is None else random.Random(seed)
+
+
+class RequestIntake:
+    """Checks requests and completes them. `live` has the ids in use."""
+
+    def __init__(self, seeds: random.Random, live: Container[str]) -> None:
+        self._seeds = seeds
+        self._live = live
+        self._numbers = itertools.count()
+
+    def take(
+        self,
+        request: Request,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+    ) -> Request:
+        """The request with its id, its seed and the model's end tokens, as the scheduler gets it.
+
+        Raises:
+            RequestError: The model cannot serve it, or its id is in use.
+        """
+        check_request(request, vocab_size, max_model_len, eos_token_ids)
+        name = request.request_id or self._free_id()
+        if name in self._live:
+            raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
+        seed = request.sampling.seed
+        return structs.replace(
+            request,
+            request_id=name,
+            seed=self._seeds.getrandbits(_SEED_BITS) if seed is None else seed,
+            eos_token_ids=eos_token_ids,
+        )
+
+    def _free_id(self) -> str:
+        names = (f"request-{number}" for number in self._numbers)
+        return next(name for name in names if name not in self._live)
+
+
+def check_request(
+    request: Request, vocab_size: int, max_model_len: int, eos_token_ids: frozenset[int]
+) -> None:
+    """Raise RequestError for what a model with these sizes and end tokens cannot serve."""
+    timeout_s, n = request.timeout_s, request.sampling.n
+    if timeout_s is not None and not timeout_s > 0:
+        raise RequestError(f"timeout_s is {timeout_s}, it must be above 0", param="timeout_s")
+    if request.pooling is not None and n != 1:
+        raise RequestError(f"n is {n}, a prompt has one embedding", param="n")
+    check_token_ids(request.prompt_token_ids, vocab_size, max_model_len, request.prompt_only)
+    _check_sampling(request.sampling, vocab_size, eos_token_ids)
+
+
+def as_token_ids(ids: Sequence[int]) -> tuple[int, ...]:
+    """A prompt's token ids as a request holds them. Raises RequestError for what is no list."""
+    if not isinstance(ids, Sequence):
+        raise RequestError("a prompt is text or a list of integer token ids", param="prompt")
+    return tuple(ids)
+
+
+def check_token_ids(
+    ids: tuple[int, ...], vocab_size: int, max_model_len: int, prompt_only: bool = False
+) -> None:
+    """A prompt is some integers of the vocabulary, and not too many: one token of output has to fit
+    after it, unless `prompt_only`.
+    """
+    if not ids:
+        raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
+    num_outputs = 0 if prompt_only else 1
+    if len(ids) + num_outputs > max_model_len:
+        raise PromptTooLong(len(ids), max_model_len, num_outputs=num_outputs)
+    if any(type(token_id) is not int for token_id in ids):
+        raise RequestError("a prompt is text or a list of integer token ids", param="prompt")
+    _check_ids("prompt", ids, vocab_size)
+
+
+def _check_sampling(
+    sampling: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int]
+) -> None:
+    """Token ids are in the vocabulary, logprobs no more than tokens, and some token can follow."""
+    _check_ids("logit_bias", sampling.logit_bias, vocab_size)
+    _check_ids("allowed_token_ids", sampling.allowed_token_ids, vocab_size)
+    _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    _check_ids("logprob_token_ids", sampling.logprob_token_ids, vocab_size)
+    counts = {"logprobs": sampling.logprobs, "prompt_logprobs": sampling.prompt_logprobs}
+    for name, num_top in counts.items():
+        if num_top is not None and num_top > vocab_size:
+            raise RequestError(
+                f"{name} is {num_top}, the vocabulary has {vocab_size} tokens", param=name
+            )
+    ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos_token_ids)
+    if (
+        sampling.min_tokens
+        and sampling.allowed_token_ids
+        and ends.issuperset(sampling.allowed_token_ids)
+    ):
+        raise RequestError(
+            f"min_tokens is {sampling.min_tokens}, but allowed_token_ids has only tokens that end "
+            "the output; allow another token",
+            param="allowed_token_ids",
+        )
+
+
+def _check_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{param} holds token id {token_id!r}, ids go from 0 to {vocab_size - 1}",
+                param=param,
+            )
