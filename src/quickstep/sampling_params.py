@@ -1,7 +1,9 @@
 """How output tokens are chosen: the client's parameters, checked on construction.
 
-Frozen plain data over the standard library. The sampler, the scheduler and the engine read it;
-`types` exports it beside the values that carry it.
+Each field of `SamplingParams` is declared once, with its bounds and a description for users. The
+checks, the JSON schemas, the reference pages and the command line's flags read `sampling_fields()`.
+
+Frozen plain data. The sampler, the scheduler and the engine read it; `types` exports it as well.
 """
 
 from __future__ import annotations
@@ -10,21 +12,24 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
+from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 
 __all__ = [
     "PRESETS",
-    "RANGES",
+    "Bounds",
     "Grammar",
     "GrammarKind",
     "ReasoningTokens",
+    "SamplingField",
     "SamplingParams",
     "TokenForms",
     "preset_values",
+    "sampling_fields",
 ]
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
@@ -165,6 +170,33 @@ def preset_values(name: str | None) -> Mapping[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """A closed interval, without upper bound if `high` is None. `above` leaves `low` itself out."""
+
+    low: float
+    high: float | None = None
+    above: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingField:
+    """A field of `SamplingParams` that clients set.
+
+    Attributes:
+        description: What it does, in a sentence for users.
+        kind: `int` or `float` for a number, None for another type.
+        bounds: Of a number.
+    """
+
+    description: str
+    kind: type[int] | type[float] | None
+    bounds: Bounds | None = None
+
+
+_LARGEST = 2**31 - 1  # of what counts tokens and sequences: beyond any machine, within any kernel
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How output tokens are chosen and when a sequence ends. Names are vLLM's and llama.cpp's.
 
@@ -175,25 +207,19 @@ class SamplingParams:
     DRY cover prompt and output; presence and frequency cover generated tokens only (OpenAI).
     Logprobs are of the raw logits.
 
-    Attributes:
-        n: Sequences per request, at least 1.
-        seed: Noise seed; None lets the engine draw one (the response names it).
-        top_k: 0 or -1 keeps all tokens.
+    Attributes (those that clients set have a description at the field):
+        seed: Noise seed; None lets the engine choose one (the response names it).
         max_tokens: None generates up to the context limit; 0, with `prompt_logprobs` only, scores
             the prompt and generates nothing.
-        min_tokens: No EOS, stop token or stop string ends the sequence before this many tokens.
         logprobs: None for none; k >= 0 gives the chosen token's and the k most likely tokens'.
-        logprob_token_ids: Tokens whose logprobs are given as well; they need `logprobs`.
         prompt_logprobs: The same for each token of the prompt behind the first. Such a request
             computes its whole prompt: it reads no cached prefix.
         shown_special_token_ids: What `skip_special_tokens` leaves in: markup for a parser.
         grammar: What the output must match, None for anything. It ends the output: where it is
             complete only an end token may follow, even before `min_tokens` if nothing else may.
             Near the limit of tokens, what would leave no room to complete it is not drawn.
-        typical_p: Keeps the tokens whose surprise is nearest to the expected one, up to this mass.
         dry_multiplier: Above 0, a token that would extend a repetition of L tokens (L at least
             `dry_allowed_length`) loses dry_multiplier x dry_base ^ (L - dry_allowed_length).
-        dry_range: Tokens looked back, 0 for the whole context.
         dry_sequence_breakers: A repetition does not reach over a token that holds one of these
             texts, nor over a text's own tokens in a row.
         xtc_probability: How often, at each token, all tokens of at least `xtc_threshold` but the
@@ -212,42 +238,127 @@ class SamplingParams:
         RequestError: A value is outside its range; `param` names the field.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None
+    n: Annotated[
+        int,
+        "How many choices each prompt gets; they share the prompt's computation.",
+        Bounds(1, _LARGEST),
+    ] = 1
+    temperature: Annotated[
+        float, "Divides the logits before sampling; 0 takes the most likely token.", Bounds(0.0)
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        "Keeps the likeliest tokens that together reach this probability.",
+        Bounds(0, 1, above=True),
+    ] = 1.0
+    top_k: Annotated[
+        int, "Keeps this many of the likeliest tokens; 0 or -1 keeps all.", Bounds(-1, _LARGEST)
+    ] = 0
+    min_p: Annotated[
+        float, "Drops tokens less likely than this fraction of the likeliest one.", Bounds(0.0, 1.0)
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, "Subtracted from the logit of every token generated before.", Bounds(-2.0, 2.0)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, "Subtracted from a token's logit for each time it was generated.", Bounds(-2.0, 2.0)
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        "Divides positive and multiplies negative logits of tokens in the prompt or the output.",
+        Bounds(1e-6),
+    ] = 1.0
+    logit_bias: Annotated[Mapping[int, float], "Added to the logits of these token ids."] = field(
+        default_factory=dict
+    )
+    allowed_token_ids: Annotated[tuple[int, ...], "Only these tokens may be generated."] = ()
+    seed: Annotated[
+        int | None,
+        "Determines the sampled tokens: the same request with the same seed gives the "
+        "same tokens. If not given, one is chosen and the response names it.",
+        Bounds(-(2**63), 2**64 - 1),
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        "Ends each choice after this many tokens, with finish_reason length. If not "
+        "given, /v1/completions takes 16, the others what the context leaves.",
+        Bounds(0, _LARGEST),
+    ] = 16
+    min_tokens: Annotated[
+        int,
+        "No end token, stop token or stop string ends a choice before this many tokens.",
+        Bounds(0, _LARGEST),
+    ] = 0
+    stop: Annotated[
+        tuple[str, ...],
+        "Ends the choice where one of these texts appears; the text itself is cut off.",
+    ] = ()
+    stop_token_ids: Annotated[tuple[int, ...], "Ends the choice at one of these tokens."] = ()
+    include_stop_str_in_output: Annotated[bool, "Leaves the stop string in the text."] = False
+    ignore_eos: Annotated[bool, "The model's end token does not end the choice."] = False
+    skip_special_tokens: Annotated[
+        bool, "Whether special tokens are left out of the text; true if not given."
+    ] = True
+    logprobs: Annotated[
+        int | None,
+        "Gives the chosen token's and this many alternatives' logprobs, of the raw logits.",
+        Bounds(0, _LARGEST),
+    ] = None
     shown_special_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
-    typical_p: float = 1.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_range: int = 0
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    bad_words: tuple[str, ...] = ()
-    thinking_budget: int | None = None
+    typical_p: Annotated[
+        float,
+        "Keeps the tokens whose surprise is nearest to the expected one, up to this probability.",
+        Bounds(0, 1, above=True),
+    ] = 1.0
+    dry_multiplier: Annotated[
+        float, "Above 0, penalises the token that would continue a repetition.", Bounds(0.0)
+    ] = 0.0
+    dry_base: Annotated[float, "Growth of that penalty with each repeated token.", Bounds(1.0)] = (
+        1.75
+    )
+    dry_allowed_length: Annotated[
+        int, "Repeated tokens from which the penalty is taken.", Bounds(1, _LARGEST)
+    ] = 2
+    dry_range: Annotated[
+        int, "Tokens that DRY looks back, 0 for the whole context.", Bounds(0, _LARGEST)
+    ] = 0
+    dry_sequence_breakers: Annotated[tuple[str, ...], "Texts over which no repetition reaches."] = (
+        "\n",
+        ":",
+        '"',
+        "*",
+    )
+    xtc_probability: Annotated[
+        float,
+        "How often, at each token, the likeliest tokens but one are left out.",
+        Bounds(0.0, 1.0),
+    ] = 0.0
+    xtc_threshold: Annotated[
+        float,
+        "The probability from which XTC counts a token among the likeliest.",
+        Bounds(0.0, 1.0),
+    ] = 0.1
+    bad_words: Annotated[
+        tuple[str, ...], "Texts that are not written, with or without a space before them."
+    ] = ()
+    thinking_budget: Annotated[
+        int | None,
+        "Tokens inside the reasoning after which its closing tag is written; refused "
+        "where the model's reasoning has no tags.",
+        Bounds(0, _LARGEST),
+    ] = None
     reasoning_tags: tuple[str, str] | None = None
     inside_reasoning: bool = False
     in_tokens: TokenForms | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: Annotated[
+        int | None,
+        "Gives the prompt's tokens' and this many alternatives' logprobs; not in a stream.",
+        Bounds(0, _LARGEST),
+    ] = None
+    logprob_token_ids: Annotated[
+        tuple[int, ...], "Gives the logprobs of these tokens as well; needs logprobs."
+    ] = ()
 
     def __post_init__(self) -> None:
         for name in _TEXTS:
@@ -256,13 +367,10 @@ class SamplingParams:
         for name in (*_TEXTS, *_TOKEN_IDS):
             object.__setattr__(self, name, tuple(getattr(self, name) or ()))
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
-        for name, (low, high) in RANGES.items():
-            _check_range(name, getattr(self, name), low, high)
+        for name, bounds in _all_bounds().items():
+            _check_range(name, getattr(self, name), bounds)
         for name in _WHOLE_NUMBERS:
             _check_whole(name, getattr(self, name))
-        for name in ("top_p", "typical_p"):
-            if getattr(self, name) == 0.0:
-                raise RequestError(f"{name} is 0, it must be in (0, 1]", param=name)
         for name in _TEXTS:
             _check_texts(name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -309,45 +417,39 @@ _TOKEN_IDS = (
 )
 _WHOLE_NUMBERS = ("dry_allowed_length", "dry_range", "thinking_budget")
 
-_LARGEST = 2**31 - 1  # of what counts tokens and sequences: beyond any machine, within any kernel
 
-# Closed intervals; None where there is no bound. OpenAI's limits where OpenAI states one.
-RANGES: Mapping[str, tuple[float, float | None]] = MappingProxyType(
-    {
-        "n": (1, _LARGEST),
-        "temperature": (0.0, None),
-        "top_p": (0.0, 1.0),
-        "top_k": (-1, _LARGEST),
-        "min_p": (0.0, 1.0),
-        "presence_penalty": (-2.0, 2.0),
-        "frequency_penalty": (-2.0, 2.0),
-        "repetition_penalty": (1e-6, None),
-        "seed": (-(2**63), 2**64 - 1),
-        "max_tokens": (0, _LARGEST),
-        "min_tokens": (0, _LARGEST),
-        "logprobs": (0, _LARGEST),
-        "typical_p": (0.0, 1.0),
-        "dry_multiplier": (0.0, None),
-        "dry_base": (1.0, None),
-        "dry_allowed_length": (1, _LARGEST),
-        "dry_range": (0, _LARGEST),
-        "xtc_probability": (0.0, 1.0),
-        "xtc_threshold": (0.0, 1.0),
-        "thinking_budget": (0, _LARGEST),
-        "prompt_logprobs": (0, _LARGEST),
+@cache
+def sampling_fields() -> Mapping[str, SamplingField]:
+    """The fields that clients set, by name."""
+    found: dict[str, SamplingField] = {}
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
+        if get_origin(hint) is Annotated:
+            declared, description, *bounds = get_args(hint)
+            kinds = (declared, *get_args(declared)) if bounds else ()
+            kind = next((one for one in (float, int) if one in kinds), None)
+            found[name] = SamplingField(description, kind, *bounds)
+    return MappingProxyType(found)
+
+
+@cache
+def _all_bounds() -> Mapping[str, Bounds]:
+    return {
+        name: known.bounds for name, known in sampling_fields().items() if known.bounds is not None
     }
-)
 
 
-def _check_range(name: str, value: float | None, low: float, high: float | None) -> None:
+def _check_range(name: str, value: float | None, bounds: Bounds) -> None:
     if value is None:
         return
     wrong_type = isinstance(value, bool) or not isinstance(value, (int, float))
     if wrong_type or value != value or value in (float("inf"), float("-inf")):
         raise RequestError(f"{name} is {value!r}, it must be a finite number", param=name)
+    low, high = bounds.low, bounds.high
     if value < low or (high is not None and value > high):
         limit = f"at least {low:g}" if high is None else f"between {low:.10g} and {high:.10g}"
         raise RequestError(f"{name} is {value}, it must be {limit}", param=name)
+    if bounds.above and value == low:
+        raise RequestError(f"{name} is {low:g}, it must be in ({low:g}, {high:g}]", param=name)
 
 
 def _check_whole(name: str, value: float | None) -> None:

@@ -22,8 +22,7 @@ from quickstep.server.openai.response_types import (
     ModelList,
 )
 from quickstep.server.options import ServerOptions
-from quickstep.server.probe_types import Health, Pong, Readiness, Version
-from quickstep.server.probes import Probes
+from quickstep.server.probes import Health, Pong, Probes, Readiness, Version
 
 __all__ = ["first_routes", "generating_routes", "probe_routes"]
 

@@ -9,8 +9,9 @@ not while that is so, and not while the engine's process, with work pending, is 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Literal
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,11 +20,46 @@ from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.server.generate.adapter import Served
 from quickstep.server.http.errors import json_response
 from quickstep.server.metrics import CONTENT_TYPE, Metrics
+from quickstep.server.openai.response_types import Model, ModelList, RopeScaling
 
-__all__ = ["Probes"]
+__all__ = ["Health", "Pong", "Probes", "Readiness", "Version"]
 
 # Of `stall_s`, after which the process is replaced: it tells how it does ten times a second.
-_SILENT_SHARE = 0.25
+_SILENT_FRACTION = 0.25
+
+
+class Health(msgspec.Struct, frozen=True):
+    """The engine's progress; anything but `ok` comes with status 503."""
+
+    status: Literal["ok", "stalled", "restarting", "failed"]
+    engine: str
+    failure: str | None
+    num_restarts: int
+    num_requests: int
+    num_running: int
+    num_waiting: int
+    num_paused: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_free_blocks: int
+    num_steps: int
+    seconds_without_progress: float
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """Whether new requests are welcome; false comes with status 503."""
+
+    ready: bool
+
+
+class Version(msgspec.Struct, frozen=True):
+    """The version of Quickstep."""
+
+    version: str
+
+
+class Pong(msgspec.Struct, frozen=True):
+    """An empty object: the process answers."""
 
 
 class Probes:
@@ -40,24 +76,24 @@ class Probes:
         stats = self._served.engine.stats()
         load = stats.scheduler
         status = self._status(stats)
-        state = {
-            "status": status,
-            "engine": stats.state.value,
-            "failure": stats.failure or None,
-            "num_restarts": stats.num_restarts,
-            "num_requests": stats.num_requests,
-            "num_running": load.num_running,
-            "num_waiting": load.num_waiting + load.num_preempted,
-            "num_paused": load.num_paused,
-            "num_used_blocks": load.blocks.num_used,
-            "num_cached_blocks": load.blocks.num_cached,
-            "num_free_blocks": load.blocks.num_free,
-            "num_steps": load.totals.num_steps,
-            "seconds_without_progress": round(stats.stalled_s, 3),
-        }
+        state = Health(
+            status=status,
+            engine=stats.state.value,
+            failure=stats.failure or None,
+            num_restarts=stats.num_restarts,
+            num_requests=stats.num_requests,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting + load.num_preempted,
+            num_paused=load.num_paused,
+            num_used_blocks=load.blocks.num_used,
+            num_cached_blocks=load.blocks.num_cached,
+            num_free_blocks=load.blocks.num_free,
+            num_steps=load.totals.num_steps,
+            seconds_without_progress=round(stats.stalled_s, 3),
+        )
         return json_response(state, 200 if status == "ok" else 503)
 
-    def _status(self, stats: EngineStats) -> str:
+    def _status(self, stats: EngineStats) -> Literal["ok", "stalled", "restarting", "failed"]:
         if stats.state is EngineState.RESTARTING:
             return "restarting"
         if stats.failure:
@@ -67,9 +103,9 @@ class Probes:
     async def ready(self, _: Request) -> Response:
         """200 while new requests are welcome, else 503."""
         stats = self._served.engine.stats()
-        silent = stats.silent_s > _SILENT_SHARE * self._stall_s
+        silent = stats.silent_s > _SILENT_FRACTION * self._stall_s
         ready = stats.state is EngineState.RUNNING and self._status(stats) == "ok" and not silent
-        return json_response({"ready": ready}, 200 if ready else 503)
+        return json_response(Readiness(ready), 200 if ready else 503)
 
     async def metrics(self, _: Request) -> Response:
         """Prometheus text."""
@@ -77,31 +113,36 @@ class Probes:
 
     async def version(self, _: Request) -> Response:
         """The version of Quickstep."""
-        return json_response({"version": __version__})
+        return json_response(Version(__version__))
 
     async def ping(self, _: Request) -> Response:
         """The process answers."""
-        return json_response({})
+        return json_response(Pong())
 
     async def models(self, _: Request) -> Response:
         """All names that are served."""
         data = [self._model(name) for name in self._served.names]
-        return json_response({"object": "list", "data": data})
+        return json_response(ModelList("list", data))
 
     async def model(self, request: Request) -> Response:
         """One of them, or 404."""
         name: str = request.path_params["model"]
         return json_response(self._model(self._served.model(name)))
 
-    def _model(self, name: str) -> dict[str, Any]:
-        plan = self._served.engine.memory_plan
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "quickstep",
-            "root": self._served.engine.model_name,
-            "parent": None,
-            "max_model_len": self._served.engine.max_model_len,
-            "rope_scaling": None if plan is None else plan.long_context,
-        }
+    def _model(self, name: str) -> Model:
+        engine = self._served.engine
+        scaling = None if engine.memory_plan is None else engine.memory_plan.long_context
+        return Model(
+            id=name,
+            object="model",
+            created=self._created,
+            owned_by="quickstep",
+            root=engine.model_name,
+            parent=None,
+            max_model_len=engine.max_model_len,
+            rope_scaling=None
+            if scaling is None
+            else RopeScaling(
+                scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings
+            ),
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quickstep.server.anthropic.betas import with_checked_betas
 from quickstep.server.anthropic.endpoint import CountTokens, Messages
 from quickstep.server.anthropic.request_types import CountTokensRequest, MessagesRequest
+from quickstep.server.anthropic.response_types import EVENTS as MESSAGES_EVENTS
 from quickstep.server.anthropic.response_types import MessageResponse, TokenCount
 from quickstep.server.batches.endpoint import LocalBatches
 from quickstep.server.first_routes import generating_routes, probe_routes
@@ -20,13 +21,12 @@ from quickstep.server.openai.embeddings import Embeddings
 from quickstep.server.openai.invocations import invocations_route
 from quickstep.server.openai.tokenize import Tokenizing
 from quickstep.server.options import ServerOptions
-from quickstep.server.probe_types import ApiDocument
 from quickstep.server.responses.endpoint import Responses, StoredResponses
 from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
+from quickstep.server.responses.response_types import EVENTS as RESPONSES_EVENTS
 from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
 from quickstep.server.responses.store import ResponseStore
-from quickstep.server.schema.event_types import MESSAGES_EVENTS, RESPONSES_EVENTS
-from quickstep.server.schema.pages import ApiPages
+from quickstep.server.schema.pages import ApiDocument, ApiPages
 
 __all__ = ["api_routes"]
 

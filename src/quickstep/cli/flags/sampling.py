@@ -12,38 +12,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from quickstep.cli.flags.parsing import positive_int
-from quickstep.sampling_params import PRESETS, preset_values
+from quickstep.sampling_params import PRESETS, SamplingField, preset_values, sampling_fields
 from quickstep.types import SamplingParams
 
 __all__ = ["add_sampling_flags", "sampling_params", "say_defaults"]
 
-_FLAGS: Mapping[str, tuple[type, str]] = {
-    "temperature": (float, "0 takes the most likely token (default: the model's, or 0)"),
-    "top_p": (float, "keep the likeliest tokens up to this mass"),
-    "top_k": (int, "keep this many of the likeliest tokens"),
-    "min_p": (float, "drop tokens below this share of the likeliest one's probability"),
-    "typical_p": (float, "keep the tokens of the most expected surprise up to this mass"),
-    "xtc_probability": (float, "how often the likeliest tokens but one are left out"),
-    "xtc_threshold": (float, "probability from which XTC leaves a token out"),
-    "dry_multiplier": (float, "penalty on what goes on with a repetition; 0 for none"),
-    "dry_base": (float, "growth of that penalty per repeated token"),
-    "dry_allowed_length": (int, "repeated tokens without penalty"),
-    "dry_range": (int, "tokens that DRY looks back, 0 for all"),
-    "thinking_budget": (int, "tokens of reasoning at most"),
-    "presence_penalty": (float, "for tokens that came already"),
-    "frequency_penalty": (float, "per time that a token came already"),
-    "repetition_penalty": (float, "divides scores of tokens that came already, prompt included"),
-}
-_TEXT_FLAGS: Mapping[str, str] = {
-    "stop": "end at this text",
-    "bad_words": "never write this text",
-    "dry_sequence_breakers": "DRY looks back no further than this text",
-}
+_TEXT_FLAGS = ("stop", "bad_words", "dry_sequence_breakers")
+# Numbers with a flag of another form, or with none.
+_OTHERS = ("n", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+
+
+def _number_flags() -> dict[str, SamplingField]:
+    """The fields with a flag of the same name that takes a number."""
+    known = sampling_fields()
+    return {name: known[name] for name in known if known[name].kind and name not in _OTHERS}
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     """Flags, with the command's own default of `--max-tokens`."""
-    group = parser.add_argument_group("sampling")
+    group = parser.add_argument_group(
+        "sampling", "What is not given has the model's own value; temperature 0 if it has none."
+    )
     group.add_argument(
         "--max-tokens",
         type=positive_int,
@@ -54,12 +43,13 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
     group.add_argument(
         "--preset", choices=list(PRESETS), help="temperature and top-p of a kind of task"
     )
-    for name, (kind, text) in _FLAGS.items():
+    for name, field in _number_flags().items():
         flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, type=kind, metavar="X", help=text)
-    for name, text in _TEXT_FLAGS.items():
+        group.add_argument(flag, type=field.kind or str, metavar="X", help=field.description)
+    for name in _TEXT_FLAGS:
         flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, action="append", metavar="TEXT", help=f"{text}; repeatable")
+        text = f"{sampling_fields()[name].description} Repeatable."
+        group.add_argument(flag, action="append", metavar="TEXT", help=text)
     group.add_argument(
         "--seed", type=int, metavar="N", help="noise seed (default: drawn, --json tells it)"
     )
@@ -71,7 +61,7 @@ def sampling_params(
 ) -> SamplingParams:
     """The flags as parameters, over the checkpoint's own defaults. Raises RequestError."""
     given: dict[str, Any] = {
-        name: value for name in _FLAGS if (value := getattr(args, name)) is not None
+        name: value for name in _number_flags() if (value := getattr(args, name)) is not None
     }
     texts = {name: tuple(texts) for name in _TEXT_FLAGS if (texts := getattr(args, name))}
     return SamplingParams(

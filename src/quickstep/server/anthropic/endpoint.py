@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,12 +30,24 @@ from quickstep.server.anthropic.request_types import (
     NoChoice,
 )
 from quickstep.server.anthropic.response_types import (
+    BlockDelta,
+    BlockStart,
+    BlockStop,
     CacheCreation,
+    InputDelta,
     MessageBlock,
+    MessageDeltaEvent,
     MessageResponse,
+    MessageStart,
+    MessageStop,
     MessageUsage,
+    Ping,
+    SignatureDelta,
+    StopDetails,
     TextContent,
+    TextDelta,
     ThinkingContent,
+    ThinkingDelta,
     TokenCount,
     ToolUseContent,
 )
@@ -223,7 +236,7 @@ def _budget(fields: MessagesRequest, served: Served, reader: FieldReader) -> int
 
 
 class _MessagesWriter:
-    """One message, whole or as Anthropic's events."""
+    """One message, complete or as Anthropic's events."""
 
     def __init__(
         self, served: Served, marks_cache: bool, generation: Generation, head: Head
@@ -237,8 +250,8 @@ class _MessagesWriter:
 
     def opening(self) -> Iterator[bytes]:
         """The empty message."""
-        yield _event("message_start", message=self._message())
-        yield _event("ping")
+        yield _event(MessageStart(self._message()))
+        yield _event(Ping())
 
     def news(self, item: ChoiceDelta) -> Iterator[bytes]:
         """What the delta changes of the blocks."""
@@ -248,9 +261,9 @@ class _MessagesWriter:
     def ending(self) -> Iterator[bytes]:
         """Why it ended, and the usage."""
         message = self._message()
-        delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
-        yield _event("message_delta", delta=delta, usage=message.usage)
-        yield _event("message_stop")
+        stop = StopDetails(message.stop_reason, message.stop_sequence)
+        yield _event(MessageDeltaEvent(stop, message.usage))
+        yield _event(MessageStop())
 
     def failure(self, error: Exception) -> Iterator[bytes]:
         """An error event."""
@@ -301,8 +314,8 @@ class _MessagesWriter:
         )
 
 
-def _event(name: str, /, **content: object) -> bytes:
-    return event_frame(name, {"type": name, **content})
+def _event(event: msgspec.Struct) -> bytes:
+    return event_frame(str(event.__struct_config__.tag), event)
 
 
 def _content(block: Block) -> MessageBlock:
@@ -321,8 +334,7 @@ def _signature(block: Block) -> str:
 def _block_events(news: BlockNews) -> Iterator[bytes]:
     block = news.block
     if news.change is Change.CLOSED and block.kind is BlockKind.REASONING:
-        signed = {"type": "signature_delta", "signature": _signature(block)}
-        yield _event("content_block_delta", index=block.index, delta=signed)
+        yield _event(BlockDelta(block.index, SignatureDelta(_signature(block))))
     yield _block_event(news)
 
 
@@ -334,13 +346,11 @@ def _block_event(news: BlockNews) -> bytes:
             empty = ToolUseContent(block.call.call_id, block.call.name, {})
         elif block.kind is BlockKind.REASONING:
             empty = ThinkingContent("")
-        return _event("content_block_start", index=block.index, content_block=empty)
+        return _event(BlockStart(block.index, empty))
     if news.change is Change.CLOSED:
-        return _event("content_block_stop", index=block.index)
+        return _event(BlockStop(block.index))
     if block.kind is BlockKind.CALL:
-        delta = {"type": "input_json_delta", "partial_json": news.text}
-    elif block.kind is BlockKind.REASONING:
-        delta = {"type": "thinking_delta", "thinking": news.text}
-    else:
-        delta = {"type": "text_delta", "text": news.text}
-    return _event("content_block_delta", index=block.index, delta=delta)
+        return _event(BlockDelta(block.index, InputDelta(news.text)))
+    if block.kind is BlockKind.REASONING:
+        return _event(BlockDelta(block.index, ThinkingDelta(news.text)))
+    return _event(BlockDelta(block.index, TextDelta(news.text)))

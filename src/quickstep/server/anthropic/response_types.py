@@ -1,4 +1,7 @@
-"""What the Messages routes answer with status 200, as types."""
+"""The responses of the Messages routes with status 200, and the events of their streams, as types.
+
+`endpoint` encodes them as they are; `/openapi.json` is generated from them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,29 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["CacheCreation", "MessageBlock", "MessageResponse", "MessageUsage", "TokenCount"]
+__all__ = [
+    "EVENTS",
+    "BlockDelta",
+    "BlockStart",
+    "BlockStop",
+    "CacheCreation",
+    "InputDelta",
+    "MessageBlock",
+    "MessageDeltaEvent",
+    "MessageResponse",
+    "MessageStart",
+    "MessageStop",
+    "MessageUsage",
+    "Ping",
+    "SignatureDelta",
+    "StopDetails",
+    "TextContent",
+    "TextDelta",
+    "ThinkingContent",
+    "ThinkingDelta",
+    "TokenCount",
+    "ToolUseContent",
+]
 
 
 class CacheCreation(msgspec.Struct, frozen=True):
@@ -74,3 +99,78 @@ class TokenCount(msgspec.Struct, frozen=True):
     """What a request's input would count."""
 
     input_tokens: int
+
+
+class MessageStart(msgspec.Struct, frozen=True, tag="message_start"):
+    """The empty message."""
+
+    message: MessageResponse
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Keeps the connection open."""
+
+
+class BlockStart(msgspec.Struct, frozen=True, tag="content_block_start"):
+    """A block begins, empty."""
+
+    index: int
+    content_block: MessageBlock
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag="text_delta"):
+    """A piece of a text."""
+
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta"):
+    """A piece of the reasoning."""
+
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta"):
+    """The signature of a block of reasoning, before the block ends."""
+
+    signature: str
+
+
+class InputDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
+    """A piece of the JSON of a call's arguments."""
+
+    partial_json: str
+
+
+class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta"):
+    """A block grows."""
+
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
+
+
+class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop"):
+    """A block is complete."""
+
+    index: int
+
+
+class StopDetails(msgspec.Struct, frozen=True):
+    """Why the message ended."""
+
+    stop_reason: str | None
+    stop_sequence: str | None
+
+
+class MessageDeltaEvent(msgspec.Struct, frozen=True, tag="message_delta"):
+    """Why the message ended, and its usage."""
+
+    delta: StopDetails
+    usage: MessageUsage
+
+
+class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
+    """The message is complete."""
+
+
+EVENTS = (MessageStart, Ping, BlockStart, BlockDelta, BlockStop, MessageDeltaEvent, MessageStop)

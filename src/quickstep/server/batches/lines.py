@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, BinaryIO, Literal, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError, RequestError
@@ -57,6 +58,31 @@ class _LineFields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     method: Literal["POST"]
     url: str
     body: msgspec.Raw
+
+
+class LineResponse(msgspec.Struct, frozen=True):
+    """The response to a line; `ignored` are the fields of its body that have no effect."""
+
+    status_code: int
+    request_id: str
+    body: object
+    ignored: tuple[str, ...] | UnsetType = UNSET
+
+
+class LineError(msgspec.Struct, frozen=True):
+    """Why a line has no response."""
+
+    code: str
+    message: str
+
+
+class OutputLine(msgspec.Struct, frozen=True):
+    """A line of an output or error file."""
+
+    id: str
+    custom_id: str
+    response: LineResponse | None
+    error: LineError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +128,11 @@ class LineAnswer:
     @property
     def usage(self) -> Mapping[str, Any]:
         """The answer's `usage`, {} if it has none."""
-        body = self.body if isinstance(self.body, dict) else msgspec.to_builtins(self.body)
-        usage = body.get("usage") if isinstance(body, dict) else None
+        if isinstance(self.body, dict):
+            usage = self.body.get("usage")
+        else:
+            usage = getattr(self.body, "usage", None)
+        usage = msgspec.to_builtins(usage)
         return usage if isinstance(usage, dict) else {}
 
     @property
@@ -114,13 +143,8 @@ class LineAnswer:
 
     def text(self) -> bytes:
         """The line, with its end."""
-        response: dict[str, Any] = {
-            "status_code": self.status,
-            "request_id": f"req_{secrets.token_hex(12)}",
-            "body": self.body,
-        }
-        if self.ignored:
-            response["ignored"] = self.ignored
+        request_id = f"req_{secrets.token_hex(12)}"
+        response = LineResponse(self.status, request_id, self.body, self.ignored or UNSET)
         return _written(self.custom_id, response, None)
 
 
@@ -210,20 +234,13 @@ def is_passing(error: Exception) -> bool:
 
 def expired_line(custom_id: str) -> bytes:
     """The line of the error file for a request that the batch's window left no time for."""
-    error = {
-        "code": "batch_expired",
-        "message": "this request could not be executed before the completion window expired",
-    }
+    error = LineError(
+        "batch_expired",
+        "this request could not be executed before the completion window expired",
+    )
     return _written(custom_id, None, error)
 
 
-def _written(
-    custom_id: str, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None
-) -> bytes:
-    line = {
-        "id": f"batch_req_{secrets.token_hex(12)}",
-        "custom_id": custom_id,
-        "response": response,
-        "error": error,
-    }
+def _written(custom_id: str, response: LineResponse | None, error: LineError | None) -> bytes:
+    line = OutputLine(f"batch_req_{secrets.token_hex(12)}", custom_id, response, error)
     return _ENCODE(line) + b"\n"

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quickstep.server.openai.response_types import TopLogprob
+
 __all__ = [
     "OllamaChatAnswer",
     "OllamaDetails",
@@ -23,7 +25,6 @@ __all__ = [
     "OllamaShowAnswer",
     "OllamaSpokenMessage",
     "OllamaStatus",
-    "OllamaTopLogprob",
     "OllamaVersion",
 ]
 
@@ -52,21 +53,13 @@ class OllamaSpokenMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[OllamaMadeCall] | UnsetType = UNSET
 
 
-class OllamaTopLogprob(msgspec.Struct, frozen=True):
-    """A likely token, with its log probability from the raw logits."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
 class OllamaLogprob(msgspec.Struct, frozen=True):
     """A generated token, and the most likely ones in its place."""
 
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[OllamaTopLogprob] | UnsetType = UNSET
+    top_logprobs: list[TopLogprob] | UnsetType = UNSET
 
 
 class _Progress(msgspec.Struct, frozen=True, kw_only=True):

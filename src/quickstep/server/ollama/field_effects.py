@@ -17,18 +17,11 @@ _MODEL = "Which served name answers, with or without :latest; 404 for an unknown
 EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
     requests.OllamaOptions: {
         "num_predict": "Ends the answer after this many tokens; 0, -1 or -2 is the context's end.",
-        "temperature": "Divides the logits before sampling; 0 takes the most likely token.",
-        "top_k": "Keeps this many of the likeliest tokens; 0 or -1 keeps all.",
-        "top_p": "Keeps the likeliest tokens that together reach this probability.",
-        "min_p": "Drops tokens less likely than this share of the likeliest one.",
-        "typical_p": "Keeps the tokens whose surprise is nearest to the expected one.",
         "seed": "Determines the sampled tokens; -1 chooses a seed.",
         "stop": "Ends the answer where one of these texts appears; the text itself is cut off.",
         "repeat_penalty": "Divides positive and multiplies negative logits of tokens seen before.",
         "repeat_last_n": "-1 for the whole context, 0 to switch penalties off; others are 400 with "
         "a penalty.",
-        "presence_penalty": "Subtracted from the logit of every token generated before.",
-        "frequency_penalty": "Subtracted from a token's logit for each time it was generated.",
         "num_keep": Note("the context does not shift, so all is kept"),
         "mirostat_tau": Note("it acts with mirostat only, which is refused"),
         "mirostat_eta": Note("it acts with mirostat only, which is refused"),

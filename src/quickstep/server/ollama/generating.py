@@ -32,7 +32,6 @@ from quickstep.server.ollama.answers import (
     OllamaLogprob,
     OllamaMadeCall,
     OllamaSpokenMessage,
-    OllamaTopLogprob,
 )
 from quickstep.server.ollama.models import known_model, rfc3339
 from quickstep.server.ollama.prompting import chat_request, generate_request
@@ -41,7 +40,7 @@ from quickstep.server.ollama.requests import (
     OllamaGenerateFields,
     OllamaGenerateRequest,
 )
-from quickstep.server.openai.chat_message import message_reader, top_logprob
+from quickstep.server.openai.chat_message import message_reader, token_logprob
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import TokenLogprobs
 
@@ -260,21 +259,13 @@ class _Lines:
     def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> list[OllamaLogprob]:
         if self._generation.request.sampling.logprobs is None:
             return []
-        shows_top = bool(self._generation.request.sampling.logprobs)
-        return [
-            OllamaLogprob(
-                **self._entry(one.token_id, one.logprob),
-                top_logprobs=[
-                    OllamaTopLogprob(**self._entry(token_id, value)) for token_id, value in one.top
-                ]
-                if shows_top
-                else UNSET,
-            )
-            for one in logprobs
-        ]
+        num_top = self._generation.request.sampling.logprobs
+        return [self._logprob(each, with_top=bool(num_top)) for each in logprobs]
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return msgspec.structs.asdict(top_logprob(self._tokenizer, token_id, logprob))
+    def _logprob(self, logprobs: TokenLogprobs, with_top: bool) -> OllamaLogprob:
+        each = token_logprob(self._tokenizer, logprobs)
+        top = each.top_logprobs if with_top else UNSET
+        return OllamaLogprob(each.token, each.logprob, each.bytes, top)
 
 
 def _nanoseconds(seconds: float) -> int:

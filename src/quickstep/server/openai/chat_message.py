@@ -43,7 +43,7 @@ from quickstep.server.openai.response_types import (
 )
 from quickstep.types import TokenLogprobs
 
-__all__ = ["ChatRendering", "MessageReader", "message_reader", "token_logprob", "top_logprob"]
+__all__ = ["ChatRendering", "MessageReader", "message_reader", "token_logprob"]
 
 _EMPTY = ChatDelta()
 
@@ -175,12 +175,12 @@ def token_logprob(
     """A token with its logprob and the likeliest alternatives, in OpenAI's shape. With `as_ids`,
     tokens are named by their ids.
     """
-    top = [top_logprob(tokenizer, *each, as_ids) for each in logprobs.top]
-    chosen = top_logprob(tokenizer, logprobs.token_id, logprobs.logprob, as_ids)
+    top = [_top_logprob(tokenizer, *each, as_ids) for each in logprobs.top]
+    chosen = _top_logprob(tokenizer, logprobs.token_id, logprobs.logprob, as_ids)
     return TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top)
 
 
-def top_logprob(
+def _top_logprob(
     tokenizer: Vocabulary, token_id: int, logprob: float, as_id: bool = False
 ) -> TopLogprob:
     """A token with its logprob, in OpenAI's shape."""

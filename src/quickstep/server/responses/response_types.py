@@ -1,24 +1,34 @@
-"""What the Responses routes answer with status 200, as types."""
+"""The responses of the Responses routes with status 200, and the events of their streams, as types.
+
+`writer` encodes them as they are; `/openapi.json` is generated from them.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from quickstep.server.openai.response_types import TokenLogprob
 
 __all__ = [
+    "EVENTS",
+    "ArgumentsEvent",
     "CallOutput",
     "DeletedResponse",
     "InputItems",
+    "ItemEvent",
     "MessageOutput",
     "OutputItem",
     "OutputText",
+    "PartEvent",
     "ReasoningOutput",
     "ReasoningText",
+    "ResponseEvent",
     "ResponseObject",
     "ResponseUsage",
+    "TextEvent",
 ]
 
 
@@ -136,3 +146,73 @@ class DeletedResponse(msgspec.Struct, kw_only=True, frozen=True):
     id: str
     object: Literal["response"] = "response"
     deleted: Literal[True] = True
+
+
+class ResponseEvent(msgspec.Struct, frozen=True):
+    """The response begins, without output, or has ended, complete."""
+
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
+    sequence_number: int
+    response: ResponseObject
+
+
+class ItemEvent(msgspec.Struct, frozen=True):
+    """An item begins, or is complete."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    sequence_number: int
+    output_index: int
+    item: OutputItem
+
+
+class PartEvent(msgspec.Struct, frozen=True):
+    """The part of an item begins, or is complete."""
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    part: OutputText | ReasoningText
+
+
+class TextEvent(msgspec.Struct, frozen=True):
+    """A piece of a text (`delta`), or all of it (`text`); an answer's text has logprobs."""
+
+    type: Literal[
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+    ]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
+
+
+class ArgumentsEvent(msgspec.Struct, frozen=True):
+    """A piece of a call's arguments (`delta`), or all of them with the function's name."""
+
+    type: Literal[
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+    ]
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+EVENTS = (ResponseEvent, ItemEvent, PartEvent, TextEvent, ArgumentsEvent)

@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import msgspec
+
 from quickstep.dataclass import dataclass
 from quickstep.server.generate.adapter import Head, Served
 from quickstep.server.generate.generation import ChoiceDelta, Generation
@@ -30,14 +32,19 @@ from quickstep.server.responses.request_types import (
     ResponsesRequest,
 )
 from quickstep.server.responses.response_types import (
+    ArgumentsEvent,
     CallOutput,
+    ItemEvent,
     MessageOutput,
     OutputItem,
     OutputText,
+    PartEvent,
     ReasoningOutput,
     ReasoningText,
+    ResponseEvent,
     ResponseObject,
     ResponseUsage,
+    TextEvent,
 )
 from quickstep.server.responses.store import StoredResponse
 from quickstep.server.responses.tools import listed_text, listed_tools
@@ -88,7 +95,9 @@ class ResponsesWriter:
     def opening(self) -> Iterator[bytes]:
         """The empty response."""
         for name in ("created", "in_progress"):
-            yield self._event(f"response.{name}", response=self._response("in_progress"))
+            yield self._event(
+                ResponseEvent, f"response.{name}", response=self._response("in_progress")
+            )
 
     def news(self, item: ChoiceDelta) -> Iterator[bytes]:
         """What the delta changes of the items."""
@@ -103,14 +112,14 @@ class ResponsesWriter:
     def ending(self) -> Iterator[bytes]:
         """The whole response."""
         response = self.whole()
-        yield self._event(f"response.{response.status}", response=response)
+        yield self._event(ResponseEvent, f"response.{response.status}", response=response)
 
     def failure(self, error: Exception) -> Iterator[bytes]:
         """The response so far, with the error in it."""
         facts = error_facts(error)
         code = "server_error" if facts.status >= 500 else "invalid_prompt"
         told = {"code": code, "message": facts.message}
-        yield self._event("response.failed", response=self._response("failed", told))
+        yield self._event(ResponseEvent, "response.failed", response=self._response("failed", told))
 
     def note(self, item: ChoiceDelta) -> None:
         """The same items, without events."""
@@ -134,27 +143,34 @@ class ResponsesWriter:
     def _opened(self, block: Block) -> Iterator[bytes]:
         place = {"output_index": block.index}
         yield self._event(
-            "response.output_item.added", **place, item=self._item(block, "in_progress")
+            ItemEvent, "response.output_item.added", **place, item=self._item(block, "in_progress")
         )
         if block.kind is not BlockKind.CALL:
             part = self._part(block, "", ())
-            yield self._event("response.content_part.added", **self._place(block), part=part)
+            yield self._event(
+                PartEvent, "response.content_part.added", **self._place(block), part=part
+            )
 
     def _grew(self, news: BlockNews) -> bytes:
         block, delta = news.block, news.text
         if block.kind is BlockKind.CALL:
             place = {"item_id": self._item_id(block), "output_index": block.index}
-            return self._event("response.function_call_arguments.delta", **place, delta=delta)
+            return self._event(
+                ArgumentsEvent, "response.function_call_arguments.delta", **place, delta=delta
+            )
         place = self._place(block)
         if block.kind is BlockKind.REASONING:
-            return self._event("response.reasoning_text.delta", **place, delta=delta)
+            return self._event(TextEvent, "response.reasoning_text.delta", **place, delta=delta)
         listed = self._listed(news.logprobs)
-        return self._event("response.output_text.delta", **place, delta=delta, logprobs=listed)
+        return self._event(
+            TextEvent, "response.output_text.delta", **place, delta=delta, logprobs=listed
+        )
 
     def _closed(self, block: Block) -> Iterator[bytes]:
         if block.kind is BlockKind.CALL:
             name = "" if block.call is None else block.call.name
             yield self._event(
+                ArgumentsEvent,
                 "response.function_call_arguments.done",
                 item_id=self._item_id(block),
                 output_index=block.index,
@@ -164,20 +180,24 @@ class ResponsesWriter:
         else:
             place, text = self._place(block), block.text
             if block.kind is BlockKind.REASONING:
-                yield self._event("response.reasoning_text.done", **place, text=text)
+                yield self._event(TextEvent, "response.reasoning_text.done", **place, text=text)
             else:
                 listed = self._listed(block.logprobs)
-                yield self._event("response.output_text.done", **place, text=text, logprobs=listed)
+                yield self._event(
+                    TextEvent, "response.output_text.done", **place, text=text, logprobs=listed
+                )
             part = self._part(block, text, block.logprobs)
-            yield self._event("response.content_part.done", **place, part=part)
+            yield self._event(PartEvent, "response.content_part.done", **place, part=part)
         yield self._event(
-            "response.output_item.done", output_index=block.index, item=self._item(block)
+            ItemEvent, "response.output_item.done", output_index=block.index, item=self._item(block)
         )
 
-    def _event(self, name: str, /, **content: object) -> bytes:
+    def _event(
+        self, event: Callable[..., msgspec.Struct], name: str, /, **content: object
+    ) -> bytes:
         number = self._sequence_number
         self._sequence_number += 1
-        return event_frame(name, {"type": name, "sequence_number": number, **content})
+        return event_frame(name, event(type=name, sequence_number=number, **content))
 
     def _place(self, block: Block) -> dict[str, Any]:
         return {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}

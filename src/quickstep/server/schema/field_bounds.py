@@ -1,8 +1,9 @@
 """What the checks demand of a field beyond its type, in the keywords of JSON Schema.
 
-The numbers are those that the checks read (`sampling_params.RANGES`, the operator's
-`RequestLimits`, the size of the vocabulary); which field they belong to stands here, and the
-tests try every bound from both sides. `openapi` writes them into the schemas.
+The numbers are those that the checks read: the declarations of `SamplingParams`, the operator's
+`RequestLimits`, the size of the vocabulary. Fields with the names of `SamplingParams` have its
+bounds; what differs is here. The tests try every bound from both sides; `openapi` writes them into
+the schemas.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 
 from quickstep.dataclass import dataclass
-from quickstep.sampling_params import PRESETS, RANGES
+from quickstep.sampling_params import PRESETS, sampling_fields
 from quickstep.server.anthropic import request_types as anthropic_schema
 from quickstep.server.api_keys import PriorityRange
 from quickstep.server.batches.request_types import BatchRequest
@@ -37,16 +38,9 @@ __all__ = ["Keywords", "SchemaFacts", "bounds_of"]
 Keywords = Mapping[str, Any]
 
 _LOGIT_BIAS = 100.0
-_ABOVE_0_TO_1 = {"exclusiveMinimum": 0, "maximum": 1}
 _NAMED_FUNCTION = {"name": {"pattern": f"^(?:{FUNCTION_NAME.pattern})$"}}
 _METADATA_KEY_CHARS = 64
 _METADATA_VALUE_CHARS = 512
-
-
-_LLAMA_SAME_RANGE = (
-    *("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-    *("dry_multiplier", "dry_base", "dry_allowed_length", "xtc_probability", "xtc_threshold"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +144,7 @@ def _of_messages(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]
             "max_tokens": {**_range("max_tokens"), "minimum": 1},
             "temperature": {"minimum": 0, "maximum": 1},
             "top_k": _range("top_k"),
-            "top_p": _ABOVE_0_TO_1,
+            "top_p": _range("top_p"),
             "stop_sequences": _list_of_texts(limits.stop, limits.stop_chars),
         },
         anthropic_schema.RequestMetadata: {"user_id": _label(limits)},
@@ -162,14 +156,11 @@ def _of_llama_cpp(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]
     length = {**_range("max_tokens"), "minimum": -1}
     return {
         LlamaCompletionRequest: {
-            **{name: _range(name) for name in _LLAMA_SAME_RANGE},
-            "top_p": _ABOVE_0_TO_1,
-            "typical_p": _ABOVE_0_TO_1,
+            **_same_names(LlamaCompletionRequest),
             "repeat_penalty": _range("repetition_penalty"),
             "n_predict": length,
             "max_tokens": length,
             "dry_penalty_last_n": {**_range("dry_range"), "minimum": -1},
-            "seed": _range("seed"),
             "prompt": {"minItems": 1},
             "stop": _texts(limits.stop, limits.stop_chars),
             "n_probs": _num_logprobs(limits),
@@ -179,12 +170,9 @@ def _of_llama_cpp(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]
 
 
 def _of_ollama(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
-    same = ("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed")
     return {
         ollama.OllamaOptions: {
-            **{name: _range(name) for name in same},
-            "top_p": _ABOVE_0_TO_1,
-            "typical_p": _ABOVE_0_TO_1,
+            **_same_names(ollama.OllamaOptions),
             "repeat_penalty": _range("repetition_penalty"),
             "num_predict": {**_range("max_tokens"), "minimum": -2},
             "stop": _texts(limits.stop, limits.stop_chars),
@@ -259,13 +247,10 @@ def _list_of_texts(most: int, longest: int) -> Keywords:
 
 def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
     limits = facts.limits
-    shared = schemas.SamplingFields.__struct_fields__
     token_ids = {"maxItems": limits.stop_token_ids, "items": _token_id(facts)}
     return {
-        **{name: _range(name) for name in RANGES if name in shared},
+        **_same_names(schemas.SamplingFields),
         "n": {**_range("n"), "maximum": limits.n},
-        "top_p": _ABOVE_0_TO_1,
-        "typical_p": _ABOVE_0_TO_1,
         "preset": {"enum": list(PRESETS)},
         "timeout_s": {"exclusiveMinimum": 0},
         "priority": _priority(facts),
@@ -307,6 +292,15 @@ _TOOL_CHOICES = [
 ]
 
 
+def _same_names(schema: type[msgspec.Struct]) -> dict[str, Keywords]:
+    """The bounds of the fields that have the names of `SamplingParams`."""
+    known = sampling_fields()
+    names = [name for name in schema.__struct_fields__ if name in known]
+    return {name: _range(name) for name in names if known[name].bounds is not None}
+
+
 def _range(name: str) -> Keywords:
-    low, high = RANGES[name]
-    return {"minimum": low} if high is None else {"minimum": low, "maximum": high}
+    bounds = sampling_fields()[name].bounds
+    assert bounds is not None, "the callers name numbers"
+    low = {"exclusiveMinimum" if bounds.above else "minimum": bounds.low}
+    return low if bounds.high is None else {**low, "maximum": bounds.high}

@@ -12,7 +12,11 @@ from types import MappingProxyType
 
 import msgspec
 
+from quickstep.sampling_params import sampling_fields
+from quickstep.server.anthropic.request_types import MessagesRequest
+from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
 from quickstep.server.ollama import field_effects as ollama
+from quickstep.server.ollama import requests as ollama_requests
 from quickstep.server.openai import request_types as schemas
 from quickstep.server.schema import field_reference_messages as messages
 from quickstep.server.schema import field_reference_others as others
@@ -31,41 +35,9 @@ __all__ = ["REFUSED_FORMS", "reference_of"]
 
 _SAMPLING: Effects = {
     "model": "Which served name answers; the first one if not given, 404 for an unknown one.",
-    "n": "How many choices each prompt gets; they share the prompt's computation.",
-    "temperature": "Divides the logits before the draw; 0 takes the most likely token.",
-    "top_p": "Keeps the likeliest tokens that together reach this probability.",
-    "top_k": "Keeps this many of the likeliest tokens; 0 or -1 keeps all.",
-    "min_p": "Drops tokens less likely than this share of the likeliest one.",
     "preset": "Sets temperature and top_p for a kind of task; what the request says itself goes "
     "first.",
-    "typical_p": "Keeps the tokens whose surprise is nearest to the expected one, up to this mass.",
-    "xtc_probability": "How often, at each token, the likeliest tokens but one are left out.",
-    "xtc_threshold": "The probability from which XTC counts a token among the likeliest.",
-    "dry_multiplier": "Above 0, penalises the token that would go on with a repetition.",
-    "dry_base": "Growth of that penalty with each repeated token.",
-    "dry_allowed_length": "Repeated tokens from which the penalty is taken.",
-    "dry_range": "Tokens that DRY looks back, 0 for the whole context.",
-    "dry_sequence_breakers": "Texts over which no repetition reaches.",
-    "bad_words": "Texts that are not written, with or without a space before them.",
-    "thinking_budget": "Tokens inside the reasoning after which its closing tag is written; "
-    "refused where the model's reasoning has no tags.",
     "timeout_s": "Seconds after which what was generated is the answer, with finish_reason length.",
-    "presence_penalty": "Subtracted from the logit of every token generated before.",
-    "frequency_penalty": "Subtracted from a token's logit for each time it was generated.",
-    "repetition_penalty": "Divides positive and multiplies negative logits of tokens seen in the "
-    "prompt or the output.",
-    "logit_bias": "Added to the logits of these token ids.",
-    "allowed_token_ids": "Only these tokens may be generated.",
-    "seed": "Determines the draw: the same request with the same seed gives the same tokens. One "
-    "is drawn if not given, and the answer names it.",
-    "max_tokens": "Ends each choice after this many tokens, with finish_reason length. If not "
-    "given, /v1/completions takes 16, the others what the context leaves.",
-    "min_tokens": "No end token, stop token or stop string ends a choice before this many tokens.",
-    "stop": "Ends the choice where one of these texts appears; the text itself is cut off.",
-    "stop_token_ids": "Ends the choice at one of these tokens.",
-    "include_stop_str_in_output": "Leaves the stop string in the text.",
-    "ignore_eos": "The model's end token does not end the choice.",
-    "skip_special_tokens": "Whether special tokens are left out of the text; true if not given.",
     "response_format": "Enforces the form of the whole output by a grammar.",
     "structured_outputs": "Enforces the form of the whole output by one of several grammars.",
     "stream": "Sends the answer as server-sent events while it is generated.",
@@ -77,7 +49,6 @@ _SAMPLING: Effects = {
 }
 _COMPLETION: Effects = {
     "prompt": "What to continue: a text, token ids, or a list of either.",
-    "logprobs": "Gives the chosen token's and this many alternatives' logprobs, of the raw logits.",
     "add_special_tokens": "Whether the tokenizer adds its special tokens to the prompt; true if "
     "not given.",
     "best_of": "Draws this many and answers with the n of the highest mean logprob.",
@@ -105,9 +76,6 @@ _CHAT: Effects = {
     "parallel_tool_calls": "False keeps the first call only.",
 }
 _CHOICES: Effects = {
-    "prompt_logprobs": "Gives the prompt's tokens' and this many alternatives' logprobs; not in a "
-    "stream.",
-    "logprob_token_ids": "Gives the logprobs of these tokens as well; needs logprobs.",
     "return_tokens_as_token_ids": "Names the tokens of logprobs by their ids: token_id:7.",
     "truncate_prompt_tokens": "Reads only so many of the prompt's last tokens; -1 leaves room for "
     "the answer.",
@@ -196,12 +164,24 @@ REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = MappingProxyType(
     }
 )
 
+# Their fields with a name of `SamplingParams` have its description, where no table has another.
+_SAMPLING_SCHEMAS = (
+    schemas.SamplingFields,
+    LlamaCompletionRequest,
+    MessagesRequest,
+    ollama_requests.OllamaOptions,
+)
 _TABLES = (_EFFECTS, responses.EFFECTS, messages.EFFECTS, others.EFFECTS, ollama.EFFECTS)
 
 
 def reference_of(struct: type[msgspec.Struct]) -> dict[str, Row]:
     """The rows of a schema, inherited ones included; empty for what is no request."""
     told: dict[str, str | Note] = {}
+    if issubclass(struct, _SAMPLING_SCHEMAS):
+        known = sampling_fields()
+        told |= {
+            name: known[name].description for name in struct.__struct_fields__ if name in known
+        }
     for parent in reversed(struct.__mro__):
         for table in _TABLES:
             told |= table.get(parent, {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import resources
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -18,7 +19,17 @@ from quickstep.server.http.route import ApiRoute
 from quickstep.server.schema.field_bounds import SchemaFacts
 from quickstep.server.schema.openapi import openapi_document
 
-__all__ = ["ApiPages"]
+__all__ = ["ApiDocument", "ApiPages"]
+
+
+class ApiDocument(msgspec.Struct, frozen=True):
+    """This API in OpenAPI 3.1."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]
+    security: list[dict[str, Any]]
 
 
 class ApiPages:
