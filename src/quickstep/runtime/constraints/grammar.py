@@ -2,7 +2,7 @@
 
 Owned by the sequence's `SamplingState`, and a function of the grammar and the output tokens alone:
 the sequences beside it, chunking, preemption (the tokens are replayed) and overlap (tokens come in
-their order) change nothing. The matcher is llguidance's; whoever builds the runner says how one is
+their order) change nothing. The matcher is llguidance's; the builder of the runner says how one is
 made, so nothing here compiles, and llguidance is loaded by the first grammar only.
 """
 

@@ -219,7 +219,7 @@ def _end_ids(admission: Admission, vocab_size: int) -> npt.NDArray[np.int64]:
 
 
 def _token_forms(sampling: SamplingParams) -> TokenForms:
-    """The texts in token ids. Raises RequestError if nobody has put them there."""
+    """The texts in token ids. Raises RequestError if they are missing."""
     if sampling.in_tokens is not None:
         return sampling.in_tokens
     has_breakers = sampling.dry_multiplier > 0.0 and sampling.dry_sequence_breakers
