@@ -234,7 +234,12 @@ def test_recorded_tokens_change_the_next_draw_as_admitted_ones_do():
 def test_a_grammars_mask_is_numpys(mask, seed, temperature):
     vocab = 130
     state = state_of(SamplingParams(temperature=temperature, min_tokens=2), vocab, seed)
-    state._grammar = FixedMask(mask, vocab)
+    state._grammar = grammar = FixedMask(mask, vocab)
+    logits = np.zeros(vocab)
+    state.adjust_(logits)
+    allowed = [token_id for token_id in range(vocab) if grammar.allows(token_id)]
+    without_end = [token_id for token_id in allowed if token_id != 0]
+    assert np.flatnonzero(np.isfinite(logits)).tolist() == (without_end or allowed)
     assert_same_draws(rows_of("normal", 1, vocab, seed, 2.0), [state])
 
 
@@ -249,10 +254,7 @@ class FixedMask:
     def allowed_bits(self):
         return bits_of_bytes(self._mask, self._vocab)
 
-    def forbidden(self):
-        return [not self._allows(token_id) for token_id in range(self._vocab)]
-
-    def _allows(self, token_id):
+    def allows(self, token_id):
         place = token_id // 8
         return place < len(self._mask) and bool(self._mask[place] >> (token_id % 8) & 1)
 

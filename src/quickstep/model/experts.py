@@ -64,6 +64,6 @@ def mixture_of_experts(
         rows = tokens[start:stop]
         output = dense_mlp(ops, expert, x[rows], activation)
         share = shares[by_expert[start:stop]].unsqueeze(1)
-        result.index_add_(0, rows, output.float() * share)  # a token stands in `rows` once
+        result.index_add_(0, rows, output.float() * share)  # a token is in `rows` once
         start = stop
     return result.to(x.dtype)

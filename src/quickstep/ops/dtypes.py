@@ -59,7 +59,7 @@ def find_dtype(name: str) -> DType:
 
 
 def host_dtype(dtype: DType | torch.dtype) -> DType | None:
-    """The type that either stands for; None for one that only torch has."""
+    """The type of either; None for one that only torch has."""
     return dtype if isinstance(dtype, DType) else _BY_TEXT.get(str(dtype))
 
 

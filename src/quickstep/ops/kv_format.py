@@ -50,7 +50,7 @@ def quantize_heads(x: Tensor) -> Tensor:
 
 
 def read_heads(rows: Tensor) -> Tensor:
-    """[..., W] of a cache -> [..., D] in float64, exactly what they stand for."""
+    """[..., W] of a cache -> [..., D] in float64, exactly."""
     import torch
 
     if rows.dtype != torch.int8:

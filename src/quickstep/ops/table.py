@@ -171,7 +171,7 @@ class Rounding:
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """A weight [N, C] that still stands in files, for `OpTable.load_linear`.
+    """A weight [N, C] that is still in files, for `OpTable.load_linear`.
 
     Attributes:
         kind: How: `F32`, `BF16`, `F16`, `I8` (quantized values about 0), or the name of a ggml
@@ -250,9 +250,9 @@ class OpTable:
         logits: (hidden [E, C], LinearWeight, divisor, softcap or None) -> [E, V] fp32: the product,
             widened, divided, then softcap * tanh(logits / softcap) in fp64.
         kernel_s: Seconds that the kernels have run so far, without what stands between them; None
-            where nobody counts. The difference of two readings is what a benchmark wants.
+            where they are not counted. The difference of two readings is what a benchmark wants.
         load_linear: (StoredMatrix, bias [N] | None) -> LinearWeight: what reading the matrix and
-            packing it would give, without a copy of it in between. None where nobody can.
+            packing it would give, without a copy of it in between. None if unsupported.
         steps: Makes captured steps and samples tokens; None where only single ops run.
     """
 

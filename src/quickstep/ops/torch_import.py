@@ -26,7 +26,7 @@ _DEFERRED = frozenset(("torch._meta_registrations", "torch.export", "torch.distr
 
 
 def defer_parts_of_torch() -> None:
-    """Let whoever imports torch from now on import it without its deferred modules."""
+    """Make every later import of torch skip its deferred modules."""
     if "torch" not in sys.modules:
         defer(_DEFERRED)
 

@@ -3,7 +3,7 @@
 Owns the KV tensors and the slots. Called by an executor, by one thread at a time, strictly in plan
 order; a plan may be queued before the result of the one before it was read, because the last token
 of every slot stays here. Slots follow the plans in any case: one that fails has released and set
-up its slots, its rows have not run, and their sequences cannot go on unless admitted again.
+up its slots, its rows have not run, and their sequences cannot continue unless admitted again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step. Raises EngineError when the plan does not fit, and what the model raises.
 
-        Rows that cannot go on (NaN logits, a token id in `logit_bias` that the model lacks) are
+        Rows that cannot continue (NaN logits, a token id in `logit_bias` that the model lacks) are
         failures in the result.
         """
         started = self._clock()
@@ -65,7 +65,7 @@ class ModelRunner:
         return StepResult(plan.step_id, outputs, self._clock() - started, failures)
 
     def skip(self, plan: StepPlan) -> None:
-        """Take a plan that stands behind a failed one: its slots move, its rows do not run."""
+        """Take a plan that follows a failed one: its slots move, its rows do not run."""
         self._slots.move(plan.released, plan.admitted)
         self._slots.fail(plan.rows, f"step {plan.step_id} was skipped")
 

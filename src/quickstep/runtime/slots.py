@@ -29,7 +29,7 @@ class Slot:
 
     `token_ids` are those known at its admission. `last_token` is the newest sampled token, None
     before the first. `pool` takes the hidden states of a prompt to embed. `failure` says why the
-    sequence cannot go on; its rows then fail, and the sequences beside it do not notice.
+    sequence cannot continue; its rows then fail, other sequences are not affected.
     `is_refused` says that its request is why.
     `block_table_address` is where the `num_blocks` int32 ids of the block table stand, until it
     grows.
@@ -179,7 +179,7 @@ class SlotTable:
             self._kept.put(slot.sequence_id, slot.state)
 
     def fail(self, rows: Iterable[StepRow], reason: str) -> None:
-        """These rows did not run: their sequences cannot go on."""
+        """These rows did not run: their sequences cannot continue."""
         for row in rows:
             slot = self._slots[row.slot] if 0 <= row.slot < len(self._slots) else None
             if slot is not None:

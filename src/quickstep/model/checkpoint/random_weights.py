@@ -94,7 +94,7 @@ class RandomTensors:
         return self.stacked(names)
 
     def stored(self, names: tuple[str, ...]) -> None:
-        """Nothing stands in a file."""
+        """None: nothing is in a file."""
 
     def _fill_(self, name: str, tensor: Tensor) -> None:
         if name.endswith(".bias"):

@@ -59,7 +59,7 @@ class TensorSource(Protocol):
         """A matrix of `stacked` tensors as it is to be packed: whole, or in quantized values."""
 
     def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
-        """The same as it stands in files; None unless `OpTable.load_linear` may take it there."""
+        """The same as it is in files; None unless `OpTable.load_linear` may take it there."""
 
 
 class TensorReader:

@@ -53,7 +53,7 @@ class CheckpointWeights:
     Attributes:
         storage: The format of quantised matrices; None where everything is stored whole.
         shapes: All tensors that the architecture needs, as it sees them.
-        experts: How the files hold experts that stand in one tensor; None where each has its own.
+        experts: How the files hold experts that share one tensor; None where each has its own.
     """
 
     spec: ModelSpec

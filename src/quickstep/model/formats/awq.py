@@ -86,7 +86,7 @@ class AwqStorage:
         )
 
     def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
-        """Quantized values stand in words here, so they are read."""
+        """None: quantized values are packed in words here, so they are read."""
 
     def is_void(self, name: str) -> bool:
         """AWQ writes nothing in vain."""

@@ -4,7 +4,7 @@
 the 16
          values of `weight.quant_map`, times the `absmax` of its block of 64 in row order. Double
          quantisation stores absmax as quantized values of `nested_quant_map` times `nested_absmax`,
-         plus an offset. The sizes stand in JSON in `weight.quant_state.bitsandbytes__nf4`.
+         plus an offset. The sizes are in JSON in `weight.quant_state.bitsandbytes__nf4`.
 8 bits:  weight [N, C] int8, `SCB` [N]; w = quant * SCB / 127.
 
 nf4's and fp4's 16 values are not evenly spaced, and an integer product needs even steps: they
@@ -51,7 +51,7 @@ class BitsAndBytesStorage:
     name = "bitsandbytes"
 
     def __init__(self, config: Mapping[str, object], files: TensorFiles) -> None:
-        del config  # which of the two, and how large blocks are, stands beside each matrix
+        del config  # which of the two, and how large blocks are, is stored with each matrix
         self._files = files
 
     def parts(self, name: str, shape: Shape) -> Shapes | None:
@@ -113,7 +113,7 @@ class BitsAndBytesStorage:
         )
 
     def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
-        """Quantized values stand in words here, so they are read."""
+        """None: quantized values are packed in words here, so they are read."""
 
     def is_void(self, name: str) -> bool:
         """bitsandbytes writes nothing in vain."""

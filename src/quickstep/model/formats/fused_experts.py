@@ -1,4 +1,4 @@
-"""Where one expert's tensors stand in files that hold a projection of all experts at once.
+"""Where one expert's tensors are in files that hold a projection of all experts at once.
 
 The packing asks expert by expert, `...experts.3.gate_up_proj.weight` [2 * width, hidden] with the
 gate's rows above up's. gpt-oss's files hold one of two layouts:
@@ -30,7 +30,7 @@ _MXFP4_KEYS = frozenset(("quant_method", "modules_to_not_convert", "dequantize")
 class ExpertTensor:
     """One expert's weight or bias: number `index` of what the files hold as `name`.
 
-    `layer` is what a layer's experts have in common; `interleaved`: gate and up stand in turn.
+    `layer` is what a layer's experts have in common; `interleaved`: gate and up alternate.
     """
 
     layer: str

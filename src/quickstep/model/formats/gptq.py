@@ -112,7 +112,7 @@ class GptqStorage:
         return weight if order is None else gathered(weight, order)
 
     def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
-        """Quantized values stand in words here, so they are read."""
+        """None: quantized values are packed in words here, so they are read."""
 
     def is_void(self, name: str) -> bool:
         """AutoGPTQ gives every module a bias, of zeros where the model has none."""
@@ -132,7 +132,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     GPTQ and compressed-tensors pack 4 or 8 bits. Raises ConfigError.
     """
     if words.dtype != torch.int32:
-        raise ConfigError(f"packed codes are stored as {words.dtype}; int32 words are supported")
+        raise ConfigError(f"packed values are stored as {words.dtype}; int32 words are supported")
     octets = words.contiguous().view(torch.uint8)
     if bits == 8:
         return octets

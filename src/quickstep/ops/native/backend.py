@@ -100,7 +100,7 @@ def load_native(
 
 
 def _lazily(reference: OpTable | None) -> Callable[[], OpTable]:
-    """The table, or torch's ops once somebody asks: that imports torch."""
+    """The table, or torch's ops, made on first use: that imports torch."""
     if reference is not None:
         return lambda: reference
 

@@ -27,7 +27,7 @@ def program_bytes(recording: Recording, capacities: tuple[int, int]) -> int:
 class Program:
     """Steps of up to `capacities` tokens and emitting rows, in `memory` shared with other programs.
 
-    `owner` keeps the context alive. Results stand in the memory until another program runs in it.
+    `owner` keeps the context alive. Results stay in the memory until another program runs in it.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Records a model's forward pass as a list of native calls.
 
 The model runs once, as it always does, on an op table whose ops compute nothing: each notes its
-call and hands out a `StepTensor`, which stands for the result and records sums and multiples
+call and hands out a `StepTensor`, a placeholder that records sums and multiples
 itself. What the model does beyond that, and any tensor that is neither a weight nor the work of a
 recorded call, raises NotCapturable: such a model runs eagerly. Nothing here depends on how many
 tokens a step has.
@@ -68,7 +68,7 @@ class NativeRecorder:
 
     def table(self, ops: OpTable) -> OpTable:
         """An op table that records; weights must be packed by `ops`."""
-        calls: Any = self  # its tensors are `StepTensor`s, which stand for torch's
+        calls: Any = self  # its tensors are `StepTensor`s in place of torch's
 
         def pack(*_: object) -> LinearWeight:
             raise NotCapturable("a weight is packed within the step")

@@ -1,4 +1,4 @@
-"""What a recording is made on: the calls so far, and the tensors that stand for their results.
+"""What a recording is made on: the calls so far, and placeholder tensors for their results.
 
 Owned by `ops.native.recorder`. A `StepTensor` is a place in a buffer and a shape, with no memory
 behind it. It can be viewed, added to another and scaled; anything else that is asked of it raises
@@ -151,7 +151,7 @@ class Tape:
         return self.new(x.shape[1:], x.dtype, self.rows_of(x))
 
     def buffer_of(self, x: object) -> int:
-        """Which buffer it stands in."""
+        """Which buffer it is in."""
         if not isinstance(x, StepTensor):
             raise NotCapturable("a tensor was computed outside the recorded calls")
         return x.buffer

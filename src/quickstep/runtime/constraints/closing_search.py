@@ -36,7 +36,7 @@ _FEW = 4  # markers of a format (allowed tokens that are no bytes), or signs in 
 _LONGEST_RUN = 64  # of one character, taken in one step
 _QUOTE = ord('"')
 _COMMA = ord(",")
-_SAMPLES = b" a"  # stand for all characters where many are allowed
+_SAMPLES = b" a"  # samples of all characters where many are allowed
 _EMPTY_VALUES = ('""', "{}", "[]")  # often one token
 _OPENERS, _SEPARATORS = frozenset("{["), frozenset(",:")
 _BRACKETS = frozenset("}]")  # where one of these may follow, nothing leads to the end sooner
@@ -432,7 +432,7 @@ class ClosingSearch:
             return self._markers(mask)
         if allowed.bit_count() > _MANY:
             markers = self._markers(mask)
-            if markers:  # a marker ends free text, which else only goes on
+            if markers:  # a marker ends free text, which else only continues
                 return [*markers, *_samples(allowed)]
             if allowed >> _QUOTE & 1:
                 return ['"']
@@ -493,7 +493,7 @@ def _samples(allowed: int) -> list[str]:
 
 
 def _places(known: str, allowed: int, forced: bytes) -> Iterator[int]:
-    """Where a known ending may go on from a state, those nearest to its end first."""
+    """Where a known ending may continue from a state, those nearest to its end first."""
     if forced:
         if _MARKER in forced:
             return

@@ -2,7 +2,7 @@
 
 Owned by the sequence's `SamplingState`, and a function of the grammar and the output tokens alone:
 the sequences beside it, chunking, preemption (the tokens are replayed) and overlap (tokens come in
-their order) change nothing. The matcher is llguidance's; whoever builds the runner says how one is
+their order) change nothing. The matcher is llguidance's; the builder of the runner says how one is
 made, so nothing here compiles, and llguidance is loaded by the first grammar only.
 """
 
@@ -51,14 +51,8 @@ class GrammarConstraint:
         self._vocab_size = vocab_size
         self.failure = ""
 
-    def forbidden(self) -> npt.NDArray[np.bool_]:
-        """[V] True for each token that may not come next. Sets `failure` at a matcher's limit."""
-        flags = np.unpackbits(self.allowed_bits().view(np.uint8), bitorder="little")
-        forbidden: npt.NDArray[np.bool_] = flags[: self._vocab_size] == 0
-        return forbidden
-
     def allowed_bits(self) -> npt.NDArray[np.uint64]:
-        """Bit i % 64 of word i / 64: token i may come next. Sets `failure` as `forbidden` does."""
+        """Bit i % 64 of word i / 64: token i may come next. Sets `failure` at a matcher's limit."""
         if not self._is_complete:
             allowed = bits_of_bytes(self._matcher.compute_bitmask(), self._vocab_size)
             self._note_failure()

@@ -40,14 +40,8 @@ class ReasonedGrammar:
             self._measure()
         self.failure = ""
 
-    def forbidden(self) -> npt.NDArray[np.bool_]:
-        """[V] True for each token that may not come next. Sets `failure` at a matcher's limit."""
-        flags = np.unpackbits(self.allowed_bits().view(np.uint8), bitorder="little")
-        forbidden: npt.NDArray[np.bool_] = flags[: self._start.vocab_size] == 0
-        return forbidden
-
     def allowed_bits(self) -> npt.NDArray[np.uint64]:
-        """Bit i % 64 of word i / 64: token i may come next. Sets `failure` as `forbidden` does."""
+        """Bit i % 64 of word i / 64: token i may come next. Sets `failure` at a matcher's limit."""
         reasoning, vocab_size = self._reasoning, self._start.vocab_size
         if reasoning.place is Place.INSIDE:
             if self._must_close:

@@ -27,14 +27,6 @@ class BadWords:
         longest = max((len(word) - 1 for word in self._longer), default=0)
         self._tail: deque[int] = deque(outputs, maxlen=longest)
 
-    def ban_(self, logits: npt.NDArray[np.float64]) -> None:
-        """Ban what would complete a word, unless nothing else may follow."""
-        ids = self.banned()
-        before = logits[ids]
-        logits[ids] = -np.inf
-        if not np.isfinite(logits.max()):
-            logits[ids] = before
-
     def banned(self) -> npt.NDArray[np.int64]:
         """The tokens that would complete a word, each once."""
         tail = tuple(self._tail)

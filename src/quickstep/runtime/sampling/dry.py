@@ -62,13 +62,8 @@ class DryPenalty:
         self._lengths[: max(0, num_tokens - 1)] = _suffix_matches(self._tokens[:num_tokens])
         self._run_len = self._count_run()
 
-    def penalise_(self, logits: npt.NDArray[np.float64]) -> None:
-        """Lower the tokens that would go on with a repetition."""
-        token_ids, amounts = self.penalties()
-        logits[token_ids] -= amounts
-
     def penalties(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """The tokens that would go on with a repetition, each once, and what each loses."""
+        """The tokens that would continue a repetition, each once, and what each loses."""
         num_tokens, start = self._num_tokens, self._start
         if self._run_len < self._allowed_length or num_tokens - start < 2:
             return _NOTHING

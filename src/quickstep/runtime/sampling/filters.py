@@ -1,6 +1,6 @@
 """Top-k, typical-p, top-p, min-p and XTC over one row of scaled logits.
 
-Tokens stand in one canonical order everywhere: larger value first, lower id first among equals.
+Tokens have one canonical order everywhere: larger value first, lower id first among equals.
 So each filter keeps an exact number of tokens, ties included, and a row's result depends on the
 row alone. Everything is float64 NumPy over one contiguous vector: its bits depend on neither the
 thread count nor the rows of the batch.

@@ -1,7 +1,7 @@
 """What changes a row's logits before temperature, as `csrc/kernels/sampler_row.h` takes it.
 
-The order is `SamplingState.adjust_`'s: replaced logits and added amounts, then the tokens that are
-allowed, then two lists of bans. Made by `SamplingState.changes`, read by
+The order: replaced logits and added amounts, then the tokens that are allowed, then two lists of
+bans. Made by `SamplingState.changes`, read by `apply_changes_`, which is the definition, and by
 `runtime.sampling.native_sampler`.
 """
 
@@ -14,7 +14,15 @@ import numpy.typing as npt
 
 from quickstep.dataclass import dataclass
 
-__all__ = ["NO_BANS", "Bans", "LogitChanges", "bits_of_bytes", "bits_of_ids", "edits_of"]
+__all__ = [
+    "NO_BANS",
+    "Bans",
+    "LogitChanges",
+    "apply_changes_",
+    "bits_of_bytes",
+    "bits_of_ids",
+    "edits_of",
+]
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -50,6 +58,26 @@ class LogitChanges:
     num_set: int
     allowed: Bits | None
     bans: tuple[Bans, Bans]
+
+
+def apply_changes_(logits: Floats, changes: LogitChanges) -> None:
+    """Change the logits [V] of a row in place."""
+    num_set = changes.num_set
+    logits[changes.edit_ids[:num_set]] = changes.edit_values[:num_set]
+    # one after another: a token may have several
+    np.add.at(logits, changes.edit_ids[num_set:], changes.edit_values[num_set:])
+    if changes.allowed is not None:
+        flags = np.unpackbits(changes.allowed.view(np.uint8), bitorder="little")
+        logits[flags[: logits.shape[0]] == 0] = -np.inf
+    for bans in changes.bans:
+        _ban_(logits, bans)
+
+
+def _ban_(logits: Floats, bans: Bans) -> None:
+    before = logits[bans.token_ids]
+    logits[bans.token_ids] = -np.inf
+    if bans.yields and not np.isfinite(logits.max()):
+        logits[bans.token_ids] = before
 
 
 def edits_of(replaced: Edit | None, added: Sequence[Edit]) -> tuple[Ids, Floats, int]:

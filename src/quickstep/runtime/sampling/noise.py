@@ -90,8 +90,8 @@ def gumbel_of_bits(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 def gumbel_argmax(values: npt.NDArray[np.float64], bits: npt.NDArray[np.uint64]) -> int:
     """np.argmax(values + gumbel_of_bits(bits)), without that many exact logarithms.
 
-    NumPy's are right to far better than the margin, and whoever is within it of the best is looked
-    at exactly.
+    NumPy's are right to far better than the margin, and what is within it of the best is computed
+    exactly.
     """
     v = bits.astype(np.float64)
     v += 0.5

@@ -75,7 +75,7 @@ def sample(logits: AnyTensor, states: Sequence[SamplingState]) -> list[Sample | 
 def failure_of(
     error: BaseException, what: str = "the next token could not be sampled"
 ) -> SampleFailure:
-    """The failure of a row for which `error` was raised; the rows beside it go on.
+    """The failure of a row for which `error` was raised; other rows continue.
 
     A panic in Rust (of a grammar's matcher, say) is no Exception. What ends the program is raised.
     """

@@ -24,6 +24,7 @@ from quickstep.runtime.sampling.logit_changes import (
     Bans,
     Edit,
     LogitChanges,
+    apply_changes_,
     bits_of_ids,
     edits_of,
 )
@@ -117,43 +118,11 @@ class SamplingState:
         return self.num_outputs < self._end_ban
 
     def adjust_(self, logits: npt.NDArray[np.float64]) -> None:
-        """What stands before temperature: penalties and bias, then the masks."""
-        self._penalise_(logits)
-        if self._bias_ids.size:
-            logits[self._bias_ids] += self._biases
-        self._mask_(logits)
+        """What comes before temperature, in place: penalties and bias, then the masks."""
+        apply_changes_(logits, self.changes(logits))
 
-    def _penalise_(self, logits: npt.NDArray[np.float64]) -> None:
-        if self._penalties is not None:
-            ids = self._penalties.token_ids
-            logits[ids] = self._penalties.lowered(logits[ids])
-        if self._dry is not None:
-            self._dry.penalise_(logits)
-
-    def _mask_(self, logits: npt.NDArray[np.float64]) -> None:
-        """The ban of ends gives way where a grammar allows nothing but ends, and then the one of
-        bad words where nothing else is left. What closes the reasoning goes before everything.
-        """
-        if self._allowed_ids.size:
-            allowed = logits[self._allowed_ids]
-            logits.fill(-np.inf)
-            logits[self._allowed_ids] = allowed
-        if self._grammar is not None:
-            logits[self._grammar.forbidden()] = -np.inf
-        if self._bans_ends:
-            ends = logits[self._end_ids]
-            logits[self._end_ids] = -np.inf
-            if self._grammar is not None and not np.isfinite(logits.max()):
-                logits[self._end_ids] = ends
-        if self._bad_words is not None:
-            self._bad_words.ban_(logits)
-        forced = None if self._thinking is None else self._thinking.forced_token
-        if forced is not None:
-            logits.fill(-np.inf)
-            logits[forced] = 0.0
-
-    def changes(self, row: npt.NDArray[np.float32]) -> LogitChanges:
-        """What `adjust_` would do to the raw logits `row` [V], without a pass over all of them."""
+    def changes(self, row: npt.NDArray[np.floating]) -> LogitChanges:
+        """What comes before temperature, for the raw logits `row` [V], without a pass over them."""
         allowed = self._allowed_bits
         if self._grammar is not None:
             bits = self._grammar.allowed_bits()
@@ -172,9 +141,9 @@ class SamplingState:
         return LogitChanges(*self._edits(row), allowed, (ends, words))
 
     def _edits(
-        self, row: npt.NDArray[np.float32]
+        self, row: npt.NDArray[np.floating]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], int]:
-        """Penalties and bias, as `_penalise_` and `adjust_` have them."""
+        """Penalties and bias."""
         replaced: Edit | None = None
         if self._penalties is not None:
             ids = self._penalties.token_ids
@@ -250,7 +219,7 @@ def _end_ids(admission: Admission, vocab_size: int) -> npt.NDArray[np.int64]:
 
 
 def _token_forms(sampling: SamplingParams) -> TokenForms:
-    """The texts in token ids. Raises RequestError if nobody has put them there."""
+    """The texts in token ids. Raises RequestError if they are missing."""
     if sampling.in_tokens is not None:
         return sampling.in_tokens
     has_breakers = sampling.dry_multiplier > 0.0 and sampling.dry_sequence_breakers
