@@ -13,9 +13,9 @@ from fake_engine import END_ID, WORDS, FakeEngine, FakeTokenizer, Script
 
 from quickstep.errors import RequestError
 from quickstep.server.app import create_app
-from quickstep.server.generate.generation import GenerationRequest, TokenPrompt, open_generation
+from quickstep.server.generate.generation import ParsedRequest, TokenPrompt, open_generation
 from quickstep.server.options import RequestLimits
-from quickstep.types import FinishReason, SamplingParams
+from quickstep.types import FinishReason, Request, SamplingParams
 
 TEXT = "".join(WORDS)
 MARKERS = {"<|fim_prefix|>": 211, "<|fim_suffix|>": 212, "<|fim_middle|>": 213}
@@ -246,7 +246,7 @@ def test_a_deadline_reaches_the_engine_with_every_prompt() -> None:
         engine = FakeEngine()
         await engine.start()
         prompts = (TokenPrompt((1,)), TokenPrompt((2,)))
-        request = GenerationRequest("fake", prompts, SamplingParams(), deadline_s=2.5)
+        request = ParsedRequest("fake", prompts, Request(timeout_s=2.5))
         await (await open_generation(engine, request)).aclose()
         return [item.deadline_s for item in engine.submitted]
 
@@ -259,7 +259,7 @@ def test_tokens_of_a_request_are_bounded(n: int, param: str) -> None:
         engine = FakeEngine()
         await engine.start()
         sampling = SamplingParams(max_tokens=None, n=n)
-        request = GenerationRequest("fake", (TokenPrompt((1,)),), sampling)
+        request = ParsedRequest("fake", (TokenPrompt((1,)),), Request(sampling=sampling))
         limits = RequestLimits(tokens=4095 * n)
         try:
             await open_generation(engine, request, limits)

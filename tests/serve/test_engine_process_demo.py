@@ -86,7 +86,7 @@ def processes() -> dict[int, int]:
 def workers(process_id: int) -> list[int]:
     """The living engine processes of a process."""
     children = [child for child, parent in processes().items() if parent == process_id]
-    return [child for child in children if b"engine.process.worker" in command_line(child)]
+    return [child for child in children if b"engine.remote.worker" in command_line(child)]
 
 
 def descendants(process_id: int) -> set[int]:

@@ -89,7 +89,7 @@ def test_the_process_that_tries_grammars_ends_with_the_engine(
     killed = engine.process_id
     assert killed is not None
     (trial,) = [child for child, parent in processes().items() if parent == killed]
-    assert b"grammar_trial_worker" in command_line(trial)
+    assert b"grammar.trial_worker" in command_line(trial)
     os.kill(killed, signal.SIGKILL)
     until(lambda: trial not in processes())
     until(lambda: httpx.get(f"{server.url}/ready").status_code == 200)

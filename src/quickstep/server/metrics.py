@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from quickstep.engine.stream import Delta
 from quickstep.server.generate.engine_interface import ServedEngine
-from quickstep.server.generate.generation import ChoiceDelta, Generation, GenerationRequest
+from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
 from quickstep.types import FinishReason
 
 __all__ = ["CONTENT_TYPE", "EmbeddingMeter", "Metrics", "RequestMeter"]
@@ -67,7 +67,7 @@ class Metrics:
             self._ends.labels(model, reason.openai)
         self.registry.register(EngineGauges(engine, model))
 
-    def meter(self, request: GenerationRequest) -> RequestMeter:
+    def meter(self, request: ParsedRequest) -> RequestMeter:
         """The meter of a request that arrives now."""
         return RequestMeter(self, len(request.prompts) * request.sampling.n)
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -120,7 +121,9 @@ class Messages:
         request = replace(
             request,
             stream=bool(fields.stream),
-            tenant=label("metadata.user_id", user, served.limits),
+            request=structs.replace(
+                request.request, tenant=label("metadata.user_id", user, served.limits)
+            ),
             ignored=reader.ignored,
         )
         return Asked(request, partial(_MessagesWriter, served, marks_cache(fields)))

@@ -1,6 +1,6 @@
-"""What an API's adapter is: it reads a body into a `GenerationRequest`, and writes deltas to bytes.
+"""What an API's adapter is: it reads a body into a `ParsedRequest`, and writes deltas to bytes.
 
-    Adapter.parse: bytes -> Asked (GenerationRequest, and who writes its answer)
+    Adapter.parse: bytes -> Asked (ParsedRequest, and who writes its answer)
     Writer: ChoiceDelta -> frames of a stream, or the whole answer
 
 `endpoint` runs any adapter in the same way, streamed or not. `choices` has the writer of those that
@@ -18,7 +18,7 @@ from quickstep.engine.tool_calls.formats import OutputFormats, reasoning_format,
 from quickstep.errors import RequestError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.generate.engine_interface import ServedEngine
-from quickstep.server.generate.generation import ChoiceDelta, Generation, GenerationRequest
+from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
 from quickstep.server.http.errors import RouteNotFound
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.http.work_lanes import WorkLanes
@@ -130,7 +130,7 @@ class Writer(Protocol):
 class Asked:
     """A parsed request, who will write its answer, and the media type of its stream."""
 
-    request: GenerationRequest
+    request: ParsedRequest
     writer: Callable[[Generation, Head], Writer]
     stream_type: str = SERVER_SENT_EVENTS
 
@@ -171,7 +171,7 @@ def _chosen(told: OutputFormats, options: ServerOptions) -> OutputFormats:
 
 
 def stream_flags(fields: SamplingFields, served: Served) -> dict[str, Any]:
-    """`stream` and `stream_options` as fields of `GenerationRequest`. Raises RequestError."""
+    """`stream` and `stream_options` as fields of `ParsedRequest`. Raises RequestError."""
     options = fields.stream_options
     always_usage = served.answers.always_usage
     if options is None:

@@ -14,14 +14,14 @@ from quickstep.dataclass import dataclass
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
-from quickstep.server.generate.generation import ChatPrompt, GenerationRequest, OutputReading
+from quickstep.server.generate.generation import ChatPrompt, OutputReading, ParsedRequest
 from quickstep.server.generate.sampling import bounded, deadline_of, label, sampling_params
 from quickstep.server.generate.structured import AskedGrammar
 from quickstep.server.generate.tools import OfferedTools, with_answer
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import RequestLimits
 from quickstep.server.schema.field_reader import FieldReader
-from quickstep.types import SamplingParams
+from quickstep.types import Request, SamplingParams
 
 __all__ = [
     "Conversation",
@@ -77,7 +77,7 @@ def conversation_request(
     own: Mapping[str, Any],
     renamed: Mapping[str, str],
     prompt_field: str = "messages",
-) -> GenerationRequest:
+) -> ParsedRequest:
     """The internal request. Raises RequestError that names the client's field.
 
     `own` is what the surface resolved by itself: `max_tokens` (None for not given) and `logprobs`;
@@ -94,13 +94,15 @@ def conversation_request(
     if grammar is not None and reasoning is not None and reasoning.opening:
         values["reasoning_tags"] = (reasoning.opening, reasoning.closing)
     values["inside_reasoning"] = output is not None and output.inside_reasoning
-    return GenerationRequest(
+    return ParsedRequest(
         model=served.model(fields.model),
         prompts=(conversation.prompt,),
-        sampling=renamed_sampling(fields, served, values, renamed),
-        priority=fields.priority or 0,
-        deadline_s=deadline_of(fields),
-        cache_salt=label("cache_salt", fields.cache_salt, served.limits),
+        request=Request(
+            sampling=renamed_sampling(fields, served, values, renamed),
+            priority=fields.priority or 0,
+            timeout_s=deadline_of(fields),
+            cache_salt=label("cache_salt", fields.cache_salt, served.limits),
+        ),
         output=output,
         prompt_field=prompt_field,
         grammar_field="" if grammar is None else grammar.field,

@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TypeVar
 
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -99,21 +100,21 @@ class GeneratingRoute:
         """
         served = self._served
         asked = self._adapter.parse(body, served, caller)
-        request = asked.request
-        if in_batch and request.stream:
+        parsed, request = asked.request, asked.request.request
+        if in_batch and parsed.stream:
             raise RequestError("stream is not supported in a batch", param="stream")
-        deadline_s = request.deadline_s
+        timeout_s = request.timeout_s
         # the operator's default is for clients that wait
-        if deadline_s is not None or not in_batch:
-            deadline_s = served.deadlines.of(deadline_s)
-        owned = replace(
+        if timeout_s is not None or not in_batch:
+            timeout_s = served.deadlines.of(timeout_s)
+        owned = structs.replace(
             request,
             priority=priority_of_key(caller, request.priority, served.api_keys, added_priority),
             tenant=tenant_of_key(caller, request.tenant),
             cache_salt=cache_salt_of(caller, request.cache_salt, served.shares_prefix_cache),
-            deadline_s=deadline_s,
+            timeout_s=timeout_s,
         )
-        return replace(asked, request=owned)
+        return replace(asked, request=replace(parsed, request=owned))
 
     async def _open(self, asked: Asked) -> _Answer:
         meter = self._metrics.meter(asked.request)

@@ -1,8 +1,8 @@
-"""The internal request that every surface turns into, and its run on the engine.
+"""What every API's adapter parses a body into, and its run on the engine.
 
-A surface parses a body into a frozen, bounded `GenerationRequest`; `open_generation` renders,
+An adapter parses a body into a frozen, bounded `ParsedRequest`; `open_generation` renders,
 tokenises and submits its prompts; `Generation` merges the engine's streams into one sequence of
-`ChoiceDelta`. The engine never sees client dicts, a surface never sees the engine.
+`ChoiceDelta`. The engine never sees client dicts, an adapter never sees the engine.
 
 Prompt p of P and sequence i of n become choice p * n + i, as OpenAI counts.
 """
@@ -14,6 +14,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import field
 from typing import Any
+
+from msgspec import structs
 
 from quickstep.core.sequence import sequence_seed
 from quickstep.dataclass import dataclass
@@ -43,9 +45,9 @@ __all__ = [
     "Choice",
     "ChoiceDelta",
     "Generation",
-    "GenerationRequest",
     "InfillPrompt",
     "OutputReading",
+    "ParsedRequest",
     "Shown",
     "TextPrompt",
     "TokenPrompt",
@@ -94,19 +96,19 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """What a client asked, whichever surface it came through.
+class ParsedRequest:
+    """What a client requested, whichever API it came through: the request to the engine, and how to
+    answer it.
 
     Attributes:
         model: The name to answer with.
+        request: What the engine gets, once for each of `prompts`. Its tenant is the client's own
+            label until the endpoint puts the name of the API key in front.
         output: What to read out of the text beside content; None for nothing.
         grammar_field: The client's name of what became `sampling.grammar`.
         prompt_field: The client's name of what became `prompts`.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
-        tenant: The client's own label of whom the work is accounted to; the route puts the name of
-            the API key in front.
         shown: What completions and chat say beside the text.
-        deadline_s: Seconds after which what there is is the answer; None for no limit.
         num_kept: Of the `sampling.n` sequences, how many are the answer: those with the highest
             mean logprob. None for all.
         beams: Search instead of drawing; `sampling.n` hypotheses are the answer.
@@ -118,23 +120,24 @@ class GenerationRequest:
 
     model: str
     prompts: tuple[Prompt, ...]
-    sampling: SamplingParams
+    request: Request
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    priority: int = 0
-    tenant: str = ""
-    cache_salt: str = ""
     output: OutputReading | None = None
     grammar_field: str = ""
     prompt_field: str = "prompt"
     echoed: Mapping[str, Any] = field(default_factory=dict)
     shown: Shown = field(default_factory=Shown)
-    deadline_s: float | None = None
     num_kept: int | None = None
     beams: BeamSearchParams | None = None
     truncate_prompt_tokens: int | None = None
     ignored: tuple[str, ...] = ()
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The request's."""
+        return self.request.sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +184,7 @@ class Usage:
 class Generation:
     """A submitted request: its streams merged, its choices added up. Close it when done."""
 
-    def __init__(self, request: GenerationRequest, streams: Sequence[TokenStream]) -> None:
+    def __init__(self, request: ParsedRequest, streams: Sequence[TokenStream]) -> None:
         self.request = request
         self._streams = tuple(streams)
         self._n = request.sampling.n
@@ -330,7 +333,7 @@ class Generation:
 
 async def open_generation(
     engine: ServedEngine,
-    request: GenerationRequest,
+    request: ParsedRequest,
     limits: RequestLimits = _LIMITS,
     lanes: WorkLanes | None = None,
 ) -> Generation:
@@ -364,21 +367,12 @@ async def open_generation(
     return Generation(request, streams)
 
 
-def _submit(
-    engine: ServedEngine, token_ids: Sequence[int], request: GenerationRequest
-) -> TokenStream:
-    one = Request(
-        prompt_token_ids=tuple(token_ids),
-        sampling=request.sampling,
-        priority=request.priority,
-        tenant=request.tenant,
-        cache_salt=request.cache_salt,
-        timeout_s=request.deadline_s,
-    )
+def _submit(engine: ServedEngine, token_ids: Sequence[int], request: ParsedRequest) -> TokenStream:
+    one = structs.replace(request.request, prompt_token_ids=tuple(token_ids))
     return engine.stream(one) if request.beams is None else open_beams(engine, one, request.beams)
 
 
-async def _prepare(engine: ServedEngine, request: GenerationRequest) -> object:
+async def _prepare(engine: ServedEngine, request: ParsedRequest) -> object:
     """Compile the grammar off the event loop; hold the result until the request is submitted.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
-from quickstep.server.generate.generation import GenerationRequest
+from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt
 from quickstep.server.generate.sampling import (
     bounded,
@@ -25,7 +25,7 @@ from quickstep.server.generate.sampling import (
 )
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, PromptObject
 from quickstep.server.openai.request_types import SamplingFields
-from quickstep.types import Grammar, SamplingParams
+from quickstep.types import Grammar, Request, SamplingParams
 
 __all__ = ["SAMPLERS", "llama_request", "switched_off_penalties"]
 
@@ -74,17 +74,19 @@ _RENAMED = MappingProxyType(
 _BANNED = -100.0
 
 
-def llama_request(fields: LlamaCompletionRequest, served: Served) -> GenerationRequest:
+def llama_request(fields: LlamaCompletionRequest, served: Served) -> ParsedRequest:
     """The internal request. Raises RequestError that names the client's field."""
     model = served.model(fields.model)
     grammar, grammar_field = _grammar(fields)
-    return GenerationRequest(
+    return ParsedRequest(
         model=model,
         prompts=_prompts(fields, served),
-        sampling=_sampling(fields, grammar, served),
+        request=Request(
+            sampling=_sampling(fields, grammar, served),
+            # a salt of its own, so that nothing is found in the cache
+            cache_salt=secrets.token_hex(8) if fields.cache_prompt is False else "",
+        ),
         stream=bool(fields.stream),
-        # nobody else has this salt, so that nothing is found in the cache
-        cache_salt=secrets.token_hex(8) if fields.cache_prompt is False else "",
         grammar_field=grammar_field,
     )
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
@@ -20,7 +21,7 @@ from quickstep.server.generate.conversation import (
     told_effort,
 )
 from quickstep.server.generate.fill_in_middle import infill_markers
-from quickstep.server.generate.generation import GenerationRequest
+from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.generate.prompts import InfillPrompt, TextPrompt
 from quickstep.server.generate.sampling import num_alternatives
 from quickstep.server.generate.structured import AskedGrammar
@@ -36,7 +37,7 @@ from quickstep.server.ollama.requests import (
 )
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.schema.field_reader import FieldReader
-from quickstep.types import Grammar
+from quickstep.types import Grammar, Request
 
 __all__ = ["chat_request", "generate_request"]
 
@@ -59,7 +60,7 @@ _EFFORTS = ("low", "medium", "high")
 
 def chat_request(
     fields: OllamaChatRequest, served: Served, reader: FieldReader, num_chars: int
-) -> GenerationRequest:
+) -> ParsedRequest:
     """The next message of a conversation. Raises RequestError."""
     messages = _messages(fields.messages or (), served)
     functions = functions_of(fields.tools or (), reader)
@@ -78,7 +79,7 @@ def chat_request(
 
 def generate_request(
     fields: OllamaGenerateRequest, served: Served, reader: FieldReader
-) -> GenerationRequest:
+) -> ParsedRequest:
     """The answer to one prompt, or what continues it as it is. Raises RequestError."""
     prompt = fields.prompt or ""
     if fields.raw and fields.system:
@@ -103,7 +104,7 @@ def generate_request(
 
 def _of_conversation(
     conversation: Conversation, fields: OllamaGenerateFields, served: Served, prompt_field: str
-) -> GenerationRequest:
+) -> ParsedRequest:
     own = _own(fields, served)
     request = conversation_request(
         conversation, _shared(fields, served), served, own, _RENAMED, prompt_field
@@ -113,29 +114,29 @@ def _of_conversation(
 
 def _of_text(
     prompt: TextPrompt | InfillPrompt, fields: OllamaGenerateFields, served: Served
-) -> GenerationRequest:
+) -> ParsedRequest:
     asked = _asked(fields)
     own = _own(fields, served)
     if own["max_tokens"] is None and "max_tokens" in served.engine.default_sampling:
         del own["max_tokens"]
     own["grammar"] = None if asked is None else asked.grammar
     shared = _shared(fields, served)
-    request = GenerationRequest(
+    request = ParsedRequest(
         model=fields.model,
         prompts=(prompt,),
-        sampling=renamed_sampling(shared, served, own, _RENAMED),
+        request=Request(sampling=renamed_sampling(shared, served, own, _RENAMED)),
         grammar_field="" if asked is None else asked.field,
     )
     return _finished(request, fields)
 
 
-def _finished(request: GenerationRequest, fields: OllamaGenerateFields) -> GenerationRequest:
+def _finished(request: ParsedRequest, fields: OllamaGenerateFields) -> ParsedRequest:
     """With the name that the client used; a stream unless it wants none."""
     options = fields.options or _NO_OPTIONS
     off: dict[str, Any] = dict(switched_off_penalties(options, "options.repeat_last_n"))
-    sampling = replace(request.sampling, **off)
+    own = structs.replace(request.request, sampling=replace(request.sampling, **off))
     stream = fields.stream is not False
-    return replace(request, model=fields.model, sampling=sampling, stream=stream)
+    return replace(request, model=fields.model, request=own, stream=stream)
 
 
 def _shared(fields: OllamaGenerateFields, served: Served) -> SamplingFields:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Asked, Served, stream_flags
 from quickstep.server.generate.conversation import (
@@ -20,7 +22,7 @@ from quickstep.server.generate.conversation import (
     told_effort,
     told_verbosity,
 )
-from quickstep.server.generate.generation import Generation, GenerationRequest
+from quickstep.server.generate.generation import Generation, ParsedRequest
 from quickstep.server.generate.sampling import label, num_alternatives
 from quickstep.server.generate.structured import asked_grammar
 from quickstep.server.generate.tools import offered_tools
@@ -64,7 +66,7 @@ class Chat:
         """Validate a body. Raises RequestError."""
         return Asked(self._request(body, served), partial(ChoicesWriter, self, served))
 
-    def _request(self, body: bytes, served: Served) -> GenerationRequest:
+    def _request(self, body: bytes, served: Served) -> ParsedRequest:
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, ChatRequest)
         model = served.model(fields.model)
@@ -96,7 +98,10 @@ class Chat:
         return replace(
             request,
             model=model,
-            tenant=tenant_of(fields.user, fields.safety_identifier, served.limits),
+            request=structs.replace(
+                request.request,
+                tenant=tenant_of(fields.user, fields.safety_identifier, served.limits),
+            ),
             echoed=_echoed(fields, served.limits),
             shown=shown,
             beams=beam_params(fields, served, request.sampling),

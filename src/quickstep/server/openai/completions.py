@@ -11,8 +11,8 @@ from quickstep.server.generate.adapter import Asked, Served, stream_flags
 from quickstep.server.generate.fill_in_middle import infill_markers
 from quickstep.server.generate.generation import (
     Generation,
-    GenerationRequest,
     InfillPrompt,
+    ParsedRequest,
     TextPrompt,
     TokenPrompt,
 )
@@ -37,6 +37,7 @@ from quickstep.server.openai.requested_output import (
 )
 from quickstep.server.openai.response_types import Completion, CompletionChunk
 from quickstep.server.schema.field_reader import FieldReader
+from quickstep.types import Request
 
 __all__ = ["Completions"]
 
@@ -54,7 +55,7 @@ class Completions:
         """Validate a body. Raises RequestError."""
         return Asked(self._request(body, served), partial(ChoicesWriter, self, served))
 
-    def _request(self, body: bytes, served: Served) -> GenerationRequest:
+    def _request(self, body: bytes, served: Served) -> ParsedRequest:
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, CompletionRequest)
         model = served.model(fields.model)
@@ -69,14 +70,16 @@ class Completions:
             own["grammar"] = asked.grammar
         sampling = sampling_params(fields, served, own, {})
         beams = beam_params(fields, served, sampling, fields.best_of)
-        return GenerationRequest(
+        return ParsedRequest(
             model=model,
             prompts=prompts,
-            sampling=sampling,
-            priority=fields.priority or 0,
-            deadline_s=deadline_of(fields),
-            tenant=label("user", fields.user, served.limits),
-            cache_salt=label("cache_salt", fields.cache_salt, served.limits),
+            request=Request(
+                sampling=sampling,
+                priority=fields.priority or 0,
+                timeout_s=deadline_of(fields),
+                tenant=label("user", fields.user, served.limits),
+                cache_salt=label("cache_salt", fields.cache_salt, served.limits),
+            ),
             grammar_field="" if asked is None else asked.field,
             shown=shown,
             num_kept=None if beams or sampling.n == (fields.n or 1) else fields.n or 1,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -90,7 +91,9 @@ class Responses:
         request = conversation_request(conversation, fields, served, own, renamed, "input")
         request = replace(
             request,
-            tenant=tenant_of(fields.user, fields.safety_identifier, limits),
+            request=structs.replace(
+                request.request, tenant=tenant_of(fields.user, fields.safety_identifier, limits)
+            ),
             ignored=reader.ignored,
             **stream_flags(fields, served),
         )
