@@ -25,20 +25,20 @@ from quickstep.server.http.errors import error_facts, json_response, ollama_shap
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import Metrics
-from quickstep.server.ollama.answers import (
+from quickstep.server.ollama.models import known_model, rfc3339
+from quickstep.server.ollama.request import chat_request, generate_request
+from quickstep.server.ollama.request_types import (
+    OllamaChatRequest,
+    OllamaGenerateFields,
+    OllamaGenerateRequest,
+)
+from quickstep.server.ollama.response_types import (
     OllamaChatAnswer,
     OllamaFunction,
     OllamaGenerateAnswer,
     OllamaLogprob,
     OllamaMadeCall,
     OllamaSpokenMessage,
-)
-from quickstep.server.ollama.models import known_model, rfc3339
-from quickstep.server.ollama.prompting import chat_request, generate_request
-from quickstep.server.ollama.requests import (
-    OllamaChatRequest,
-    OllamaGenerateFields,
-    OllamaGenerateRequest,
 )
 from quickstep.server.openai.chat_message import message_reader, token_logprob
 from quickstep.server.schema.field_reader import FieldReader
