@@ -1,4 +1,4 @@
-"""`/api/chat` and `/api/generate`: the surfaces, and their answers as one JSON object or as lines.
+"""`/api/chat` and `/api/generate`: the APIs, and their responses as one JSON object or as lines.
 
 A stream is lines of JSON (NDJSON); the last one is `done` and has the figures.
 """
@@ -61,7 +61,7 @@ class NothingAsked(Exception):
 
 
 class OllamaRoute:
-    """The endpoint of one of the surfaces."""
+    """The endpoint of one of the two."""
 
     def __init__(self, surface: Surface, served: Served, metrics: Metrics) -> None:
         self._generating = GeneratingRoute(surface, served, metrics)
@@ -76,7 +76,7 @@ class OllamaRoute:
 
 
 class OllamaChat:
-    """The surface of `/api/chat`."""
+    """The API of `/api/chat`."""
 
     def parse(self, body: bytes, served: Served, caller: str) -> Asked:
         """Validate. Raises RequestError."""
@@ -90,7 +90,7 @@ class OllamaChat:
 
 
 class OllamaGenerate:
-    """The surface of `/api/generate`."""
+    """The API of `/api/generate`."""
 
     def parse(self, body: bytes, served: Served, caller: str) -> Asked:
         """Validate. Raises RequestError."""

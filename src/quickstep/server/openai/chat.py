@@ -53,7 +53,7 @@ __all__ = ["Chat"]
 
 
 class Chat:
-    """The chat surface."""
+    """The API of chat."""
 
     id_prefix = "chatcmpl-"
     response = partial(ChatCompletion, object="chat.completion")

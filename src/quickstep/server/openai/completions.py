@@ -43,7 +43,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class Completions:
-    """The completions surface."""
+    """The API of completions."""
 
     id_prefix = "cmpl-"
     response = partial(Completion, object="text_completion")
