@@ -21,7 +21,7 @@ from field_seen import (
     unknown_model,
 )
 
-from quickstep.server.ollama import requests
+from quickstep.server.ollama import request_types as requests
 
 TOOL = {"type": "function", "function": {"name": "find_it"}}
 USER = {"role": "user", "content": "a"}

@@ -19,7 +19,7 @@ from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.generate.adapter import Served, output_formats
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.metrics import Metrics
-from quickstep.server.ollama import requests as ollama
+from quickstep.server.ollama import request_types as ollama
 from quickstep.server.openai import request_types as schemas
 from quickstep.server.openai.tokenize_types import TokenizeRequest
 from quickstep.server.options import ServerOptions

@@ -20,7 +20,7 @@ from surface_calls import saying
 from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
-from quickstep.server.ollama.answers import (
+from quickstep.server.ollama.response_types import (
     OllamaChatAnswer,
     OllamaGenerateAnswer,
     OllamaModels,

@@ -1,6 +1,6 @@
 """`/v1/messages`: Anthropic's Messages API over the same conversation as chat.
 
-`Messages` is the surface, `CountTokens` the route that only counts. Errors take Anthropic's shape
+`Messages` is the API, `CountTokens` the route that only counts. Errors take Anthropic's shape
 in `error_shapes`.
 """
 
@@ -91,7 +91,7 @@ _STOP_REASONS: Mapping[FinishReason, str] = {
 
 
 class Messages:
-    """The surface."""
+    """The API."""
 
     def parse(self, body: bytes, served: Served, caller: str) -> Asked:
         """Validate. Raises RequestError."""

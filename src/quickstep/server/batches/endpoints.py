@@ -1,6 +1,6 @@
 """The routes that batches may call, by the url that a line names; without HTTP.
 
-`quickstep batch` and `/v1/batches` share this table: another adapter is one line here.
+`quickstep batch` and `/v1/batches` share this table: another generating API is one line here.
 Responses of batches have a store of their own, so that they push out no live client's.
 """
 

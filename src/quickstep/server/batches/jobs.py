@@ -2,7 +2,7 @@
 
     create -> validating -> in_progress -> finalizing -> completed | failed | expired | cancelled
 
-Lines come behind live requests (`BatchOptions.added_priority`), are answered by the surfaces' own
+Lines come behind live requests (`BatchOptions.added_priority`), are answered by the APIs' own
 routes, and wait patiently while the engine restarts. What is written when a batch is cancelled or
 runs out of time is kept. Batches live as long as the server; their files may outlive it.
 """

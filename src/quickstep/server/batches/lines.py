@@ -5,7 +5,7 @@
      "error": null}
 
 `quickstep batch` and `/v1/batches` read and write the same lines and answer them in the same way:
-by the surfaces' own routes (`Endpoint`), so that a line has the bits of the served request.
+by the APIs' own routes (`Endpoint`), so that a line has the bits of the served request.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class LineAnswer:
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens, under the name that the surface gives them."""
+        """Generated tokens, under the API's name."""
         usage = self.usage
         return int(usage.get("completion_tokens", usage.get("output_tokens", 0)) or 0)
 
@@ -209,7 +209,7 @@ def _too_large(number: int, size: str, limits: RequestLimits) -> LineFault:
 
 
 async def answer_line(endpoint: Endpoint, line: BatchLine, asked_by: AskedBy) -> LineAnswer:
-    """The line's answer; what the surface refuses, or the model fails at, is an answer too.
+    """The line's answer; what the API refuses, or the model fails at, is an answer too.
 
     Raises:
         EngineError: The engine takes no requests now; the line may be tried again.

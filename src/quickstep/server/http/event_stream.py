@@ -1,7 +1,7 @@
 """A stream on the wire, of server-sent events or lines of JSON: frames out as they come, until the
 end or the client is gone.
 
-A surface writes the frames (`routes`), this sends them. Whatever happens, `close` runs at the end.
+An API's writer makes the frames, this sends them. Whatever happens, `close` runs at the end.
 
 What waits for a client is bounded: the connection's buffer, then `send` waits and no frame is
 taken from the engine, which pauses a request with too much unread (`config.StreamConfig`). A client

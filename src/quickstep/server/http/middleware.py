@@ -9,7 +9,7 @@ unknown paths included. What the gate knows stands in the request's state for th
 
     state["api_key_name"]   the name of the client's key, "" if there are no keys: the tenant of
                             its requests, and the owner of what the server stores for it
-    state["error_shape"]    how the surface writes errors (see `api_errors`)
+    state["error_shape"]    how the API writes errors (see `errors`)
     state["connections"]    how long clients may take (see `options`)
     state["ignored"]        fields of the request that have no effect; routes add to it
 

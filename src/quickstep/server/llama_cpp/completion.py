@@ -39,7 +39,7 @@ _NO_SLOT = -1  # the scheduler's slots are its own business
 
 
 class LlamaCpp:
-    """The surface."""
+    """The API."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -17,9 +17,9 @@ from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconn
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import Metrics
-from quickstep.server.ollama.answers import OllamaEmbedAnswer, OllamaEmbeddingsAnswer
 from quickstep.server.ollama.models import known_model
-from quickstep.server.ollama.requests import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from quickstep.server.ollama.request_types import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from quickstep.server.ollama.response_types import OllamaEmbedAnswer, OllamaEmbeddingsAnswer
 from quickstep.server.openai.embedding_types import EmbeddingList, EmbeddingRequest
 from quickstep.server.openai.embeddings import Embeddings
 from quickstep.server.schema.field_reader import FieldReader

@@ -19,7 +19,8 @@ from quickstep.server.generate.fill_in_middle import infill_markers
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
-from quickstep.server.ollama.answers import (
+from quickstep.server.ollama.request_types import OllamaShowRequest
+from quickstep.server.ollama.response_types import (
     OllamaDetails,
     OllamaModel,
     OllamaModels,
@@ -28,7 +29,6 @@ from quickstep.server.ollama.answers import (
     OllamaShowAnswer,
     OllamaVersion,
 )
-from quickstep.server.ollama.requests import OllamaShowRequest
 from quickstep.server.schema.field_reader import FieldReader
 
 __all__ = ["OLLAMA_VERSION", "OllamaModelList", "known_model", "rfc3339"]

@@ -11,7 +11,17 @@ from quickstep.server.http.errors import ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.metrics import Metrics
-from quickstep.server.ollama.answers import (
+from quickstep.server.ollama.embedding import OllamaEmbedding
+from quickstep.server.ollama.endpoint import OllamaChat, OllamaGenerate, OllamaRoute
+from quickstep.server.ollama.models import OllamaModelList
+from quickstep.server.ollama.request_types import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
+from quickstep.server.ollama.response_types import (
     OllamaChatAnswer,
     OllamaEmbedAnswer,
     OllamaEmbeddingsAnswer,
@@ -21,16 +31,6 @@ from quickstep.server.ollama.answers import (
     OllamaShowAnswer,
     OllamaStatus,
     OllamaVersion,
-)
-from quickstep.server.ollama.embedding import OllamaEmbedding
-from quickstep.server.ollama.generating import OllamaChat, OllamaGenerate, OllamaRoute
-from quickstep.server.ollama.models import OllamaModelList
-from quickstep.server.ollama.requests import (
-    OllamaChatRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
-    OllamaGenerateRequest,
-    OllamaShowRequest,
 )
 
 __all__ = ["ollama_routes"]

@@ -95,7 +95,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, frozen=True)
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """What both surfaces share. The one use of inheritance: it declares fields, not behaviour."""
+    """What completions, chat and responses share. Here inheritance declares fields only."""
 
     model: str | None = None
     n: int | None = None

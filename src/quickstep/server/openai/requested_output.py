@@ -50,7 +50,7 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
 def shown_of(
     fields: ChoiceFields, served: Served, logprobs: int | None, echo: bool = False
 ) -> Shown:
-    """What the answer shows. Raises RequestError; `logprobs` is checked by the surface."""
+    """What the answer shows. Raises RequestError; `logprobs` is checked by the caller."""
     num_top = num_alternatives("prompt_logprobs", fields.prompt_logprobs, served)
     if num_top is not None and fields.stream:
         raise RequestError(

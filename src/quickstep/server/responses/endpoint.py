@@ -1,6 +1,6 @@
 """`/v1/responses`: OpenAI's Responses API over the same conversation as chat.
 
-`Responses` is the surface, `StoredResponses` the routes of what it keeps. Both share one
+`Responses` is the API, `StoredResponses` the routes of what it keeps. Both share one
 `ResponseStore`; a response goes there when it is finished, unless the client said `store: false`.
 """
 
@@ -61,7 +61,7 @@ INCLUDES_NOTHING = (
 
 
 class Responses:
-    """The surface."""
+    """The API."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store

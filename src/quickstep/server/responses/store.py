@@ -1,7 +1,7 @@
 """The responses that clients may continue or look up: bounded, in memory, the least used go first,
 of the caller who holds most.
 
-Owned by the `Responses` surface, used by any thread. A response is found by the caller
+Owned by the `Responses` API, used by any thread. A response is found by the caller
 who made it and by nobody else. What is dropped is as if it had never been.
 """
 

@@ -15,10 +15,10 @@ import msgspec
 from quickstep.sampling_params import sampling_fields
 from quickstep.server.anthropic.request_types import MessagesRequest
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
-from quickstep.server.ollama import field_effects as ollama
-from quickstep.server.ollama import requests as ollama_requests
+from quickstep.server.ollama import request_types as ollama_requests
 from quickstep.server.openai import request_types as schemas
 from quickstep.server.schema import field_reference_messages as messages
+from quickstep.server.schema import field_reference_ollama as ollama
 from quickstep.server.schema import field_reference_others as others
 from quickstep.server.schema import field_reference_responses as responses
 from quickstep.server.schema.field_classes import (

@@ -74,7 +74,7 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
 }
 
 # What holds where neither the request nor the checkpoint's generation_config.json says anything;
-# each surface has a max_tokens of its own.
+# each API has a max_tokens of its own.
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         field.name: field.default

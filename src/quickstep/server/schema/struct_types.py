@@ -14,7 +14,7 @@ from typing import Any, Union, get_args, get_origin
 import msgspec
 
 from quickstep.server.anthropic.request_types import CountTokensRequest, CustomToolSpec
-from quickstep.server.ollama.requests import OllamaChatRequest
+from quickstep.server.ollama.request_types import OllamaChatRequest
 from quickstep.server.openai.request_types import ChatRequest, FunctionTool
 from quickstep.server.openai.tokenize_types import ApplyTemplateRequest, TokenizeRequest
 from quickstep.server.responses.request_types import (

@@ -28,7 +28,7 @@ from quickstep.server.generate.structured import AskedGrammar
 from quickstep.server.generate.tools import ToolChoice, functions_of, offer
 from quickstep.server.llama_cpp.request import switched_off_penalties
 from quickstep.server.ollama.models import known_model
-from quickstep.server.ollama.requests import (
+from quickstep.server.ollama.request_types import (
     OllamaChatRequest,
     OllamaGenerateFields,
     OllamaGenerateRequest,

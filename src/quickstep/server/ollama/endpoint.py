@@ -1,4 +1,4 @@
-"""`/api/chat` and `/api/generate`: the surfaces, and their answers as one JSON object or as lines.
+"""`/api/chat` and `/api/generate`: the APIs, and their responses as one JSON object or as lines.
 
 A stream is lines of JSON (NDJSON); the last one is `done` and has the figures.
 """
@@ -25,20 +25,20 @@ from quickstep.server.http.errors import error_facts, json_response, ollama_shap
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import Metrics
-from quickstep.server.ollama.answers import (
+from quickstep.server.ollama.models import known_model, rfc3339
+from quickstep.server.ollama.request import chat_request, generate_request
+from quickstep.server.ollama.request_types import (
+    OllamaChatRequest,
+    OllamaGenerateFields,
+    OllamaGenerateRequest,
+)
+from quickstep.server.ollama.response_types import (
     OllamaChatAnswer,
     OllamaFunction,
     OllamaGenerateAnswer,
     OllamaLogprob,
     OllamaMadeCall,
     OllamaSpokenMessage,
-)
-from quickstep.server.ollama.models import known_model, rfc3339
-from quickstep.server.ollama.prompting import chat_request, generate_request
-from quickstep.server.ollama.requests import (
-    OllamaChatRequest,
-    OllamaGenerateFields,
-    OllamaGenerateRequest,
 )
 from quickstep.server.openai.chat_message import message_reader, token_logprob
 from quickstep.server.schema.field_reader import FieldReader
@@ -61,7 +61,7 @@ class NothingAsked(Exception):
 
 
 class OllamaRoute:
-    """The endpoint of one of the surfaces."""
+    """The endpoint of one of the two."""
 
     def __init__(self, adapter: Adapter, served: Served, metrics: Metrics) -> None:
         self._generating = GeneratingRoute(adapter, served, metrics)
@@ -76,7 +76,7 @@ class OllamaRoute:
 
 
 class OllamaChat:
-    """The surface of `/api/chat`."""
+    """The API of `/api/chat`."""
 
     def parse(self, body: bytes, served: Served, caller: str) -> Asked:
         """Validate. Raises RequestError."""
@@ -90,7 +90,7 @@ class OllamaChat:
 
 
 class OllamaGenerate:
-    """The surface of `/api/generate`."""
+    """The API of `/api/generate`."""
 
     def parse(self, body: bytes, served: Served, caller: str) -> Asked:
         """Validate. Raises RequestError."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from quickstep.server.ollama import requests
+from quickstep.server.ollama import request_types
 from quickstep.server.schema.field_classes import Effects, Note
 
 __all__ = ["EFFECTS"]
@@ -15,7 +15,7 @@ _TEMPLATE = "Given to the chat template."
 _MODEL = "Which served name answers, with or without :latest; 404 for an unknown one."
 
 EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
-    requests.OllamaOptions: {
+    request_types.OllamaOptions: {
         "num_predict": "Ends the answer after this many tokens; 0, -1 or -2 is the context's end.",
         "seed": "Determines the sampled tokens; -1 chooses a seed.",
         "stop": "Ends the answer where one of these texts appears; the text itself is cut off.",
@@ -26,8 +26,8 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "mirostat_tau": Note("it acts with mirostat only, which is refused"),
         "mirostat_eta": Note("it acts with mirostat only, which is refused"),
     },
-    requests.OllamaModelFields: {"model": _MODEL},
-    requests.OllamaGenerateFields: {
+    request_types.OllamaModelFields: {"model": _MODEL},
+    request_types.OllamaGenerateFields: {
         "options": "How tokens are sampled; what is not given comes from the checkpoint.",
         "stream": "False answers with one object; lines of JSON (NDJSON) if not given.",
         "format": "The answer is a JSON object (json), or fits this JSON schema.",
@@ -36,19 +36,19 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "logprobs": "Gives the chosen tokens' logprobs, of the raw logits.",
         "top_logprobs": "Adds this many alternatives per token; needs logprobs: true.",
     },
-    requests.OllamaChatRequest: {
+    request_types.OllamaChatRequest: {
         "messages": "The conversation, as the model's chat template writes it; without one the "
         "answer says that the model is loaded. An assistant's text at the end is continued.",
         "tools": "Functions that the model is shown and may call.",
     },
-    requests.OllamaGenerateRequest: {
+    request_types.OllamaGenerateRequest: {
         "prompt": "What to answer; without one the answer says that the model is loaded.",
         "suffix": "The text between prompt and suffix is asked for; 400 if the model has no tokens "
         "for that.",
         "system": "Instructions for the model.",
         "raw": "True continues the prompt as it is, without the chat template.",
     },
-    requests.OllamaMessage: {
+    request_types.OllamaMessage: {
         "role": "Whose message it is.",
         "content": "What it says.",
         "thinking": "Given to the chat template, which may leave it out.",
@@ -56,23 +56,23 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "tool_name": _TEMPLATE,
         "tool_call_id": _TEMPLATE,
     },
-    requests.OllamaCall: {
+    request_types.OllamaCall: {
         "id": _TEMPLATE,
         "function": "What was called.",
         "type": "Only function is known.",
     },
-    requests.OllamaCalledFunction: {
+    request_types.OllamaCalledFunction: {
         "name": _TEMPLATE,
         "arguments": _TEMPLATE,
         "index": Note("clients send back what a stream gave them"),
     },
-    requests.OllamaEmbedRequest: {
+    request_types.OllamaEmbedRequest: {
         "input": "What to embed: a text or a list of them.",
         "truncate": "False refuses what is too long; its beginning is embedded if not given.",
         "dimensions": "Keeps the first ones and scales them to length 1 again.",
     },
-    requests.OllamaEmbeddingsRequest: {"prompt": "What to embed."},
-    requests.OllamaShowRequest: {
+    request_types.OllamaEmbeddingsRequest: {"prompt": "What to embed."},
+    request_types.OllamaShowRequest: {
         "model": _MODEL,
         "name": "The older name of model.",
     },
