@@ -1,7 +1,7 @@
 """Answers that are a list of choices: what OpenAI's completions and chat have in common.
 
-`ChoicesWriter` writes the answers of either. A `Rendering` belongs to one request, since some fields
-(`text_offset`) depend on what came before; it writes the choices, this module the rest.
+`ChoicesWriter` writes the answers of either. A `Rendering` belongs to one request, since some
+fields (`text_offset`) depend on what came before; it writes the choices, this module the rest.
 """
 
 from __future__ import annotations
