@@ -46,7 +46,7 @@ ONLY = {
     "sim": FOUNDATION | {"core"},
     "plan": FOUNDATION | {"core", "sim"},
 }
-# Parts that import nothing but the standard library (and what ONLY or LAYERS allows them).
+# Parts that import nothing but the standard library, msgspec, and what ONLY or LAYERS allows them.
 STANDARD_LIBRARY_ONLY = FOUNDATION | {"core", "sim"}
 
 
@@ -68,9 +68,9 @@ def fault(part: str, module: str) -> str | None:
     if module == ".":
         return "relative import: write the whole name"
     if root != PACKAGE:
-        foreign = root not in sys.stdlib_module_names
+        foreign = root not in sys.stdlib_module_names and root != "msgspec"
         if part in STANDARD_LIBRARY_ONLY and foreign:
-            return f"{part} is standard library only, but imports {root}"
+            return f"{part} imports the standard library and msgspec only, not {root}"
         return None
     target = rest.partition(".")[0]
     if target in {"", part} or target not in LAYERS:

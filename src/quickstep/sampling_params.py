@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from quickstep.dataclass import dataclass
+import msgspec
+from msgspec.structs import force_setattr
+
 from quickstep.errors import RequestError
 
 __all__ = [
@@ -30,8 +31,7 @@ __all__ = [
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
 
 
-@dataclass(frozen=True, slots=True)
-class Grammar:
+class Grammar(msgspec.Struct, frozen=True):
     """What the whole output must match: plain text, which the engine checks and compiles.
 
     Attributes:
@@ -102,8 +102,7 @@ def _json(value: object) -> str:
         raise RequestError(f"grammar is not JSON: {error}", param="grammar") from None
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningTokens:
+class ReasoningTokens(msgspec.Struct, frozen=True):
     """The tags around a model's reasoning, and the tokens in which they can be written.
 
     Attributes:
@@ -121,8 +120,7 @@ class ReasoningTokens:
     starts_open: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TokenForms:
+class TokenForms(msgspec.Struct, frozen=True):
     """What the texts of a request are in token ids: the engine's work, read by the sampler.
 
     Attributes:
@@ -164,8 +162,7 @@ def preset_values(name: str | None) -> Mapping[str, float]:
     return PRESETS[name]
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True):
     """How output tokens are chosen and when a sequence ends. Names are vLLM's and llama.cpp's.
 
     Order of effects, fixed: penalties (repetition, presence and frequency, DRY) and bias -> masks
@@ -220,7 +217,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     max_tokens: int | None = 16
@@ -252,10 +249,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in _TEXTS:
             if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, (getattr(self, name),))
+                force_setattr(self, name, (getattr(self, name),))
         for name in (*_TEXTS, *_TOKEN_IDS):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
+            force_setattr(self, name, tuple(getattr(self, name) or ()))
+        force_setattr(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
         for name, (low, high) in RANGES.items():
             _check_range(name, getattr(self, name), low, high)
         for name in _WHOLE_NUMBERS:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import field
 from typing import Protocol
 
-from quickstep.dataclass import dataclass
-from quickstep.frozen import frozen
+import msgspec
+
 from quickstep.sampling_params import Grammar, SamplingParams
 
 __all__ = [
@@ -98,8 +97,7 @@ _STOPS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """What a client asked, validated and tokenised. `n` sequences come out of one request.
 
     Attributes:
@@ -115,7 +113,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
@@ -131,8 +129,7 @@ class Request:
         return self.pooling is not None or self.sampling.max_tokens == 0
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(msgspec.Struct, frozen=True):
     """A sequence becomes resident: the runner resets the slot to this before the step's rows run.
 
     `token_ids` are all tokens known so far (after a preemption: prompt and outputs), so that
@@ -151,8 +148,7 @@ class Admission:
     pooling: Pooling | None = None
 
 
-@frozen
-class StepRow:
+class StepRow(msgspec.Struct, frozen=True):
     """One sequence's share of a step: compute `num_tokens` tokens from position `start`.
 
     Attributes:
@@ -189,8 +185,7 @@ class StepRow:
         return self.start + self.num_tokens
 
 
-@frozen
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """What one step computes: `released` slots are dropped, `admitted` set up, then `rows` run.
 
     Rows stand in order: decode rows first, then prefill rows. Within a step every row's KV is
@@ -209,8 +204,7 @@ class StepPlan:
         return sum(row.num_tokens for row in self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True):
     """Natural-log probabilities of one token, from the raw logits (before any sampling).
 
     `rank` is 1 for the most likely token; `top` holds (token id, logprob), most likely first.
@@ -222,8 +216,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@frozen
-class RowOutput:
+class RowOutput(msgspec.Struct, frozen=True):
     """What a row emitted: no token (a prompt chunk), one, or several (accepted drafts + 1).
 
     `prompt_logprobs` has one entry per scored position: of the prompt token behind it.
@@ -235,8 +228,7 @@ class RowOutput:
     embedding: tuple[float, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RowFailure:
+class RowFailure(msgspec.Struct, frozen=True):
     """One row cannot go on; its sequence ends, the others go on.
 
     `is_refused`: with REFUSED, since its own request leaves it no way; else with ERROR (NaN, say).
@@ -252,8 +244,7 @@ class RowFailure:
         return FinishReason.REFUSED if self.is_refused else FinishReason.ERROR
 
 
-@frozen
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """What a step gave: one `RowOutput` per row of the plan, in its order, and its seconds."""
 
     step_id: int
@@ -262,8 +253,7 @@ class StepResult:
     failures: tuple[RowFailure, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceTimings:
+class SequenceTimings(msgspec.Struct, frozen=True):
     """The life of one sequence on the scheduler's clock, in seconds; tokens and blocks as counts.
 
     queue + prefill + decode + preempted + paused = finished - arrival; time in which the reader
@@ -288,8 +278,7 @@ class SequenceTimings:
     paused_s: float = 0.0
 
 
-@frozen
-class SequenceOutput:
+class SequenceOutput(msgspec.Struct, frozen=True):
     """News of one sequence: tokens, prompt logprobs, its end. The last one carries `timings`.
 
     Prompt logprobs come in order and once, with index 0: one per prompt token, None for the first.
@@ -309,8 +298,7 @@ class SequenceOutput:
     embedding: tuple[float, ...] | None = None
 
 
-@frozen
-class StepRecord:
+class StepRecord(msgspec.Struct, frozen=True):
     """One line of the step log. The executor measures `seconds`; times are the scheduler's clock.
 
     `num_kv_tokens` is the context that attention read, summed over rows (each row's `end`);
@@ -337,8 +325,7 @@ class StepRecord:
     num_preemptions: int
 
 
-@frozen
-class StepOutcome:
+class StepOutcome(msgspec.Struct, frozen=True):
     """What `Scheduler.commit` gives back: the sequences that moved, and the step's log line."""
 
     outputs: tuple[SequenceOutput, ...]

@@ -1,9 +1,10 @@
 """`quickstep verify` on a real decoder: sound ops pass, plain torch products are caught."""
 
+import dataclasses
 import itertools
 import json
-from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from tiny_checkpoint import write_checkpoint
@@ -31,7 +32,7 @@ def checkpoint(tmp_path_factory):
 
 def plain_linear(table):
     """The ops with torch's own matrix product, whose bits depend on the number of rows."""
-    return replace(
+    return dataclasses.replace(
         table,
         name="plain",
         pack_linear=lambda weight, bias: LinearWeight(weight, bias, *weight.shape, weight.nbytes),
@@ -101,7 +102,11 @@ def test_stop_strings_are_compared_where_there_is_a_tokenizer(checkpoint, monkey
         delta = whole(text, output)
         is_stop = delta.finish_reason is FinishReason.STOP_STRING
         is_missed = is_stop and next(num_seen) % 8 == 7
-        return replace(delta, finish_reason=output.finish_reason) if is_missed else delta
+        return (
+            msgspec.structs.replace(delta, finish_reason=output.finish_reason)
+            if is_missed
+            else delta
+        )
 
     monkeypatch.setattr(OutputText, "advance", late)
     assert stopped().mismatches > 0

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from msgspec.structs import replace
 from shadow_executor import ShadowExecutor, Sizes, Trouble
 
 from quickstep.config import PolicyName, SchedulerConfig

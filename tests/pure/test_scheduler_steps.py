@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from scheduler_world import PROMPT, CountingPool, Setup, World, ask, finish, policy_of
 from shadow_executor import Trouble
 

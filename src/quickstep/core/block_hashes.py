@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from quickstep.dataclass import dataclass
+import msgspec
 
 __all__ = ["BlockKey", "ChainRoot", "Digest", "chain_digest", "root_digest"]
 
@@ -21,16 +21,14 @@ _DIGEST_BYTES = 16
 Digest = Callable[[bytes, Sequence[int]], bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class ChainRoot:
+class ChainRoot(msgspec.Struct, frozen=True):
     """What separates prefix caches: KV depends on the adapter, and tenants may not share."""
 
     adapter: str = ""
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockKey:
+class BlockKey(msgspec.Struct, frozen=True, eq=False):
     """The content of one registered block. Compared by identity: two equal keys are one object."""
 
     parent: BlockKey | ChainRoot

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from quickstep.core.block_hashes import BlockKey, ChainRoot, Digest, chain_digest, root_digest
-from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError, OutOfBlocks
 
 __all__ = ["NO_HITS", "KVBlockPool", "PoolStats", "PrefixHits"]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolStats:
+class PoolStats(msgspec.Struct, frozen=True):
     """Blocks by state (they add up to the pool), and counts since the start."""
 
     num_free: int
@@ -32,8 +32,7 @@ class PoolStats:
     num_evictions: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHits:
+class PrefixHits(msgspec.Struct, frozen=True):
     """What a lookup found, and the pool's version at that moment: the next lookup starts here."""
 
     block_ids: tuple[int, ...]

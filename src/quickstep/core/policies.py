@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.dataclass import dataclass
-from quickstep.frozen import frozen
 from quickstep.types import Phase
 
 __all__ = ["MixedPolicy", "Policy", "PrefillFirstPolicy", "StepView", "make_policy"]
 
 
-@frozen
-class StepView:
+class StepView(msgspec.Struct, frozen=True):
     """What a policy sees.
 
     Attributes:
@@ -70,8 +69,7 @@ class Policy(Protocol):
         """When to plan again although nothing happens; None if only events matter."""
 
 
-@dataclass(frozen=True, slots=True)
-class MixedPolicy:
+class MixedPolicy(msgspec.Struct, frozen=True):
     """Decode rows first, then as much prefill as the predicted step time allows.
 
     While something decodes, a step is meant to stay under `inter_token_target_s`, but prefill gets
@@ -109,8 +107,7 @@ class MixedPolicy:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillFirstPolicy:
+class PrefillFirstPolicy(msgspec.Struct, frozen=True):
     """Prompts take whole steps; decode runs when no prompt can."""
 
     phases: tuple[Phase, Phase] = (Phase.PREFILL, Phase.DECODE)

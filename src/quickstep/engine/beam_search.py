@@ -16,7 +16,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.engine.stream import Delta
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
@@ -24,8 +25,7 @@ from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
 __all__ = ["BeamSearch", "BeamSearchParams", "Continuation", "Hypothesis", "Submit"]
 
 
-@dataclass(frozen=True, slots=True)
-class BeamSearchParams:
+class BeamSearchParams(msgspec.Struct, frozen=True):
     """How to search; vLLM's names.
 
     Attributes:
@@ -91,8 +91,7 @@ class Continuation(Protocol):
 Submit = Callable[[Sequence[int], SamplingParams, float | None], Continuation]
 
 
-@dataclass(frozen=True, slots=True)
-class Hypothesis:
+class Hypothesis(msgspec.Struct, frozen=True):
     """A way to go on from the prompt; `reason` is None while it may grow."""
 
     token_ids: tuple[int, ...] = ()
@@ -102,8 +101,7 @@ class Hypothesis:
     reason: FinishReason | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(msgspec.Struct, frozen=True):
     """What the engine said of one beam: the next token's alternatives, None without a token."""
 
     last: Delta

@@ -11,15 +11,15 @@ import asyncio
 from collections import deque
 from typing import Protocol, Self
 
+import msgspec
+
 from quickstep.config import StreamConfig
-from quickstep.frozen import frozen
 from quickstep.types import FinishReason, SequenceTimings, TokenLogprobs
 
 __all__ = ["Delta", "Stream", "StreamOwner"]
 
 
-@frozen
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """News of one of a request's sequences.
 
     Attributes:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from quickstep.engine.beam_search import BeamSearch, BeamSearchParams, Hypothesis
 from quickstep.engine.stream import Delta

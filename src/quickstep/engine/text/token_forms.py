@@ -12,12 +12,12 @@ import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
 from quickstep.engine.text.token_texts import Ids, TokenTexts
 from quickstep.engine.text.tokenizer import Tokenizer

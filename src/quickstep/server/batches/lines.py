@@ -17,7 +17,6 @@ from typing import Any, BinaryIO, Literal, Protocol
 
 import msgspec
 
-from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.adapter import Answered
 from quickstep.server.http.errors import GenerationFailed, error_of
@@ -59,16 +58,14 @@ class _LineFields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     body: msgspec.Raw
 
 
-@dataclass(frozen=True, slots=True)
-class AskedBy:
+class AskedBy(msgspec.Struct, frozen=True):
     """Whose lines they are, and what their own priority is raised by (lower goes first)."""
 
     caller: str = ""
     added_priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BatchLine:
+class BatchLine(msgspec.Struct, frozen=True):
     """A request; `body` is the JSON text of an object. Lines count from 1."""
 
     number: int
@@ -85,8 +82,7 @@ class LineFault(RequestError):
         self.number = number
 
 
-@dataclass(frozen=True, slots=True)
-class LineAnswer:
+class LineAnswer(msgspec.Struct, frozen=True):
     """What became of a line; `ignored` are the fields of its body that have no effect."""
 
     custom_id: str

@@ -10,8 +10,10 @@ a list of choices (`completions`, `chat`); `responses` and `anthropic` write the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from quickstep.dataclass import dataclass
 from quickstep.engine.tool_calls.formats import OutputFormats, reasoning_format, tool_call_format

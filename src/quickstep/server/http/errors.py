@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError, RequestError
 
 __all__ = [
@@ -55,8 +54,7 @@ _TYPES: Mapping[int, tuple[str, str | None]] = {
 _RETRY = {"retry-after": "1"}
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorFacts:
+class ErrorFacts(msgspec.Struct, frozen=True):
     """All that an error answer says, whatever its shape; `kind` and `code` are OpenAI's words."""
 
     status: int

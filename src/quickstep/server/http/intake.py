@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive
 
-from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 from quickstep.server.http.body import read_body
 from quickstep.server.http.json_depth import check_json_depth
@@ -29,8 +29,7 @@ _JSON = "application/json"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-@dataclass(frozen=True, slots=True)
-class Intake:
+class Intake(msgspec.Struct, frozen=True):
     """What bodies are checked against."""
 
     body_bytes: int

@@ -14,15 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quickstep.dataclass import dataclass
 from quickstep.server.http.errors import ErrorShape, openai_shape
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 
 __all__ = ["ApiRoute"]
 
 
-@dataclass(frozen=True, slots=True)
-class ApiRoute:
+class ApiRoute(msgspec.Struct, frozen=True):
     """A path, its method and its endpoint.
 
     Attributes:

@@ -133,7 +133,7 @@ def _finished(request: GenerationRequest, fields: OllamaGenerateFields) -> Gener
     """With the name that the client used; a stream unless it wants none."""
     options = fields.options or _NO_OPTIONS
     off: dict[str, Any] = dict(switched_off_penalties(options, "options.repeat_last_n"))
-    sampling = replace(request.sampling, **off)
+    sampling = msgspec.structs.replace(request.sampling, **off)
     stream = fields.stream is not False
     return replace(request, model=fields.model, sampling=sampling, stream=stream)
 

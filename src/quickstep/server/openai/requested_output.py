@@ -6,10 +6,11 @@ Shared by completions and chat. What they ask for becomes parameters of the engi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.errors import RequestError
@@ -42,7 +43,7 @@ _ASKS_FOR_NOTHING: tuple[object, ...] = (None, False, [], {}, "")
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         field.name: getattr(SamplingParams(), field.name)
-        for field in dataclasses.fields(SamplingParams)
+        for field in msgspec.structs.fields(SamplingParams)
     }
 )
 

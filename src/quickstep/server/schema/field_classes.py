@@ -15,8 +15,6 @@ from functools import cache
 import msgspec
 from msgspec import inspect
 
-from quickstep.dataclass import dataclass
-
 __all__ = [
     "FieldClass",
     "Finding",
@@ -31,8 +29,7 @@ __all__ = [
 _KEY = "field_class"
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
+class Hint(msgspec.Struct, frozen=True):
     """A field that may have no effect.
 
     Attributes:
@@ -46,8 +43,7 @@ class Hint:
     conditional: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """A field that changes the answer in a way that this server lacks.
 
     Attributes:
@@ -62,8 +58,7 @@ class Refusal:
 FieldClass = Hint | Refusal
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """A field of a request that asks for what the server does not do; `path` is in the body."""
 
     path: str

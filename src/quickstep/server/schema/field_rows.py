@@ -7,22 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.server.schema.field_classes import Hint, Refusal
 
 __all__ = ["Effects", "Honoured", "Note", "Row"]
 
 
-@dataclass(frozen=True, slots=True)
-class Honoured:
+class Honoured(msgspec.Struct, frozen=True):
     """The visible effect, as a sentence; `otherwise` if it is a hint that some models lack."""
 
     effect: str
     otherwise: Hint | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """A note without effect: checked for its type, accepted, and why it changes nothing."""
 
     why: str
