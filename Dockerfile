@@ -1,5 +1,5 @@
 # docker build -t quickstep .
-# docker run --rm -p 8000:8000 quickstep                                  the bundled model
+# docker run --rm -p 8000:8000 -e QUICKSTEP_API_KEY=SECRET quickstep      the bundled model
 # docker run --rm -p 8000:8000 -v ~/.cache/huggingface:/cache quickstep serve --host 0.0.0.0 Qwen/Qwen2.5-0.5B-Instruct
 FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_an_engine_that_cannot_import_torch_answers_to_the_bit_as_one_that_runs_
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent,
-        env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
+        env={**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)},
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -17,10 +17,11 @@ def test_the_guide_lists_the_clients_at_their_installed_versions() -> None:
         for pin in PIN.finditer(file.read_text())
         if not pin["name"].startswith("pytest")
     }
-    guide = (ROOT / "docs/serving.md").read_text().split("## Tested clients")[1].split("\n## ")[0]
+    guide = (ROOT / "docs/guide/clients.md").read_text()
+    section = guide.split("## Tested clients")[1].split("\n## ")[0]
     listed = {
         (row["name"], version)
-        for row in ROW.finditer(guide)
+        for row in ROW.finditer(section)
         for version in row["versions"].split(", ")
     }
     assert listed == installed

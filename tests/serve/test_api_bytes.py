@@ -144,7 +144,7 @@ def test_any_object_of_known_names_is_answered_in_shape(method: str, path: str) 
     each()
 
 
-@pytest.mark.parametrize(("method", "path"), endpoints(API.document))
+@pytest.mark.parametrize(("method", "path"), list(endpoints(API.document)))
 def test_any_headers_are_answered_in_shape(method: str, path: str) -> None:
     @num_cases(15)
     @given(HEADERS)

@@ -16,10 +16,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import numpy as np
 from msgspec.structs import replace
 
-from quickstep.engine.text.token_texts import Ids, TokenTexts
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.formats import ReasoningFormat, check_reasoning_tags
 from quickstep.errors import RequestError
@@ -28,6 +26,7 @@ from quickstep.types import SamplingParams
 
 if TYPE_CHECKING:
     from quickstep.engine.loaded_model import LoadedModel
+    from quickstep.engine.text.token_texts import Ids, TokenTexts
 
 __all__ = ["TokenFormFinder"]
 
@@ -123,10 +122,7 @@ class TokenFormFinder:
         """Every token that holds a breaker's text."""
         if sampling.dry_multiplier == 0.0 or not sampling.dry_sequence_breakers:
             return b""
-        flags = np.zeros(self._vocab_size, dtype=np.bool_)
-        for text in sampling.dry_sequence_breakers:
-            flags[self._holding(text)] = True
-        return flags.tobytes()
+        return self._texts.flags(map(self._holding, sampling.dry_sequence_breakers))
 
     def _dry_breakers(self, sampling: SamplingParams) -> tuple[Spelling, ...]:
         """The breakers' own tokens in a row."""
@@ -149,6 +145,10 @@ class TokenFormFinder:
 
     @cached_property
     def _texts(self) -> TokenTexts:
+        from quickstep.engine.text.token_texts import (
+            TokenTexts,  # and NumPy, which a server needs late
+        )
+
         return TokenTexts([self._tokenizer.token_bytes(i) for i in range(self._vocab_size)])
 
     def _reasoning_tokens(

@@ -7,7 +7,7 @@ for an event loop, and for a thread that holds the interpreter's lock. Owned by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -44,6 +44,13 @@ class TokenTexts:
             # one position more would be behind the last separator, which a match never is
             places = places[self._bytes[np.minimum(places + offset, self._bytes.size - 1)] == byte]
         return self._ids_at(places)
+
+    def flags(self, found: Iterable[Ids]) -> bytes:
+        """A byte for each token, 1 if it is among the found ones."""
+        flags = np.zeros(len(self), dtype=np.bool_)
+        for token_ids in found:
+            flags[token_ids] = True
+        return flags.tobytes()
 
     def within(self, *tags: bytes) -> Ids:
         """The tokens that may hold a part of a tag, with or without neighbours, or are blank.
