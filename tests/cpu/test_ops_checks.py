@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.ops.agreement import agreement

@@ -1,12 +1,11 @@
 """`quickstep verify` on a real decoder: sound ops pass, plain torch products are caught."""
 
-import dataclasses
 import itertools
 import json
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from tiny_checkpoint import write_checkpoint
 
 from quickstep.cli.main import main
@@ -32,7 +31,7 @@ def checkpoint(tmp_path_factory):
 
 def plain_linear(table):
     """The ops with torch's own matrix product, whose bits depend on the number of rows."""
-    return dataclasses.replace(
+    return replace(
         table,
         name="plain",
         pack_linear=lambda weight, bias: LinearWeight(weight, bias, *weight.shape, weight.nbytes),
@@ -102,11 +101,7 @@ def test_stop_strings_are_compared_where_there_is_a_tokenizer(checkpoint, monkey
         delta = whole(text, output)
         is_stop = delta.finish_reason is FinishReason.STOP_STRING
         is_missed = is_stop and next(num_seen) % 8 == 7
-        return (
-            msgspec.structs.replace(delta, finish_reason=output.finish_reason)
-            if is_missed
-            else delta
-        )
+        return replace(delta, finish_reason=output.finish_reason) if is_missed else delta
 
     monkeypatch.setattr(OutputText, "advance", late)
     assert stopped().mismatches > 0

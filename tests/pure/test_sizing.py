@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from msgspec import structs
+from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, SchedulerConfig
 from quickstep.errors import ConfigError
@@ -92,12 +90,12 @@ def test_a_roomy_machine_gets_what_was_asked_and_no_note() -> None:
 
 
 def test_the_default_cache_is_modest_but_holds_one_longest_sequence() -> None:
-    many = structs.replace(SCHEDULER, max_num_seqs=4096)
+    many = replace(SCHEDULER, max_num_seqs=4096)
     modest = plan(memory_bytes=200 * GIB, scheduler=many)
     block_bytes = kv_bytes_per_token(TINY, 2) * 16
     assert modest.num_blocks * block_bytes <= DEFAULT_KV_BYTES
     wide = replace(LLAMA_70B, max_model_len=32_768)
-    long = structs.replace(SCHEDULER, max_model_len=32_768)
+    long = replace(SCHEDULER, max_model_len=32_768)
     assert plan(wide, 200 * GIB, scheduler=long).max_model_len == 32_768
 
 
@@ -122,7 +120,7 @@ def test_a_byte_budget_is_honoured() -> None:
 
 
 def test_the_step_shrinks_before_the_cache_does() -> None:
-    wide = structs.replace(SCHEDULER, max_num_batched_tokens=8192)
+    wide = replace(SCHEDULER, max_num_batched_tokens=8192)
     made = plan(memory_bytes=8 * 2**20, scheduler=wide)
     assert made.max_num_batched_tokens < 8192
     assert any("max_num_batched_tokens 8192 became" in note for note in made.notes)
@@ -130,9 +128,7 @@ def test_the_step_shrinks_before_the_cache_does() -> None:
 
 
 def test_fewer_blocks_than_sequences_shrinks_the_sequences() -> None:
-    made = plan(
-        cache=CacheConfig(num_blocks=20), scheduler=structs.replace(SCHEDULER, max_num_seqs=64)
-    )
+    made = plan(cache=CacheConfig(num_blocks=20), scheduler=replace(SCHEDULER, max_num_seqs=64))
     assert made.max_num_seqs == 20
 
 
@@ -144,6 +140,6 @@ def test_weights_that_do_not_fit_are_refused_with_numbers() -> None:
 
 
 def test_a_gpu_has_no_modest_limit() -> None:
-    many = structs.replace(SCHEDULER, max_num_seqs=100_000)
+    many = replace(SCHEDULER, max_num_seqs=100_000)
     made = plan_memory(TINY, ELEMENTS, CACHE, many, 80 * GIB, default_kv_bytes=None)
     assert made.num_blocks * kv_bytes_per_token(TINY, 2) * 16 > 40 * GIB

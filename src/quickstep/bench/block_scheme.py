@@ -11,10 +11,9 @@ them at more bits, embeddings and the output projection are Q8_0 in both.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 

@@ -5,7 +5,7 @@ again for each prompt that is scored, which a token costs more of, and those pla
 sees a frozen view of the queue and of the step so far, and changes nothing. What it cannot break:
 ranks, the token limit of a step, slots and blocks stay the scheduler's.
 
-To add one: write a frozen dataclass with the three methods, name it in `config.PolicyName`,
+To add one: write a frozen struct with the three methods, name it in `config.PolicyName`,
 return it from `make_policy`. Batch filling (static, dynamic) answers 0 for PREFILL until the queue
 is long or old enough and says in `wakeup` when to ask again.
 """

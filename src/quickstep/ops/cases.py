@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
 
+import msgspec
 import torch
 from torch import Tensor
 
-from quickstep.dataclass import dataclass
 from quickstep.ops.attention_cases import DTYPES, AttentionCase, attention_cases, stored_heads
 from quickstep.ops.case_draws import CaseDraws, label
 from quickstep.ops.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
@@ -26,8 +26,7 @@ __all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases"]
 KV_DTYPES = (*DTYPES, torch.int8)
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(msgspec.Struct, frozen=True):
     """Inputs of an op that treats each token by itself.
 
     `tokens` then `fixed` are the op's arguments, but for the linear ops, whose `fixed` is

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from quickstep.dataclass import dataclass
+import msgspec
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +40,7 @@ __all__ = [
 MULTIPLIER_INPUTS = 16  # of a `QuantizedWeight`, those that share a multiplier
 
 
-@dataclass(frozen=True, slots=True)
-class PagedLayout:
+class PagedLayout(msgspec.Struct, frozen=True):
     """Where a step's tokens stand: rows packed one after another, KV in paged blocks.
 
     Attributes:
@@ -61,8 +60,7 @@ class PagedLayout:
     block_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class KVCache:
+class KVCache(msgspec.Struct, frozen=True):
     """Per layer one K and one V tensor, [B, S, K, W]: W is D, or more for codes with their scale
     (`ops.kv_format`). Owned by the runner; zeroed at allocation, so that masked positions never
     hold NaN.
@@ -72,8 +70,7 @@ class KVCache:
     values: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LinearWeight:
+class LinearWeight(msgspec.Struct, frozen=True):
     """A weight in the layout of the implementation that made it (`OpTable.pack_linear`, or
     `OpTable.pack_quantized`).
 
@@ -88,8 +85,7 @@ class LinearWeight:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
+class QuantizedWeight(msgspec.Struct, frozen=True):
     """Integer codes of a weight [N, C], whichever file format or rounding they come from:
 
         weight[n, c] = (codes[n, c] - zeros[n, c // group_size]) * scales[n, c // group_size]
@@ -142,8 +138,7 @@ class QuantizedWeight:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRows:
+class StoredRows(msgspec.Struct, frozen=True):
     """`num_rows` rows of a matrix one after another in a file, the first at byte `offset`."""
 
     file: Path
@@ -151,8 +146,7 @@ class StoredRows:
     num_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
+class Rounding(msgspec.Struct, frozen=True):
     """Codes to be made of a stored matrix, as `OpTable.quantize` makes them.
 
     `told` is called with the norm of what rounding changed over that of the weights, both over
@@ -167,8 +161,7 @@ class Rounding:
     told: Callable[[float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredMatrix:
+class StoredMatrix(msgspec.Struct, frozen=True):
     """A weight [N, C] that still stands in files, for `OpTable.load_linear`.
 
     Attributes:
@@ -186,8 +179,7 @@ class StoredMatrix:
     scales: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionParams:
+class AttentionParams(msgspec.Struct, frozen=True):
     """What distinguishes one layer's attention from another's.
 
     Attributes:
@@ -215,8 +207,7 @@ class Quantize(Protocol):
         """Codes of a weight [N, C]; group size None for whole rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpTable:
+class OpTable(msgspec.Struct, frozen=True):
     """One implementation per op, fixed for the life of a model.
 
     Attributes:

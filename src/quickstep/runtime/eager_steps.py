@@ -6,9 +6,9 @@ Opened by `runtime.capture` for what cannot be captured. Importing this imports 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.model.checkpoint.torch_weights import with_torch_kv, with_torch_tensors

@@ -1,6 +1,6 @@
 """What the server's process and the engine's say to each other, as msgpack.
 
-Plain frozen data: the domain's own dataclasses (`Delta`, `SamplingParams`, `EngineStats`, ...)
+Plain frozen data: the domain's own structs (`Delta`, `SamplingParams`, `EngineStats`, ...)
 inside small tagged messages. Both ends are the same installation, so there are no versions. A
 request is known by its `number`, which is never used twice, so that a late delta cannot reach a
 newer request that took the same id. Never pickle, and no torch to read any of it.
@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from quickstep.dataclass import dataclass
 from quickstep.engine.logs import LogSetup
 from quickstep.engine.remote.opening import Open, WireMessage
 from quickstep.engine.stats import EngineStats
@@ -53,8 +52,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelFacts(msgspec.Struct, frozen=True):
     """`LoadedModel` as it travels: the receiver opens tokenizer and template at `path` itself."""
 
     name: str

@@ -12,7 +12,8 @@ import itertools
 from collections.abc import Callable
 from typing import Self
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.engine.stream import Delta, Stream
 from quickstep.errors import EngineDied, QuickstepError
 from quickstep.types import FinishReason
@@ -88,8 +89,7 @@ class RemoteStream:
             self._decided.set()
 
 
-@dataclass(slots=True)
-class _Live:
+class _Live(msgspec.Struct):
     stream: RemoteStream
     running: set[int]  # indices of the sequences that have not ended
     timer: asyncio.TimerHandle | None = None  # of its deadline

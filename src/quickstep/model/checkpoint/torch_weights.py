@@ -6,8 +6,9 @@ imported anyhow.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from quickstep.model.decoder import Decoder
 from quickstep.model.rope import RopeTable

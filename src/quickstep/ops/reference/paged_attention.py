@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+import msgspec
 import torch
 from torch import Tensor
 
-from quickstep.dataclass import dataclass
 from quickstep.ops.kv_format import read_heads
 from quickstep.ops.reference.elementary import exp_nonpositive, tanh
 from quickstep.ops.reference.fixed_point import (
@@ -39,8 +39,7 @@ _SCORE_ELEMENTS = 1 << 20  # fp64 scores held at a time: 8 MiB
 _TILE_ELEMENTS = 1 << 17  # fp64 keys of a tile at a time: 1 MiB, stays in cache
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(msgspec.Struct, frozen=True):
     """Queries handled in one go: G rows with Q queries each, over one span of key tiles.
 
     `tokens` [G, Q] indexes the step's tokens; rows' tables are `tables` [G, blocks].

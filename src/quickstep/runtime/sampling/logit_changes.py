@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-
-from quickstep.dataclass import dataclass
 
 __all__ = ["NO_BANS", "Bans", "LogitChanges", "bits_of_bytes", "bits_of_ids", "edits_of"]
 
@@ -22,8 +21,7 @@ Bits = npt.NDArray[np.uint64]
 Edit = tuple[Ids, Floats]
 
 
-@dataclass(frozen=True, slots=True)
-class Bans:
+class Bans(msgspec.Struct, frozen=True):
     """Tokens that may not be drawn; with `yields` unless nothing else would be left."""
 
     token_ids: Ids
@@ -33,8 +31,7 @@ class Bans:
 NO_BANS = Bans(np.empty(0, dtype=np.int64))
 
 
-@dataclass(frozen=True, slots=True)
-class LogitChanges:
+class LogitChanges(msgspec.Struct, frozen=True):
     """Of the next draw.
 
     Attributes:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 

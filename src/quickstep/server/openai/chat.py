@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served, stream_flags

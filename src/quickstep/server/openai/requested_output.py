@@ -40,12 +40,7 @@ _WITH_BEAMS = frozenset(
     }
 )
 _ASKS_FOR_NOTHING: tuple[object, ...] = (None, False, [], {}, "")
-_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        field.name: getattr(SamplingParams(), field.name)
-        for field in msgspec.structs.fields(SamplingParams)
-    }
-)
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(msgspec.structs.asdict(SamplingParams()))
 
 
 def shown_of(

@@ -13,7 +13,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.server.generate.adapter import Head, Served
 from quickstep.server.generate.generation import ChoiceDelta, Generation
 from quickstep.server.generate.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
@@ -50,8 +51,7 @@ _ITEM_PREFIX = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CA
 _Status = str
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """What was asked, and what becomes of the answer.
 
     Attributes:
