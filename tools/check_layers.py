@@ -16,9 +16,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 LAYERS = {
     "errors": 0.0,
-    "dataclass": 0.0,
     "deferred": 0.0,
-    "frozen": 0.05,
     "config": 0.1,
     "sampling_params": 0.1,
     "types": 0.2,
@@ -37,7 +35,7 @@ LAYERS = {
     "__init__": 8,
     "__main__": 8,
 }
-FOUNDATION = {"errors", "dataclass", "deferred", "frozen", "config", "sampling_params", "types"}
+FOUNDATION = {"errors", "deferred", "config", "sampling_params", "types"}
 # Parts that may use less than everything below them.
 ONLY = {
     "runtime": FOUNDATION | {"ops", "model"},

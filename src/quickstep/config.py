@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import field
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import ConfigError
 
 __all__ = [
@@ -36,8 +36,7 @@ class PolicyName(enum.Enum):
     PREFILL_FIRST = "prefill-first"
 
 
-@dataclass(frozen=True, slots=True)
-class CacheConfig:
+class CacheConfig(msgspec.Struct, frozen=True):
     """The paged KV cache.
 
     Attributes:
@@ -65,8 +64,7 @@ class CacheConfig:
             raise ConfigError(f"--kv-cache-dtype is {self.kv_dtype!r}, it must be one of {known}")
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
+class SchedulerConfig(msgspec.Struct, frozen=True):
     """What a step may hold and how steps overlap.
 
     Attributes:
@@ -106,8 +104,7 @@ class SchedulerConfig:
             raise ConfigError(f"--priority-aging-s is {value}, it must be above 0 and finite")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadConfig:
+class LoadConfig(msgspec.Struct, frozen=True):
     """Which weights to load and how.
 
     Attributes:
@@ -137,8 +134,7 @@ class LoadConfig:
             raise ConfigError(f"--quantization is {self.quantization!r}, it must be {known}")
 
 
-@dataclass(frozen=True, slots=True)
-class InputConfig:
+class InputConfig(msgspec.Struct, frozen=True):
     """What preparing one request may take, before any of it is computed.
 
     Attributes:
@@ -167,8 +163,7 @@ class InputConfig:
                 raise ConfigError(f"{flag} is {value:g}, it must be above 0")
 
 
-@dataclass(frozen=True, slots=True)
-class StreamConfig:
+class StreamConfig(msgspec.Struct, frozen=True):
     """What a request's stream may hold unread; beyond it the request is paused.
 
     It goes on once its reader has come down to half of both.
@@ -189,8 +184,7 @@ class StreamConfig:
                 raise ConfigError(f"--{flag} is {value}, it must be at least 1")
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EngineConfig(msgspec.Struct, frozen=True):
     """All sections, as the command line and `LLM(...)` fill them.
 
     Attributes:
@@ -203,11 +197,11 @@ class EngineConfig:
         enforce_eager: Run the model op by op instead of replaying captured steps; same bits.
     """
 
-    load: LoadConfig = field(default_factory=LoadConfig)
-    cache: CacheConfig = field(default_factory=CacheConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    inputs: InputConfig = field(default_factory=InputConfig)
-    streams: StreamConfig | None = field(default_factory=StreamConfig)
+    load: LoadConfig = msgspec.field(default_factory=LoadConfig)
+    cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = msgspec.field(default_factory=SchedulerConfig)
+    inputs: InputConfig = msgspec.field(default_factory=InputConfig)
+    streams: StreamConfig | None = msgspec.field(default_factory=StreamConfig)
     max_model_len: int | None = None
     allow_long_context: bool = False
     seed: int | None = None

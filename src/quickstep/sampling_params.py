@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
 from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from quickstep.dataclass import dataclass
+import msgspec
+from msgspec.structs import force_setattr
+
 from quickstep.errors import RequestError
 
 __all__ = [
@@ -35,8 +36,7 @@ __all__ = [
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
 
 
-@dataclass(frozen=True, slots=True)
-class Grammar:
+class Grammar(msgspec.Struct, frozen=True):
     """What the whole output must match: plain text, which the engine checks and compiles.
 
     Attributes:
@@ -107,8 +107,7 @@ def _json(value: object) -> str:
         raise RequestError(f"grammar is not JSON: {error}", param="grammar") from None
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningTokens:
+class ReasoningTokens(msgspec.Struct, frozen=True):
     """The tags around a model's reasoning, and the tokens in which they can be written.
 
     Attributes:
@@ -126,8 +125,7 @@ class ReasoningTokens:
     starts_open: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TokenForms:
+class TokenForms(msgspec.Struct, frozen=True):
     """What the texts of a request are in token ids: the engine's work, read by the sampler.
 
     Attributes:
@@ -169,8 +167,7 @@ def preset_values(name: str | None) -> Mapping[str, float]:
     return PRESETS[name]
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """A closed interval, without upper bound if `high` is None. `above` leaves `low` itself out."""
 
     low: float
@@ -178,8 +175,7 @@ class Bounds:
     above: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingField:
+class SamplingField(msgspec.Struct, frozen=True):
     """A field of `SamplingParams` that clients set.
 
     Attributes:
@@ -196,8 +192,7 @@ class SamplingField:
 _LARGEST = 2**31 - 1  # of what counts tokens and sequences: beyond any machine, within any kernel
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True):
     """How output tokens are chosen and when a sequence ends. Names are vLLM's and llama.cpp's.
 
     Order of effects, fixed: penalties (repetition, presence and frequency, DRY) and bias -> masks
@@ -268,8 +263,8 @@ class SamplingParams:
         "Divides positive and multiplies negative logits of tokens in the prompt or the output.",
         Bounds(1e-6),
     ] = 1.0
-    logit_bias: Annotated[Mapping[int, float], "Added to the logits of these token ids."] = field(
-        default_factory=dict
+    logit_bias: Annotated[Mapping[int, float], "Added to the logits of these token ids."] = (
+        msgspec.field(default_factory=dict)
     )
     allowed_token_ids: Annotated[tuple[int, ...], "Only these tokens may be generated."] = ()
     seed: Annotated[
@@ -363,10 +358,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in _TEXTS:
             if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, (getattr(self, name),))
+                force_setattr(self, name, (getattr(self, name),))
         for name in (*_TEXTS, *_TOKEN_IDS):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
+            force_setattr(self, name, tuple(getattr(self, name) or ()))
+        force_setattr(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
         for name, bounds in _all_bounds().items():
             _check_range(name, getattr(self, name), bounds)
         for name in _WHOLE_NUMBERS:

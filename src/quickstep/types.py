@@ -17,8 +17,6 @@ from typing import Protocol
 
 import msgspec
 
-from quickstep.dataclass import dataclass
-from quickstep.frozen import frozen
 from quickstep.sampling_params import Grammar, SamplingParams
 
 __all__ = [
@@ -133,8 +131,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return self.pooling is not None or self.sampling.max_tokens == 0
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(msgspec.Struct, frozen=True):
     """A sequence becomes resident: the runner resets the slot to this before the step's rows run.
 
     `token_ids` are all tokens known so far (after a preemption: prompt and outputs), so that
@@ -153,8 +150,7 @@ class Admission:
     pooling: Pooling | None = None
 
 
-@frozen
-class StepRow:
+class StepRow(msgspec.Struct, frozen=True):
     """One sequence's share of a step: compute `num_tokens` tokens from position `start`.
 
     Attributes:
@@ -191,8 +187,7 @@ class StepRow:
         return self.start + self.num_tokens
 
 
-@frozen
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """What one step computes: `released` slots are dropped, `admitted` set up, then `rows` run.
 
     Rows stand in order: decode rows first, then prefill rows. Within a step every row's KV is
@@ -211,8 +206,7 @@ class StepPlan:
         return sum(row.num_tokens for row in self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True):
     """Natural-log probabilities of one token, from the raw logits (before any sampling).
 
     `rank` is 1 for the most likely token; `top` holds (token id, logprob), most likely first.
@@ -224,8 +218,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@frozen
-class RowOutput:
+class RowOutput(msgspec.Struct, frozen=True):
     """What a row emitted: no token (a prompt chunk), one, or several (accepted drafts + 1).
 
     `prompt_logprobs` has one entry per scored position: of the prompt token behind it.
@@ -237,8 +230,7 @@ class RowOutput:
     embedding: tuple[float, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RowFailure:
+class RowFailure(msgspec.Struct, frozen=True):
     """One row cannot go on; its sequence ends, the others go on.
 
     `is_refused`: with REFUSED, since its own request leaves it no way; else with ERROR (NaN, say).
@@ -254,8 +246,7 @@ class RowFailure:
         return FinishReason.REFUSED if self.is_refused else FinishReason.ERROR
 
 
-@frozen
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """What a step gave: one `RowOutput` per row of the plan, in its order, and its seconds."""
 
     step_id: int
@@ -264,8 +255,7 @@ class StepResult:
     failures: tuple[RowFailure, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceTimings:
+class SequenceTimings(msgspec.Struct, frozen=True):
     """The life of one sequence on the scheduler's clock, in seconds; tokens and blocks as counts.
 
     queue + prefill + decode + preempted + paused = finished - arrival; time in which the reader
@@ -290,8 +280,7 @@ class SequenceTimings:
     paused_s: float = 0.0
 
 
-@frozen
-class SequenceOutput:
+class SequenceOutput(msgspec.Struct, frozen=True):
     """News of one sequence: tokens, prompt logprobs, its end. The last one carries `timings`.
 
     Prompt logprobs come in order and once, with index 0: one per prompt token, None for the first.
@@ -311,8 +300,7 @@ class SequenceOutput:
     embedding: tuple[float, ...] | None = None
 
 
-@frozen
-class StepRecord:
+class StepRecord(msgspec.Struct, frozen=True):
     """One line of the step log. The executor measures `seconds`; times are the scheduler's clock.
 
     `num_kv_tokens` is the context that attention read, summed over rows (each row's `end`);
@@ -339,8 +327,7 @@ class StepRecord:
     num_preemptions: int
 
 
-@frozen
-class StepOutcome:
+class StepOutcome(msgspec.Struct, frozen=True):
     """What `Scheduler.commit` gives back: the sequences that moved, and the step's log line."""
 
     outputs: tuple[SequenceOutput, ...]

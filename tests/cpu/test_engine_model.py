@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from tiny_checkpoint import write_checkpoint
 
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig

@@ -1,9 +1,9 @@
 """The worker thread: order, callbacks, failures, closing."""
 
 import threading
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from paged_hash_model import PagedHashModel
 
 from quickstep.errors import EngineError

@@ -7,13 +7,13 @@ import json
 import tempfile
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from safetensors.torch import save_file
 from torch import Tensor
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import format_writers as writers
+import msgspec
 import pytest
 import torch
 from quantized_checkpoint import load, logits_of, write_quantized, write_whole
@@ -121,15 +121,15 @@ def test_bnb_blocks_are_served_beside_whole_projections(tmp_path: Path) -> None:
 
 
 def _parts(value: object) -> Iterator[Tensor | LinearWeight]:
-    """All distinct tensors and packed weights below a dataclass."""
+    """All distinct tensors and packed weights below a struct."""
     if isinstance(value, Tensor | LinearWeight):
         yield value
     elif isinstance(value, tuple):
         for part in value:
             yield from _parts(part)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from _parts(getattr(value, field.name))
+    elif isinstance(value, msgspec.Struct):
+        for part in msgspec.structs.asdict(value).values():
+            yield from _parts(part)
 
 
 def _nbytes(part: Tensor | LinearWeight) -> int:

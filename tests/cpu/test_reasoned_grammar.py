@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from grammar_sampling import state_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tiny_checkpoint import write_checkpoint
 
 from quickstep.engine.grammar.grammars import GrammarCompiler

@@ -1,10 +1,10 @@
 """The runner against a model that really reads its KV cache."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from paged_hash_model import PagedHashModel
 
 from quickstep.errors import EngineError

@@ -4,12 +4,12 @@ its law over many seeds, and all of them as functions of the tokens alone.
 
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from test_sampler import VOCAB, logits_of, state_of, token_of
 from test_sampler_law import LOGITS, NUM_DRAWS, assert_follows
 

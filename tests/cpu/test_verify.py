@@ -1,12 +1,12 @@
 """The exactness checker passes a sound engine and finds what is planted in an unsound one."""
 
 import itertools
-from dataclasses import fields
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import fields
 from paged_hash_model import PagedHashModel
 
 from quickstep.config import CacheConfig

@@ -2,10 +2,10 @@
 
 import itertools
 import json
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from tiny_checkpoint import write_checkpoint
 
 from quickstep.cli.main import main

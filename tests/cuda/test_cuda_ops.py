@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TypeVar
 
+import msgspec
 import pytest
 import torch
 
@@ -26,8 +26,8 @@ def on_gpu(case: AnyCase) -> AnyCase:
             return tuple(moved(one) for one in value)
         return value.cuda() if isinstance(value, torch.Tensor) else value
 
-    fields = {one.name: moved(getattr(case, one.name)) for one in dataclasses.fields(case)}
-    return dataclasses.replace(case, **fields)
+    fields = {name: moved(value) for name, value in msgspec.structs.asdict(case).items()}
+    return msgspec.structs.replace(case, **fields)
 
 
 @pytest.mark.parametrize("op", OPS)

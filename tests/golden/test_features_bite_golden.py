@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from golden_cases import CASES, VOCAB
 from golden_harness import load, random_prompts
+from msgspec.structs import replace
 from naive_ops import NAIVE_OPS
 from paged_driver import PagedDriver
 from torch import Tensor

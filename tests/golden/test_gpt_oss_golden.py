@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import transformers
 from golden_cases import CASES, VOCAB, Case
 from golden_harness import PROMPT_LENS, assert_same_as_transformers, load, random_prompts
+from msgspec.structs import replace
 from naive_ops import NAIVE_OPS
 from paged_driver import PagedDriver
 from safetensors.torch import load_file, save_file

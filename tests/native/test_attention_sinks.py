@@ -8,10 +8,10 @@ that is left out, counted twice or in the wrong place, and what a sink means at 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from op_checks.agreement import agreement

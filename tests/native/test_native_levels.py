@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.ops.table import OpTable, QuantizedWeight

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.runtime.sampling.logit_changes import bits_of_bytes

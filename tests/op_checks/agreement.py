@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from op_checks.cases import AttentionCase, Case, bind
-from quickstep.dataclass import dataclass
 from quickstep.ops.kv_format import read_heads
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable, QuantizedWeight
@@ -26,8 +26,7 @@ __all__ = ["Agreement", "agreement", "oracle"]
 _FP32_ROUNDOFF = 2.0**-24
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(msgspec.Struct, frozen=True):
     """The distance of one case: `ratio` is error over allowed error, and `ok` means <= 1."""
 
     case: str

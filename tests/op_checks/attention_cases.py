@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
+import msgspec
 import torch
 from torch import Tensor
 
 from op_checks.case_inputs import CaseInputs, label
-from quickstep.dataclass import dataclass
 from quickstep.ops.kv_format import quantize_heads
 from quickstep.ops.table import AttentionParams, PagedLayout
 
@@ -20,8 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Rows = tuple[tuple[int, int], ...]  # per row: (position of the first token, number of tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionCase:
+class AttentionCase(msgspec.Struct, frozen=True):
     """Inputs of paged_attention: the KV of every row up to its end stands in the caches.
 
     `rows` say which positions are queried; block tables hold all blocks of the row's sequence.

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
 
+import msgspec
 import torch
 from torch import Tensor
 
 from op_checks.attention_cases import DTYPES, AttentionCase, attention_cases, stored_heads
 from op_checks.case_inputs import CaseInputs, label
 from op_checks.quantized_cases import quantized_linear_inputs, quantized_rows_inputs
-from quickstep.dataclass import dataclass
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
 
 __all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases"]
@@ -26,8 +26,7 @@ __all__ = ["DTYPES", "OPS", "AttentionCase", "Case", "bind", "cases"]
 KV_DTYPES = (*DTYPES, torch.int8)
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(msgspec.Struct, frozen=True):
     """Inputs of an op that treats each token by itself.
 
     `tokens` then `fixed` are the op's arguments, but for the linear ops, whose `fixed` is

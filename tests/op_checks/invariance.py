@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from op_checks.cases import AttentionCase, Case, bind

@@ -37,7 +37,7 @@ def test_prefill_of_one_token_is_a_product_with_every_matrix():
 
 
 def windowed(spec, window):
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     return replace(spec, layers=tuple(replace(one, window=window) for one in spec.layers))
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.cost_model import Coefficients, LinearCostModel, StepLoad

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from msgspec import structs
+from msgspec.structs import replace
 from scheduler_world import PROMPT, CountingPool, Setup, World, ask, finish, policy_of
 from shadow_executor import Trouble
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.block_pool import PoolStats

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import scripted_worker
+from msgspec.structs import replace
 
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.engine.remote.restarts import RestartLimits

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import scripted_worker
+from msgspec.structs import replace
 from remote_run import LONG, ask, ends, read, run, until
 
 from quickstep.engine.remote.engine import RemoteEngine

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import scripted_worker
+from msgspec.structs import replace
 from remote_run import LONG, ask, ends, read, run, until
 
 from quickstep.config import StreamConfig

@@ -3,13 +3,13 @@ that go with them. Each field alone is tried in `test_request_fields`.
 """
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from client import CHAT, COMPLETIONS, MESSAGES, chunks, client_of
 from fake_engine import FakeEngine, FakeTokenizer
+from msgspec.structs import replace
 
 from quickstep.server.app import create_app
 from quickstep.server.options import AnswerOptions, RequestLimits, ServerOptions

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -10,6 +9,7 @@ import pytest
 from client import CHAT, COMPLETIONS, JSON, client_of
 from fake_engine import FakeEngine, FakeStream, Script, Submitted
 from live_server import live_server
+from msgspec.structs import replace
 
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.model.decoder_spec import LongContext

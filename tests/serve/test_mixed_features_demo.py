@@ -7,13 +7,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from client import CHAT, COMPLETIONS, client_of
 from live_server import live_server_of
+from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig, StreamConfig
 from quickstep.engine.assembly import open_engine

@@ -11,10 +11,9 @@ As llama.cpp keeps them at more bits, embeddings and the output projection are Q
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 

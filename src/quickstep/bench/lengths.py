@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from quickstep.dataclass import dataclass
+import msgspec
 
 __all__ = ["LONG_PROMPT", "Arrival", "RequestLengths", "draw_arrivals", "draw_request"]
 
@@ -20,16 +20,14 @@ LONG_PROMPT = 2000
 _LONG_EVERY = 10
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLengths:
+class RequestLengths(msgspec.Struct, frozen=True):
     """Tokens of one request."""
 
     num_inputs: int
     num_outputs: int
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """A request's lengths, and when it comes, in seconds from the start."""
 
     lengths: RequestLengths

@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from quickstep.bench.subject import Subject
-from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError
-from quickstep.frozen import frozen
 from quickstep.sampling_params import SamplingParams
 from quickstep.types import FinishReason
 
 __all__ = ["Life", "Mark", "follow"]
 
 
-@frozen
-class Mark:
+class Mark(msgspec.Struct, frozen=True):
     """Tokens arrived at the reader: when, and how long the kernels had run by then."""
 
     at_s: float
@@ -24,8 +23,7 @@ class Mark:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Life:
+class Life(msgspec.Struct, frozen=True):
     """A finished request."""
 
     submitted_s: float

@@ -9,11 +9,11 @@ dense attention in float64. Drawn from a seed.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from quickstep.dataclass import dataclass
 from quickstep.ops.kv_format import head_width
 from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
 
@@ -24,8 +24,7 @@ _LARGE_CHANNELS = 2
 _BLOCK_SIZE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class KeyLayer:
+class KeyLayer(msgspec.Struct, frozen=True):
     """Queries [T, H, D], keys and values [T, K, D] in float32, the exact output [T, H, D]."""
 
     q: Tensor

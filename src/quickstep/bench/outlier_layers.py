@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from quickstep.bench.block_scheme import block_product, rounded_q4_0, rounded_q8_0
-from quickstep.dataclass import dataclass
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.table import OpTable
 
@@ -35,8 +35,7 @@ _LARGE_CHANNELS = 6
 _FREEDOM = 5
 
 
-@dataclass(frozen=True, slots=True)
-class OutlierLayer:
+class OutlierLayer(msgspec.Struct, frozen=True):
     """Weights [N, C], activations [T, C], the exact output [T, N] and the ordinary part of it."""
 
     weight: Tensor
@@ -45,8 +44,7 @@ class OutlierLayer:
     ordinary: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LayerError:
+class LayerError(msgspec.Struct, frozen=True):
     """Relative errors, as the module says."""
 
     output: float

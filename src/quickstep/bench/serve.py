@@ -13,11 +13,11 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Sequence
-from dataclasses import field
 from itertools import pairwise
 from typing import Any
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import ConfigError, EngineError
 
 __all__ = [
@@ -34,8 +34,7 @@ __all__ = [
 _TIMEOUT_S = 3600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """A server: `http://host:port`, the model's name there, its longest sequence in tokens if it
     says so, and a key if it wants one.
     """
@@ -46,8 +45,7 @@ class Target:
     api_key: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ServedRequest:
+class ServedRequest(msgspec.Struct, frozen=True):
     """What to send: a prompt, output tokens, and when, in seconds from the start."""
 
     prompt: tuple[int, ...]
@@ -55,8 +53,7 @@ class ServedRequest:
     at_s: float
 
 
-@dataclass(slots=True)
-class Served:
+class Served(msgspec.Struct):
     """What came of a request, by `time.perf_counter`. Owned by the thread that follows it.
 
     Attributes:
@@ -67,13 +64,12 @@ class Served:
     """
 
     due_s: float
-    marks: list[float] = field(default_factory=list)
+    marks: list[float] = msgspec.field(default_factory=list)
     num_tokens: int = 0
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Objectives:
+class Objectives(msgspec.Struct, frozen=True):
     """A request is good if its first token came within `ttft_ms` and no gap exceeded `itl_ms`."""
 
     ttft_ms: float | None = None

@@ -17,14 +17,15 @@ import itertools
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+
+import msgspec
+from msgspec.structs import replace
 
 from quickstep.bench.limits import Limits
 from quickstep.bench.lives import Life, follow
 from quickstep.bench.subject import Subject, random_prompt
 from quickstep.bench.work import decode_kv_bytes, prefill_flops
 from quickstep.config import CacheConfig, EngineConfig
-from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError, EngineError
 from quickstep.model.sizing import kv_head_bytes
 
@@ -40,8 +41,7 @@ __all__ = [
 _SLACK = 4  # steps in which some requests of the batch have not begun or have ended
 
 
-@dataclass(frozen=True, slots=True)
-class StepOptions:
+class StepOptions(msgspec.Struct, frozen=True):
     """What is measured.
 
     Attributes:
@@ -75,8 +75,7 @@ class StepOptions:
         return self.steps + _SLACK
 
 
-@dataclass(frozen=True, slots=True)
-class StepSample:
+class StepSample(msgspec.Struct, frozen=True):
     """One repeat."""
 
     decode_s: float

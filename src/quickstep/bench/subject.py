@@ -11,13 +11,13 @@ import random
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
 import tokenizers
 import torch
 
 from quickstep.bench.kernel_clock import with_kernel_clock
 from quickstep.bench.work import read_share
 from quickstep.config import EngineConfig
-from quickstep.dataclass import dataclass
 from quickstep.engine.assembly import (
     LoadProgress,
     describe,
@@ -47,8 +47,7 @@ from quickstep.runtime.kv_cache import allocate_kv
 __all__ = ["Subject", "made_up_tokenizer", "open_checkpoint", "open_shape", "random_prompt"]
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(msgspec.Struct, frozen=True):
     """An engine, not started, and its model.
 
     Attributes:

@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.interface import ForwardBatch, Model
 from quickstep.ops.table import KVCache, PagedLayout
@@ -30,8 +30,7 @@ __all__ = ["Reference", "TextAccuracy", "compare", "cut_windows"]
 _POSITIONS = 64  # whose logits are held at a time
 
 
-@dataclass(frozen=True, slots=True)
-class TextAccuracy:
+class TextAccuracy(msgspec.Struct, frozen=True):
     """A format beside float32 on the same tokens.
 
     Attributes:
@@ -49,8 +48,7 @@ class TextAccuracy:
     perplexity_change: float
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(msgspec.Struct, frozen=True):
     """The float32 model, and its final hidden states of each window."""
 
     model: Model

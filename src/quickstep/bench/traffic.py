@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from dataclasses import replace
+
+import msgspec
+from msgspec.structs import replace
 
 from quickstep.bench.lengths import RequestLengths, draw_request
 from quickstep.bench.lives import follow
 from quickstep.bench.subject import Subject, random_prompt
 from quickstep.config import EngineConfig
-from quickstep.dataclass import dataclass
 
 __all__ = [
     "LatencyOptions",
@@ -27,8 +28,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class LatencyOptions:
+class LatencyOptions(msgspec.Struct, frozen=True):
     """One stream: `repeats` measured requests of these lengths; one more warms up."""
 
     input_len: int = 512
@@ -37,8 +37,7 @@ class LatencyOptions:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ThroughputOptions:
+class ThroughputOptions(msgspec.Struct, frozen=True):
     """All requests at once; `max_len` caps prompt and output lengths."""
 
     num_requests: int = 64

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec.structs import asdict
 
 if TYPE_CHECKING:
     from quickstep.bench.outlier_layers import LayerError

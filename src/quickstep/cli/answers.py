@@ -6,11 +6,11 @@ The figures come from the engine's own timings of each sequence, the ones in its
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from quickstep.core.sequence import sequence_seed
-from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError
 from quickstep.types import FinishReason, SequenceTimings
 
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "collect"]
 
 
-@dataclass(slots=True)
-class Answer:
+class Answer(msgspec.Struct):
     """One finished sequence. `seed` alone reproduces it."""
 
     index: int
     seed: int
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = msgspec.field(default_factory=list)
     finish_reason: FinishReason | None = None
     timings: SequenceTimings | None = None
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
+
+from msgspec.structs import replace
 
 from quickstep.bench.shapes import SHAPES
 from quickstep.cli.bench_accuracy import add_accuracy

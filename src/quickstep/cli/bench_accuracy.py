@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from quickstep.cli.accuracy_report import AccuracyReport, print_accuracy
 from quickstep.cli.flags.engine import add_model, model_of
 from quickstep.cli.flags.parsing import Parser, command, positive_int, token_count
 from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS, FormatPair
 from quickstep.config import LoadConfig
-from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.ops.torch_import import require_torch
 
@@ -99,8 +100,7 @@ def add_accuracy(kinds: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-@dataclass(frozen=True, slots=True)
-class _Bench:
+class _Bench(msgspec.Struct, frozen=True):
     """What is measured, and with which ops."""
 
     args: argparse.Namespace

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from quickstep.cli.flags.engine import add_engine_flags, add_model, engine_config, model_of
 from quickstep.cli.flags.files import add_file_flags

@@ -12,8 +12,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from quickstep.cli.flags.engine import add_kv_cache_dtype
 from quickstep.cli.flags.parsing import Parser, command, positive_int

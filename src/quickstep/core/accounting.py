@@ -6,18 +6,18 @@ Every measured second is booked once: fsum of `device_s` over all sequences + `u
 
 from __future__ import annotations
 
+import msgspec
+
 from quickstep.core.block_pool import PoolStats
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.sequence import SequenceState
 from quickstep.core.step import FlightRow, InFlightStep
-from quickstep.dataclass import dataclass
 from quickstep.types import StepRecord
 
 __all__ = ["SchedulerStats", "Totals", "charge", "step_record"]
 
 
-@dataclass(slots=True)
-class Totals:
+class Totals(msgspec.Struct):
     """Counts since the start. The scheduler owns the live one and hands out copies.
 
     Attributes:
@@ -42,8 +42,7 @@ class Totals:
     unclaimed_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
+class SchedulerStats(msgspec.Struct, frozen=True):
     """The scheduler at one moment. A sequence is counted once, a paused one as that alone.
 
     Attributes:

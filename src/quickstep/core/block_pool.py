@@ -20,7 +20,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import ConfigError, OutOfBlocks
 
 __all__ = [
@@ -36,8 +37,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolStats:
+class PoolStats(msgspec.Struct, frozen=True):
     """Blocks by state (they add up to the pool), and counts since the start."""
 
     num_free: int
@@ -47,8 +47,7 @@ class PoolStats:
     num_evictions: int
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHits:
+class PrefixHits(msgspec.Struct, frozen=True):
     """What a lookup found, and the pool's version at that moment: the next lookup starts here."""
 
     block_ids: tuple[int, ...]
@@ -64,16 +63,14 @@ _DIGEST_BYTES = 16
 Digest = Callable[[bytes, Sequence[int]], bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class ChainRoot:
+class ChainRoot(msgspec.Struct, frozen=True):
     """What separates prefix caches: KV depends on the adapter, and tenants may not share."""
 
     adapter: str = ""
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockKey:
+class BlockKey(msgspec.Struct, frozen=True, eq=False):
     """The content of one registered block. Compared by identity: two equal keys are one object."""
 
     parent: BlockKey | ChainRoot

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quickstep.dataclass import dataclass
-from quickstep.frozen import frozen
+import msgspec
+
 from quickstep.types import StepPlan, StepRow
 
 __all__ = ["Coefficients", "CostModel", "LinearCostModel", "StepLoad"]
@@ -26,8 +26,7 @@ _PACE_GAIN = 0.3
 _PACE_REACH = 1.5
 
 
-@frozen
-class StepLoad:
+class StepLoad(msgspec.Struct, frozen=True):
     """What a step costs by: its tokens, rows, the KV tokens that its attention reads, the pairs of
     a token and a position that it sees, and the positions whose logits score the prompt. A decode
     row has as many KV tokens as pairs; in a chunk of prefill the pairs grow with its tokens times
@@ -78,8 +77,7 @@ class CostModel(Protocol):
         """Learn from a measured step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Coefficients:
+class Coefficients(msgspec.Struct, frozen=True):
     """Seconds per step, token, row, KV token, pair and scored position. The defaults are a small
     CPU model with a vocabulary of 50,000.
     """

@@ -6,16 +6,16 @@ sequence that is alone fits the pool at its longest.
 
 from __future__ import annotations
 
+import msgspec
+
 from quickstep.config import SchedulerConfig
-from quickstep.dataclass import dataclass
 from quickstep.errors import PromptTooLong, RequestError
 from quickstep.types import Request
 
 __all__ = ["Limits"]
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """Sizes that a sequence must keep, in tokens.
 
     Attributes:

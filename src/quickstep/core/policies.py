@@ -5,7 +5,7 @@ again for each prompt that is scored, which a token costs more of, and those pla
 sees a frozen view of the queue and of the step so far, and changes nothing. What it cannot break:
 ranks, the token limit of a step, slots and blocks stay the scheduler's.
 
-To add one: write a frozen dataclass with the three methods, name it in `config.PolicyName`,
+To add one: write a frozen struct with the three methods, name it in `config.PolicyName`,
 return it from `make_policy`. Batch filling (static, dynamic) answers 0 for PREFILL until the queue
 is long or old enough and says in `wakeup` when to ask again.
 """
@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.dataclass import dataclass
-from quickstep.frozen import frozen
 from quickstep.types import Phase
 
 __all__ = ["MixedPolicy", "Policy", "PrefillFirstPolicy", "StepView", "make_policy"]
 
 
-@frozen
-class StepView:
+class StepView(msgspec.Struct, frozen=True):
     """What a policy sees.
 
     Attributes:
@@ -70,8 +69,7 @@ class Policy(Protocol):
         """When to plan again although nothing happens; None if only events matter."""
 
 
-@dataclass(frozen=True, slots=True)
-class MixedPolicy:
+class MixedPolicy(msgspec.Struct, frozen=True):
     """Decode rows first, then as much prefill as the predicted step time allows.
 
     While something decodes, a step is meant to stay under `inter_token_target_s`, but prefill gets
@@ -109,8 +107,7 @@ class MixedPolicy:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillFirstPolicy:
+class PrefillFirstPolicy(msgspec.Struct, frozen=True):
     """Prompts take whole steps; decode runs when no prompt can."""
 
     phases: tuple[Phase, Phase] = (Phase.PREFILL, Phase.DECODE)

@@ -14,7 +14,8 @@ prompt block is a prefix hit for others from the moment its computation is *plan
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
 from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record

@@ -8,10 +8,11 @@ to end or preemption; a preempted sequence keeps its tokens and starts a new res
 from __future__ import annotations
 
 import enum
-from dataclasses import field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from quickstep.core.block_pool import NO_HITS, BlockKey, ChainRoot
-from quickstep.dataclass import dataclass
 from quickstep.types import (
     Admission,
     FinishReason,
@@ -63,8 +64,7 @@ class _Activity(enum.Enum):
     PAUSED = "paused"
 
 
-@dataclass(slots=True, eq=False)
-class Residency:
+class Residency(msgspec.Struct, eq=False):
     """One stay in the batch. Positions count tokens of the sequence.
 
     Attributes:
@@ -80,19 +80,20 @@ class Residency:
     blocks: list[int]
     prefill_end: int
     planned: int
-    keys: list[BlockKey] = field(default_factory=list)
+    keys: list[BlockKey] = msgspec.field(default_factory=list)
     pending: int = 0
     spoiled: bool = False
 
 
-@dataclass(slots=True)
-class _Clock:
+class _Clock(msgspec.Struct):
     """Books wall time under activities, so that the parts add up to the whole."""
 
     activity: _Activity  # beneath a pause, which may outlast several
     since_s: float
     is_paused: bool = False
-    seconds: dict[_Activity, float] = field(default_factory=lambda: dict.fromkeys(_Activity, 0.0))
+    seconds: dict[_Activity, float] = msgspec.field(
+        default_factory=lambda: dict.fromkeys(_Activity, 0.0)
+    )
 
     def enter(self, activity: _Activity, now: float) -> None:
         self.book(now)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import field
+
+import msgspec
 
 from quickstep.core.cost_model import StepLoad
 from quickstep.core.sequence import Residency, Sequence
-from quickstep.dataclass import dataclass
-from quickstep.frozen import frozen
 from quickstep.types import Admission, Phase, RowFailure, StepPlan, StepResult, StepRow
 
 __all__ = [
@@ -31,8 +30,7 @@ RowFailures = dict[int, RowFailure]  # by the row's place in the plan
 _NO_LOAD = StepLoad()
 
 
-@frozen
-class FlightRow:
+class FlightRow(msgspec.Struct, frozen=True):
     """A planned row and whose it is. The residency tells rows of an earlier stay apart."""
 
     sequence: Sequence
@@ -40,8 +38,7 @@ class FlightRow:
     row: StepRow
 
 
-@frozen
-class InFlightStep:
+class InFlightStep(msgspec.Struct, frozen=True):
     """A plan that an executor has, until its result is committed; the loads are of its phases."""
 
     plan: StepPlan
@@ -53,21 +50,20 @@ class InFlightStep:
     num_preemptions: int
 
 
-@dataclass(slots=True)
-class StepDraft:
+class StepDraft(msgspec.Struct):
     """A step under construction; `room` is how many tokens it may still take, `setup_us` what
     setting up the admitted sequences costs.
     """
 
     room: int
     setup_us: float = 0.0
-    decode: list[FlightRow] = field(default_factory=list)
-    prefill: list[FlightRow] = field(default_factory=list)
-    admitted: list[Admission] = field(default_factory=list)
+    decode: list[FlightRow] = msgspec.field(default_factory=list)
+    prefill: list[FlightRow] = msgspec.field(default_factory=list)
+    admitted: list[Admission] = msgspec.field(default_factory=list)
     decode_load: StepLoad = _NO_LOAD
     prefill_load: StepLoad = _NO_LOAD
     num_preemptions: int = 0
-    _holders: set[str] = field(default_factory=set)
+    _holders: set[str] = msgspec.field(default_factory=set)
 
     def add(self, entry: FlightRow) -> None:
         """Place a row."""

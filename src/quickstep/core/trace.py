@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from quickstep.config import SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel
 from quickstep.core.policies import Policy
 from quickstep.core.scheduler import Scheduler
-from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 from quickstep.types import (
     FinishReason,
@@ -40,16 +41,14 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
+class Added(msgspec.Struct, frozen=True):
     """`add`, also if it was refused."""
 
     request: Request
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class Aborted:
+class Aborted(msgspec.Struct, frozen=True):
     """`abort`."""
 
     request_id: str
@@ -58,39 +57,34 @@ class Aborted:
     index: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Expired:
+class Expired(msgspec.Struct, frozen=True):
     """`expire`."""
 
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class Paused:
+class Paused(msgspec.Struct, frozen=True):
     """`pause`."""
 
     request_id: str
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(msgspec.Struct, frozen=True):
     """`resume`."""
 
     request_id: str
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(msgspec.Struct, frozen=True):
     """`plan`, and what it gave."""
 
     now: float
     plan: StepPlan | None
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(msgspec.Struct, frozen=True):
     """`commit`."""
 
     plan: StepPlan
@@ -98,8 +92,7 @@ class Committed:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """`fail`."""
 
     plan: StepPlan

@@ -13,15 +13,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+import msgspec
+from msgspec.structs import replace
+
 from quickstep.config import EngineConfig, InputConfig, LoadConfig, SchedulerConfig
-from quickstep.dataclass import dataclass
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, usable_cores
 from quickstep.engine.read_ahead import ReadAhead
@@ -87,8 +88,7 @@ _LOADING = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedWeights:
+class LoadedWeights(msgspec.Struct, frozen=True):
     """Weights in memory, and what else was decided on the way."""
 
     checkpoint: Checkpoint

@@ -17,9 +17,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
+import msgspec
 from msgspec import structs
 
-from quickstep.dataclass import dataclass
 from quickstep.engine.stream import Delta
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import FinishReason, Request, SamplingParams, TokenLogprobs
@@ -27,8 +27,7 @@ from quickstep.types import FinishReason, Request, SamplingParams, TokenLogprobs
 __all__ = ["BeamSearch", "BeamSearchParams", "Continuation", "Hypothesis", "Submit"]
 
 
-@dataclass(frozen=True, slots=True)
-class BeamSearchParams:
+class BeamSearchParams(msgspec.Struct, frozen=True):
     """How to search; vLLM's names.
 
     Attributes:
@@ -94,8 +93,7 @@ class Continuation(Protocol):
 Submit = Callable[[Request], Continuation]
 
 
-@dataclass(frozen=True, slots=True)
-class Hypothesis:
+class Hypothesis(msgspec.Struct, frozen=True):
     """A way to go on from the prompt; `reason` is None while it may grow."""
 
     token_ids: tuple[int, ...] = ()
@@ -105,8 +103,7 @@ class Hypothesis:
     reason: FinishReason | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(msgspec.Struct, frozen=True):
     """What the engine said of one beam: the next token's alternatives, None without a token."""
 
     last: Delta

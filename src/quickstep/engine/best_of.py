@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from quickstep.engine.outputs import RequestOutput
 from quickstep.errors import RequestError

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from quickstep.engine.grammar.grammars import CompiledGrammar
 from quickstep.engine.step_log import SequenceRecord, StepLog

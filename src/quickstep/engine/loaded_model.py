@@ -6,12 +6,12 @@ Made by `open_engine`, read by everyone; the tensors themselves belong to the ex
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.types import Pooling
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadedModel"]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
+class LoadedModel(msgspec.Struct, frozen=True):
     """A model ready to serve.
 
     Attributes:
@@ -46,7 +45,7 @@ class LoadedModel:
     vocab_size: int
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None = None
-    default_sampling: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    default_sampling: Mapping[str, float] = MappingProxyType({})
     load_s: float = 0.0
     memory_plan: MemoryPlan | None = None
     path: Path | None = None

@@ -10,15 +10,14 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-from quickstep.dataclass import dataclass
+import msgspec
 
 __all__ = ["JsonLines", "LogSetup", "install"]
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-@dataclass(frozen=True, slots=True)
-class LogSetup:
+class LogSetup(msgspec.Struct, frozen=True):
     """What is logged, and how.
 
     Attributes:

@@ -6,7 +6,8 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.engine.beam_search import Hypothesis
 from quickstep.engine.stream import Delta, Stream
 from quickstep.engine.text.tokenizer import Tokenizer
@@ -30,8 +31,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(msgspec.Struct, frozen=True):
     """One token's natural-log probability; rank 1 is the most likely token."""
 
     logprob: float
@@ -39,8 +39,7 @@ class Logprob:
     decoded_token: str
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
+class CompletionOutput(msgspec.Struct, frozen=True):
     """One of a request's n sequences.
 
     Attributes:
@@ -63,8 +62,7 @@ class CompletionOutput:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestMetrics:
+class RequestMetrics(msgspec.Struct, frozen=True):
     """How a request was served; the seed reproduces it.
 
     `sequences` has one entry per output, None for one that the engine lost track of (its own
@@ -81,8 +79,7 @@ class RequestMetrics:
         return 0 if first is None else first.num_cached_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(msgspec.Struct, frozen=True):
     """A finished request. `prompt` is None if token ids were given.
 
     `prompt_logprobs` has an entry per prompt token, None for the first; itself None unless asked
@@ -98,8 +95,7 @@ class RequestOutput:
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BeamSearchSequence:
+class BeamSearchSequence(msgspec.Struct, frozen=True):
     """A hypothesis, best first in its output. As vLLM's, `tokens` and `text` begin with the prompt.
 
     `score` is what it was ranked by; `logprobs` are those of the generated tokens.
@@ -115,15 +111,13 @@ class BeamSearchSequence:
     output_token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BeamSearchOutput:
+class BeamSearchOutput(msgspec.Struct, frozen=True):
     """The `beam_width` hypotheses of a prompt."""
 
     sequences: tuple[BeamSearchSequence, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingOutput:
+class EmbeddingOutput(msgspec.Struct, frozen=True):
     """A vector of length 1, as float32 values."""
 
     embedding: tuple[float, ...]
@@ -134,8 +128,7 @@ class EmbeddingOutput:
         return len(self.embedding)
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingRequestOutput:
+class EmbeddingRequestOutput(msgspec.Struct, frozen=True):
     """A prompt's embedding."""
 
     request_id: str

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 
+import msgspec
+
 from quickstep.core.accounting import SchedulerStats
-from quickstep.dataclass import dataclass
 
 __all__ = ["EngineState", "EngineStats"]
 
@@ -24,8 +25,7 @@ class EngineState(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(msgspec.Struct, frozen=True):
     """A moment of an engine.
 
     Attributes:

@@ -11,12 +11,12 @@ import enum
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, Protocol
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.types import FinishReason, SequenceTimings, StepRecord
 
 __all__ = ["Follower", "Observer", "Quantity", "SequenceRecord", "StepLog", "StepTotals"]
@@ -35,8 +35,7 @@ class Quantity(enum.Enum):
 Observer = Callable[[Quantity, float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceRecord:
+class SequenceRecord(msgspec.Struct, frozen=True):
     """A finished sequence: who asked, how it ended, and where its time went."""
 
     request_id: str
@@ -67,8 +66,7 @@ class SequenceRecord:
         return self.timings.finished_s - self.timings.arrival_s
 
 
-@dataclass(frozen=True, slots=True)
-class StepTotals:
+class StepTotals(msgspec.Struct, frozen=True):
     """Counts since the start. `busy_s` is the device's: the sum of the steps' seconds."""
 
     num_steps: int
@@ -197,11 +195,5 @@ class StepLog:
 
     def _write(self, kind: str, record: StepRecord | SequenceRecord) -> None:
         assert self._file is not None
-        line: dict[str, Any] = {"kind": kind, **asdict(record)}
-        self._file.write(json.dumps(line, default=_enum_value) + "\n")
-
-
-def _enum_value(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return value.value
-    raise TypeError(f"{type(value).__name__} has no JSON form")
+        line: dict[str, Any] = {"kind": kind, **msgspec.to_builtins(record)}
+        self._file.write(json.dumps(line) + "\n")

@@ -12,16 +12,16 @@ import asyncio
 from collections import deque
 from typing import Protocol, Self
 
+import msgspec
+
 from quickstep.config import StreamConfig
 from quickstep.errors import QuickstepError
-from quickstep.frozen import frozen
 from quickstep.types import FinishReason, Request, SequenceTimings, TokenLogprobs
 
 __all__ = ["Delta", "Sink", "Stream", "StreamOwner"]
 
 
-@frozen
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """News of one of a request's sequences.
 
     Attributes:

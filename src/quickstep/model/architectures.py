@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import field
 from types import MappingProxyType
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.model import layer_patterns as patterns
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.decoder_spec import (
@@ -52,8 +52,7 @@ def _all_dense(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     return (False,) * num_layers
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
+class Architecture(msgspec.Struct, frozen=True):
     """How to read one family's config, and what its decoder does that the config does not say.
 
     Attributes:
@@ -71,7 +70,7 @@ class Architecture:
     """
 
     defaults: Mapping[str, object]
-    neutral: Mapping[str, object] = field(default_factory=dict)
+    neutral: Mapping[str, object] = msgspec.field(default_factory=dict)
     activation_key: str = "hidden_act"
     bias_key: str | None = None
     qkv_bias: bool = False

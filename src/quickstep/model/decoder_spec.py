@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import enum
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.model.rope_spec import RopeSpec
 
 __all__ = [
@@ -41,8 +42,7 @@ class QKNorm(enum.Enum):
     FULL = "full"
 
 
-@dataclass(frozen=True, slots=True)
-class MoESpec:
+class MoESpec(msgspec.Struct, frozen=True):
     """Routing of a mixture of experts.
 
     Attributes:
@@ -61,8 +61,7 @@ class MoESpec:
     biases: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
+class LayerSpec(msgspec.Struct, frozen=True):
     """What distinguishes one layer from another.
 
     Attributes:
@@ -76,8 +75,7 @@ class LayerSpec:
     sparse: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TensorNaming:
+class TensorNaming(msgspec.Struct, frozen=True):
     """How a checkpoint names its tensors, where architectures differ.
 
     Attributes:
@@ -106,8 +104,7 @@ class TensorNaming:
 STANDARD_NAMING = TensorNaming()
 
 
-@dataclass(frozen=True, slots=True)
-class LongContext:
+class LongContext(msgspec.Struct, frozen=True):
     """How positions beyond a model's limit are scaled, in the words of `rope_scaling`.
 
     Attributes:
@@ -121,8 +118,7 @@ class LongContext:
     original_max_position_embeddings: int
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
+class ModelSpec(msgspec.Struct, frozen=True):
     """A decoder-only language model.
 
     Attributes:

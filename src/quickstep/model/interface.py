@@ -5,10 +5,11 @@ Called by `runtime.runner`; implemented by `model.decoder` and by the `transform
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from quickstep.dataclass import dataclass
+import msgspec
+from msgspec.structs import replace
+
 from quickstep.ops.dtypes import DType, find_dtype, of_kind
 from quickstep.ops.host_tensor import Device
 from quickstep.ops.kv_format import head_width
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["EmittingTokens", "ForwardBatch", "KVShape", "Model"]
 
 
-@dataclass(frozen=True, slots=True)
-class EmittingTokens:
+class EmittingTokens(msgspec.Struct, frozen=True):
     """The last tokens of the rows that emit, by themselves: E rows of one token each.
 
     Attributes:
@@ -34,8 +34,7 @@ class EmittingTokens:
     layout: PagedLayout
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
+class ForwardBatch(msgspec.Struct, frozen=True):
     """One step's inputs: token_ids [T] int64 and where they stand.
 
     With `emitting`, only the hidden states of its tokens are wanted.
@@ -46,8 +45,7 @@ class ForwardBatch:
     emitting: EmittingTokens | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class KVShape:
+class KVShape(msgspec.Struct, frozen=True):
     """Sizes of the KV cache that a model needs; `dtype` is the model's until `stored_as`."""
 
     num_layers: int

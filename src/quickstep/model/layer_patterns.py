@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.decoder_spec import LayerSpec, MoESpec
@@ -47,8 +48,7 @@ __all__ = [
 Windows = tuple[int | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Ropes:
+class Ropes(msgspec.Struct, frozen=True):
     """All frequency sets of a model, which one each layer uses, and the length they allow."""
 
     specs: tuple[RopeSpec, ...]

@@ -9,7 +9,7 @@ but its keys and queries beyond the limit are rotated by different bases.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import LongContext, ModelSpec

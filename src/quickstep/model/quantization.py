@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.ops.table import SUB_BLOCK_INPUTS
 
 __all__ = ["SCHEMES", "MatrixFormat", "QuantizationScheme", "find_scheme"]
@@ -22,8 +23,7 @@ _PANEL = 64  # outputs that the kernels read together; a matrix is padded to who
 _STEP = 8  # inputs that they read together
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixFormat:
+class MatrixFormat(msgspec.Struct, frozen=True):
     """How one matrix is held.
 
     Attributes:
@@ -53,8 +53,7 @@ class MatrixFormat:
         return quants + scales * (4 if self.wide_scales else 2) * (1 + self.has_zeros)
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizationScheme:
+class QuantizationScheme(msgspec.Struct, frozen=True):
     """A value of `--quantization`."""
 
     name: str

@@ -10,8 +10,9 @@ weights of trained models do gives a warning: no perplexity doubles in silence.
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES, TensorSource
 from quickstep.model.quantization import QuantizationScheme

@@ -20,10 +20,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.dataclass import dataclass
 from quickstep.model.rope_spec import RopeKind, RopeSpec
 from quickstep.ops.dtypes import FLOAT32
 from quickstep.ops.host_tensor import Device, HostTensor
@@ -40,8 +40,7 @@ _ROWS = 1024  # float64 scratch of one slice: 1024 x D_rot / 2
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class RopeTable:
+class RopeTable(msgspec.Struct, frozen=True):
     """cos and sin, each [max_model_len, D_rot / 2] float32."""
 
     cos: Tensor

@@ -10,7 +10,8 @@ import enum
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 
@@ -28,8 +29,7 @@ class RopeKind(enum.Enum):
     LONGROPE = "longrope"
 
 
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
+class RopeSpec(msgspec.Struct, frozen=True):
     """One set of rotary frequencies.
 
     Attributes:

@@ -14,8 +14,9 @@ import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
+import msgspec
+
 from quickstep.config import CacheConfig, SchedulerConfig
-from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import layer_tensors, num_parameters, outer_tensors
 from quickstep.model.decoder_spec import LongContext, ModelSpec
@@ -43,8 +44,7 @@ _MIN_CONTEXT = 256
 _MIN_STEP_TOKENS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ElementBytes:
+class ElementBytes(msgspec.Struct, frozen=True):
     """Bytes per element: of the model's dtype (activations, weights that are not quantised), and of
     the op table's scratch (`OpTable.scratch_bytes`). `quantization` is `--quantization`, `kv_dtype`
     is `CacheConfig.kv_dtype`; `weights` are the bytes of all weights of a checkpoint that is
@@ -58,8 +58,7 @@ class ElementBytes:
     weights: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRow:
+class MemoryRow(msgspec.Struct, frozen=True):
     """One line of the table: what, how many bytes, and of what that is the product."""
 
     label: str
@@ -67,8 +66,7 @@ class MemoryRow:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
+class MemoryPlan(msgspec.Struct, frozen=True):
     """What fits. `notes` are the spec's, then one sentence for each thing that was shrunk.
 
     Attributes:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.architectures import ARCHITECTURES, MODEL_TYPES, Architecture

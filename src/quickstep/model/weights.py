@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.ops.table import LinearWeight
 
 if TYPE_CHECKING:
@@ -19,8 +20,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionWeights:
+class AttentionWeights(msgspec.Struct, frozen=True):
     """qkv: hidden -> (H + 2 K) * D in that order; norms are None without QK norm; sinks [H]
     float32, None where the architecture has none.
     """
@@ -32,24 +32,21 @@ class AttentionWeights:
     sinks: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class MLPWeights:
+class MLPWeights(msgspec.Struct, frozen=True):
     """gate_up: hidden -> 2 * width, gate first; down_proj: width -> hidden. Also one expert."""
 
     gate_up: LinearWeight
     down_proj: LinearWeight
 
 
-@dataclass(frozen=True, slots=True)
-class MoEWeights:
+class MoEWeights(msgspec.Struct, frozen=True):
     """A mixture of experts: router hidden -> experts."""
 
     router: LinearWeight
     experts: tuple[MLPWeights, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
+class LayerWeights(msgspec.Struct, frozen=True):
     """One layer; a norm that the architecture lacks is None. Names say the place, as Gemma's do:
     Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
     """
@@ -62,8 +59,7 @@ class LayerWeights:
     post_feedforward_layernorm: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
+class DecoderWeights(msgspec.Struct, frozen=True):
     """A whole decoder: embedding [V, hidden], layers, final norm, output projection.
 
     The embedding of a tied model is the output projection itself, held once.

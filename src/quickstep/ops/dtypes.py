@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from quickstep.dataclass import dataclass
+import msgspec
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(msgspec.Struct, frozen=True):
     """An element type; `storage` is NumPy's type that holds it, bits of bfloat16 in uint16."""
 
     name: str

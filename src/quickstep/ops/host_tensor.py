@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.dataclass import dataclass
 from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ _ALIGNMENT = 64  # a cache line, and the widest load of the kernels
 _FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(msgspec.Struct, frozen=True):
     """Where tensors are, as `torch.device` has it."""
 
     type: str

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quickstep.dataclass import dataclass
+import msgspec
 
 __all__ = ["Buffer", "Numbers", "OpRecord", "Operand", "Recording", "place_buffers"]
 
 _ALIGNMENT = 64
 
 
-@dataclass(slots=True)
-class Buffer:
+class Buffer(msgspec.Struct):
     """Rows of `row_bytes`; alive from op `first` to op `last`, both included."""
 
     row_bytes: int
@@ -25,16 +24,14 @@ class Buffer:
     last: int
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(msgspec.Struct, frozen=True):
     """A place within the rows of a buffer."""
 
     buffer: int
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Numbers:
+class Numbers(msgspec.Struct, frozen=True):
     """What a call needs beside its operands."""
 
     size: tuple[int, ...] = ()
@@ -43,8 +40,7 @@ class Numbers:
     option: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class OpRecord:
+class OpRecord(msgspec.Struct, frozen=True):
     """One call. An int operand is an address."""
 
     kind: int
@@ -55,8 +51,7 @@ class OpRecord:
     numbers: Numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
+class Recording(msgspec.Struct, frozen=True):
     """A whole forward pass. `weights` keeps alive what the addresses point to.
 
     Attributes:

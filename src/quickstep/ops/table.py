@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from quickstep.dataclass import dataclass
+import msgspec
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +40,7 @@ __all__ = [
 SUB_BLOCK_INPUTS = 16  # of a `QuantizedWeight`, those that share a sub-block scale
 
 
-@dataclass(frozen=True, slots=True)
-class PagedLayout:
+class PagedLayout(msgspec.Struct, frozen=True):
     """Where a step's tokens stand: rows packed one after another, KV in paged blocks.
 
     Attributes:
@@ -61,8 +60,7 @@ class PagedLayout:
     block_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class KVCache:
+class KVCache(msgspec.Struct, frozen=True):
     """Per layer one K and one V tensor, [B, S, K, W]: W is D, or more for quantized values with
     their scale (`ops.kv_format`). Owned by the runner; zeroed at allocation, so that masked
     positions never hold NaN.
@@ -72,8 +70,7 @@ class KVCache:
     values: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LinearWeight:
+class LinearWeight(msgspec.Struct, frozen=True):
     """A weight in the layout of the implementation that made it (`OpTable.pack_linear`, or
     `OpTable.pack_quantized`).
 
@@ -88,8 +85,7 @@ class LinearWeight:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedWeight:
+class QuantizedWeight(msgspec.Struct, frozen=True):
     """The quantized values of a weight [N, C], whichever file format or rounding they come from:
 
         weight[n, c] = (quants[n, c] - zeros[n, c // group_size]) * scales[n, c // group_size]
@@ -144,8 +140,7 @@ class QuantizedWeight:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRows:
+class StoredRows(msgspec.Struct, frozen=True):
     """`num_rows` rows of a matrix one after another in a file, the first at byte `offset`."""
 
     file: Path
@@ -153,8 +148,7 @@ class StoredRows:
     num_rows: int
 
 
-@dataclass(frozen=True, slots=True)
-class Rounding:
+class Rounding(msgspec.Struct, frozen=True):
     """Quantized values to be made of a stored matrix, as `OpTable.quantize` makes them.
 
     `report_error` is called with the norm of what rounding changed over that of the weights, both
@@ -169,8 +163,7 @@ class Rounding:
     report_error: Callable[[float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredMatrix:
+class StoredMatrix(msgspec.Struct, frozen=True):
     """A weight [N, C] that is still in files, for `OpTable.load_linear`.
 
     Attributes:
@@ -190,8 +183,7 @@ class StoredMatrix:
     scales: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionParams:
+class AttentionParams(msgspec.Struct, frozen=True):
     """What distinguishes one layer's attention from another's.
 
     Attributes:
@@ -219,8 +211,7 @@ class Quantize(Protocol):
         """Quantized values of a weight [N, C]; group size None for whole rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpTable:
+class OpTable(msgspec.Struct, frozen=True):
     """One implementation per op, fixed for the life of a model.
 
     Attributes:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quickstep.dataclass import dataclass
+import msgspec
 
 __all__ = ["Cpu", "ThreadPlaces", "choose_places"]
 
 _MAX_NODES = 64  # of the library's mask
 
 
-@dataclass(frozen=True, slots=True)
-class Cpu:
+class Cpu(msgspec.Struct, frozen=True):
     """A CPU that the process may use: its number, the core it is a thread of, its NUMA node.
 
     `core` is any number that CPUs of one core share and others lack.
@@ -27,8 +26,7 @@ class Cpu:
     node: int
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadPlaces:
+class ThreadPlaces(msgspec.Struct, frozen=True):
     """A CPU for each thread, the calling one first; () leaves them to the system. `nodes` are those
     that weights are spread over.
     """

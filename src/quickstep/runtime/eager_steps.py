@@ -8,10 +8,10 @@ the same packed matrices. Importing this imports torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.model.decoder import Decoder

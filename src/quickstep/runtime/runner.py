@@ -9,7 +9,8 @@ up its slots, its rows have not run, and their sequences cannot continue unless 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model

@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import ConfigError, RequestError
 
 __all__ = ["ApiKeys", "PriorityRange", "read_key_file"]
@@ -27,8 +28,7 @@ _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _SHARED_MODE = 0o077
 
 
-@dataclass(frozen=True, slots=True)
-class PriorityRange:
+class PriorityRange(msgspec.Struct, frozen=True):
     """The priorities that the requests of one client may have; lower goes first."""
 
     low: int = -10

@@ -6,9 +6,8 @@ the engine: its own limits (context, queue) are the scheduler's.
 
 from __future__ import annotations
 
-from dataclasses import field
+import msgspec
 
-from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.batches.file_options import BatchOptions, FileOptions
@@ -25,8 +24,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
+class RequestLimits(msgspec.Struct, frozen=True):
     """Bounds on one request; beyond one the answer is 400 (413 for the body, 414 for the URL, 431
     for the headers).
 
@@ -79,8 +77,7 @@ class RequestLimits:
     detokenized: int = 500_000
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionOptions:
+class ConnectionOptions(msgspec.Struct, frozen=True):
     """How many connections there may be, and how long a client may take over its part of one, in
     seconds.
 
@@ -121,8 +118,7 @@ _FLAGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CorsOptions:
+class CorsOptions(msgspec.Struct, frozen=True):
     """Which web pages of other origins may call; none unless asked.
 
     Attributes:
@@ -144,8 +140,7 @@ class CorsOptions:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class TlsOptions:
+class TlsOptions(msgspec.Struct, frozen=True):
     """Files in PEM form; no certificate, no TLS.
 
     Attributes:
@@ -164,8 +159,7 @@ class TlsOptions:
             raise ConfigError(f"{flag} needs --ssl-certfile")
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlines:
+class Deadlines(msgspec.Struct, frozen=True):
     """How long a request may take, in seconds; then what was generated is the answer.
 
     Attributes:
@@ -202,8 +196,7 @@ class Deadlines:
 _LEAST_STALL_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerOptions:
+class AnswerOptions(msgspec.Struct, frozen=True):
     """What answers hold that a request did not ask for.
 
     Attributes:
@@ -215,8 +208,7 @@ class AnswerOptions:
     request_metrics: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class FieldRules:
+class FieldRules(msgspec.Struct, frozen=True):
     """What becomes of a request's fields that have no effect. By default they are reported in the
     answer's header `x-quickstep-ignored` and, once per client, in the log.
 
@@ -229,8 +221,7 @@ class FieldRules:
     refuse_hints: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
+class ServerOptions(msgspec.Struct, frozen=True):
     """How one engine is served.
 
     Attributes:
@@ -261,19 +252,19 @@ class ServerOptions:
     """
 
     served_model_names: tuple[str, ...] = ()
-    limits: RequestLimits = field(default_factory=RequestLimits)
-    connections: ConnectionOptions = field(default_factory=ConnectionOptions)
-    api_keys: ApiKeys = field(default_factory=ApiKeys)
-    cors: CorsOptions = field(default_factory=CorsOptions)
-    tls: TlsOptions = field(default_factory=TlsOptions)
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    field_rules: FieldRules = field(default_factory=FieldRules)
-    answers: AnswerOptions = field(default_factory=AnswerOptions)
+    limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
+    connections: ConnectionOptions = msgspec.field(default_factory=ConnectionOptions)
+    api_keys: ApiKeys = msgspec.field(default_factory=ApiKeys)
+    cors: CorsOptions = msgspec.field(default_factory=CorsOptions)
+    tls: TlsOptions = msgspec.field(default_factory=TlsOptions)
+    deadlines: Deadlines = msgspec.field(default_factory=Deadlines)
+    field_rules: FieldRules = msgspec.field(default_factory=FieldRules)
+    answers: AnswerOptions = msgspec.field(default_factory=AnswerOptions)
     share_prefix_cache: bool = False
     root_path: str = ""
     access_log: bool = False
-    files: FileOptions = field(default_factory=FileOptions)
-    batches: BatchOptions = field(default_factory=BatchOptions)
+    files: FileOptions = msgspec.field(default_factory=FileOptions)
+    batches: BatchOptions = msgspec.field(default_factory=BatchOptions)
     stored_responses: int = 4096
     stored_response_bytes: int = 64 * 1024 * 1024
     stall_s: float = 30.0

@@ -18,11 +18,11 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from ipaddress import ip_address
 from types import FrameType
 
 import uvloop
+from msgspec.structs import replace
 from uvicorn.config import Config
 from uvicorn.server import Server
 

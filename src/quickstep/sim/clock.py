@@ -6,8 +6,9 @@ Called by `sim.simulate`, in place of the runtime's executors. Tokens are all th
 
 from __future__ import annotations
 
+import msgspec
+
 from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.dataclass import dataclass
 from quickstep.types import RowOutput, StepPlan, StepResult, StepRow, TokenLogprobs
 
 __all__ = ["ClockExecutor", "ClockTicket", "VirtualClock"]
@@ -15,15 +16,13 @@ __all__ = ["ClockExecutor", "ClockTicket", "VirtualClock"]
 _TOKEN_ID = 0
 
 
-@dataclass(slots=True)
-class VirtualClock:
+class VirtualClock(msgspec.Struct):
     """Simulated time in seconds. Owned by the simulation's loop."""
 
     now: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ClockTicket:
+class ClockTicket(msgspec.Struct, frozen=True):
     """A step that ends at `ready_at_s`."""
 
     clock: VirtualClock

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import field
+
+import msgspec
 
 from quickstep.core.cost_model import CostModel
 from quickstep.core.scheduler import Scheduler
-from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 from quickstep.sim.clock import ClockExecutor, ClockTicket, VirtualClock
 from quickstep.types import (
@@ -27,16 +27,14 @@ from quickstep.types import (
 __all__ = ["Arrival", "Ending", "Simulation", "simulate"]
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """A request, and when it comes. Its output length is `sampling.max_tokens`."""
 
     at_s: float
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True):
     """How one simulated sequence ended."""
 
     request_id: str
@@ -45,13 +43,12 @@ class Ending:
     timings: SequenceTimings
 
 
-@dataclass(slots=True)
-class Simulation:
+class Simulation(msgspec.Struct):
     """What came out: endings in their order, the step log, and what was refused and why."""
 
-    endings: list[Ending] = field(default_factory=list)
-    records: list[StepRecord] = field(default_factory=list)
-    refused: list[tuple[str, str]] = field(default_factory=list)
+    endings: list[Ending] = msgspec.field(default_factory=list)
+    records: list[StepRecord] = msgspec.field(default_factory=list)
+    refused: list[tuple[str, str]] = msgspec.field(default_factory=list)
     finished_s: float = 0.0
 
 

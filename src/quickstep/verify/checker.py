@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
+import msgspec
 from msgspec import structs
+from msgspec.structs import replace
 
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.sequence import sequence_seed
-from quickstep.dataclass import dataclass
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
@@ -64,8 +64,7 @@ Progress = Callable[[str, int, int], None]
 LoadForThreads = Callable[[int], Model]
 
 
-@dataclass(frozen=True, slots=True)
-class Scenario:
+class Scenario(msgspec.Struct, frozen=True):
     """How a group of requests is run."""
 
     name: str

@@ -7,10 +7,10 @@ logprobs, and why it ended.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, field
 from typing import TypeVar
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import ConfigError
 from quickstep.types import FinishReason
 from quickstep.verify.run import RunCounts, Trace
@@ -20,8 +20,7 @@ __all__ = ["Mismatch", "ScenarioCounts", "VerifyOptions", "VerifyReport"]
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
+class VerifyOptions(msgspec.Struct, frozen=True):
     """What to draw and run.
 
     Attributes:
@@ -46,8 +45,7 @@ class VerifyOptions:
             raise ConfigError(f"--threads is {self.threads}, it must name counts of at least 1")
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
+class Mismatch(msgspec.Struct, frozen=True):
     """The first difference found. Logprobs as hexadecimal bits; None where one run has ended."""
 
     scenario: str
@@ -61,21 +59,19 @@ class Mismatch:
     detail: str
 
 
-@dataclass(slots=True)
-class ScenarioCounts:
+class ScenarioCounts(msgspec.Struct):
     """Comparisons of one scenario, and what its runs went through."""
 
     comparisons: int = 0
     mismatches: int = 0
-    runs: RunCounts = field(default_factory=RunCounts)
+    runs: RunCounts = msgspec.field(default_factory=RunCounts)
 
 
-@dataclass(slots=True)
-class VerifyReport:
+class VerifyReport(msgspec.Struct):
     """What was compared and what differed."""
 
     options: VerifyOptions
-    scenarios: dict[str, ScenarioCounts] = field(default_factory=dict)
+    scenarios: dict[str, ScenarioCounts] = msgspec.field(default_factory=dict)
     first_mismatch: Mismatch | None = None
 
     @property
@@ -135,9 +131,9 @@ class VerifyReport:
         return {
             "comparisons": self.comparisons,
             "mismatches": self.mismatches,
-            **asdict(self.options),
-            "scenarios": {name: asdict(counts) for name, counts in self.scenarios.items()},
-            "first_mismatch": asdict(self.first_mismatch) if self.first_mismatch else None,
+            **msgspec.to_builtins(self.options),
+            "scenarios": msgspec.to_builtins(self.scenarios),
+            "first_mismatch": msgspec.to_builtins(self.first_mismatch),
         }
 
 

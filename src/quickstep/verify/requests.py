@@ -9,10 +9,11 @@ picked from what is compared anyway. A function of the seed alone. Called by `ve
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from types import MappingProxyType
 
-from quickstep.dataclass import dataclass
+import msgspec
+from msgspec.structs import replace
+
 from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import Grammar, Pooling, Request, SamplingParams
@@ -93,8 +94,7 @@ _GRAMMARS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
+class Vocabulary(msgspec.Struct, frozen=True):
     """Token ids that requests may name, those that end a sequence, and whether grammars can be
     compiled; `texts` of tokens are what stop strings are made of.
     """
@@ -105,8 +105,7 @@ class Vocabulary:
     texts: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RandomRequest:
+class RandomRequest(msgspec.Struct, frozen=True):
     """A request to compare. With `beams` it is a search from the request's prompt, and the
     `sampling` of the request says how many results it has and which logprobs they get.
     """

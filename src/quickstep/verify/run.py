@@ -12,14 +12,15 @@ import enum
 import struct
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import field, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
-from quickstep.dataclass import dataclass
 from quickstep.engine.text.output_text import OutputText
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
@@ -44,16 +45,15 @@ _STEP_S = 1e-3  # what each step pretends to take: measured time would make runs
 _SEARCH_TURNS = 8  # of the loop between two steps: a search has read its beams and sent the next
 
 
-@dataclass(slots=True)
-class Trace:
+class Trace(msgspec.Struct):
     """What one sequence gave: token ids, the bits of each token's logprobs, and its end; of its
     prompt the bits of each token's score, and of its embedding; the text where it may end in a stop
     string.
     """
 
-    token_ids: list[int] = field(default_factory=list)
-    logprob_bits: list[bytes] = field(default_factory=list)
-    prompt_bits: list[bytes] = field(default_factory=list)
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    logprob_bits: list[bytes] = msgspec.field(default_factory=list)
+    prompt_bits: list[bytes] = msgspec.field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
     error: str = ""
@@ -67,8 +67,7 @@ class Signal(enum.Enum):
     RESUME = "resume"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """At step `at` a request arrives, or something happens to the one of that id."""
 
     at: int
@@ -76,8 +75,7 @@ class Event:
     what: RandomRequest | Signal
 
 
-@dataclass(slots=True)
-class RunCounts:
+class RunCounts(msgspec.Struct):
     """What really happened in runs, so that zero mismatches is known to mean something."""
 
     steps: int = 0
@@ -94,7 +92,7 @@ class RunCounts:
 
     def add(self, other: RunCounts) -> None:
         """Add another run's counts."""
-        for name in self.__slots__:
+        for name in self.__struct_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 

@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import msgspec
+
 from quickstep.config import InputConfig
-from quickstep.dataclass import dataclass
 from quickstep.engine.grammar.json_schema import for_llguidance, reference_depth
 from quickstep.errors import RequestError
 from quickstep.types import Grammar
@@ -22,8 +23,7 @@ __all__ = ["GrammarLimits", "GrammarSource", "grammar_source"]
 _SCHEMA_IN_LARK = re.compile(r"%json\s*")
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarLimits:
+class GrammarLimits(msgspec.Struct, frozen=True):
     """Bounds on one grammar, and on the compiled ones that are kept.
 
     Attributes:
@@ -67,8 +67,7 @@ class GrammarLimits:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarSource:
+class GrammarSource(msgspec.Struct, frozen=True):
     """The text that is compiled, and what it is."""
 
     form: Literal["json_schema", "json_object", "regex", "lark"]

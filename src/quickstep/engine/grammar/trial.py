@@ -26,7 +26,6 @@ from typing import IO
 
 import msgspec
 
-from quickstep.dataclass import dataclass
 from quickstep.engine.grammar.build import Refusal
 from quickstep.engine.grammar.source import GrammarLimits, GrammarSource
 from quickstep.engine.grammar.vocabulary import GrammarVocabulary
@@ -38,8 +37,7 @@ _COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.grammar.trial_worker")
 _LENGTH_BYTES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class TrialLimits:
+class TrialLimits(msgspec.Struct, frozen=True):
     """Bounds on one trial.
 
     Attributes:

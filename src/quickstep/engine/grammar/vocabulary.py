@@ -7,10 +7,11 @@ such as `<tool_call>` is text where the checkpoint says so. llguidance loads wit
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from quickstep.dataclass import dataclass
+import msgspec
+from msgspec.structs import replace
+
 from quickstep.errors import RequestError
 from quickstep.runtime.constraints.closing_search import byte_tokens
 
@@ -29,8 +30,7 @@ class TextEncoder(Protocol):
         """Token ids of `text`."""
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarVocabulary:
+class GrammarVocabulary(msgspec.Struct, frozen=True):
     """Plain data: the bytes of each token, the tokens that are no text, and the end tokens."""
 
     tokens: list[bytes]

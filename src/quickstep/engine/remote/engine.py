@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+import msgspec
+
 from quickstep.config import EngineConfig
-from quickstep.dataclass import dataclass
 from quickstep.engine.remote.child import EngineProcess, LoadProgress
 from quickstep.engine.remote.launch import WORKER_COMMAND, Launched
 from quickstep.engine.remote.messages import (
@@ -63,8 +64,7 @@ _DEADLINE_MARGIN_S = 1.0
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class _Texts:
+class _Texts(msgspec.Struct, frozen=True):
     """What this process itself reads of a checkpoint."""
 
     path: Path
@@ -91,8 +91,7 @@ class _Texts:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Served:
+class _Served(msgspec.Struct, frozen=True):
     """The loaded model, as far as this process knows it."""
 
     facts: ModelFacts

@@ -17,7 +17,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import EngineError
 
 __all__ = ["WORKER_COMMAND", "Launched", "launch"]
@@ -29,8 +30,7 @@ WORKER_COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.remote.worker")
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 
 
-@dataclass(slots=True)
-class Launched:
+class Launched(msgspec.Struct):
     """A process that starts up, and our end of its connection. Owned by whoever launched it.
 
     Attributes:

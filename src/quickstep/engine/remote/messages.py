@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from quickstep.dataclass import dataclass
 from quickstep.engine.logs import LogSetup
 from quickstep.engine.remote.opening import Open, WireMessage
 from quickstep.engine.stats import EngineStats
@@ -53,8 +52,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelFacts(msgspec.Struct, frozen=True):
     """`LoadedModel` as it travels: the receiver opens tokenizer and template at `path` itself."""
 
     name: str

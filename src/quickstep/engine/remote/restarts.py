@@ -5,13 +5,12 @@ Pure counting; `Supervisor` does the waiting.
 
 from __future__ import annotations
 
-from quickstep.dataclass import dataclass
+import msgspec
 
 __all__ = ["RestartLimits", "Restarts"]
 
 
-@dataclass(frozen=True, slots=True)
-class RestartLimits:
+class RestartLimits(msgspec.Struct, frozen=True):
     """How often and how fast.
 
     Attributes:

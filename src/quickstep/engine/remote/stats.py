@@ -6,7 +6,7 @@ engine's, and empty while there is none.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from msgspec.structs import fields, replace
 
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.block_pool import PoolStats

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.engine.stream import Delta, Stream
 from quickstep.errors import EngineDied, QuickstepError
 from quickstep.types import FinishReason
@@ -19,8 +20,7 @@ from quickstep.types import FinishReason
 __all__ = ["RemoteStreams"]
 
 
-@dataclass(slots=True)
-class _Live:
+class _Live(msgspec.Struct):
     stream: Stream
     running: set[int]  # indices of the sequences that have not ended
     timer: asyncio.TimerHandle | None = None  # of its deadline

@@ -13,7 +13,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +21,7 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
+from msgspec.structs import replace
 
 from quickstep.engine.text.json_file import read_json
 from quickstep.engine.text.template_limits import BoundedEnvironment

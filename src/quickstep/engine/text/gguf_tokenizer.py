@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 from tokenizers import (
     AddedToken,
     Regex,
@@ -24,7 +25,6 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Library
 
-from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import open_gguf
 
@@ -43,8 +43,7 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
+class _Split(msgspec.Struct, frozen=True):
     """How text is cut before merging: expressions, one after another.
 
     Attributes:
@@ -88,8 +87,7 @@ _SPLITS: Mapping[str, _Split] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class GgufTokenizer:
+class GgufTokenizer(msgspec.Struct, frozen=True):
     """What `Tokenizer` is made of."""
 
     library: Any

@@ -7,7 +7,7 @@ many a step gave.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from quickstep.engine.stream import Delta
 from quickstep.engine.text.detokenizer import Detokenizer

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quickstep.dataclass import dataclass
+import msgspec
 
 __all__ = ["StopMatch", "StopStrings"]
 
 
-@dataclass(frozen=True, slots=True)
-class StopMatch:
+class StopMatch(msgspec.Struct, frozen=True):
     """What `feed` found: the text that may be shown now, and the stop that ended it, if any."""
 
     text: str

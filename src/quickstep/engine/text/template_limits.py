@@ -3,7 +3,10 @@
 Jinja's own sandbox keeps a template away from Python, not from working for ever. Here every turn
 of a loop, every call, filter and test looks at the clock, and whatever can make a text or a number
 grow at one stroke (`*`, `**`, `~`, `+`, `%`, `replace`, `join`, widths) is measured before it does.
-Loops get their look at the clock when the template is parsed.
+Loops and `~` become calls of the environment when the template is parsed.
+
+A template may be a stranger's: it comes with a checkpoint. The sandbox alone lets it ask for any
+amount of memory in one expression, which no deadline on the waiting side would stop.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ from types import BuiltinMethodType
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 __all__ = ["BoundedEnvironment", "TemplateLimit"]
 
@@ -46,22 +49,25 @@ class TemplateLimit(Exception):
     """The template works too long, or on too much."""
 
 
-class _Code(CodeGenerator):
-    """Jinja's, except that `~` is measured, and that a look at the clock is one plain call."""
+class _MeasuredNodes(NodeTransformer):
+    """Calls `tick` on each turn of a loop, and `concat_values` for `~`."""
 
-    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
-        if isinstance(node.node, nodes.EnvironmentAttribute):  # no template can write one
-            self.write("environment.tick()")
-        else:
-            super().visit_Call(node, frame, forward_caller=forward_caller)
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_call("tick", [], node), lineno=node.lineno))
+        if node.test is not None:
+            node.test = nodes.And(_call("tick", [], node), node.test, lineno=node.lineno)
+        return node
 
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("environment.concat((")
-        for part in node.nodes:
-            self.write("str(")
-            self.visit(part, frame)
-            self.write("), ")
-        self.write("))")
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("concat_values", node.nodes, node)
+
+
+def _call(method: str, args: list[nodes.Expr], place: nodes.Node) -> nodes.Call:
+    """A call of a method of the environment."""
+    function = nodes.EnvironmentAttribute(method, lineno=place.lineno)
+    return nodes.Call(function, args, [], None, None, lineno=place.lineno)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -69,7 +75,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     of the thread that asks.
     """
 
-    code_generator_class = _Code
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self, clock: Callable[[], float], extensions: Sequence[type[Extension]]) -> None:
@@ -112,6 +117,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             kept.append(part)
         return "".join(kept)
 
+    def concat_values(self, *values: Any) -> str:
+        """`~` between values of any type."""
+        return self.concat(map(str, values))
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """`left operator right`, unless that is too much."""
         if operator == "**":
@@ -147,15 +156,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
-        for loop in template.find_all(nodes.For):
-            loop.body.insert(0, nodes.ExprStmt(self._tick_node(loop), lineno=loop.lineno))
-            if loop.test is not None:
-                loop.test = nodes.And(self._tick_node(loop), loop.test, lineno=loop.lineno)
+        _MeasuredNodes().visit(template)
         return template.set_environment(self)  # type: ignore[return-value]
-
-    def _tick_node(self, place: nodes.Node) -> nodes.Call:
-        tick = nodes.EnvironmentAttribute("tick", lineno=place.lineno)
-        return nodes.Call(tick, [], [], None, None, lineno=place.lineno)
 
     def _ticking(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter or test that looks at the clock first; Jinja's marks on it stay."""

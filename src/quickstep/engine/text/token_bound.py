@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from quickstep.dataclass import dataclass
+import msgspec
 
 __all__ = ["TokenBound", "token_bound"]
 
@@ -21,8 +21,7 @@ _KEEPING_SPLITTERS = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScri
 _NUM_BYTES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class TokenBound:
+class TokenBound(msgspec.Struct, frozen=True):
     """Bytes of text that a token covers at most; blanks besides, if `swallows_blanks`."""
 
     num_bytes: int

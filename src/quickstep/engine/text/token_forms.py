@@ -12,10 +12,11 @@ import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.formats import ReasoningFormat, check_reasoning_tags

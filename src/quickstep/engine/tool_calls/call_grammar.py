@@ -13,7 +13,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.engine.grammar.json_spacing import ONE_LINE
 from quickstep.engine.tool_calls.pythonic_grammar import pythonic_arguments
 from quickstep.types import Grammar
@@ -31,8 +32,7 @@ class Slot(enum.Enum):
     KEYWORDS = "keywords"
 
 
-@dataclass(frozen=True, slots=True)
-class CallSpelling:
+class CallSpelling(msgspec.Struct, frozen=True):
     """How a message of calls only is written.
 
     Attributes:

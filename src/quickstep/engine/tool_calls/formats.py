@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
-from quickstep.dataclass import dataclass
+import msgspec
+from msgspec.structs import replace
+
 from quickstep.engine.tool_calls.call_grammar import CallSpelling
 from quickstep.engine.tool_calls.deepseek import (
     DEEPSEEK_FENCED,
@@ -50,8 +51,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallFormat:
+class ToolCallFormat(msgspec.Struct, frozen=True):
     """How a model writes calls.
 
     Attributes:
@@ -67,8 +67,7 @@ class ToolCallFormat:
     short_ids: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningFormat:
+class ReasoningFormat(msgspec.Struct, frozen=True):
     """How a model sets its reasoning apart; harmony has markers of its own instead of a pair."""
 
     name: str
@@ -117,8 +116,7 @@ _OTHER_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFormats:
+class OutputFormats(msgspec.Struct, frozen=True):
     """What to look for in a model's output; None for nothing.
 
     `renders_tools` says that the template shows tools to the model, `renders_calls` that it shows

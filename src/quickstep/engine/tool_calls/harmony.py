@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import re
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.engine.tool_calls.call_grammar import CallSpelling, Slot
 from quickstep.engine.tool_calls.json_text import arguments_text, known_name
 from quickstep.engine.tool_calls.reader import Found, Malformed, Markers, Parsing, Reader
@@ -46,8 +47,7 @@ _RECIPIENT = "to="
 _FUNCTIONS = "functions."
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
+class _Header(msgspec.Struct, frozen=True):
     channel: str
     recipient: str
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import groupby
 
-from quickstep.dataclass import dataclass
+import msgspec
 
 __all__ = [
     "CallDelta",
@@ -23,8 +23,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionCall:
+class FunctionCall(msgspec.Struct, frozen=True):
     """A call with all of its arguments: the text that the model wrote, mostly a JSON object."""
 
     call_id: str
@@ -32,22 +31,19 @@ class FunctionCall:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
+class ContentDelta(msgspec.Struct, frozen=True):
     """More of the content."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True):
     """More of the reasoning."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallDelta:
+class CallDelta(msgspec.Struct, frozen=True):
     """A piece of the tool call `index` of a message.
 
     The first piece of a call has its id and its name, and no arguments yet; the arguments of the
@@ -67,8 +63,7 @@ class CallDelta:
 MessagePart = ContentDelta | ReasoningDelta | CallDelta
 
 
-@dataclass(frozen=True, slots=True)
-class MessageDelta:
+class MessageDelta(msgspec.Struct, frozen=True):
     """What became certain with a piece of text."""
 
     parts: tuple[MessagePart, ...] = ()

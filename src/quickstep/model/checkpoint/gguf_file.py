@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.safetensors_files import StoredTensor
 
@@ -52,8 +53,7 @@ _ALIGNMENT = 32
 _MAX_DIMENSIONS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class GgufFile:
+class GgufFile(msgspec.Struct, frozen=True):
     """One file's metadata (arrays of text only where asked for) and tensors by their own names."""
 
     path: Path

@@ -11,11 +11,12 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from quickstep.dataclass import dataclass
+import msgspec
+from msgspec.structs import replace
+
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.gguf_file import GgufFile, open_gguf
@@ -60,15 +61,14 @@ _MOST_LAYERS = 10_000  # a damaged count would keep every later step busy for ho
 _BLOCK = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 
 
-@dataclass(frozen=True, slots=True)
-class _Dialect:
+class _Dialect(msgspec.Struct, frozen=True):
     """How one `general.architecture` is written; `scores_layers`: layers of the one size of the
     family whose scores are scaled by hidden size / heads instead of the head size (Gemma).
     """
 
     name: str
-    parts: Mapping[str, str] = field(default_factory=lambda: _STANDARD_PARTS)
-    activation: Mapping[str, object] = field(default_factory=lambda: {"hidden_act": "silu"})
+    parts: Mapping[str, str] = msgspec.field(default_factory=lambda: _STANDARD_PARTS)
+    activation: Mapping[str, object] = msgspec.field(default_factory=lambda: {"hidden_act": "silu"})
     window: bool = False
     softcaps: bool = False
     scores_layers: int | None = None

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 
+import msgspec
 import torch
 from torch import Tensor
 
-from quickstep.dataclass import dataclass
 from quickstep.model.checkpoint.tensor_reader import Progress
 from quickstep.model.checkpoint.tensor_schema import Shapes, layer_tensors, outer_tensors
 from quickstep.model.decoder import Decoder
@@ -24,8 +24,7 @@ from quickstep.ops.table import OpTable, QuantizedWeight
 __all__ = ["RandomDraw", "RandomTensors", "random_model"]
 
 
-@dataclass(frozen=True, slots=True)
-class RandomDraw:
+class RandomDraw(msgspec.Struct, frozen=True):
     """Which weights to draw: their dtype and place, the seed, and `--quantization`, if any."""
 
     dtype: torch.dtype

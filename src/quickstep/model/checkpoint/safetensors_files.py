@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from io import FileIO, RawIOBase
 from pathlib import Path
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import ConfigError
 
 __all__ = ["StoredTensor", "TensorFiles", "open_tensor_files"]
@@ -28,8 +29,7 @@ _MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(msgspec.Struct, frozen=True):
     """Where one tensor's bytes stand: `offset` counts from the start of `file`."""
 
     name: str
@@ -40,8 +40,7 @@ class StoredTensor:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorFiles:
+class TensorFiles(msgspec.Struct, frozen=True):
     """All tensors of a checkpoint by name, and the raw headers (for the fingerprint)."""
 
     tensors: Mapping[str, StoredTensor]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
+
 from quickstep.config import LoadConfig
-from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import is_gguf
 
@@ -23,8 +24,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _BUNDLED = Path(__file__).resolve().parents[2] / "bundled"
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(msgspec.Struct, frozen=True):
     """A checkpoint's directory or GGUF file, and the name that clients know the model by."""
 
     path: Path

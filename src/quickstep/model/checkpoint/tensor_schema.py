@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.model.decoder_spec import ModelSpec, NormPlacement, QKNorm
 
 __all__ = ["LayerNorms", "layer_norms", "layer_tensors", "num_parameters", "outer_tensors"]
@@ -17,8 +18,7 @@ __all__ = ["LayerNorms", "layer_norms", "layer_tensors", "num_parameters", "oute
 Shapes = dict[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerNorms:
+class LayerNorms(msgspec.Struct, frozen=True):
     """Checkpoint names of a layer's norms, by place (`LayerWeights`); None where there is none."""
 
     input_layernorm: str | None

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_tensor_files
@@ -32,8 +33,7 @@ __all__ = ["CheckpointWeights", "DecoderNames", "open_checkpoint_files", "open_w
 _STACKS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderNames:
+class DecoderNames(msgspec.Struct, frozen=True):
     """The decoder's prefix, the output projection's name, and whether that one is stored."""
 
     prefix: str
@@ -46,8 +46,7 @@ class DecoderNames:
         return f"{self.prefix}embed_tokens.weight"
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointWeights:
+class CheckpointWeights(msgspec.Struct, frozen=True):
     """What a native checkpoint holds.
 
     Attributes:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
-from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.ops.kv_format import head_size_of
 from quickstep.ops.table import AttentionParams, KVCache, LinearWeight, OpTable, PagedLayout
@@ -46,8 +46,7 @@ _HARMLESS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PagedStep:
+class PagedStep(msgspec.Struct, frozen=True):
     """What one forward pass hands to every attention layer. `windows` collects what they ask."""
 
     layout: PagedLayout
@@ -155,8 +154,7 @@ class FixedRows(nn.Module):
         return torch.cat(tiles)[: rows.shape[0]].reshape(x.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class BodyOutput:
+class BodyOutput(msgspec.Struct, frozen=True):
     """What the heads of transformers read from a body's output."""
 
     last_hidden_state: Tensor

@@ -18,10 +18,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
-from quickstep.dataclass import dataclass
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
@@ -35,8 +35,7 @@ __all__ = ["BitsAndBytesStorage"]
 _TYPES = ("nf4", "fp4")
 
 
-@dataclass(frozen=True, slots=True)
-class _Blocks:
+class _Blocks(msgspec.Struct, frozen=True):
     """What a `quant_state` says; `state` is its tensor's name, nested sizes are None without."""
 
     state: str

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 
@@ -21,8 +22,7 @@ _STRATEGIES = ("channel", "group", "tensor")
 _EXPRESSION = "re:"
 
 
-@dataclass(frozen=True, slots=True)
-class WeightScheme:
+class WeightScheme(msgspec.Struct, frozen=True):
     """How the weights of a group of modules are held; `group_size` None for all inputs."""
 
     targets: tuple[str, ...]
@@ -31,8 +31,7 @@ class WeightScheme:
     group_size: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Schemes:
+class Schemes(msgspec.Struct, frozen=True):
     """All groups of a checkpoint, and the modules that are left whole."""
 
     groups: tuple[WeightScheme, ...]

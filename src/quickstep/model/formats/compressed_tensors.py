@@ -14,9 +14,9 @@ inputs are scattered as GPTQ's act-order does it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.errors import ConfigError

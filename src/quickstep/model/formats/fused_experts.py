@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_schema import Shapes
 from quickstep.model.decoder_spec import ModelSpec
@@ -26,8 +27,7 @@ MXFP4_BLOCK = 32  # weights that share a scale
 _MXFP4_KEYS = frozenset(("quant_method", "modules_to_not_convert", "dequantize"))
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertTensor:
+class ExpertTensor(msgspec.Struct, frozen=True):
     """One expert's weight or bias: number `index` of what the files hold as `name`.
 
     `layer` is what a layer's experts have in common; `interleaved`: gate and up alternate.
@@ -40,8 +40,7 @@ class ExpertTensor:
     interleaved: bool
 
 
-@dataclass(frozen=True, slots=True)
-class FusedExperts:
+class FusedExperts(msgspec.Struct, frozen=True):
     """The layout of a checkpoint's experts, which its tensors were not yet compared with."""
 
     folder: str  # between the name of a layer and an expert's number

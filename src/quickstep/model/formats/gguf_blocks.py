@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import msgspec
 import torch
 from torch import Tensor
-
-from quickstep.dataclass import dataclass
 
 __all__ = ["BLOCK_KINDS", "BlockKind"]
 
 Decoded = tuple[Tensor, Tensor, Tensor | None]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockKind:
+class BlockKind(msgspec.Struct, frozen=True):
     """One block type: bits of a quantized value, inputs per scale, whether groups have zeros."""
 
     bits: int

@@ -6,9 +6,9 @@ A `TensorSource` for the loader; one layer's tensors are in memory at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.model.checkpoint.tensor_reader import TensorReader

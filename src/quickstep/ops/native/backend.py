@@ -10,9 +10,10 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
-from quickstep.dataclass import dataclass
+import msgspec
+from msgspec.structs import replace
+
 from quickstep.errors import ConfigError
 from quickstep.ops.native.kernels import NativeOps
 from quickstep.ops.native.library import library_path, open_library, raise_for_status
@@ -24,8 +25,7 @@ from quickstep.ops.thread_placement import ThreadPlaces
 __all__ = ["NativeStatus", "default_num_threads", "load_native", "load_probe", "native_status"]
 
 
-@dataclass(frozen=True, slots=True)
-class NativeStatus:
+class NativeStatus(msgspec.Struct, frozen=True):
     """What this machine has.
 
     Attributes:

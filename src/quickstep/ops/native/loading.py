@@ -14,7 +14,8 @@ from ctypes import c_double, c_int16, c_int32, c_int64, c_void_p
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import ConfigError
 from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, of_kind
 from quickstep.ops.native.library import raise_for_status
@@ -30,8 +31,7 @@ _UNREADABLE = 5  # qs_status of csrc/quickstep.h
 _PLAIN = (FLOAT32, BFLOAT16, FLOAT16)  # by qs_rows_kind
 
 
-@dataclass(frozen=True, slots=True)
-class _Codes:
+class _Codes(msgspec.Struct, frozen=True):
     """What a kind of quantized values holds; group size 0: one scale per row."""
 
     bits: int

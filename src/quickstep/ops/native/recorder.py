@@ -9,8 +9,9 @@ tokens a step has.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
+
+from msgspec.structs import replace
 
 from quickstep.ops.dtypes import FLOAT32, INT32, INT64, DType, host_dtype
 from quickstep.ops.host_tensor import HostTensor

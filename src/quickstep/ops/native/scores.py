@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.dataclass import dataclass
 from quickstep.ops.dtypes import UINT8
 from quickstep.ops.host_tensor import AnyTensor, HostTensor
 from quickstep.ops.native.library import raise_for_status
@@ -21,8 +21,7 @@ from quickstep.ops.native.step_abi import ScoresCall
 __all__ = ["ScoredTokens", "TokenScores"]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredTokens:
+class ScoredTokens(msgspec.Struct, frozen=True):
     """By position T: `ranks` is negative where the logits have no finite maximum, and the other
     results hold anything there.
     """

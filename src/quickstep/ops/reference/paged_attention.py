@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+import msgspec
 import torch
 from torch import Tensor
 
-from quickstep.dataclass import dataclass
 from quickstep.ops.kv_format import quantize_heads, read_heads
 from quickstep.ops.reference.exact_math import (
     exp_nonpositive,
@@ -40,8 +40,7 @@ _SCORE_ELEMENTS = 1 << 20  # fp64 scores held at a time: 8 MiB
 _TILE_ELEMENTS = 1 << 17  # fp64 keys of a tile at a time: 1 MiB, stays in cache
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
+class _Group(msgspec.Struct, frozen=True):
     """Queries handled in one go: G rows with Q queries each, over one span of key tiles.
 
     `tokens` [G, Q] indexes the step's tokens; rows' tables are `tables` [G, blocks].

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.runtime.constraints.closing_search import ClosingSearch, ClosingVocabulary, Ending
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ _START_STATES = 1024  # looked at when a grammar is compiled
 _MAX_STATES = 48  # looked at for one token
 
 
-@dataclass(frozen=True, slots=True)
-class ClosingStart:
+class ClosingStart(msgspec.Struct, frozen=True):
     """What a compiled grammar has for each of its sequences; shared, never changed.
 
     Attributes:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-
-from quickstep.dataclass import dataclass
 
 __all__ = [
     "NO_BANS",
@@ -30,8 +29,7 @@ Bits = npt.NDArray[np.uint64]
 Edit = tuple[Ids, Floats]
 
 
-@dataclass(frozen=True, slots=True)
-class Bans:
+class Bans(msgspec.Struct, frozen=True):
     """Tokens that may not be sampled; with `yields` unless nothing else would be left."""
 
     token_ids: Ids
@@ -41,8 +39,7 @@ class Bans:
 NO_BANS = Bans(np.empty(0, dtype=np.int64))
 
 
-@dataclass(frozen=True, slots=True)
-class LogitChanges:
+class LogitChanges(msgspec.Struct, frozen=True):
     """Of the next token.
 
     Attributes:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.dataclass import dataclass
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
 from quickstep.ops.host_tensor import AnyTensor
@@ -96,8 +96,7 @@ class NativeSampler:
         return [Sample(one) if one >= 0 else NO_MAXIMUM for one in token_ids]
 
 
-@dataclass(slots=True)
-class _Pending:
+class _Pending(msgspec.Struct):
     """A call under way and the arrays that it points to."""
 
     call: SampleCall

@@ -16,11 +16,10 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.dataclass import dataclass
-from quickstep.frozen import frozen
 from quickstep.ops.host_tensor import AnyTensor, HostTensor, to_numpy
 from quickstep.runtime.sampling.filters import kept_token_ids
 from quickstep.runtime.sampling.logprobs import token_logprobs
@@ -45,16 +44,14 @@ __all__ = [
 _LOGGER = logging.getLogger(__name__)
 
 
-@frozen
-class Sample:
+class Sample(msgspec.Struct, frozen=True):
     """One emitted token."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SampleFailure:
+class SampleFailure(msgspec.Struct, frozen=True):
     """Why a row emits nothing. `is_refused`: what its request demands cannot be."""
 
     reason: str

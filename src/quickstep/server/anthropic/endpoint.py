@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec import structs
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quickstep.dataclass import dataclass
+import msgspec
 
 __all__ = ["BatchOptions", "FileOptions"]
 
 
-@dataclass(frozen=True, slots=True)
-class FileOptions:
+class FileOptions(msgspec.Struct, frozen=True):
     """Where clients' files stand, and how much of them.
 
     Attributes:
@@ -30,8 +29,7 @@ class FileOptions:
     files_per_key: int = 500
 
 
-@dataclass(frozen=True, slots=True)
-class BatchOptions:
+class BatchOptions(msgspec.Struct, frozen=True):
     """How batches run.
 
     Attributes:

@@ -14,10 +14,10 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import field
 from functools import partial
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import QuickstepError, RequestError
 from quickstep.server.batches.file_options import BatchOptions
 from quickstep.server.batches.file_store import FileStore, FileWriter, StoredFile
@@ -48,16 +48,15 @@ _PIECE_BYTES = 256 * 1024
 _LIMITS = RequestLimits()
 
 
-@dataclass(slots=True)
-class _Job:
+class _Job(msgspec.Struct):
     """A batch at work. `answered` are the custom ids that are done."""
 
     batch: Batch
     source: StoredFile
     output: FileWriter
     errors: FileWriter
-    answered: set[str] = field(default_factory=set)
-    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    answered: set[str] = msgspec.field(default_factory=set)
+    writing: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 
     async def write(self, answer: LineAnswer) -> None:
         """A line's answer goes into its file and is counted."""

@@ -18,7 +18,6 @@ from typing import Any, BinaryIO, Literal, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.adapter import Answered
 from quickstep.server.http.body import check_json_depth
@@ -85,16 +84,14 @@ class OutputLine(msgspec.Struct, frozen=True):
     error: LineError | None
 
 
-@dataclass(frozen=True, slots=True)
-class AskedBy:
+class AskedBy(msgspec.Struct, frozen=True):
     """Whose lines they are, and what their own priority is raised by (lower goes first)."""
 
     caller: str = ""
     added_priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class BatchLine:
+class BatchLine(msgspec.Struct, frozen=True):
     """A request; `body` is the JSON text of an object. Lines count from 1."""
 
     number: int
@@ -111,8 +108,7 @@ class LineFault(RequestError):
         self.number = number
 
 
-@dataclass(frozen=True, slots=True)
-class LineAnswer:
+class LineAnswer(msgspec.Struct, frozen=True):
     """What became of a line; `ignored` are the fields of its body that have no effect."""
 
     custom_id: str

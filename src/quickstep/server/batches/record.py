@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import field
 from typing import Any
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.server.batches.lines import LineAnswer
 from quickstep.server.batches.request_types import BatchRequest
 from quickstep.server.batches.response_types import (
@@ -26,8 +26,7 @@ __all__ = ["Batch"]
 _OVER = frozenset({"failed", "completed", "expired", "cancelled"})
 
 
-@dataclass(slots=True)
-class Batch:
+class Batch(msgspec.Struct):
     """A batch. Owned by its job.
 
     Attributes:
@@ -40,10 +39,10 @@ class Batch:
     model: str
     created_at: int
     window_s: int
-    id: str = field(default_factory=lambda: f"batch_{secrets.token_hex(16)}")
+    id: str = msgspec.field(default_factory=lambda: f"batch_{secrets.token_hex(16)}")
     status: BatchStatus = "validating"
-    moments: dict[str, int] = field(default_factory=dict)
-    errors: list[BatchError] = field(default_factory=list)
+    moments: dict[str, int] = msgspec.field(default_factory=dict)
+    errors: list[BatchError] = msgspec.field(default_factory=list)
     num_lines: int = 0
     num_completed: int = 0
     num_failed: int = 0

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import field
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import EngineDied, EngineError, RequestError
 from quickstep.server.batches.lines import (
     AskedBy,
@@ -72,8 +72,7 @@ class LineSlots:
                 self._none_alone.set()
 
 
-@dataclass(frozen=True, slots=True)
-class LineRunner:
+class LineRunner(msgspec.Struct, frozen=True):
     """Answers one line, and tries again while the engine takes none.
 
     Attributes:
@@ -87,7 +86,7 @@ class LineRunner:
 
     endpoints: Mapping[str, Endpoint]
     slots: LineSlots | None = None
-    asked_by: AskedBy = field(default_factory=AskedBy)
+    asked_by: AskedBy = msgspec.field(default_factory=AskedBy)
     num_tries: int = 1
     retry_s: float = 0.5
 

@@ -10,10 +10,11 @@ answer with a list of choices (`completions`, `chat`); the others write their ow
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import field, replace
 from typing import Any, Protocol
 
-from quickstep.dataclass import dataclass
+import msgspec
+from msgspec.structs import replace
+
 from quickstep.engine.tool_calls.formats import OutputFormats, reasoning_format, tool_call_format
 from quickstep.errors import RequestError
 from quickstep.server.api_keys import ApiKeys
@@ -44,8 +45,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(msgspec.Struct, frozen=True):
     """What an adapter may look at: the engine's facts, the names it goes by, the limits, how the
     model writes calls and reasoning, how long requests may take, what becomes of fields without
     effect, what answers hold beyond what was asked for, whether the prompts of one API key may hit
@@ -57,12 +57,12 @@ class Served:
     names: tuple[str, ...]
     limits: RequestLimits
     formats: OutputFormats
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    field_rules: FieldRules = field(default_factory=FieldRules)
-    answers: AnswerOptions = field(default_factory=AnswerOptions)
+    deadlines: Deadlines = msgspec.field(default_factory=Deadlines)
+    field_rules: FieldRules = msgspec.field(default_factory=FieldRules)
+    answers: AnswerOptions = msgspec.field(default_factory=AnswerOptions)
     shares_prefix_cache: bool = False
-    api_keys: ApiKeys = field(default_factory=ApiKeys)
-    lanes: WorkLanes = field(default_factory=WorkLanes)
+    api_keys: ApiKeys = msgspec.field(default_factory=ApiKeys)
+    lanes: WorkLanes = msgspec.field(default_factory=WorkLanes)
 
     @classmethod
     def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
@@ -94,8 +94,7 @@ class Served:
         return name
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """What an answer begins with, beside its request: seconds since 1970, and the engine's
     fingerprint.
     """
@@ -126,8 +125,7 @@ class Writer(Protocol):
         """The answer that is not streamed, for the JSON encoder."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """A parsed request, who will write its answer, and the media type of its stream."""
 
     request: ParsedRequest
@@ -135,8 +133,7 @@ class Asked:
     stream_type: str = SERVER_SENT_EVENTS
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(msgspec.Struct, frozen=True):
     """The JSON answer to a body that came without HTTP; `ignored` are its fields without effect."""
 
     body: object

@@ -7,10 +7,10 @@ template is given, which grammar the message has to follow, what to read out of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
 from typing import Any
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
@@ -37,8 +37,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
+class Conversation(msgspec.Struct, frozen=True):
     """What the model is to answer, and in which form.
 
     Attributes:
@@ -51,10 +50,10 @@ class Conversation:
 
     messages: tuple[Mapping[str, Any], ...]
     num_chars: int
-    offered: OfferedTools = field(default_factory=OfferedTools)
+    offered: OfferedTools = msgspec.field(default_factory=OfferedTools)
     asked: AskedGrammar | None = None
     add_generation_prompt: bool = True
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     continued: bool = False
 
     @property

@@ -12,14 +12,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from typing import TypeVar
 
+import msgspec
 from msgspec import structs
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Adapter, Answered, Asked, Head, Served, Writer
 from quickstep.server.generate.generation import Generation, open_generation
@@ -40,8 +40,7 @@ _INLINE_TOKENS = 4096
 CLIENT_CLOSED = 499  # nginx's; nobody reads it, it stands in the access log
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(msgspec.Struct, frozen=True):
     """A submitted request and how its answer is written."""
 
     generation: Generation

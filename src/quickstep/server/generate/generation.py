@@ -12,13 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import field
 from typing import Any
 
+import msgspec
 from msgspec import structs
 
 from quickstep.core.sequence import sequence_seed
-from quickstep.dataclass import dataclass
 from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.engine.best_of import best_indices
 from quickstep.engine.stream import Delta
@@ -61,8 +60,7 @@ _QUEUED_DELTAS = 256
 _PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of the reasoning
 
 
-@dataclass(frozen=True, slots=True)
-class OutputReading:
+class OutputReading(msgspec.Struct, frozen=True):
     """The formats to look for in a message.
 
     `one_call`: further calls are dropped. `inside_reasoning`: the client has begun the reasoning.
@@ -74,8 +72,7 @@ class OutputReading:
     inside_reasoning: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
+class Shown(msgspec.Struct, frozen=True):
     """What an answer says beside its text; a surface asks the engine for at least as much.
 
     Attributes:
@@ -95,8 +92,7 @@ class Shown:
     before: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedRequest:
+class ParsedRequest(msgspec.Struct, frozen=True):
     """What a client requested, whichever API it came through: the request to the engine, and how to
     answer it.
 
@@ -127,8 +123,8 @@ class ParsedRequest:
     output: OutputReading | None = None
     grammar_field: str = ""
     prompt_field: str = "prompt"
-    echoed: Mapping[str, Any] = field(default_factory=dict)
-    shown: Shown = field(default_factory=Shown)
+    echoed: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    shown: Shown = msgspec.field(default_factory=Shown)
     num_kept: int | None = None
     beams: BeamSearchParams | None = None
     truncate_prompt_tokens: int | None = None
@@ -140,27 +136,25 @@ class ParsedRequest:
         return self.request.sampling
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
+class ChoiceDelta(msgspec.Struct, frozen=True):
     """News of one choice."""
 
     choice: int
     delta: Delta
 
 
-@dataclass(slots=True)
-class Choice:
+class Choice(msgspec.Struct):
     """One choice, as its deltas add up. Owned by its Generation."""
 
     index: int
     seed: int
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text: list[str] = msgspec.field(default_factory=list)
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     timings: SequenceTimings | None = None
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = msgspec.field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         """Append a delta."""
@@ -172,8 +166,7 @@ class Choice:
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """Tokens of a request so far. A prompt counts once for its n choices."""
 
     num_prompt_tokens: int

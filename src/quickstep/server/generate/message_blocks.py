@@ -12,12 +12,10 @@ import enum
 import re
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import field
 from typing import Any
 
 import msgspec
 
-from quickstep.dataclass import dataclass
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.message_delta import CallDelta, ContentDelta, ReasoningDelta
 from quickstep.server.openai.chat_message import MessageReader
@@ -46,8 +44,7 @@ class Change(enum.Enum):
     CLOSED = "closed"
 
 
-@dataclass(slots=True)
-class Block:
+class Block(msgspec.Struct):
     """A block, growing. `call` has the id and the name of one; its text is then the arguments.
 
     `cut`: its end is missing.
@@ -56,8 +53,8 @@ class Block:
     index: int
     kind: BlockKind
     call: CallDelta | None = None
-    pieces: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    pieces: list[str] = msgspec.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     cut: bool = False
 
     @property
@@ -66,8 +63,7 @@ class Block:
         return "".join(self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockNews:
+class BlockNews(msgspec.Struct, frozen=True):
     """One change; `text` and `logprobs` are what is new."""
 
     change: Change

@@ -8,10 +8,10 @@ a text that cannot fit the context is refused before it is tokenised.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from typing import Any
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import PromptTooLong, RequestError
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.work_lanes import WorkLanes
@@ -31,23 +31,20 @@ _INLINE_CHARS = 2048
 _CHARS_OF_A_CALL = 64  # what the shortest prompt costs beside its text
 
 
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
+class TextPrompt(msgspec.Struct, frozen=True):
     """Text to tokenise; special tokens in the text itself are recognised."""
 
     text: str
     add_special_tokens: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
+class TokenPrompt(msgspec.Struct, frozen=True):
     """Token ids as the client gave them."""
 
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
+class ChatPrompt(msgspec.Struct, frozen=True):
     """A conversation for the model's chat template. `num_chars` estimates its size.
 
     `continue_final_message`: the answer goes on from the last message's text.
@@ -57,12 +54,11 @@ class ChatPrompt:
     num_chars: int
     add_generation_prompt: bool = True
     tools: tuple[Mapping[str, Any], ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     continue_final_message: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class InfillPrompt:
+class InfillPrompt(msgspec.Struct, frozen=True):
     """Text on both sides of what the model is to write; `marker_ids` announce the text before,
     the text behind, and the middle.
     """

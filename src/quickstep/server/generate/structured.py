@@ -6,7 +6,8 @@ that what the engine's compiler refuses is told in the client's words.
 
 from __future__ import annotations
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.errors import RequestError
 from quickstep.server.openai.request_types import (
     JsonObjectFormat,
@@ -20,8 +21,7 @@ from quickstep.types import Grammar
 __all__ = ["AskedGrammar", "asked_grammar"]
 
 
-@dataclass(frozen=True, slots=True)
-class AskedGrammar:
+class AskedGrammar(msgspec.Struct, frozen=True):
     """A grammar, and the path of the client's field."""
 
     grammar: Grammar

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from quickstep.dataclass import dataclass
+import msgspec
+
 from quickstep.engine.tool_calls.answer_grammar import NotNestable, answer_grammar
 from quickstep.engine.tool_calls.call_grammar import call_grammar
 from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, ToolCallFormat
@@ -41,8 +42,7 @@ FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
-@dataclass(frozen=True, slots=True)
-class OfferedTools:
+class OfferedTools(msgspec.Struct, frozen=True):
     """The tools that the model is shown, and the grammar of its message, if that has one.
 
     Attributes:
@@ -59,8 +59,7 @@ class OfferedTools:
     functions: tuple[Mapping[str, Any], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Function:
+class Function(msgspec.Struct, frozen=True):
     """A function as a client describes it, whichever surface it came through.
 
     `path` is where it stands in the body, `parameters_field` the name of its schema there.
@@ -74,8 +73,7 @@ class Function:
     parameters_field: str = "parameters"
 
 
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
+class ToolChoice(msgspec.Struct, frozen=True):
     """`tool_choice`: `names` are the functions of which one has to be called, None for any."""
 
     may_call: bool = True

@@ -18,7 +18,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quickstep.dataclass import dataclass
 from quickstep.errors import EngineError, RequestError
 
 __all__ = [
@@ -72,8 +71,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorFacts:
+class ErrorFacts(msgspec.Struct, frozen=True):
     """All that an error answer says, whatever its shape; `kind` and `code` are OpenAI's words."""
 
     status: int

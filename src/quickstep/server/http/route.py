@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quickstep.dataclass import dataclass
 from quickstep.errors import RequestError
 from quickstep.server.http.body import ClientDisconnect, check_json_depth, read_body
 from quickstep.server.http.errors import ErrorShape, openai_shape
@@ -32,8 +31,7 @@ _JSON = "application/json"
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-@dataclass(frozen=True, slots=True)
-class ApiRoute:
+class ApiRoute(msgspec.Struct, frozen=True):
     """A path, its method and its endpoint.
 
     Attributes:
@@ -80,8 +78,7 @@ class ApiRoute:
         return [Route(path, self.endpoint, methods=[self.method]) for path in self.paths]
 
 
-@dataclass(frozen=True, slots=True)
-class BodyRules:
+class BodyRules(msgspec.Struct, frozen=True):
     """The operator's rules for bodies."""
 
     body_bytes: int

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served

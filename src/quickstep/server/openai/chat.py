@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from msgspec import structs
+from msgspec.structs import replace
 
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Asked, Served, stream_flags

@@ -6,10 +6,11 @@ Shared by completions and chat. What they ask for becomes parameters of the engi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.errors import RequestError
@@ -39,12 +40,7 @@ _WITH_BEAMS = frozenset(
     }
 )
 _ASKS_FOR_NOTHING: tuple[object, ...] = (None, False, [], {}, "")
-_DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        field.name: getattr(SamplingParams(), field.name)
-        for field in dataclasses.fields(SamplingParams)
-    }
-)
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(msgspec.structs.asdict(SamplingParams()))
 
 
 def shown_of(

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from msgspec import structs
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from quickstep.dataclass import dataclass
 from quickstep.server.responses.response_types import ResponseObject
 
 __all__ = ["ResponseStore", "StoredResponse"]
@@ -22,8 +21,7 @@ __all__ = ["ResponseStore", "StoredResponse"]
 _ENCODE = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
+class StoredResponse(msgspec.Struct, frozen=True):
     """A finished response.
 
     Attributes:

@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from quickstep.dataclass import dataclass
 from quickstep.server.generate.adapter import Head, Served
 from quickstep.server.generate.generation import ChoiceDelta, Generation
 from quickstep.server.generate.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
@@ -58,8 +57,7 @@ _ITEM_PREFIX = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CA
 _Status = str
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """What was asked, and what becomes of the answer.
 
     Attributes:

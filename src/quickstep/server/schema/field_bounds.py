@@ -9,12 +9,10 @@ the schemas.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
 from typing import Any
 
 import msgspec
 
-from quickstep.dataclass import dataclass
 from quickstep.sampling_params import PRESETS, sampling_fields
 from quickstep.server.anthropic import request_types as anthropic_schema
 from quickstep.server.api_keys import PriorityRange
@@ -43,15 +41,14 @@ _METADATA_KEY_CHARS = 64
 _METADATA_VALUE_CHARS = 512
 
 
-@dataclass(frozen=True, slots=True)
-class SchemaFacts:
+class SchemaFacts(msgspec.Struct, frozen=True):
     """What the document says of one server. `vocab_size` None leaves token ids open."""
 
-    limits: RequestLimits = field(default_factory=RequestLimits)
+    limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
     vocab_size: int | None = None
     model_names: tuple[str, ...] = ()
-    field_rules: FieldRules = field(default_factory=FieldRules)
-    priorities: PriorityRange = field(default_factory=PriorityRange)
+    field_rules: FieldRules = msgspec.field(default_factory=FieldRules)
+    priorities: PriorityRange = msgspec.field(default_factory=PriorityRange)
 
 
 def bounds_of(schema: type[msgspec.Struct], facts: SchemaFacts) -> dict[str, Keywords]:

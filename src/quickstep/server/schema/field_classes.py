@@ -15,8 +15,6 @@ from functools import cache
 import msgspec
 from msgspec import inspect
 
-from quickstep.dataclass import dataclass
-
 __all__ = [
     "Effects",
     "FieldClass",
@@ -35,8 +33,7 @@ __all__ = [
 _KEY = "field_class"
 
 
-@dataclass(frozen=True, slots=True)
-class Hint:
+class Hint(msgspec.Struct, frozen=True):
     """A field that may have no effect.
 
     Attributes:
@@ -50,8 +47,7 @@ class Hint:
     conditional: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """A field that changes the answer in a way that this server lacks.
 
     Attributes:
@@ -63,16 +59,14 @@ class Refusal:
     passes: tuple[object, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Honoured:
+class Honoured(msgspec.Struct, frozen=True):
     """The visible effect, as a sentence; `otherwise` if it is a hint that some models lack."""
 
     effect: str
     otherwise: Hint | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """A note without effect: checked for its type, accepted, and why it changes nothing."""
 
     why: str
@@ -84,8 +78,7 @@ Row = Honoured | Note | Hint | Refusal
 Effects = Mapping[str, str | Note]
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """A field of a request that asks for what the server does not do; `path` is in the body."""
 
     path: str

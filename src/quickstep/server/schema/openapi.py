@@ -11,7 +11,6 @@ Nothing is told of a route by hand: what a field does or why it has no effect co
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType, UnionType
@@ -78,7 +77,7 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         field.name: field.default
-        for field in dataclasses.fields(SamplingParams)
+        for field in msgspec.structs.fields(SamplingParams)
         if isinstance(field.default, (int, float, tuple)) and field.name != "max_tokens"
     }
 )
