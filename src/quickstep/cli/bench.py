@@ -208,7 +208,11 @@ def _run_latency(args: argparse.Namespace) -> int:
 
     options = LatencyOptions(args.input_len, args.output_len, args.repeats, args.seed)
     longest = options.input_len + options.output_len
-    subject = _opened(args, sized_for(_config(args), longest))
+    try:
+        subject = _opened(args, sized_for(_config(args), longest))
+    except ConfigError as error:  # which may be about a length that the user did not write
+        lengths = f"--input-len {options.input_len}, --output-len {options.output_len}"
+        raise ConfigError(f"{lengths}: {error}") from None
     found = _measured(subject, lambda: measure_latency(subject, options))
     asked = {"input_len": options.input_len, "output_len": options.output_len}
     print_report(args, subject, found, asked)
