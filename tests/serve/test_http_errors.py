@@ -16,7 +16,7 @@ from quickstep.model.decoder_spec import LongContext
 from quickstep.model.sizing import MemoryPlan
 from quickstep.server.app import create_app
 from quickstep.server.options import RequestLimits, ServerOptions
-from quickstep.types import SamplingParams
+from quickstep.types import Request, SamplingParams
 
 
 def ask(
@@ -180,7 +180,7 @@ def test_a_fault_of_ours_is_500_in_openais_shape_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken(FakeEngine):
-        def submit(self, *prompt: Any, **more: Any) -> FakeStream:
+        def stream(self, request: Request) -> FakeStream:
             raise ZeroDivisionError("a secret of the inside")
 
     with live_server(Broken()) as server:

@@ -24,7 +24,7 @@ from quickstep.engine.assembly import open_engine
 from quickstep.engine.engine import Engine
 from quickstep.engine.remote.engine import RemoteEngine
 from quickstep.server.app import create_app
-from quickstep.types import FinishReason, SamplingParams
+from quickstep.types import FinishReason, Request, SamplingParams
 
 EMBEDDINGS = "/v1/embeddings"
 CONFIG = EngineConfig(
@@ -86,7 +86,8 @@ async def answers(engine: Engine | RemoteEngine) -> list[dict[str, Any]]:
 async def cut(engine: Engine | RemoteEngine) -> tuple[FinishReason | None, object]:
     """How a request ends whose deadline comes before its answer can."""
     endless = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0)
-    async with engine.generate(CODE, endless, timeout_s=0.02) as stream:
+    prompt = tuple(engine.tokenizer.encode(CODE))
+    async with engine.stream(Request("", prompt, endless, timeout_s=0.02)) as stream:
         last = [delta async for delta in stream][-1]
     return last.finish_reason, last.stop_reason
 
