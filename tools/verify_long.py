@@ -69,6 +69,7 @@ def commands(seed: int, files: Sequence[str]) -> Iterator[tuple[str, ...]]:
                 "hypothesis",
                 "--hypothesis-profile=search",
                 f"--hypothesis-seed={seed}",
+                "--timeout=1800",  # of one test: it has a thousand examples, not some dozens
             )
             yield (sys.executable, "-m", "pytest", "-q", "-x", *torch, *search, name)
             seed += 1
