@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from benchmarks.soak_requests import SURFACES, Asked, drawn, malformed
+from benchmarks.soak_requests import SURFACES, ParsedBody, drawn, malformed
 from benchmarks.storm_attacks import JSON
 from quickstep.bench.served import ServedChild
 
@@ -46,11 +46,11 @@ class Book:
     seconds: list[float] = field(default_factory=list)
     memory: list[tuple[float, dict[str, int]]] = field(default_factory=list)
 
-    def note(self, asked: Asked, answer: str) -> None:
+    def note(self, asked: ParsedBody, answer: str) -> None:
         """An answer of some kind."""
         self.counts[asked.kind, answer] += 1
 
-    def fault(self, asked: Asked, what: str) -> None:
+    def fault(self, asked: ParsedBody, what: str) -> None:
         """Something that must not be."""
         self.note(asked, "WRONG")
         self.wrong.append(f"{what} for {asked.method} {asked.path} {asked.body[:300]!r}")
@@ -130,7 +130,7 @@ async def _client(
             await _ask(client, book, asked)
 
 
-async def _ask(client: httpx.AsyncClient, book: Book, asked: Asked) -> None:
+async def _ask(client: httpx.AsyncClient, book: Book, asked: ParsedBody) -> None:
     since_s = time.monotonic()
     try:
         answer = await client.request(
@@ -153,14 +153,14 @@ async def _ask(client: httpx.AsyncClient, book: Book, asked: Asked) -> None:
     book.note(asked, str(answer.status_code))
 
 
-def _broken_stream(text: str, asked: Asked) -> str:
+def _broken_stream(text: str, asked: ParsedBody) -> str:
     """What is wrong with a stream, "" if nothing is."""
     if '"server_error"' in text or '"api_error"' in text:
         return "an error in a stream"
     return "" if any(end in text for end in _ENDS[asked.kind]) else "a stream without an end"
 
 
-async def _leave(url: str, book: Book, asked: Asked, rng: random.Random) -> None:
+async def _leave(url: str, book: Book, asked: ParsedBody, rng: random.Random) -> None:
     """Go away after a moment, or after some bytes of a stream, with a connection of its own: a pool
     loses the places of requests that are cancelled while they connect.
     """
@@ -179,7 +179,7 @@ async def _leave(url: str, book: Book, asked: Asked, rng: random.Random) -> None
         book.fault(asked, f"status {status}")
 
 
-async def _read_some(client: httpx.AsyncClient, asked: Asked, num_bytes: int) -> int:
+async def _read_some(client: httpx.AsyncClient, asked: ParsedBody, num_bytes: int) -> int:
     async with client.stream("POST", asked.path, content=asked.body) as answer:
         async for piece in answer.aiter_raw():
             num_bytes -= len(piece)

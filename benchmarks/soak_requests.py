@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["SURFACES", "Asked", "drawn", "malformed"]
+__all__ = ["SURFACES", "ParsedBody", "drawn", "malformed"]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _WORDS = [
@@ -50,7 +50,7 @@ _TOOL = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedBody:
     """A request, and the statuses that are right for it."""
 
     kind: str
@@ -156,20 +156,20 @@ SURFACES: dict[str, tuple[int, str, Callable[[random.Random], dict[str, Any]]]] 
 }
 
 
-def drawn(rng: random.Random, kinds: list[str]) -> Asked:
+def drawn(rng: random.Random, kinds: list[str]) -> ParsedBody:
     """A request that is answered with 200."""
     kind = rng.choices(kinds, [SURFACES[name][0] for name in kinds])[0]
     _, path, body_of = SURFACES[kind]
     body = body_of(rng)
-    return Asked(kind, path, json.dumps(body).encode(), streams=bool(body.get("stream")))
+    return ParsedBody(kind, path, json.dumps(body).encode(), streams=bool(body.get("stream")))
 
 
-def _refused(path: str, body: Any, *statuses: int) -> Asked:
+def _refused(path: str, body: Any, *statuses: int) -> ParsedBody:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return Asked("malformed", path, content, statuses=frozenset(statuses or (400,)))
+    return ParsedBody("malformed", path, content, statuses=frozenset(statuses or (400,)))
 
 
-def malformed(rng: random.Random) -> Asked:
+def malformed(rng: random.Random) -> ParsedBody:
     """A request that is refused."""
     turn = [{"role": "user", "content": "a"}]
     deep: Any = {}
@@ -196,8 +196,8 @@ def malformed(rng: random.Random) -> Asked:
         _refused(CHAT, {"messages": turn, "response_format": schema}),
         _refused(CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         _refused("/v1/nowhere", {}, 404),
-        Asked("malformed", CHAT, b"", statuses=frozenset({405}), method="GET"),
-        Asked(
+        ParsedBody("malformed", CHAT, b"", statuses=frozenset({405}), method="GET"),
+        ParsedBody(
             "malformed",
             "/health",
             b"",

@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quickstep.bench.lengths import draw_arrivals, draw_request
+from quickstep.bench.lengths import random_arrivals, random_request
 
 __all__ = ["PeerRequest", "WorkloadSize", "draw_requests", "size_of"]
 
@@ -49,13 +49,13 @@ def draw_requests(
 
     if workload == "w2":
         lengths = random.Random("lengths of w2")
-        drawn = [draw_request(lengths) for _ in range(num_requests)]
+        drawn = [random_request(lengths) for _ in range(num_requests)]
         return [PeerRequest(ids(one.num_inputs), one.num_outputs) for one in drawn]
     if workload == "w3":
         shared = ids(1024)
         return [PeerRequest(shared + ids(32), 32) for _ in range(max(1, num_requests // 2))]
     if workload == "w4":
-        arrivals = draw_arrivals(random.Random("arrivals of w4"), num_requests, rate)
+        arrivals = random_arrivals(random.Random("arrivals of w4"), num_requests, rate)
         return [
             PeerRequest(ids(one.lengths.num_inputs), one.lengths.num_outputs, one.at_s)
             for one in arrivals

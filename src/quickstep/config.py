@@ -166,7 +166,7 @@ class InputConfig(msgspec.Struct, frozen=True):
 class StreamConfig(msgspec.Struct, frozen=True):
     """What a request's stream may hold unread; beyond it the request is paused.
 
-    It goes on once its reader has come down to half of both.
+    It continues once its reader has come down to half of both.
 
     Attributes:
         max_unread_deltas: Pieces of news, of all its sequences together.

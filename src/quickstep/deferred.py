@@ -1,9 +1,9 @@
 """Modules that wait: each stands in `sys.modules` empty and runs its code when it is first asked.
 
-For the front doors of packages of which a process of ours uses a few rooms: `import a.b` runs the
-code of `a` first, and that imports all of `a`. With `a` deferred, `a.b` alone is imported, and the
-code of `a` runs when somebody looks up a name in it. A package that is imported already, or that
-moves its modules, is imported whole: slower, not wrong.
+For packages of which a process of ours uses a few modules: `import a.b` runs the code of `a` first,
+and that imports all of `a`. With `a` deferred, `a.b` alone is imported, and the code of `a` runs
+when a name in it is looked up. A package that is imported already, or that moves its modules, is
+imported completely: slower, not wrong.
 
 Only the command line and the engine's process defer anything: a program that uses the library
 finds every module as its authors made it.

@@ -85,7 +85,7 @@ class FinishReason(enum.Enum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether the sequence could not go on; its last output says why in `error`."""
+        """Whether the sequence could not continue; its last output says why in `error`."""
         return self in (FinishReason.ERROR, FinishReason.REFUSED)
 
 
@@ -231,7 +231,7 @@ class RowOutput(msgspec.Struct, frozen=True):
 
 
 class RowFailure(msgspec.Struct, frozen=True):
-    """One row cannot go on; its sequence ends, the others go on.
+    """One row cannot continue; its sequence ends, the others continue.
 
     `is_refused`: with REFUSED, since its own request leaves it no way; else with ERROR (NaN, say).
     """

@@ -11,7 +11,7 @@ import torch
 
 from quickstep.bench.block_scheme import rounded_q4_0, rounded_q8_0
 from quickstep.bench.held_out import HELD_OUT_MODULES, held_out_text
-from quickstep.bench.outlier_layers import draw_layer, format_error
+from quickstep.bench.outlier_layers import format_error, random_layer
 from quickstep.bench.text_accuracy import cut_windows
 from quickstep.cli.main import main
 from quickstep.errors import ConfigError
@@ -49,7 +49,7 @@ def test_the_text_is_all_held_out_modules() -> None:
 
 
 def test_groups_of_activations_keep_outlier_channels_to_themselves() -> None:
-    layer, ops = draw_layer(100, seed=1), reference_ops()
+    layer, ops = random_layer(100, seed=1), reference_ops()
     errors = [
         format_error(layer, ops, torch.float32, MatrixFormat(8, size)).ordinary
         for size in (None, 128, 32)

@@ -14,10 +14,10 @@ from quickstep.bench.lives import Life, Mark
 from quickstep.bench.shapes import SHAPES
 from quickstep.bench.step import decode_times
 from quickstep.bench.subject import made_up_tokenizer
-from quickstep.bench.traffic import ThroughputOptions, draw_lengths
+from quickstep.bench.traffic import ThroughputOptions, random_lengths
 from quickstep.cli.main import main
 from quickstep.errors import EngineError
-from quickstep.model.checkpoint.random_weights import RandomDraw, random_model
+from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.spec import parse_spec
 from quickstep.ops.reference import reference_ops
 
@@ -97,7 +97,7 @@ def test_latency_of_one_token_has_no_gap(capsys):
 def test_throughput_counts_the_tokens_it_asked_for(capsys):
     flags = ["--shape", "tiny2", "--repeats", "1", "--num-prompts", "6", "--max-len", "24"]
     found = report(capsys, "bench", "throughput", *flags)
-    lengths = draw_lengths(ThroughputOptions(num_requests=6, max_len=24))
+    lengths = random_lengths(ThroughputOptions(num_requests=6, max_len=24))
     assert found["output_tokens"] == sum(one.num_outputs for one in lengths)
     rate = found["output_tokens"] / found["wall_s"]
     assert found["output_tokens_per_s"] == pytest.approx(rate)
@@ -122,15 +122,15 @@ def test_what_cannot_be_measured_is_one_sentence(capsys, flags, said):
 
 
 def test_the_lengths_of_requests_are_a_function_of_the_seed():
-    one = draw_lengths(ThroughputOptions(seed=1))
-    assert one == draw_lengths(ThroughputOptions(seed=1))
-    assert one != draw_lengths(ThroughputOptions(seed=2))
+    one = random_lengths(ThroughputOptions(seed=1))
+    assert one == random_lengths(ThroughputOptions(seed=1))
+    assert one != random_lengths(ThroughputOptions(seed=2))
     assert len({length.num_inputs for length in one}) > 20
 
 
 def tiny(seed=0, dtype=torch.float32):
     spec = parse_spec(SHAPES["tiny2"])
-    return random_model(spec, reference_ops(), RandomDraw(dtype, CPU, seed), 256)
+    return random_model(spec, reference_ops(), RandomValues(dtype, CPU, seed), 256)
 
 
 def test_random_weights_are_a_function_of_the_seed():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quickstep import LLM
-from quickstep.bench.outlier_keys import draw_keys, kv_error
+from quickstep.bench.outlier_keys import kv_error, random_keys
 from quickstep.engine import assembly
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.ops.reference import reference_ops
@@ -55,7 +55,7 @@ def test_keys_with_large_channels_are_found() -> None:
 
 
 def test_int8_loses_more_on_keys_with_large_channels_than_halves_do() -> None:
-    layer, ops = draw_keys(100, seed=1), reference_ops()
+    layer, ops = random_keys(100, seed=1), reference_ops()
     exact, half, quants = (
         kv_error(layer, ops, dtype) for dtype in (torch.float32, torch.float16, torch.int8)
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
-from quickstep.model.checkpoint.random_weights import RandomDraw, random_model
+from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.decoder import Decoder
 from quickstep.model.loader import load_model
@@ -220,7 +220,7 @@ def test_an_unknown_quantisation_is_refused() -> None:
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_experts_are_quantised_and_their_router_is_not(quantization: str) -> None:
     spec = parse_spec(TINY)
-    draw = RandomDraw(torch.float32, CPU, 0, quantization)
+    draw = RandomValues(torch.float32, CPU, 0, quantization)
     model = random_model(spec, reference_ops(), draw, 256)
     moe = model.weights.layers[0].mlp
     assert isinstance(moe.router.data, Tensor)

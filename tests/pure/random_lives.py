@@ -35,7 +35,7 @@ def draw_setup(rng: Random) -> Setup:
     )
 
 
-def draw_request(rng: Random, setup: Setup, request_id: str, alike: bool = False) -> Request:
+def random_request(rng: Random, setup: Setup, request_id: str, alike: bool = False) -> Request:
     """`alike` requests have one prompt, cut at different lengths: they share all they can."""
     length = max(1, setup.block_size * rng.randint(0, 4) + rng.choice((-1, 0, 0, 1)))
     head, tail = (0, 0) if alike else rng.choice(((0, 0), (0, 1), (1, 0)))
@@ -84,7 +84,7 @@ def random_life(
     for number in range(num_calls):
         match rng.choice(("add", "add", "plan", "plan", "plan", "commit", "commit", "other")):
             case "add":
-                request = draw_request(rng, world.setup, f"r{number}", alike)
+                request = random_request(rng, world.setup, f"r{number}", alike)
                 world.add(request)
             case "plan":
                 world.plan()

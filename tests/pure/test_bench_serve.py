@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from quickstep.bench.lengths import draw_arrivals
+from quickstep.bench.lengths import random_arrivals
 from quickstep.bench.serve import Objectives, Served, find_target, percentile, serve_figures
 from quickstep.errors import ConfigError
 
 
 def test_arrivals_follow_the_seed_and_every_tenth_prompt_is_long() -> None:
-    first, again = (draw_arrivals(random.Random(5), 400, rate=2.0) for _ in range(2))
+    first, again = (random_arrivals(random.Random(5), 400, rate=2.0) for _ in range(2))
     assert first == again
     assert [place for place, one in enumerate(first) if one.lengths.num_inputs == 2000] == [
         *range(9, 400, 10)

@@ -126,12 +126,12 @@ _BUGS = {
     ),
     "failed-blocks-stay-indexed": (
         "scheduler",
-        "self._pool.forget(spoiled_by(failed, rows, self._pool.block_size))",
-        "spoiled_by(failed, rows, self._pool.block_size)",
+        "self._pool.forget(invalidated_by(failed, rows, self._pool.block_size))",
+        "invalidated_by(failed, rows, self._pool.block_size)",
     ),
     "readers-of-failed-kv-go-on": (
         "step",
-        "for entry in in_flight if not entry.residency.spoiled]",
+        "for entry in in_flight if not entry.residency.invalidated]",
         "for entry in ()]",
     ),
     "salt-ignored": (
@@ -158,8 +158,8 @@ _BUGS = {
     "hit-without-reference": ("batch", "        self._pool.take(hits)\n", ""),
     "tokens-after-the-end": (
         "scheduler",
-        "if sequence.state is SequenceState.FINISHED or residency.spoiled:",
-        "if residency.spoiled:",
+        "if sequence.state is SequenceState.FINISHED or residency.invalidated:",
+        "if residency.invalidated:",
     ),
     "scored-prompt-from-the-cache": (
         "sequence",

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from random_lives import draw_request, draw_setup, draw_trouble, random_life
+from random_lives import draw_setup, draw_trouble, random_life, random_request
 from scheduler_world import World
 
 RNG = st.randoms(use_true_random=False)
@@ -33,7 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, rng: Random) -> None:
         name = f"r{self.num_requests}"
         self.num_requests += 1
-        self.world.add(draw_request(rng, self.world.setup, name))
+        self.world.add(random_request(rng, self.world.setup, name))
 
     @rule()
     def plan(self) -> None:

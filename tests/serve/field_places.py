@@ -37,7 +37,7 @@ from quickstep.server.schema.struct_types import field_types as uncached_field_t
 Struct = type[msgspec.Struct]
 Keys = tuple[str | int, ...]
 
-# Asked thousands of times while tests are collected.
+# Called thousands of times while tests are collected.
 field_types = functools.cache(uncached_field_types)
 
 # What a small body has beside its required fields, or in place of a plain value.

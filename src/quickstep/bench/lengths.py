@@ -11,7 +11,7 @@ import random
 
 import msgspec
 
-__all__ = ["LONG_PROMPT", "Arrival", "RequestLengths", "draw_arrivals", "draw_request"]
+__all__ = ["LONG_PROMPT", "Arrival", "RequestLengths", "random_arrivals", "random_request"]
 
 _INPUT_MEDIAN, _INPUT_SIGMA, _INPUT_RANGE = 150, 0.8, (8, 1024)
 _OUTPUT_MEDIAN, _OUTPUT_SIGMA, _OUTPUT_RANGE = 90, 0.6, (8, 512)
@@ -34,7 +34,7 @@ class Arrival(msgspec.Struct, frozen=True):
     at_s: float
 
 
-def draw_request(rng: random.Random, max_len: int | None = None) -> RequestLengths:
+def random_request(rng: random.Random, max_len: int | None = None) -> RequestLengths:
     """Lognormal lengths; `max_len` caps each."""
     return RequestLengths(
         _draw(rng, _INPUT_MEDIAN, _INPUT_SIGMA, _INPUT_RANGE, max_len),
@@ -42,14 +42,14 @@ def draw_request(rng: random.Random, max_len: int | None = None) -> RequestLengt
     )
 
 
-def draw_arrivals(
+def random_arrivals(
     rng: random.Random, num_requests: int, rate: float, long_prompt: int = LONG_PROMPT
 ) -> tuple[Arrival, ...]:
     """Poisson arrivals at `rate` per second; every tenth prompt has `long_prompt` tokens."""
     arrivals, at_s = [], 0.0
     for place in range(num_requests):
         at_s += rng.expovariate(rate)
-        lengths = draw_request(rng)
+        lengths = random_request(rng)
         if place % _LONG_EVERY == _LONG_EVERY - 1:
             lengths = RequestLengths(long_prompt, lengths.num_outputs)
         arrivals.append(Arrival(lengths, at_s))

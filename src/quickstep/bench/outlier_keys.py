@@ -17,7 +17,7 @@ from torch import Tensor
 from quickstep.ops.kv_format import head_width
 from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
 
-__all__ = ["KeyLayer", "draw_keys", "kv_error"]
+__all__ = ["KeyLayer", "kv_error", "random_keys"]
 
 _TOKENS, _QUERY_HEADS, _KV_HEADS, _HEAD_SIZE = 256, 8, 2, 64
 _LARGE_CHANNELS = 2
@@ -33,7 +33,7 @@ class KeyLayer(msgspec.Struct, frozen=True):
     exact: Tensor
 
 
-def draw_keys(factor: int, seed: int) -> KeyLayer:
+def random_keys(factor: int, seed: int) -> KeyLayer:
     """Keys whose large channels stand around `factor`, all others around 0, all 1 apart."""
     rng = np.random.default_rng(seed)
     q = _normal(rng, _QUERY_HEADS)

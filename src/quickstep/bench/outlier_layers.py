@@ -25,7 +25,7 @@ from quickstep.bench.block_scheme import block_product, rounded_q4_0, rounded_q8
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.table import OpTable
 
-__all__ = ["FACTORS", "LayerError", "OutlierLayer", "block_error", "draw_layer", "format_error"]
+__all__ = ["FACTORS", "LayerError", "OutlierLayer", "block_error", "format_error", "random_layer"]
 
 # Times that the large channels are larger; 1 is a layer without any.
 FACTORS = (1, 30, 100)
@@ -51,7 +51,7 @@ class LayerError(msgspec.Struct, frozen=True):
     ordinary: float
 
 
-def draw_layer(factor: int, seed: int) -> OutlierLayer:
+def random_layer(factor: int, seed: int) -> OutlierLayer:
     """A layer whose large channels are `factor` times the others; the seed places them."""
     rng = np.random.default_rng(seed)
     weight = rng.standard_t(_FREEDOM, (_OUTPUTS, _INPUTS)) / _INPUTS**0.5

@@ -31,7 +31,7 @@ from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.topology import places_for
 from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
-from quickstep.model.checkpoint.random_weights import RandomDraw, random_model
+from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import Model
@@ -116,7 +116,7 @@ def open_shape(
     places = places_for(config.load.pin_threads)
     ops = resolve_ops(device, "auto", config.load.num_threads, isa, places)
     plan = plan_for(config, spec, dtype, device, ops)
-    draw = RandomDraw(dtype, device, seed, config.load.quantization)
+    draw = RandomValues(dtype, device, seed, config.load.quantization)
     model = random_model(spec, ops, draw, plan.max_model_len, progress)
     description = LoadedModel(
         name=name,

@@ -13,7 +13,7 @@ import time
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.bench.lengths import RequestLengths, draw_request
+from quickstep.bench.lengths import RequestLengths, random_request
 from quickstep.bench.lives import follow
 from quickstep.bench.subject import Subject, random_prompt
 from quickstep.config import EngineConfig
@@ -21,9 +21,9 @@ from quickstep.config import EngineConfig
 __all__ = [
     "LatencyOptions",
     "ThroughputOptions",
-    "draw_lengths",
     "measure_latency",
     "measure_throughput",
+    "random_lengths",
     "sized_for",
 ]
 
@@ -46,10 +46,10 @@ class ThroughputOptions(msgspec.Struct, frozen=True):
     max_len: int = 1024
 
 
-def draw_lengths(options: ThroughputOptions) -> tuple[RequestLengths, ...]:
+def random_lengths(options: ThroughputOptions) -> tuple[RequestLengths, ...]:
     """Lognormal lengths: a function of the seed."""
     rng = random.Random(options.seed)
-    return tuple(draw_request(rng, options.max_len) for _ in range(options.num_requests))
+    return tuple(random_request(rng, options.max_len) for _ in range(options.num_requests))
 
 
 def sized_for(config: EngineConfig, max_model_len: int) -> EngineConfig:
@@ -77,7 +77,7 @@ async def measure_throughput(
     subject: Subject, options: ThroughputOptions
 ) -> dict[str, list[float]]:
     """A value per repeat; the engine has to be started."""
-    lengths = draw_lengths(options)
+    lengths = random_lengths(options)
     rng = random.Random(options.seed)
     await follow(subject, random_prompt(rng, subject.model.vocab_size, 32), 8)
     seconds = []

@@ -1,7 +1,7 @@
 """`quickstep batch -i IN -o OUT [MODEL]`: a file of requests in OpenAI's batch format, offline.
 
 Every line is answered as the server would answer it, with the same bits. Answers are appended as
-they come, so that an interrupted run goes on where it stopped: start it again. Exit code 1 says
+they come, so that an interrupted run continues where it stopped: start it again. Exit code 1 says
 that some lines of the output hold errors.
 """
 
@@ -15,9 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quickstep.cli.flags.engine import add_engine_flags, add_model, engine_config, model_of
+from quickstep.cli.flags.engine import (
+    add_engine_flags,
+    add_format_flags,
+    add_model,
+    engine_config,
+    model_of,
+)
 from quickstep.cli.flags.parsing import Parser, bytes_size, command, positive_int
-from quickstep.cli.flags.tool_formats import add_format_flags
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:

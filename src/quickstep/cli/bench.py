@@ -223,14 +223,14 @@ def _run_throughput(args: argparse.Namespace) -> int:
     require_torch("quickstep bench throughput")
     from quickstep.bench.traffic import (
         ThroughputOptions,
-        draw_lengths,
         measure_throughput,
+        random_lengths,
         sized_for,
     )
     from quickstep.cli.bench_report import print_report
 
     options = ThroughputOptions(args.num_prompts, args.repeats, args.seed, args.max_len)
-    lengths = draw_lengths(options)
+    lengths = random_lengths(options)
     longest = max(one.num_inputs + one.num_outputs for one in lengths)
     subject = _opened(args, sized_for(_config(args), longest))
     found = _measured(subject, lambda: measure_throughput(subject, options))

@@ -204,10 +204,10 @@ def _read(path: Path) -> str:
 def _on_layers(bench: _Bench) -> dict[str, dict[int, LayerError]]:
     import torch
 
-    from quickstep.bench.outlier_layers import FACTORS, block_error, draw_layer, format_error
+    from quickstep.bench.outlier_layers import FACTORS, block_error, format_error, random_layer
     from quickstep.model.quantization import SCHEMES
 
-    layers = {factor: draw_layer(factor, bench.args.seed) for factor in FACTORS}
+    layers = {factor: random_layer(factor, bench.args.seed) for factor in FACTORS}
     found: dict[str, dict[int, LayerError]] = {}
     for name, _ in (pair for pair in bench.pairs() if pair.kv == "auto"):
         weights = WEIGHT_FORMATS[name]
@@ -231,10 +231,10 @@ def _layer_inputs(layers: Mapping[int, OutlierLayer]) -> int:
 def _on_keys(bench: _Bench) -> dict[str, dict[int, float]]:
     import torch
 
-    from quickstep.bench.outlier_keys import draw_keys, kv_error
+    from quickstep.bench.outlier_keys import kv_error, random_keys
     from quickstep.bench.outlier_layers import FACTORS
 
-    layers = {factor: draw_keys(factor, bench.args.seed) for factor in FACTORS}
+    layers = {factor: random_keys(factor, bench.args.seed) for factor in FACTORS}
     asked = bench.args.kv
     return {
         name: {

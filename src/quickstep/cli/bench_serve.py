@@ -130,10 +130,10 @@ def _requests(
     """
     import random
 
-    from quickstep.bench.lengths import draw_arrivals
+    from quickstep.bench.lengths import random_arrivals
     from quickstep.bench.serve import ServedRequest
 
-    arrivals = draw_arrivals(
+    arrivals = random_arrivals(
         random.Random(args.seed), args.num_prompts, args.request_rate, args.long_prompt
     )
     rng = random.Random(f"prompts {args.seed} {place}")

@@ -99,7 +99,7 @@ async def _converse(conversation: Conversation) -> None:
 
 
 async def _say(conversation: Conversation, line: str, on_terminal: bool) -> None:
-    """On a terminal a refused message is told and the conversation goes on."""
+    """On a terminal a refused message is told and the conversation continues."""
     try:
         await conversation.say(line)
     except RequestError as error:

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from quickstep.cli.flags.engine import add_engine_flags, add_model, engine_config, model_of
+from quickstep.cli.flags.engine import (
+    add_engine_flags,
+    add_format_flags,
+    add_model,
+    engine_config,
+    model_of,
+)
 from quickstep.cli.flags.files import add_file_flags
 from quickstep.cli.flags.parsing import Parser, command
 from quickstep.cli.flags.serve import (
@@ -23,7 +29,6 @@ from quickstep.cli.flags.serve import (
     server_options,
     stream_config,
 )
-from quickstep.cli.flags.tool_formats import add_format_flags
 from quickstep.cli.screen import loading_bar
 from quickstep.config import EngineConfig
 from quickstep.deferred import defer

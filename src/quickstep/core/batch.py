@@ -41,7 +41,7 @@ class Batch:
 
     @property
     def has_prefill(self) -> bool:
-        """Whether somebody's prompt is to go on."""
+        """Whether somebody's prompt is to continue."""
         for one in self._running:  # as `num_prefill_left`: every step asks
             residency = one.residency
             if residency and residency.planned < residency.prefill_end and not one.is_paused:
@@ -98,7 +98,7 @@ class Batch:
         return residency
 
     def set_paused(self, sequence: Sequence, is_paused: bool, now: float) -> None:
-        """Pause a running sequence or let it go on; it keeps its slot and its blocks."""
+        """Pause a running sequence or let it continue; it keeps its slot and its blocks."""
         self._unlist(sequence)
         sequence.set_paused(is_paused, now)
         insort(self._running, sequence, key=_rank)
@@ -170,7 +170,7 @@ class Batch:
         name, residency = sequence.sequence_id, sequence.resident
         known = len(sequence.token_ids)
         assert sequence.state is SequenceState.RUNNING, f"{name} runs, it is {sequence.state}"
-        assert not residency.spoiled, f"{name} runs on KV of a failed step"
+        assert not residency.invalidated, f"{name} runs on KV of a failed step"
         assert residency.planned <= known + residency.pending, f"{name} is planned past its end"
         needed = max(residency.planned, residency.prefill_end)
         assert len(residency.blocks) == self._blocks_for(needed), (

@@ -32,9 +32,9 @@ from quickstep.core.step import (
     RowFailures,
     StepDraft,
     all_failed,
+    invalidated_by,
     pending_tokens,
     row_failures,
-    spoiled_by,
 )
 from quickstep.core.waiting import Deadlines, WaitingQueue
 from quickstep.errors import EngineError, RequestError
@@ -312,20 +312,20 @@ class Scheduler:
             return []
         failed = [step.rows[index] for index in sorted(failures)]
         rows = [entry for other in self._in_flight for entry in other.rows]
-        self._pool.forget(spoiled_by(failed, rows, self._pool.block_size))
+        self._pool.forget(invalidated_by(failed, rows, self._pool.block_size))
         outputs: list[SequenceOutput] = []
         for index, failure in sorted(failures.items()):
             sequence = step.rows[index].sequence
             if sequence.state is not SequenceState.FINISHED:
                 outputs.append(self._finish(sequence, failure.finish_reason, now, failure.reason))
         for sequence in self._batch:
-            if sequence.resident.spoiled:
+            if sequence.resident.invalidated:
                 self._preempt(sequence, now)
         return outputs
 
     def _take_output(self, entry: FlightRow, given: RowOutput, now: float) -> SequenceOutput | None:
         sequence, residency = entry.sequence, entry.residency
-        if sequence.state is SequenceState.FINISHED or residency.spoiled:
+        if sequence.state is SequenceState.FINISHED or residency.invalidated:
             return None
         residency.pending -= entry.row.emits
         max_outputs = self._limits.max_outputs(sequence.prompt_len)
@@ -415,7 +415,7 @@ class Scheduler:
     def _view(
         self, draft: StepDraft, now: float, start: int | None = None, scored: range = range(0)
     ) -> StepView:
-        """Of the prompt that goes on at `start`; of the first one that runs if that is None."""
+        """Of the prompt that continues at `start`; of the first one that runs if that is None."""
         head = self._waiting.head
         if start is None:
             prefilling = (one.resident.planned for one in self._batch if one.num_prefill_left)

@@ -73,7 +73,7 @@ class Residency(msgspec.Struct, eq=False):
         planned: Positions whose KV is computed or in flight.
         pending: Tokens that rows in flight will emit.
         keys: Keys of the leading full blocks, hits included, as far as they are registered.
-        spoiled: It read KV of a step that failed: what its rows in flight give is discarded.
+        invalidated: It read KV of a step that failed: what its rows in flight give is discarded.
     """
 
     slot: int
@@ -82,7 +82,7 @@ class Residency(msgspec.Struct, eq=False):
     planned: int
     keys: list[BlockKey] = msgspec.field(default_factory=list)
     pending: int = 0
-    spoiled: bool = False
+    invalidated: bool = False
 
 
 class _Clock(msgspec.Struct):
@@ -253,7 +253,7 @@ class Sequence:
         self._clock.enter(_Activity.PREEMPTED, now)
 
     def set_paused(self, is_paused: bool, now: float) -> None:
-        """Pause or go on; this changes its rank."""
+        """Pause or continue; this changes its rank."""
         self.is_paused = is_paused
         self.rank = (is_paused, *self.rank[1:])
         self._clock.pause(is_paused, now)

@@ -20,9 +20,9 @@ __all__ = [
     "RowFailures",
     "StepDraft",
     "all_failed",
+    "invalidated_by",
     "pending_tokens",
     "row_failures",
-    "spoiled_by",
 ]
 
 RowFailures = dict[int, RowFailure]  # by the row's place in the plan
@@ -116,11 +116,11 @@ def pending_tokens(steps: Iterable[InFlightStep]) -> Counter[str]:
         entry.sequence.sequence_id
         for step in steps
         for entry in step.rows
-        if entry.row.emits and not entry.residency.spoiled
+        if entry.row.emits and not entry.residency.invalidated
     )
 
 
-def spoiled_by(
+def invalidated_by(
     failed: Iterable[FlightRow], in_flight: Iterable[FlightRow], block_size: int
 ) -> set[int]:
     """Mark residencies in flight whose KV rests on failed rows; return all blocks in doubt.
@@ -130,9 +130,9 @@ def spoiled_by(
     """
     blocks: set[int] = set()
     for entry in failed:
-        entry.residency.spoiled = True
+        entry.residency.invalidated = True
         blocks.update(entry.residency.blocks[entry.row.start // block_size :])
-    sound = [entry.residency for entry in in_flight if not entry.residency.spoiled]
+    sound = [entry.residency for entry in in_flight if not entry.residency.invalidated]
     num_known = -1
     while len(blocks) > num_known:
         num_known = len(blocks)
@@ -140,7 +140,7 @@ def spoiled_by(
             table = residency.blocks
             first = next((i for i, block_id in enumerate(table) if block_id in blocks), None)
             if first is not None:
-                residency.spoiled = True
+                residency.invalidated = True
                 residency.pending = 0
                 blocks.update(table[first:])
     return blocks

@@ -48,7 +48,7 @@ class WaitingQueue:
         del self._sequences[index]
 
     def set_paused(self, sequence: Sequence, is_paused: bool, now: float) -> None:
-        """Pause a queued sequence or let it go on."""
+        """Pause a queued sequence or let it continue."""
         self.remove(sequence)
         sequence.set_paused(is_paused, now)
         self.push(sequence)

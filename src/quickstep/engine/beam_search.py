@@ -5,7 +5,7 @@
 
 The scheduler knows nothing of it: what beams share, they share as any requests with one prefix do.
 The rules are those of transformers' `generate`: of a step's candidates, end tokens among the first
-`beam_width` finish a beam, the first `beam_width` others go on. The score is the sum of the raw
+`beam_width` finish a beam, the first `beam_width` others continue. The score is the sum of the raw
 logprobs / (number of generated tokens, an end token included) ** length_penalty. Nothing is drawn,
 so the result is a function of the prompt alone. Used by `LLM.beam_search` and by the server.
 """
@@ -36,7 +36,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
         ignore_eos: End tokens are tokens like others.
         temperature: 0 or 1, which mean the same here: beams are scored by the model's own law.
         length_penalty: Exponent of the length in the score; above 0 favours long answers.
-        early_stopping: Stop once `beam_width` beams have finished. Otherwise the search goes on
+        early_stopping: Stop once `beam_width` beams have finished. Otherwise the search continues
             as long as a beam may still become one of the best.
 
     Raises:
@@ -94,7 +94,7 @@ Submit = Callable[[Request], Continuation]
 
 
 class Hypothesis(msgspec.Struct, frozen=True):
-    """A way to go on from the prompt; `reason` is None while it may grow."""
+    """A way to continue from the prompt; `reason` is None while it may grow."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -137,7 +137,7 @@ class BeamSearch:
         self._end_ids = frozenset() if params.ignore_eos else end_ids
         self._max_tokens = min(params.max_tokens, max_model_len - len(self._prompt))
         self._num_top = request.sampling.logprobs or 0
-        # as many end tokens may stand before the candidates that go on
+        # as many end tokens may stand before the candidates that continue
         wanted = (1 + len(self._end_ids)) * max(2, 2 * params.beam_width)
         self._num_candidates = min(max(wanted, self._num_top), vocab_size)
         self._clock = clock
@@ -222,7 +222,7 @@ class BeamSearch:
     def _advance(
         self, beams: Sequence[Hypothesis], steps: Sequence[_Step], length: int
     ) -> list[Hypothesis]:
-        """The beams that go on; those that end are kept aside."""
+        """The beams that continue; those that end are kept aside."""
         width, params = self._params.beam_width, self._params
         tops = [step.token.top if step.token else () for step in steps]
         candidates = [

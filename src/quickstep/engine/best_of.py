@@ -1,6 +1,6 @@
 """The best of several sequences of one request: by the mean logprob of their tokens, as OpenAI.
 
-Asked for with `SamplingParams(n=..., logprobs=...)`; here the best are picked afterwards, by the
+Used with `SamplingParams(n=..., logprobs=...)`; here the best are picked afterwards, by the
 server for its field `best_of`, and by whoever has a `RequestOutput`.
 """
 

@@ -40,7 +40,6 @@ from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Sink, Stream
 from quickstep.engine.text.token_forms import TokenFormFinder
 from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.engine.ticket_wait import wait_for
 from quickstep.errors import EngineError, RequestError
 from quickstep.types import (
     Executor,
@@ -187,7 +186,7 @@ class Engine:
         self._task.add_done_callback(self._ended)
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Take no more, let requests go on for `drain_s` seconds, end the rest with SHUTDOWN.
+        """Take no more, let requests continue for `drain_s` seconds, end the rest with SHUTDOWN.
 
         A call that was cancelled while it drained is followed by another one, which ends them.
         """
@@ -365,7 +364,7 @@ class Engine:
 
     async def _take_oldest_step(self) -> None:
         plan, ticket = self._in_flight[0]
-        await wait_for(ticket)
+        await _wait_for(ticket)
         try:
             result = ticket.result()
         except Exception as error:  # the executor's thread ended here; its sequences fail
@@ -382,14 +381,14 @@ class Engine:
         self._live.deliver(outcome.outputs, now)
 
     async def _recover(self, error: Exception) -> None:
-        """Fail what the broken step and those behind it computed; everything else goes on.
+        """Fail what the broken step and those behind it computed; everything else continues.
 
         Raises:
             EngineError: So many steps failed in a row that the next would as well.
         """
         _LOGGER.error("step %d failed", self._in_flight[0][0].step_id, exc_info=error)
         for _, ticket in self._in_flight:
-            await wait_for(ticket)
+            await _wait_for(ticket)
         self._executor.reset()
         plans = [plan for plan, _ in self._in_flight]
         self._in_flight.clear()
@@ -427,3 +426,22 @@ class Engine:
         self, request_id: str, index: int | None, reason: FinishReason, now: float
     ) -> tuple[SequenceOutput, ...]:
         return self._scheduler.abort(request_id, now, reason, index)
+
+
+async def _wait_for(ticket: Ticket) -> None:
+    """Wait for a step without blocking the event loop; other tasks get a turn in any case."""
+    if ticket.done():
+        await asyncio.sleep(0)
+        return
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def resolve() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def wake() -> None:
+        loop.call_soon_threadsafe(resolve)
+
+    ticket.add_done_callback(wake)
+    await done

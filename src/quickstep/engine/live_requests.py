@@ -138,7 +138,7 @@ class LiveRequests:
             delta = Delta(index, finish_reason=reason, timings=timings.get(index), error=why)
             try:
                 self._finish(live, delta, reason)
-            except Exception:  # its sink takes not even that; its neighbours go on
+            except Exception:  # its sink takes not even that; its neighbours continue
                 _LOGGER.exception("%s could not be ended", request_id)
         self._remove(live)
 

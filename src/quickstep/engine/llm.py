@@ -209,7 +209,7 @@ class LLM:
         return search
 
     def _tokenised(self, prompts: Prompt | Sequence[Prompt]) -> list[_Tokenised]:
-        """In the caller's thread, so that others' streams go on meanwhile."""
+        """In the caller's thread, so that others' streams continue meanwhile."""
         encode = self._engine.tokenizer.encode
         return [
             _Tokenised(one, encode(one)) if isinstance(one, str) else _Tokenised(None, one)

@@ -200,7 +200,7 @@ def plan_memory(
             "--max-num-batched-tokens"
         )
     num_blocks = _num_blocks(cache, scheduler, context, (fitting, block_bytes), default_kv_bytes)
-    asked = _asked_blocks(cache, block_bytes)
+    asked = _requested_blocks(cache, block_bytes)
     if asked is not None and num_blocks < asked:
         notes.append(f"KV blocks {asked} became {num_blocks}, as more would not fit")
     if num_blocks * cache.block_size < context:
@@ -230,7 +230,7 @@ def _fit_step(
         tokens //= 2
 
 
-def _asked_blocks(cache: CacheConfig, block_bytes: int) -> int | None:
+def _requested_blocks(cache: CacheConfig, block_bytes: int) -> int | None:
     if cache.num_blocks is not None:
         return cache.num_blocks
     return None if cache.kv_cache_bytes is None else cache.kv_cache_bytes // block_bytes
@@ -245,7 +245,7 @@ def _num_blocks(
 ) -> int:
     """Blocks to allocate; `block` is how many fit and the bytes of one."""
     fitting, block_bytes = block
-    asked = _asked_blocks(cache, block_bytes)
+    asked = _requested_blocks(cache, block_bytes)
     if asked is not None:
         if asked < 1:
             raise ConfigError(

@@ -21,7 +21,7 @@ from quickstep.errors import ConfigError
 
 __all__ = ["complete_torch", "defer_parts_of_torch", "has_torch", "require_torch"]
 
-# Subtrees that nothing but torch's own front door imports at `import torch`.
+# Subtrees that nothing but torch's own `__init__` imports at `import torch`.
 _DEFERRED = frozenset(("torch._meta_registrations", "torch.export", "torch.distributions"))
 
 

@@ -1,1 +1,1 @@
-"""Layer 6: HTTP surfaces."""
+"""Layer 6: HTTP APIs."""

@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.errors import error_response
-from quickstep.server.http.middleware import FrontGate
+from quickstep.server.http.middleware import AccessMiddleware
 from quickstep.server.http.route import ApiRoute, BodyRules, with_checked_body
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.metrics import Metrics
@@ -40,7 +40,10 @@ def routed(
             for known in routes
             for route in replace(known, endpoint=with_checked_body(known, rules, lanes)).starlette()
         ],
-        middleware=[*_cors(options.cors), Middleware(FrontGate, routes=routes, options=options)],
+        middleware=[
+            *_cors(options.cors),
+            Middleware(AccessMiddleware, routes=routes, options=options),
+        ],
         exception_handlers={
             HTTPException: error_response,
             RequestError: error_response,
@@ -71,11 +74,11 @@ def _cors(options: CorsOptions) -> list[Middleware]:
     """Outside the gate: a browser asks for permission without a key."""
     if not options.origins:
         return []
-    from quickstep.server.http.cross_origin import CrossOriginGate
+    from quickstep.server.http.cross_origin import CrossOriginMiddleware
 
     return [
         Middleware(
-            CrossOriginGate,
+            CrossOriginMiddleware,
             allow_origins=options.origins,
             allow_methods=options.methods,
             allow_headers=options.headers,

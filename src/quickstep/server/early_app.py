@@ -1,6 +1,6 @@
 """The app of `quickstep serve`: it answers the first routes at once, all of them soon.
 
-Half of what the routes import is for surfaces of which most servers use none. So the server
+Half of what the routes import is for APIs of which most servers use none. So the server
 listens with the routes of `first_routes`; the whole app is imported in a thread when nothing is
 generated any more, or when somebody asks for another path. Both know one `Served` and one
 `Metrics`, and what a request meets on its way is the same in both.

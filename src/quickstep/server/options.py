@@ -1,4 +1,4 @@
-"""What the operator may set about the HTTP surface, and the bounds on what a client may send.
+"""What the operator may set about the HTTP API, and the bounds on what a client may send.
 
 Frozen sections made by `cli.serve` (or by a test) and read by the routes. Nothing here is about
 the engine: its own limits (context, queue) are the scheduler's.
@@ -245,7 +245,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         stored_response_bytes: All of them together, as JSON.
         stall_s: `/health` and `/ready` fail when work is pending and no step has finished for this
             long; an engine's process that makes no progress for so long is replaced.
-        drain_s: How long SIGTERM lets running requests go on before they are ended.
+        drain_s: How long SIGTERM lets running requests continue before they are ended.
         tool_call_parser: Name of the format of tool calls, `none` for no tools; None takes what
             the chat template tells.
         reasoning_parser: The same for reasoning.

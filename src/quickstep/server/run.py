@@ -1,7 +1,7 @@
 """Serving on a socket: bind first, open the engine, serve until a signal, then drain.
 
 `bind` comes before the model is loaded, so that a taken port costs no minute. SIGTERM or SIGINT
-stops accepting and lets running requests go on for `drain_s`; a second one ends them at once.
+stops accepting and lets running requests continue for `drain_s`; a second one ends them at once.
 Opening and serving share one event loop, since an engine in its own process belongs to a loop.
 """
 
@@ -102,7 +102,7 @@ def _no_password() -> str:
 
 class DrainingServer(Server):
     """uvicorn, except that it drains the engine, that a second signal of any kind ends the wait,
-    that the process goes on to its own end, and that it ends when the engine has failed for good.
+    that the process continues to its own end, and that it ends when the engine has failed for good.
     """
 
     def __init__(self, config: Config, engine: ServedEngine, options: ServerOptions) -> None:
@@ -130,7 +130,7 @@ class DrainingServer(Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse new requests, let running ones go on, then end them with an error event."""
+        """Refuse new requests, let running ones continue, then end them with an error event."""
         draining = asyncio.create_task(self._engine.stop(self._drain_s))
         hurrying = asyncio.create_task(self._stop_at_second_signal(draining))
         await super().shutdown(sockets)

@@ -16,7 +16,14 @@ from quickstep.config import (
 )
 from quickstep.errors import ConfigError
 
-__all__ = ["add_engine_flags", "add_kv_cache_dtype", "add_model", "engine_config", "model_of"]
+__all__ = [
+    "add_engine_flags",
+    "add_format_flags",
+    "add_kv_cache_dtype",
+    "add_model",
+    "engine_config",
+    "model_of",
+]
 
 _DTYPES = {
     "auto": "auto",
@@ -237,4 +244,20 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
         seed=seed,
         memory_bytes=args.memory_bytes,
         enforce_eager=args.enforce_eager,
+    )
+
+
+def add_format_flags(group: argparse._ActionsContainer) -> None:
+    """`--tool-call-parser` and `--reasoning-parser`; the names are vLLM's."""
+    group.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="format of tool calls: hermes, llama3_json, pythonic, mistral, deepseek_v3, granite, "
+        "harmony, or none (default: what the chat template tells)",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="format of reasoning: think, mistral, harmony, or none (default: what the chat "
+        "template tells)",
     )

@@ -77,7 +77,7 @@ def byte_vocabulary(words: GrammarVocabulary) -> LLTokenizer:
 
 class _Vocabulary:
     """The attributes that llguidance reads. It calls this for text that a grammar leaves no choice
-    in, to go on as the model's own tokenizer would.
+    in, to continue as the model's own tokenizer would.
     """
 
     def __init__(self, words: GrammarVocabulary, encoder: TextEncoder | None) -> None:

@@ -159,7 +159,7 @@ class RemoteEngine:
         self._supervisor.start()
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Take no more, let requests go on for `drain_s` seconds, end the rest with SHUTDOWN.
+        """Take no more, let requests continue for `drain_s` seconds, end the rest with SHUTDOWN.
 
         A second call, with the first still draining, ends them at once.
         """

@@ -117,8 +117,8 @@ class Accepted(WireMessage, frozen=True):
 
 
 class Refused(WireMessage, frozen=True):
-    """The engine did not take the request, or cannot go on with it. A status below 500 makes it the
-    client's fault.
+    """The engine refused the request, or cannot continue with it. A status below 500 makes it
+    the client's fault.
     """
 
     request_id: str

@@ -39,7 +39,7 @@ _FIRST_BYTES = 64 * 1024  # more than the first message has
 # A thread that loads weights comes back for the interpreter's lock after each matrix; at Python's
 # own 5 ms it would wait longer for a thread that imports than it works.
 _SWITCH_S = 0.0002
-# The front door of `tokenizers` imports its ready-made tokenizers; the other is docstrings.
+# The `__init__` of `tokenizers` imports its ready-made tokenizers; the other is docstrings.
 _NOT_NEEDED = ("tokenizers", "numpy._core._add_newdocs")
 
 

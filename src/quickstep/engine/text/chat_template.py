@@ -144,7 +144,7 @@ class ChatTemplate:
 
         `extra` holds further template variables (`enable_thinking`, `documents`, ...).
         `continue_final_message` ends the prompt with the last message's text, so that the answer
-        goes on from there.
+        continues from there.
 
         Raises:
             RequestError: The template refuses the conversation, or alters the text that is to be

@@ -21,10 +21,10 @@ from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.loader import DecoderNames, build_decoder, quantizing
 from quickstep.ops.table import OpTable, QuantizedWeight
 
-__all__ = ["RandomDraw", "RandomTensors", "random_model"]
+__all__ = ["RandomTensors", "RandomValues", "random_model"]
 
 
-class RandomDraw(msgspec.Struct, frozen=True):
+class RandomValues(msgspec.Struct, frozen=True):
     """Which weights to draw: their dtype and place, the seed, and `--quantization`, if any."""
 
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class RandomDraw(msgspec.Struct, frozen=True):
 def random_model(
     spec: ModelSpec,
     ops: OpTable,
-    draw: RandomDraw,
+    draw: RandomValues,
     max_model_len: int,
     progress: Progress | None = None,
 ) -> Decoder:
@@ -60,7 +60,7 @@ class RandomTensors:
     def __init__(
         self,
         shapes: Shapes,
-        draw: RandomDraw,
+        draw: RandomValues,
         progress: Progress | None = None,
     ) -> None:
         self._shapes = shapes

@@ -53,20 +53,24 @@ from quickstep.server.anthropic.response_types import (
     ToolUseContent,
 )
 from quickstep.server.anthropic.turns import begins_answer, marks_cache, template_messages
-from quickstep.server.generate.adapter import Asked, Head, Served
-from quickstep.server.generate.conversation import Conversation, conversation_request, told_effort
+from quickstep.server.generate.adapter import Head, ParsedBody, Served
+from quickstep.server.generate.conversation import (
+    Conversation,
+    conversation_request,
+    effort_in_template,
+)
 from quickstep.server.generate.generation import ChoiceDelta, Generation
 from quickstep.server.generate.message_blocks import (
     Block,
+    BlockChange,
     BlockKind,
-    BlockNews,
     Blocks,
     Change,
     partial_object,
 )
 from quickstep.server.generate.prompts import prompts_ids
 from quickstep.server.generate.sampling import label
-from quickstep.server.generate.structured import AskedGrammar
+from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.generate.tools import Function, OfferedTools, ToolChoice, is_left_out, offer
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import anthropic_shape, error_facts, json_response
@@ -93,7 +97,7 @@ _STOP_REASONS: Mapping[FinishReason, str] = {
 class Messages:
     """The API."""
 
-    def parse(self, body: bytes, served: Served, caller: str) -> Asked:
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
         """Validate. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, MessagesRequest)
@@ -126,7 +130,7 @@ class Messages:
             ),
             ignored=reader.ignored,
         )
-        return Asked(request, partial(_MessagesWriter, served, marks_cache(fields)))
+        return ParsedBody(request, partial(_MessagesWriter, served, marks_cache(fields)))
 
 
 class CountTokens:
@@ -193,18 +197,20 @@ def _function(spec: CustomToolSpec, path: str) -> Function:
     return Function(spec.name, spec.description, spec.input_schema, strict, path, "input_schema")
 
 
-def _asked(fields: CountTokensRequest) -> AskedGrammar | None:
+def _asked(fields: CountTokensRequest) -> RequestedGrammar | None:
     config = fields.output_config
     if config is None or config.format is None:
         return None
-    return AskedGrammar(Grammar.of_json_schema(config.format.schema), "output_config.format.schema")
+    return RequestedGrammar(
+        Grammar.of_json_schema(config.format.schema), "output_config.format.schema"
+    )
 
 
 def _thinking(fields: CountTokensRequest, served: Served, reader: FieldReader) -> Mapping[str, Any]:
     """What the template is told of the reasoning; a mode that it does not have is reported."""
     thinking, config = fields.thinking, fields.output_config
     effort = None if config is None else config.effort
-    told = told_effort(effort, "output_config.effort", served, reader)
+    told = effort_in_template(effort, "output_config.effort", served, reader)
     if thinking is None:
         return told
     if isinstance(thinking, DisabledThinking):
@@ -256,10 +262,10 @@ class _MessagesWriter:
         yield _event(MessageStart(self._message()))
         yield _event(Ping())
 
-    def news(self, item: ChoiceDelta) -> Iterator[bytes]:
+    def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
         """What the delta changes of the blocks."""
-        for news in self._blocks.feed(item.delta):
-            yield from _block_events(news)
+        for change in self._blocks.feed(item.delta):
+            yield from _block_events(change)
 
     def ending(self) -> Iterator[bytes]:
         """Why it ended, and the usage."""
@@ -334,26 +340,26 @@ def _signature(block: Block) -> str:
     return hashlib.sha256(block.text.encode()).hexdigest()
 
 
-def _block_events(news: BlockNews) -> Iterator[bytes]:
-    block = news.block
-    if news.change is Change.CLOSED and block.kind is BlockKind.REASONING:
+def _block_events(change: BlockChange) -> Iterator[bytes]:
+    block = change.block
+    if change.change is Change.CLOSED and block.kind is BlockKind.REASONING:
         yield _event(BlockDelta(block.index, SignatureDelta(_signature(block))))
-    yield _block_event(news)
+    yield _block_event(change)
 
 
-def _block_event(news: BlockNews) -> bytes:
-    block = news.block
-    if news.change is Change.OPENED:
+def _block_event(change: BlockChange) -> bytes:
+    block = change.block
+    if change.change is Change.OPENED:
         empty: MessageBlock = TextContent("")
         if block.call is not None:
             empty = ToolUseContent(block.call.call_id, block.call.name, {})
         elif block.kind is BlockKind.REASONING:
             empty = ThinkingContent("")
         return _event(BlockStart(block.index, empty))
-    if news.change is Change.CLOSED:
+    if change.change is Change.CLOSED:
         return _event(BlockStop(block.index))
     if block.kind is BlockKind.CALL:
-        return _event(BlockDelta(block.index, InputDelta(news.text)))
+        return _event(BlockDelta(block.index, InputDelta(change.text)))
     if block.kind is BlockKind.REASONING:
-        return _event(BlockDelta(block.index, ThinkingDelta(news.text)))
-    return _event(BlockDelta(block.index, TextDelta(news.text)))
+        return _event(BlockDelta(block.index, ThinkingDelta(change.text)))
+    return _event(BlockDelta(block.index, TextDelta(change.text)))

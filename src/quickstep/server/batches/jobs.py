@@ -22,11 +22,11 @@ from quickstep.errors import QuickstepError, RequestError
 from quickstep.server.batches.file_options import BatchOptions
 from quickstep.server.batches.file_store import FileStore, FileWriter, StoredFile
 from quickstep.server.batches.lines import (
-    AskedBy,
     BatchLine,
     Endpoint,
     LineAnswer,
     LineFault,
+    Submitter,
     expired_line,
     numbered_lines,
     read_line,
@@ -211,7 +211,7 @@ class BatchJobs:
     def _answering(self, job: _Job) -> Callable[[BatchLine], Awaitable[LineAnswer]]:
         """Through the slots that all batches share, first come, first served."""
         options = self._options
-        asked_by = AskedBy(job.batch.owner, options.added_priority)
+        asked_by = Submitter(job.batch.owner, options.added_priority)
         runner = LineRunner(
             self._endpoints, self._slots, asked_by, options.num_tries, options.retry_s
         )

@@ -26,11 +26,11 @@ from quickstep.server.openai.request_types import decode
 from quickstep.server.options import RequestLimits
 
 __all__ = [
-    "AskedBy",
     "BatchLine",
     "Endpoint",
     "LineAnswer",
     "LineFault",
+    "Submitter",
     "answer_line",
     "expired_line",
     "is_passing",
@@ -84,7 +84,7 @@ class OutputLine(msgspec.Struct, frozen=True):
     error: LineError | None
 
 
-class AskedBy(msgspec.Struct, frozen=True):
+class Submitter(msgspec.Struct, frozen=True):
     """Whose lines they are, and what their own priority is raised by (lower goes first)."""
 
     caller: str = ""
@@ -204,7 +204,7 @@ def _too_large(number: int, size: str, limits: RequestLimits) -> LineFault:
     return LineFault(number, message, "body", "request_too_large")
 
 
-async def answer_line(endpoint: Endpoint, line: BatchLine, asked_by: AskedBy) -> LineAnswer:
+async def answer_line(endpoint: Endpoint, line: BatchLine, asked_by: Submitter) -> LineAnswer:
     """The line's answer; what the API refuses, or the model fails at, is an answer too.
 
     Raises:

@@ -13,10 +13,10 @@ import msgspec
 
 from quickstep.errors import EngineDied, EngineError, RequestError
 from quickstep.server.batches.lines import (
-    AskedBy,
     BatchLine,
     Endpoint,
     LineAnswer,
+    Submitter,
     answer_line,
     is_passing,
 )
@@ -86,7 +86,7 @@ class LineRunner(msgspec.Struct, frozen=True):
 
     endpoints: Mapping[str, Endpoint]
     slots: LineSlots | None = None
-    asked_by: AskedBy = msgspec.field(default_factory=AskedBy)
+    asked_by: Submitter = msgspec.field(default_factory=Submitter)
     num_tries: int = 1
     retry_s: float = 0.5
 

@@ -1,6 +1,6 @@
 """What an API's adapter is: it reads a body into a `ParsedRequest`, and writes deltas to bytes.
 
-    Adapter.parse: bytes -> Asked (ParsedRequest, and who writes its answer)
+    Adapter.parse: bytes -> ParsedBody (ParsedRequest, and who writes its answer)
     Writer: ChoiceDelta -> frames of a stream, or the whole answer
 
 `endpoint` runs any adapter in the same way, streamed or not. `choices` has the writer of those that
@@ -35,8 +35,8 @@ from quickstep.server.options import (
 __all__ = [
     "Adapter",
     "Answered",
-    "Asked",
     "Head",
+    "ParsedBody",
     "Served",
     "Writer",
     "check_names",
@@ -109,7 +109,7 @@ class Writer(Protocol):
     def opening(self) -> Iterable[bytes]:
         """The frames before the first token."""
 
-    def news(self, item: ChoiceDelta) -> Iterable[bytes]:
+    def delta(self, item: ChoiceDelta) -> Iterable[bytes]:
         """The frames of a delta."""
 
     def ending(self) -> Iterable[bytes]:
@@ -125,7 +125,7 @@ class Writer(Protocol):
         """The answer that is not streamed, for the JSON encoder."""
 
 
-class Asked(msgspec.Struct, frozen=True):
+class ParsedBody(msgspec.Struct, frozen=True):
     """A parsed request, who will write its answer, and the media type of its stream."""
 
     request: ParsedRequest
@@ -143,7 +143,7 @@ class Answered(msgspec.Struct, frozen=True):
 class Adapter(Protocol):
     """One generating API."""
 
-    def parse(self, body: bytes, served: Served, caller: str) -> Asked:
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
         """Validate. `caller` is whose API key it is, "" without one. Raises RequestError."""
 
 

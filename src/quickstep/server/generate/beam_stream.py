@@ -78,7 +78,7 @@ class BeamStream:
         )
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """As the engine detokenises what goes on behind a prompt."""
+        """As the engine detokenises what continues behind a prompt."""
         shown = [token_id for token_id in token_ids if self._is_shown(token_id)]
         return b"".join(map(self._tokenizer.token_bytes, shown)).decode(errors="replace")
 

@@ -1,6 +1,6 @@
 """A conversation in neutral words: what chat, responses and Anthropic's messages turn into.
 
-Each surface reads its own schema into a `Conversation`; from here on there is one way: what the
+Each API reads its own schema into a `Conversation`; from here on there is one way: what the
 template is given, which grammar the message has to follow, what to read out of its text.
 """
 
@@ -16,7 +16,7 @@ from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.generation import ChatPrompt, OutputReading, ParsedRequest
 from quickstep.server.generate.sampling import bounded, deadline_of, label, sampling_params
-from quickstep.server.generate.structured import AskedGrammar
+from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.generate.tools import OfferedTools, with_answer
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import RequestLimits
@@ -29,11 +29,11 @@ __all__ = [
     "check_shows_calls",
     "checked_metadata",
     "conversation_request",
+    "effort_in_template",
     "past_call",
     "renamed_sampling",
     "tenant_of",
-    "told_effort",
-    "told_verbosity",
+    "verbosity_in_template",
 ]
 
 
@@ -51,7 +51,7 @@ class Conversation(msgspec.Struct, frozen=True):
     messages: tuple[Mapping[str, Any], ...]
     num_chars: int
     offered: OfferedTools = msgspec.field(default_factory=OfferedTools)
-    asked: AskedGrammar | None = None
+    asked: RequestedGrammar | None = None
     add_generation_prompt: bool = True
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     continued: bool = False
@@ -79,7 +79,7 @@ def conversation_request(
 ) -> ParsedRequest:
     """The internal request. Raises RequestError that names the client's field.
 
-    `own` is what the surface resolved by itself: `max_tokens` (None for not given) and `logprobs`;
+    `own` is what the API resolved by itself: `max_tokens` (None for not given) and `logprobs`;
     `renamed` says under which names the client gave them, `prompt_field` where the conversation is.
     """
     grammar = _grammar(conversation, served)
@@ -139,7 +139,7 @@ def past_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-def told_effort(
+def effort_in_template(
     effort: str | None, path: str, served: Served, reader: FieldReader
 ) -> Mapping[str, Any]:
     """What the template is told of the reasoning's effort; a level it does not have is reported.
@@ -162,7 +162,7 @@ def told_effort(
     return {}
 
 
-def told_verbosity(
+def verbosity_in_template(
     verbosity: str | None, path: str, served: Served, reader: FieldReader
 ) -> Mapping[str, Any]:
     """What the template is told of the answer's length; reported where it reads no such thing."""
@@ -198,7 +198,7 @@ def checked_metadata(metadata: dict[str, str], limits: RequestLimits) -> dict[st
     return metadata
 
 
-def _grammar(conversation: Conversation, served: Served) -> AskedGrammar | None:
+def _grammar(conversation: Conversation, served: Served) -> RequestedGrammar | None:
     """The grammar of the message behind its reasoning: of its calls, of its content, or of both."""
     asked, offered = conversation.asked, conversation.offered
     if asked is None or offered.must_call:
@@ -208,7 +208,7 @@ def _grammar(conversation: Conversation, served: Served) -> AskedGrammar | None:
 
 
 def check_continues(message: Mapping[str, Any], path: str) -> None:
-    """Raise RequestError unless `message`, which is at `path`, is a text that can go on."""
+    """Raise RequestError unless `message`, which is at `path`, is a text that can continue."""
     if message["role"] != "assistant":
         raise RequestError(
             f"{path} is no message of the assistant, only such a one can be continued", param=path

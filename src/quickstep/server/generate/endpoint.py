@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Adapter, Answered, Asked, Head, Served, Writer
+from quickstep.server.generate.adapter import Adapter, Answered, Head, ParsedBody, Served, Writer
 from quickstep.server.generate.generation import Generation, open_generation
 from quickstep.server.generate.tenancy import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
@@ -93,7 +93,7 @@ class GeneratingRoute:
 
     def _parse(
         self, body: bytes, caller: str, added_priority: int = 0, in_batch: bool = False
-    ) -> Asked:
+    ) -> ParsedBody:
         """The request as the caller's key may have it: its account, its part of the cache, its
         priority, its deadline. Raises RequestError.
         """
@@ -115,7 +115,7 @@ class GeneratingRoute:
         )
         return replace(asked, request=replace(parsed, request=owned))
 
-    async def _open(self, asked: Asked) -> _Answer:
+    async def _open(self, asked: ParsedBody) -> _Answer:
         meter = self._metrics.meter(asked.request)
         served = self._served
         generation = await open_generation(
@@ -169,7 +169,7 @@ async def _written(answer: _Answer) -> AsyncGenerator[bytes, None]:
     async with aclosing(answer.generation.deltas()) as deltas:
         async for item in deltas:
             answer.meter.observe(item)
-            for frame in writer.news(item):
+            for frame in writer.delta(item):
                 yield frame
     for frame in writer.ending():
         yield frame

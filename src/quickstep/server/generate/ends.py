@@ -18,7 +18,7 @@ _MAY_FORBID_ALL = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens",
 
 
 def check_end(delta: Delta, sampling: SamplingParams, grammar_field: str) -> None:
-    """Return unless the delta says that its sequence could not go on.
+    """Return unless the delta says that its sequence could not continue.
 
     Raises:
         EngineError: It is our fault.

@@ -1,4 +1,4 @@
-"""What the surfaces know of an engine.
+"""What the APIs know of an engine.
 
 `engine.engine.Engine` fits it as it stands; the tests' scripted engine and the client of an engine
 in its own process are the other implementations. No torch here or above.
@@ -158,7 +158,7 @@ class ServedEngine(Protocol):
         """Begin stepping."""
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Let running requests go on for `drain_s`, then end them, then free everything."""
+        """Let running requests continue for `drain_s`, then end them, then free everything."""
 
     async def prepare(self, sampling: SamplingParams) -> object:
         """Compile what `stream` needs of it, off the event loop. Raises RequestError."""

@@ -47,7 +47,7 @@ __all__ = [
     "InfillPrompt",
     "OutputReading",
     "ParsedRequest",
-    "Shown",
+    "RequestedOutput",
     "TextPrompt",
     "TokenPrompt",
     "Usage",
@@ -72,8 +72,8 @@ class OutputReading(msgspec.Struct, frozen=True):
     inside_reasoning: bool = False
 
 
-class Shown(msgspec.Struct, frozen=True):
-    """What an answer says beside its text; a surface asks the engine for at least as much.
+class RequestedOutput(msgspec.Struct, frozen=True):
+    """What an answer says beside its text; an API asks the engine for at least as much.
 
     Attributes:
         echo: The prompt stands before the text.
@@ -124,7 +124,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     grammar_field: str = ""
     prompt_field: str = "prompt"
     echoed: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    shown: Shown = msgspec.field(default_factory=Shown)
+    shown: RequestedOutput = msgspec.field(default_factory=RequestedOutput)
     num_kept: int | None = None
     beams: BeamSearchParams | None = None
     truncate_prompt_tokens: int | None = None

@@ -1,9 +1,9 @@
 """A message as a row of blocks: reasoning, text, call, each opened, grown and closed once.
 
-The surfaces that answer with items (`responses`) or content blocks (`anthropic`) share it, and
+The APIs that answer with items (`responses`) or content blocks (`anthropic`) share it, and
 feed it the same deltas whether they stream or not: what a stream tells adds up to the whole.
 
-    Delta -> MessageReader -> MessageDelta -> BlockNews -> frames
+    Delta -> MessageReader -> MessageDelta -> BlockChange -> frames
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quickstep.engine.tool_calls.message_delta import CallDelta, ContentDelta, R
 from quickstep.server.openai.chat_message import MessageReader
 from quickstep.types import FinishReason, TokenLogprobs
 
-__all__ = ["Block", "BlockKind", "BlockNews", "Blocks", "Change", "partial_object"]
+__all__ = ["Block", "BlockChange", "BlockKind", "Blocks", "Change", "partial_object"]
 
 # brackets, strings and other values of a JSON text
 _JSON_PIECES = re.compile(r'[][{},]|"(?:[^"\\]|\\.)*+"|[^][{},:"\s]++', re.DOTALL)
@@ -63,7 +63,7 @@ class Block(msgspec.Struct):
         return "".join(self.pieces)
 
 
-class BlockNews(msgspec.Struct, frozen=True):
+class BlockChange(msgspec.Struct, frozen=True):
     """One change; `text` and `logprobs` are what is new."""
 
     change: Change
@@ -101,7 +101,7 @@ class Blocks:
         """Whether more of it may come."""
         return block is self._open
 
-    def feed(self, delta: Delta) -> list[BlockNews]:
+    def feed(self, delta: Delta) -> list[BlockChange]:
         """What a delta changes. The last one closes what is open."""
         self._logprobs.extend(delta.logprobs)
         reason = delta.finish_reason
@@ -110,46 +110,46 @@ class Blocks:
         is_thinking = self._open is not None and self._open.kind is BlockKind.REASONING
         if is_thinking or isinstance(first, ReasoningDelta):
             self.num_reasoning_tokens += len(delta.token_ids)
-        news: list[BlockNews] = []
+        changes: list[BlockChange] = []
         for part in said.parts:
             match part:
                 case ReasoningDelta(text=text):
-                    news += self._grow(BlockKind.REASONING, text)
+                    changes += self._grow(BlockKind.REASONING, text)
                 case ContentDelta(text=text):
-                    news += self._grow(BlockKind.TEXT, text)
+                    changes += self._grow(BlockKind.TEXT, text)
                 case CallDelta():
-                    news += self._call(part)
+                    changes += self._call(part)
         if reason is not None:
             self.last = delta
             if self._never_empty and not self.blocks:
-                news.append(BlockNews(Change.OPENED, self._add(Block(0, BlockKind.TEXT))))
-            news += self._close(cut=reason.openai != "stop")
-        return news
+                changes.append(BlockChange(Change.OPENED, self._add(Block(0, BlockKind.TEXT))))
+            changes += self._close(cut=reason.openai != "stop")
+        return changes
 
-    def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockNews]:
+    def _grow(self, kind: BlockKind, text: str) -> Iterator[BlockChange]:
         block = self._open
         if block is None or block.kind is not kind:
             yield from self._close()
             block = self._add(Block(len(self.blocks), kind))
-            yield BlockNews(Change.OPENED, block)
+            yield BlockChange(Change.OPENED, block)
         # logprobs of markup and of what was held back in vain belong to no text
         logprobs = tuple(self._logprobs) if kind is BlockKind.TEXT else ()
         self._logprobs.clear()
         block.pieces.append(text)
         block.logprobs.extend(logprobs)
-        yield BlockNews(Change.GREW, block, text, logprobs)
+        yield BlockChange(Change.GREW, block, text, logprobs)
 
-    def _call(self, piece: CallDelta) -> Iterator[BlockNews]:
+    def _call(self, piece: CallDelta) -> Iterator[BlockChange]:
         """A piece of a call, whose pieces follow each other."""
         self._logprobs.clear()
         if piece.name:
             yield from self._close()
             block = self._add(Block(len(self.blocks), BlockKind.CALL, piece))
-            yield BlockNews(Change.OPENED, block)
+            yield BlockChange(Change.OPENED, block)
         if piece.arguments:
             block = self.blocks[-1]
             block.pieces.append(piece.arguments)
-            yield BlockNews(Change.GREW, block, piece.arguments)
+            yield BlockChange(Change.GREW, block, piece.arguments)
         if piece.is_last:
             yield from self._close(cut=_object(self.blocks[-1].text) is None)
 
@@ -158,11 +158,11 @@ class Blocks:
         self._open = block
         return block
 
-    def _close(self, cut: bool = False) -> Iterator[BlockNews]:
+    def _close(self, cut: bool = False) -> Iterator[BlockChange]:
         block, self._open = self._open, None
         if block is not None:
             block.cut = cut
-            yield BlockNews(Change.CLOSED, block)
+            yield BlockChange(Change.CLOSED, block)
 
 
 def partial_object(text: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The forms of a prompt, and how each becomes the tokens that the model reads.
 
-A surface makes prompts, `generation` has them tokenised before it submits them. Prompts that
-together have some length are rendered and tokenised in a thread, so that the event loop goes on;
+An API makes prompts, `generation` has them tokenised before it submits them. Prompts that
+together have some length are rendered and tokenised in a thread, so that the event loop continues;
 a text that cannot fit the context is refused before it is tokenised.
 """
 
@@ -47,7 +47,7 @@ class TokenPrompt(msgspec.Struct, frozen=True):
 class ChatPrompt(msgspec.Struct, frozen=True):
     """A conversation for the model's chat template. `num_chars` estimates its size.
 
-    `continue_final_message`: the answer goes on from the last message's text.
+    `continue_final_message`: the answer continues from the last message's text.
     """
 
     messages: tuple[Mapping[str, Any], ...]

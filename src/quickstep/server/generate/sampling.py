@@ -2,7 +2,7 @@
 
 A field that the client gave goes before its preset, the preset before the checkpoint's own values.
 
-`SamplingParams` checks the ranges of its own fields; here stand the bounds of the HTTP surface
+`SamplingParams` checks the ranges of its own fields; here stand the bounds of the HTTP API
 (how many stops, how many choices) and the names that differ between the two.
 """
 
@@ -63,7 +63,7 @@ def sampling_params(
     """The request's sampling parameters. Raises RequestError that names the client's field.
 
     What it leaves open comes from its preset, the checkpoint, then `SamplingParams`. `own` goes
-    first: what the surface resolved by itself (`max_tokens`, `logprobs`); `renamed` says under
+    first: what the API resolved by itself (`max_tokens`, `logprobs`); `renamed` says under
     which name the client gave it.
     """
     limits, vocab_size = served.limits, served.engine.tokenizer.vocab_size

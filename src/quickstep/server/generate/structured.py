@@ -18,17 +18,17 @@ from quickstep.server.openai.request_types import (
 )
 from quickstep.types import Grammar
 
-__all__ = ["AskedGrammar", "asked_grammar"]
+__all__ = ["RequestedGrammar", "requested_grammar"]
 
 
-class AskedGrammar(msgspec.Struct, frozen=True):
+class RequestedGrammar(msgspec.Struct, frozen=True):
     """A grammar, and the path of the client's field."""
 
     grammar: Grammar
     field: str
 
 
-def asked_grammar(fields: SamplingFields) -> AskedGrammar | None:
+def requested_grammar(fields: SamplingFields) -> RequestedGrammar | None:
     """What the fields ask for. Raises RequestError if they contradict each other."""
     asked = _of_response_format(fields)
     outputs = fields.structured_outputs
@@ -42,20 +42,20 @@ def asked_grammar(fields: SamplingFields) -> AskedGrammar | None:
     return _of_structured_outputs(outputs)
 
 
-def _of_response_format(fields: SamplingFields) -> AskedGrammar | None:
+def _of_response_format(fields: SamplingFields) -> RequestedGrammar | None:
     match fields.response_format:
         case None | TextFormat():
             return None
         case JsonObjectFormat():
-            return AskedGrammar(Grammar.of_json_object(), "response_format")
+            return RequestedGrammar(Grammar.of_json_object(), "response_format")
         case JsonSchemaFormat(json_schema=spec):
             path = "response_format.json_schema.schema"
             if spec.schema is None:
                 raise RequestError(f"{path} is missing", param=path)
-            return AskedGrammar(Grammar.of_json_schema(spec.schema), path)
+            return RequestedGrammar(Grammar.of_json_schema(spec.schema), path)
 
 
-def _of_structured_outputs(outputs: StructuredOutputs) -> AskedGrammar:
+def _of_structured_outputs(outputs: StructuredOutputs) -> RequestedGrammar:
     found: dict[str, Grammar] = {}
     if outputs.json is not None:
         found["json"] = Grammar.of_json_schema(outputs.json)
@@ -75,4 +75,4 @@ def _of_structured_outputs(outputs: StructuredOutputs) -> AskedGrammar:
             param="structured_outputs",
         )
     [(name, grammar)] = found.items()
-    return AskedGrammar(grammar, f"structured_outputs.{name}")
+    return RequestedGrammar(grammar, f"structured_outputs.{name}")

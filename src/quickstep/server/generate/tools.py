@@ -21,7 +21,7 @@ from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, ToolCallForma
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.sampling import bounded
-from quickstep.server.generate.structured import AskedGrammar
+from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.openai.request_types import ChatRequest, FunctionTool
 from quickstep.server.schema.field_reader import FieldReader
 
@@ -53,14 +53,14 @@ class OfferedTools(msgspec.Struct, frozen=True):
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    grammar: AskedGrammar | None = None
+    grammar: RequestedGrammar | None = None
     one_call: bool = False
     must_call: bool = False
     functions: tuple[Mapping[str, Any], ...] = ()
 
 
 class Function(msgspec.Struct, frozen=True):
-    """A function as a client describes it, whichever surface it came through.
+    """A function as a client describes it, whichever API it came through.
 
     `path` is where it stands in the body, `parameters_field` the name of its schema there.
     """
@@ -81,7 +81,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
     names: tuple[str, ...] | None = None
 
 
-# `tool_choice` where it is a word, on OpenAI's surfaces.
+# `tool_choice` where it is a word, on OpenAI's APIs.
 CHOICES: Mapping[str, ToolChoice] = MappingProxyType(
     {
         "auto": ToolChoice(),
@@ -154,16 +154,18 @@ def offer(
         described if name in strict else {**described, "parameters": None}
         for name, described in shown.items()
     )
-    asked: AskedGrammar | None = None
+    asked: RequestedGrammar | None = None
     if forced:
         asked = _forced_calls(forced, one_call, known, served)
     elif strict:
         grammar = answer_grammar(known.spelling, loose, one_call, _special_ids(served))
-        asked = AskedGrammar(grammar, "tools")
+        asked = RequestedGrammar(grammar, "tools")
     return OfferedTools(tools, asked, one_call, bool(forced), loose)
 
 
-def with_answer(answer: AskedGrammar, offered: OfferedTools, served: Served) -> AskedGrammar:
+def with_answer(
+    answer: RequestedGrammar, offered: OfferedTools, served: Served
+) -> RequestedGrammar:
     """The grammar of a message that is an answer under a grammar, or calls where some are offered.
 
     Raises:
@@ -180,7 +182,7 @@ def with_answer(answer: AskedGrammar, offered: OfferedTools, served: Served) -> 
         )
     except NotNestable as error:
         raise RequestError(f"{answer.field} {error}", param=answer.field) from None
-    return AskedGrammar(grammar, answer.field)
+    return RequestedGrammar(grammar, answer.field)
 
 
 def _forced_functions(
@@ -241,10 +243,10 @@ def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
 
 def _forced_calls(
     functions: Sequence[Mapping[str, Any]], one_call: bool, known: ToolCallFormat, served: Served
-) -> AskedGrammar:
+) -> RequestedGrammar:
     """The grammar of calls only. Raises RequestError for a function that it cannot spell."""
     grammar = call_grammar(known.spelling, functions, one_call, _special_ids(served))
-    return AskedGrammar(grammar, "tools")
+    return RequestedGrammar(grammar, "tools")
 
 
 def _special_ids(served: Served) -> Callable[[str], int | None]:

@@ -8,10 +8,10 @@ from starlette.responses import Response
 
 from quickstep.server.http.errors import error_body, json_response
 
-__all__ = ["CrossOriginGate"]
+__all__ = ["CrossOriginMiddleware"]
 
 
-class CrossOriginGate(CORSMiddleware):
+class CrossOriginMiddleware(CORSMiddleware):
     """Answers a browser that asks whether a page of another origin may call."""
 
     def preflight_response(self, request_headers: Headers) -> Response:

@@ -123,7 +123,7 @@ ErrorShape = Callable[[ErrorFacts], tuple[int, ErrorBody]]  # the status and the
 
 
 class GenerationFailed(EngineError):
-    """The model failed on one request; the server goes on."""
+    """The model failed on one request; the server continues."""
 
 
 class ServerBusy(EngineError):

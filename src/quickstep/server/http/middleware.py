@@ -34,7 +34,7 @@ from quickstep.server.http.route import ApiRoute
 from quickstep.server.options import RequestLimits, ServerOptions
 
 __all__ = [
-    "FrontGate",
+    "AccessMiddleware",
     "check_head",
     "key_name",
     "report_ignored",
@@ -52,7 +52,7 @@ _BEARER = b"bearer "
 _PORTS = {b"http": b":80", b"https": b":443"}
 
 
-class FrontGate:
+class AccessMiddleware:
     """ASGI middleware around all routes."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[ApiRoute], options: ServerOptions) -> None:

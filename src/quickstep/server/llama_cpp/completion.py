@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from quickstep.server.generate.adapter import Asked, Head, Served
+from quickstep.server.generate.adapter import Head, ParsedBody, Served
 from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import Choice, ChoiceDelta, Generation
 from quickstep.server.generate.sampling import bounded
@@ -44,13 +44,13 @@ class LlamaCpp:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
 
-    def parse(self, body: bytes, served: Served, caller: str) -> Asked:
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
         """Validate. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, LlamaCompletionRequest)
         bounded("response_fields", len(fields.response_fields or ()), 64, "entries")
         request = replace(llama_request(fields, served), ignored=reader.ignored)
-        return Asked(request, partial(_LlamaWriter, fields, served, self._clock))
+        return ParsedBody(request, partial(_LlamaWriter, fields, served, self._clock))
 
 
 class _LlamaWriter:
@@ -74,7 +74,7 @@ class _LlamaWriter:
         """Nothing."""
         return iter(())
 
-    def news(self, item: ChoiceDelta) -> Iterator[bytes]:
+    def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
         """New text and tokens, then the end of a completion."""
         self.note(item)
         choice, delta = self._generation.choices[item.choice], item.delta

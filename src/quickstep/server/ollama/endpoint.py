@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
-from quickstep.server.generate.adapter import Adapter, Asked, Head, Served
+from quickstep.server.generate.adapter import Adapter, Head, ParsedBody, Served
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.generation import ChoiceDelta, Generation
 from quickstep.server.generate.message_blocks import partial_object
@@ -51,7 +51,7 @@ Spoken = Callable[..., Answer]  # content, reasoning and calls of an answer, and
 _UNLOADING = (0, "0", "0s")
 
 
-class NothingAsked(Exception):
+class NoPrompt(Exception):
     """The request has nothing to answer: it only loads the model, which is loaded."""
 
     def __init__(self, answer: Answer, ignored: tuple[str, ...]) -> None:
@@ -70,7 +70,7 @@ class OllamaRoute:
         """Answer one request. Raises RequestError, EngineError."""
         try:
             return await self._generating.answer(request)
-        except NothingAsked as nothing:
+        except NoPrompt as nothing:
             report_ignored(request, nothing.ignored)
             return json_response(nothing.answer)
 
@@ -78,7 +78,7 @@ class OllamaRoute:
 class OllamaChat:
     """The API of `/api/chat`."""
 
-    def parse(self, body: bytes, served: Served, caller: str) -> Asked:
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
         """Validate. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, OllamaChatRequest)
@@ -86,13 +86,13 @@ class OllamaChat:
             raise _nothing(fields, served, reader, _chat_answer)
         request = chat_request(fields, served, reader, len(body))
         request = replace(request, ignored=reader.ignored)
-        return Asked(request, partial(_Lines, served, _chat_answer), NDJSON)
+        return ParsedBody(request, partial(_Lines, served, _chat_answer), NDJSON)
 
 
 class OllamaGenerate:
     """The API of `/api/generate`."""
 
-    def parse(self, body: bytes, served: Served, caller: str) -> Asked:
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
         """Validate. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, OllamaGenerateRequest)
@@ -100,16 +100,16 @@ class OllamaGenerate:
             raise _nothing(fields, served, reader, _generate_answer)
         request = generate_request(fields, served, reader)
         request = replace(request, ignored=reader.ignored)
-        return Asked(request, partial(_Lines, served, _generate_answer), NDJSON)
+        return ParsedBody(request, partial(_Lines, served, _generate_answer), NDJSON)
 
 
 def _nothing(
     fields: OllamaGenerateFields, served: Served, reader: FieldReader, answer: Spoken
-) -> NothingAsked:
+) -> NoPrompt:
     known_model(fields.model, served)
     reason = "unload" if fields.keep_alive in _UNLOADING else "load"
     told = {"model": fields.model, "created_at": rfc3339(time.time()), "done": True}
-    return NothingAsked(answer("", "", [], done_reason=reason, **told), reader.ignored)
+    return NoPrompt(answer("", "", [], done_reason=reason, **told), reader.ignored)
 
 
 def _chat_answer(
@@ -156,7 +156,7 @@ class _Lines:
         """Nothing."""
         return iter(())
 
-    def news(self, item: ChoiceDelta) -> Iterator[bytes]:
+    def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
         """A line, if there is anything to say; a call is complete in its line."""
         said, calls = self._read(item)
         logprobs = self._logprobs(item.delta.logprobs)

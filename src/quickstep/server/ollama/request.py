@@ -16,15 +16,15 @@ from quickstep.server.generate.conversation import (
     Conversation,
     check_shows_calls,
     conversation_request,
+    effort_in_template,
     past_call,
     renamed_sampling,
-    told_effort,
 )
 from quickstep.server.generate.fill_in_middle import infill_markers
 from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.generate.prompts import InfillPrompt, TextPrompt
 from quickstep.server.generate.sampling import num_alternatives
-from quickstep.server.generate.structured import AskedGrammar
+from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.generate.tools import ToolChoice, functions_of, offer
 from quickstep.server.llama_cpp.request import switched_off_penalties
 from quickstep.server.ollama.models import known_model
@@ -169,10 +169,10 @@ def _own(fields: OllamaGenerateFields, served: Served) -> dict[str, Any]:
     return own
 
 
-def _asked(fields: OllamaGenerateFields) -> AskedGrammar | None:
+def _asked(fields: OllamaGenerateFields) -> RequestedGrammar | None:
     if not isinstance(fields.format, dict):
-        return AskedGrammar(Grammar.of_json_object(), "format") if fields.format else None
-    return AskedGrammar(Grammar.of_json_schema(fields.format), "format")
+        return RequestedGrammar(Grammar.of_json_object(), "format") if fields.format else None
+    return RequestedGrammar(Grammar.of_json_schema(fields.format), "format")
 
 
 def _thinking(
@@ -186,7 +186,7 @@ def _thinking(
                 f"think is {think[:64]!r}, it must be true, false, low, medium or high",
                 param="think",
             )
-        return told_effort(think, "think", served, reader)
+        return effort_in_template(think, "think", served, reader)
     if think is None:
         return {}
     if think and served.formats.reasoning is None:

@@ -10,21 +10,21 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Asked, Served, stream_flags
+from quickstep.server.generate.adapter import ParsedBody, Served, stream_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     check_continues,
     check_shows_calls,
     checked_metadata,
     conversation_request,
+    effort_in_template,
     past_call,
     tenant_of,
-    told_effort,
-    told_verbosity,
+    verbosity_in_template,
 )
 from quickstep.server.generate.generation import Generation, ParsedRequest
 from quickstep.server.generate.sampling import label, num_alternatives
-from quickstep.server.generate.structured import asked_grammar
+from quickstep.server.generate.structured import requested_grammar
 from quickstep.server.generate.tools import offered_tools
 from quickstep.server.openai.chat_message import ChatRendering
 from quickstep.server.openai.choices import ChoicesWriter
@@ -45,7 +45,7 @@ from quickstep.server.openai.request_types import (
 from quickstep.server.openai.requested_output import (
     beam_params,
     own_values,
-    shown_of,
+    requested_output,
     truncation_of,
 )
 from quickstep.server.openai.response_types import ChatCompletion, ChatCompletionChunk
@@ -62,9 +62,9 @@ class Chat:
     response = partial(ChatCompletion, object="chat.completion")
     chunk = partial(ChatCompletionChunk, object="chat.completion.chunk")
 
-    def parse(self, body: bytes, served: Served, caller: str = "") -> Asked:
+    def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedBody:
         """Validate a body. Raises RequestError."""
-        return Asked(self._request(body, served), partial(ChoicesWriter, self, served))
+        return ParsedBody(self._request(body, served), partial(ChoicesWriter, self, served))
 
     def _request(self, body: bytes, served: Served) -> ParsedRequest:
         reader = FieldReader(served.field_rules)
@@ -77,20 +77,20 @@ class Chat:
             if "tool_calls" in message:
                 check_shows_calls(served, f"messages[{place}].tool_calls")
         told = {
-            **told_effort(fields.reasoning_effort, "reasoning_effort", served, reader),
-            **told_verbosity(fields.verbosity, "verbosity", served, reader),
+            **effort_in_template(fields.reasoning_effort, "reasoning_effort", served, reader),
+            **verbosity_in_template(fields.verbosity, "verbosity", served, reader),
         }
         conversation = Conversation(
             messages,
             num_chars=len(body),
             offered=offered_tools(fields, served, reader),
-            asked=asked_grammar(fields),
+            asked=requested_grammar(fields),
             add_generation_prompt=_opens_message(fields, messages),
             continued=bool(fields.continue_final_message),
             extra={**told, **(fields.chat_template_kwargs or {})},
         )
         max_tokens, max_tokens_name = _max_tokens(fields)
-        shown = shown_of(fields, served, _num_logprobs(fields, served))
+        shown = requested_output(fields, served, _num_logprobs(fields, served))
         shown = replace(shown, before=_echo(fields, messages[-1], reader))
         own = {**own_values(fields, served, shown), "max_tokens": max_tokens}
         renamed = {"max_tokens": max_tokens_name, "logprobs": "top_logprobs"}

@@ -88,7 +88,7 @@ class ChoicesWriter:
                 fields = {} if choice.index else self._rendering.prompt_fields()
                 yield self._chunk([opening], **fields)
 
-    def news(self, item: ChoiceDelta) -> Iterator[bytes]:
+    def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
         """The chunks of a delta, and its choice's end."""
         choice = self._generation.choices[item.choice]
         for delta in self._rendering.deltas(choice, item.delta):

@@ -126,7 +126,7 @@ class CompletionRendering:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)
 
     def _list_prompt(self, choice: Choice, text: str, listed: TextLogprobs | None) -> None:
-        """The prompt's tokens, the first of which nothing scores; offsets go on behind them."""
+        """The prompt's tokens, the first of which nothing scores; offsets continue behind them."""
         if listed is None:
             return
         scores = self._generation.prompt_logprobs(choice)

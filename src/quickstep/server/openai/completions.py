@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeGuard
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Asked, Served, stream_flags
+from quickstep.server.generate.adapter import ParsedBody, Served, stream_flags
 from quickstep.server.generate.fill_in_middle import infill_markers
 from quickstep.server.generate.generation import (
     Generation,
@@ -25,14 +25,14 @@ from quickstep.server.generate.sampling import (
     sampling_params,
     token_ids_of,
 )
-from quickstep.server.generate.structured import asked_grammar
+from quickstep.server.generate.structured import requested_grammar
 from quickstep.server.openai.choices import ChoicesWriter
 from quickstep.server.openai.completion_choice import CompletionRendering
 from quickstep.server.openai.request_types import CompletionRequest
 from quickstep.server.openai.requested_output import (
     beam_params,
     own_values,
-    shown_of,
+    requested_output,
     truncation_of,
 )
 from quickstep.server.openai.response_types import Completion, CompletionChunk
@@ -51,9 +51,9 @@ class Completions:
     response = partial(Completion, object="text_completion")
     chunk = partial(CompletionChunk, object="text_completion")
 
-    def parse(self, body: bytes, served: Served, caller: str = "") -> Asked:
+    def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedBody:
         """Validate a body. Raises RequestError."""
-        return Asked(self._request(body, served), partial(ChoicesWriter, self, served))
+        return ParsedBody(self._request(body, served), partial(ChoicesWriter, self, served))
 
     def _request(self, body: bytes, served: Served) -> ParsedRequest:
         reader = FieldReader(served.field_rules)
@@ -61,9 +61,9 @@ class Completions:
         model = served.model(fields.model)
         prompts = _prompts(fields, served)
         logprobs = num_alternatives("logprobs", fields.logprobs, served)
-        shown = shown_of(fields, served, logprobs, bool(fields.echo))
+        shown = requested_output(fields, served, logprobs, bool(fields.echo))
         max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-        asked = asked_grammar(fields)
+        asked = requested_grammar(fields)
         own = own_values(fields, served, shown, len(prompts), fields.best_of)
         own["max_tokens"] = max_tokens
         if asked is not None:

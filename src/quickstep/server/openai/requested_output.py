@@ -1,7 +1,7 @@
 """What a request asks for beside plain text: scores, token ids, the best of several, beams.
 
 Shared by completions and chat. What they ask for becomes parameters of the engine's sampling
-(`own_values`), what is shown of it a `Shown`, and a search `BeamSearchParams`.
+(`own_values`), what is shown of it a `RequestedOutput`, and a search `BeamSearchParams`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import msgspec
 from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
-from quickstep.server.generate.generation import Shown
+from quickstep.server.generate.generation import RequestedOutput
 from quickstep.server.generate.request_size import check_num_sequences
 from quickstep.server.generate.sampling import bounded, num_alternatives, token_ids_of
 from quickstep.server.openai.request_types import ChoiceFields, SamplingFields, TextFormat
 from quickstep.types import SamplingParams
 
-__all__ = ["beam_params", "own_values", "shown_of", "truncation_of"]
+__all__ = ["beam_params", "own_values", "requested_output", "truncation_of"]
 
 # What a search honours; any other sampling field would have no effect on it.
 _WITH_BEAMS = frozenset(
@@ -43,9 +43,9 @@ _ASKS_FOR_NOTHING: tuple[object, ...] = (None, False, [], {}, "")
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(msgspec.structs.asdict(SamplingParams()))
 
 
-def shown_of(
+def requested_output(
     fields: ChoiceFields, served: Served, logprobs: int | None, echo: bool = False
-) -> Shown:
+) -> RequestedOutput:
     """What the answer shows. Raises RequestError; `logprobs` is checked by the caller."""
     num_top = num_alternatives("prompt_logprobs", fields.prompt_logprobs, served)
     if num_top is not None and fields.stream:
@@ -53,7 +53,7 @@ def shown_of(
             "prompt_logprobs cannot be streamed; send stream: false, or echo with logprobs",
             param="prompt_logprobs",
         )
-    return Shown(
+    return RequestedOutput(
         echo,
         logprobs,
         num_top,
@@ -65,7 +65,7 @@ def shown_of(
 def own_values(
     fields: ChoiceFields,
     served: Served,
-    shown: Shown,
+    shown: RequestedOutput,
     num_prompts: int = 1,
     best_of: int | None = None,
 ) -> dict[str, Any]:
@@ -104,7 +104,9 @@ def own_values(
     return own
 
 
-def _logprob_token_ids(fields: ChoiceFields, served: Served, shown: Shown) -> tuple[int, ...]:
+def _logprob_token_ids(
+    fields: ChoiceFields, served: Served, shown: RequestedOutput
+) -> tuple[int, ...]:
     name, ids = "logprob_token_ids", fields.logprob_token_ids or ()
     if shown.logprobs is None:
         raise RequestError(f"{name} needs logprobs", param=name)

@@ -17,14 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Asked, Served, stream_flags
+from quickstep.server.generate.adapter import ParsedBody, Served, stream_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     checked_metadata,
     conversation_request,
+    effort_in_template,
     tenant_of,
-    told_effort,
-    told_verbosity,
+    verbosity_in_template,
 )
 from quickstep.server.generate.endpoint import caller_of
 from quickstep.server.generate.sampling import label, num_alternatives
@@ -40,7 +40,7 @@ from quickstep.server.responses.input_items import (
 from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
 from quickstep.server.responses.response_types import DeletedResponse, InputItems
 from quickstep.server.responses.store import ResponseStore, StoredResponse
-from quickstep.server.responses.tools import asked_text, offered_functions
+from quickstep.server.responses.tools import offered_functions, requested_text_format
 from quickstep.server.responses.writer import ResponsesWriter, Turn
 from quickstep.server.schema.field_reader import FieldReader
 
@@ -66,7 +66,7 @@ class Responses:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
-    def parse(self, body: bytes, served: Served, caller: str) -> Asked:
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
         """Validate. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, ResponsesRequest)
@@ -80,7 +80,7 @@ class Responses:
             whole,
             num_chars=len(body) + sum(len(message.get("content") or "") for message in past),
             offered=offered_functions(fields, served, reader),
-            asked=asked_text(fields),
+            asked=requested_text_format(fields),
             extra={**_told(fields, served, reader), **(fields.chat_template_kwargs or {})},
         )
         own = {
@@ -105,7 +105,7 @@ class Responses:
             seals=_SEALED in (fields.include or ()),
             store=None if fields.store is False else partial(self._store.put, caller),
         )
-        return Asked(request, partial(ResponsesWriter, served, turn))
+        return ParsedBody(request, partial(ResponsesWriter, served, turn))
 
     def _past(self, fields: ResponsesRequest, caller: str) -> Sequence[Mapping[str, Any]]:
         """The messages that the new ones follow. Raises RequestError 400, as OpenAI does."""
@@ -202,8 +202,8 @@ def _told(fields: ResponsesRequest, served: Served, reader: FieldReader) -> dict
     effort = None if fields.reasoning is None else fields.reasoning.effort
     verbosity = None if fields.text is None else fields.text.verbosity
     return {
-        **told_effort(effort, "reasoning.effort", served, reader),
-        **told_verbosity(verbosity, "text.verbosity", served, reader),
+        **effort_in_template(effort, "reasoning.effort", served, reader),
+        **verbosity_in_template(verbosity, "text.verbosity", served, reader),
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
-from quickstep.server.generate.structured import AskedGrammar, asked_grammar
+from quickstep.server.generate.structured import RequestedGrammar, requested_grammar
 from quickstep.server.generate.tools import (
     CHOICES,
     Function,
@@ -24,7 +24,7 @@ from quickstep.server.responses.request_types import (
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import Grammar
 
-__all__ = ["asked_text", "listed_text", "listed_tools", "offered_functions"]
+__all__ = ["listed_text", "listed_tools", "offered_functions", "requested_text_format"]
 
 
 def offered_functions(
@@ -52,9 +52,9 @@ def listed_tools(fields: ResponsesRequest) -> list[dict[str, Any]]:
     ]
 
 
-def asked_text(fields: ResponsesRequest) -> AskedGrammar | None:
+def requested_text_format(fields: ResponsesRequest) -> RequestedGrammar | None:
     """The grammar of the answer. Raises RequestError."""
-    asked = asked_grammar(fields)
+    asked = requested_grammar(fields)
     form = None if fields.text is None else fields.text.format
     if not isinstance(form, JsonObjectFormat | SchemaFormat):
         return asked
@@ -64,8 +64,8 @@ def asked_text(fields: ResponsesRequest) -> AskedGrammar | None:
             param="structured_outputs",
         )
     if isinstance(form, JsonObjectFormat):
-        return AskedGrammar(Grammar.of_json_object(), "text.format")
-    return AskedGrammar(Grammar.of_json_schema(form.schema), "text.format.schema")
+        return RequestedGrammar(Grammar.of_json_object(), "text.format")
+    return RequestedGrammar(Grammar.of_json_schema(form.schema), "text.format.schema")
 
 
 def listed_text(fields: ResponsesRequest) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import msgspec
 
 from quickstep.server.generate.adapter import Head, Served
 from quickstep.server.generate.generation import ChoiceDelta, Generation
-from quickstep.server.generate.message_blocks import Block, BlockKind, BlockNews, Blocks, Change
+from quickstep.server.generate.message_blocks import Block, BlockChange, BlockKind, Blocks, Change
 from quickstep.server.http.errors import error_facts
 from quickstep.server.http.event_stream import event_frame
 from quickstep.server.openai.chat_message import message_reader, token_logprob
@@ -97,7 +97,7 @@ class ResponsesWriter:
                 ResponseEvent, f"response.{name}", response=self._response("in_progress")
             )
 
-    def news(self, item: ChoiceDelta) -> Iterator[bytes]:
+    def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
         """What the delta changes of the items."""
         for news in self._blocks.feed(item.delta):
             if news.change is Change.OPENED:
@@ -149,7 +149,7 @@ class ResponsesWriter:
                 PartEvent, "response.content_part.added", **self._place(block), part=part
             )
 
-    def _grew(self, news: BlockNews) -> bytes:
+    def _grew(self, news: BlockChange) -> bytes:
         block, delta = news.block, news.text
         if block.kind is BlockKind.CALL:
             place = {"item_id": self._item_id(block), "output_index": block.index}

@@ -63,7 +63,7 @@ _CHAT: Effects = {
     "top_logprobs": "Adds this many alternatives per token; needs logprobs: true.",
     "echo": "Puts the last message before the answer, if it is the assistant's.",
     "add_generation_prompt": "Whether the template opens an assistant message; true if not given.",
-    "continue_final_message": "The answer goes on from the last message's text, which is the "
+    "continue_final_message": "The answer continues from the last message's text, which is the "
     "assistant's; a grammar or a stop string is of what is new.",
     "chat_template_kwargs": "Further variables for the chat template.",
     "reasoning_effort": "Turns reasoning off (none), or sets the level where the chat template has "
@@ -146,7 +146,7 @@ _EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
     schemas.FunctionTool: {"function": "The function that may be called."},
     schemas.FunctionSpec: {
         "name": "The name in a call; each one once.",
-        "description": "Shown to the model.",
+        "description": "Included in the prompt.",
         "parameters": "The JSON schema of the arguments, shown to the model and enforced where a "
         "call is.",
         "strict": "Whether arguments have to fit where the model may choose to call.",

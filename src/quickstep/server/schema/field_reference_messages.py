@@ -63,7 +63,7 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
         "name": "The name in a call; each one once.",
         "input_schema": "The JSON schema of the arguments, shown to the model and enforced where a "
         "call is.",
-        "description": "Shown to the model.",
+        "description": "Included in the prompt.",
         "type": "May be left out.",
         "strict": "Whether arguments have to fit where the model may choose to call.",
         "cache_control": _MARK,

@@ -80,7 +80,7 @@ EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
     schemas.FunctionToolSpec: {
         "type": "Only function is known.",
         "name": "The name in a call; each one once.",
-        "description": "Shown to the model.",
+        "description": "Included in the prompt.",
         "parameters": "The JSON schema of the arguments, shown to the model and enforced where a "
         "call is.",
         "strict": "Whether arguments have to fit where the model may choose to call.",

@@ -1,6 +1,6 @@
 """What a draw from a vocabulary of 151,936 takes, by kind, a row alone and in a batch.
 
-    python -m benchmarks.bench_draws [--threads 2] [--repeats 21] [--rows 1 16]
+    python -m benchmarks.bench_sampling [--threads 2] [--repeats 21] [--rows 1 16]
 
 Python's share is inside: from a row of logits and the state of its sequence to a token. `peaked`
 logits fall off as a language model's do, `flat` ones as those of random weights. Caveats: the
