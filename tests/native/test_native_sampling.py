@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from op_checks.logit_rows import logit_rows
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.runtime.sampling.logit_changes import bits_of_bytes
 from quickstep.runtime.sampling.native_sampler import NativeSampler
@@ -41,15 +42,8 @@ def state_of(sampling, vocab, seed=0, outputs=()):
 
 def rows_of(kind, num_rows, vocab, seed, scale):
     draws = np.random.default_rng(seed)
-    rows = draws.normal(scale=scale, size=(num_rows, vocab)).astype(np.float32)
-    if kind == "ties":
-        rows = np.round(rows * 2) / 2
-    elif kind == "flat":
-        rows[:] = 1.5
-    elif kind == "masked":
-        rows[draws.random(rows.shape) < 0.7] = -np.inf
-        rows[:, 0] = 0.25
-    elif kind == "broken":
+    rows = logit_rows(draws, kind, num_rows, vocab, scale)
+    if kind == "broken":
         rows[0, draws.integers(vocab)] = draws.choice([np.nan, np.inf])
         rows[-1] = -np.inf
     return torch.from_numpy(rows)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from op_checks.logit_rows import logit_rows
 from quickstep.errors import EngineError
 from quickstep.ops.native.backend import load_native, native_status
 from quickstep.runtime.sampling.native_sampler import NativeSampler
@@ -21,15 +22,8 @@ TABLES = [load_native(2, level) for level in native_status().levels]
 
 def logits_of(kind, num_rows, vocab, seed, scale):
     draws = np.random.default_rng(seed)
-    rows = draws.normal(scale=scale, size=(num_rows, vocab)).astype(np.float32)
-    if kind == "ties":
-        rows = np.round(rows * 2) / 2
-    elif kind == "flat":
-        rows[:] = 1.5
-    elif kind == "masked":
-        rows[draws.random(rows.shape) < 0.7] = -np.inf
-        rows[:, 0] = 0.25
-    elif kind == "broken":
+    rows = logit_rows(draws, kind, num_rows, vocab, scale)
+    if kind == "broken":
         rows[draws.integers(num_rows), draws.integers(vocab)] = draws.choice([np.nan, np.inf])
     elif kind == "empty":
         rows[draws.integers(num_rows)] = -np.inf
