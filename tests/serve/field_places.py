@@ -21,7 +21,7 @@ from quickstep.server.http.route import ApiRoute
 from quickstep.server.metrics import Metrics
 from quickstep.server.ollama import request_types as ollama
 from quickstep.server.openai import request_types as schemas
-from quickstep.server.openai.tokenize_types import TokenizeRequest
+from quickstep.server.openai.tokenize import TokenizeRequest
 from quickstep.server.options import ServerOptions
 from quickstep.server.responses.request_types import (
     FunctionCallItem,
@@ -31,8 +31,8 @@ from quickstep.server.responses.request_types import (
 from quickstep.server.route_list import api_routes
 from quickstep.server.schema.field_classes import Refusal
 from quickstep.server.schema.field_reference import REFUSED_FORMS, reference_of
-from quickstep.server.schema.struct_types import branches, parts_of
-from quickstep.server.schema.struct_types import field_types as uncached_field_types
+from quickstep.server.schema.openapi import branches, parts_of
+from quickstep.server.schema.openapi import field_types as uncached_field_types
 
 Struct = type[msgspec.Struct]
 Keys = tuple[str | int, ...]

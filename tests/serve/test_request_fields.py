@@ -48,7 +48,7 @@ from quickstep.server.batches.request_types import BatchRequest
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.openai.embedding_types import EmbeddingRequest
 from quickstep.server.openai.request_types import ChatRequest, CompletionRequest, FunctionSpec
-from quickstep.server.openai.tokenize_types import ApplyTemplateRequest, TokenizeRequest
+from quickstep.server.openai.tokenize import ApplyTemplateRequest, TokenizeRequest
 from quickstep.server.options import FieldRules, RequestLimits, ServerOptions
 from quickstep.server.responses.request_types import ResponsesRequest
 from quickstep.server.schema.field_bounds import SchemaFacts, bounds_of
@@ -61,7 +61,7 @@ from quickstep.server.schema.field_classes import (
     asks_for_nothing,
 )
 from quickstep.server.schema.field_reference import REFUSED_FORMS, reference_of
-from quickstep.server.schema.struct_types import branches, parts_of, reachable_structs
+from quickstep.server.schema.openapi import branches, parts_of, reachable_structs
 
 CASES = OPENAI_CASES | RESPONSES_CASES | MESSAGES_CASES | OLLAMA_CASES | OTHER_CASES
 CLIENTS: dict[type[msgspec.Struct], Any] = {

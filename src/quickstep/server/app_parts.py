@@ -14,12 +14,11 @@ from starlette.middleware import Middleware
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.errors import error_response
-from quickstep.server.http.middleware import AccessMiddleware
+from quickstep.server.http.middleware import AccessMiddleware, CrossOriginMiddleware
 from quickstep.server.http.route import ApiRoute, BodyRules, with_checked_body
 from quickstep.server.http.work_lanes import WorkLanes
-from quickstep.server.metrics import Metrics
+from quickstep.server.metrics import Metrics, log_traffic
 from quickstep.server.options import CorsOptions, ServerOptions
-from quickstep.server.traffic_log import watch
 
 __all__ = ["Lifespan", "routed", "serving"]
 
@@ -60,7 +59,7 @@ def routed(
 async def serving(engine: ServedEngine, metrics: Metrics) -> AsyncIterator[None]:
     """The engine runs, and its traffic is logged, until the end."""
     await engine.start()
-    watching = asyncio.create_task(watch(engine, metrics))
+    watching = asyncio.create_task(log_traffic(engine, metrics))
     try:
         yield
     finally:
@@ -71,11 +70,8 @@ async def serving(engine: ServedEngine, metrics: Metrics) -> AsyncIterator[None]
 
 
 def _cors(options: CorsOptions) -> list[Middleware]:
-    """Outside the gate: a browser asks for permission without a key."""
     if not options.origins:
         return []
-    from quickstep.server.http.cross_origin import CrossOriginMiddleware
-
     return [
         Middleware(
             CrossOriginMiddleware,

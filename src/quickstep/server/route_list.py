@@ -26,7 +26,7 @@ from quickstep.server.responses.request_types import InputItemsQuery, ResponsesR
 from quickstep.server.responses.response_types import EVENTS as RESPONSES_EVENTS
 from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
 from quickstep.server.responses.store import ResponseStore
-from quickstep.server.schema.pages import ApiDocument, ApiPages
+from quickstep.server.schema.openapi import ApiDocument, ApiPages
 
 __all__ = ["api_routes"]
 

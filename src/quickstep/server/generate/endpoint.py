@@ -21,9 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
+from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.generate.adapter import Adapter, Answered, Head, ParsedBody, Served, Writer
 from quickstep.server.generate.generation import Generation, open_generation
-from quickstep.server.generate.tenancy import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.event_stream import EventStream

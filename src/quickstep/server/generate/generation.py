@@ -5,6 +5,10 @@ tokenises and submits its prompts; `Generation` merges the engine's streams into
 `ChoiceDelta`. The engine never sees client dicts, an adapter never sees the engine.
 
 Prompt p of P and sequence i of n become choice p * n + i, as OpenAI counts.
+
+`check_end` separates ends that are an answer from those that are an error. A grammar that breaks a
+limit late in its output, or fields that together forbid every token, are the client's fault: 400
+with the field's name, in a stream as its error event.
 """
 
 from __future__ import annotations
@@ -22,9 +26,8 @@ from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.engine.best_of import best_indices
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import ReasoningFormat, ToolCallFormat
-from quickstep.errors import RequestError
+from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.beam_stream import open_beams
-from quickstep.server.generate.ends import check_end, in_clients_words
 from quickstep.server.generate.engine_interface import ServedEngine, TokenStream, Vocabulary
 from quickstep.server.generate.prompts import (
     ChatPrompt,
@@ -32,9 +35,10 @@ from quickstep.server.generate.prompts import (
     Prompt,
     TextPrompt,
     TokenPrompt,
+    check_num_tokens,
     prompts_ids,
 )
-from quickstep.server.generate.request_size import check_num_tokens
+from quickstep.server.http.errors import GenerationFailed
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import RequestLimits
 from quickstep.types import FinishReason, Request, SamplingParams, SequenceTimings, TokenLogprobs
@@ -51,6 +55,8 @@ __all__ = [
     "TextPrompt",
     "TokenPrompt",
     "Usage",
+    "check_end",
+    "in_clients_words",
     "open_generation",
     "opens_reasoning",
 ]
@@ -58,6 +64,8 @@ __all__ = [
 _LIMITS = RequestLimits()
 _QUEUED_DELTAS = 256
 _PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of the reasoning
+_NAMES_OF_PROMPTS = ("prompt", "messages")  # the engine's and the chat template's
+_MAY_FORBID_ALL = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "grammar")
 
 
 class OutputReading(msgspec.Struct, frozen=True):
@@ -386,3 +394,43 @@ def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequen
         return True
     end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
     return end.rstrip().endswith(reasoning.opening)
+
+
+def check_end(delta: Delta, sampling: SamplingParams, grammar_field: str) -> None:
+    """Return unless the delta says that its sequence could not continue.
+
+    Raises:
+        EngineError: It is our fault.
+        RequestError: It is the request's, whose grammar came in `grammar_field`.
+    """
+    match delta.finish_reason:
+        case FinishReason.ERROR:
+            raise GenerationFailed(delta.error or "the model failed on this request")
+        case FinishReason.SHUTDOWN:
+            raise EngineError("the server is shutting down; send the request again")
+        case FinishReason.REFUSED:
+            error = RequestError(delta.error, param=_blamed(delta.error, sampling))
+            raise in_clients_words(error, grammar_field)
+
+
+def in_clients_words(
+    error: BaseException, grammar_field: str, prompt_field: str = "prompt"
+) -> BaseException:
+    """A refused grammar or prompt under the name of the client's field; any other error as it
+    is.
+    """
+    if not isinstance(error, RequestError):
+        return error
+    if error.param in _NAMES_OF_PROMPTS:
+        error.param = prompt_field
+    elif error.param == "grammar":
+        message = str(error).removeprefix("the ").replace("grammar", grammar_field, 1)
+        return RequestError(message, param=grammar_field, status=error.status, code=error.code)
+    return error
+
+
+def _blamed(why: str, sampling: SamplingParams) -> str | None:
+    """The field to name: the grammar if it is said, else the first that forbids tokens."""
+    if why.startswith("the grammar"):
+        return "grammar"
+    return next((name for name in _MAY_FORBID_ALL if getattr(sampling, name)), None)

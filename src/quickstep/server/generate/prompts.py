@@ -1,8 +1,9 @@
-"""The forms of a prompt, and how each becomes the tokens that the model reads.
+"""The forms of a prompt, how each becomes the tokens that the model reads, and how many tokens and
+sequences one request may have.
 
-An API makes prompts, `generation` has them tokenised before it submits them. Prompts that
-together have some length are rendered and tokenised in a thread, so that the event loop continues;
-a text that cannot fit the context is refused before it is tokenised.
+An API makes prompts; `generation` tokenises them before it submits them. Prompts above a certain
+length are rendered and tokenised in a thread, so that the event loop continues; a text that cannot
+fit the context is refused before it is tokenised.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 import msgspec
 
 from quickstep.errors import PromptTooLong, RequestError
-from quickstep.server.generate.engine_interface import ServedEngine
+from quickstep.server.generate.engine_interface import ServedEngine, Vocabulary
 from quickstep.server.http.work_lanes import WorkLanes
+from quickstep.server.options import RequestLimits
+from quickstep.types import SamplingParams
 
 __all__ = [
     "ChatPrompt",
@@ -22,6 +25,9 @@ __all__ = [
     "Prompt",
     "TextPrompt",
     "TokenPrompt",
+    "check_num_sequences",
+    "check_num_tokens",
+    "infill_markers",
     "prompts_ids",
     "rendered",
 ]
@@ -29,6 +35,18 @@ __all__ = [
 # Shorter prompts are rendered and tokenised on the event loop: a thread hop costs more.
 _INLINE_CHARS = 2048
 _CHARS_OF_A_CALL = 64  # what the shortest prompt costs beside its text
+# Special tokens for filling in the middle, by model family: before, after, middle.
+_INFILL_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite Code
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
+    (
+        "<\uff5cfim▁begin\uff5c>",
+        "<\uff5cfim▁hole\uff5c>",
+        "<\uff5cfim▁end\uff5c>",
+    ),  # DeepSeek-Coder
+)
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
@@ -142,4 +160,45 @@ def rendered(engine: ServedEngine, prompt: ChatPrompt) -> str:
         add_generation_prompt=prompt.add_generation_prompt,
         extra=prompt.extra,
         continue_final_message=prompt.continue_final_message,
+    )
+
+
+def check_num_sequences(num_prompts: int, num_each: int, limits: RequestLimits, field: str) -> None:
+    """Prompts times sequences of each. Raises RequestError that names `field`."""
+    if num_prompts * num_each > limits.sequences:
+        raise RequestError(
+            f"{field} is {num_each} for {num_prompts} prompts, which makes "
+            f"{num_prompts * num_each} sequences; the limit is {limits.sequences} per request",
+            param=field,
+        )
+
+
+def check_num_tokens(
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    max_model_len: int,
+    limits: RequestLimits,
+) -> None:
+    """Tokens of the prompts, and all that may be generated. Raises RequestError."""
+    num_tokens = 0
+    for prompt in prompts:
+        room = max(0, max_model_len - len(prompt))
+        num_outputs = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        num_tokens += len(prompt) + sampling.n * num_outputs
+    if num_tokens > limits.tokens:
+        raise RequestError(
+            f"the request may take {num_tokens} tokens with its prompts and n times max_tokens, "
+            f"the limit is {limits.tokens}; lower n or max_tokens, or send fewer prompts",
+            param="max_tokens" if sampling.n == 1 else "n",
+        )
+
+
+def infill_markers(tokenizer: Vocabulary) -> tuple[int, int, int]:
+    """The tokens for an `InfillPrompt`. Raises RequestError if the model has none."""
+    for family in _INFILL_TOKENS:
+        before, behind, middle = map(tokenizer.token_id, family)
+        if before is not None and behind is not None and middle is not None:
+            return before, behind, middle
+    raise RequestError(
+        "suffix is not supported: the model does not fill in the middle", param="suffix"
     )

@@ -13,8 +13,9 @@ unknown paths included. What the gate knows stands in the request's state for th
     state["connections"]    how long clients may take (see `options`)
     state["ignored"]        fields of the request that have no effect; routes add to it
 
-Every answer carries the request's id (the client's own, else a new one) in `x-request-id`, and the
-fields without effect in `x-quickstep-ignored`.
+Every response has the request's id (the client's own, else a new one) in `x-request-id`, and the
+fields without effect in `x-quickstep-ignored`. `CrossOriginMiddleware` runs before the gate where
+the operator allows other origins: a browser asks for permission without a key.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quickstep.errors import RequestError
-from quickstep.server.http.errors import ErrorShape, error_response
+from quickstep.server.http.errors import ErrorShape, error_body, error_response, json_response
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.options import RequestLimits, ServerOptions
 
 __all__ = [
     "AccessMiddleware",
+    "CrossOriginMiddleware",
     "check_head",
     "key_name",
     "report_ignored",
@@ -273,3 +278,21 @@ class _Watched:
                 ascii(scope["path"])[1:-1],
                 ascii(", ".join(fresh))[1:-1][:_IGNORED_CHARS],
             )
+
+
+class CrossOriginMiddleware(CORSMiddleware):
+    """Starlette's CORS middleware, with refusals in OpenAI's shape."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Permission, or a refusal that says what is not allowed: 403 for the origin, else 400."""
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        what = bytes(response.body).decode().removeprefix("Disallowed CORS ")
+        message = f"pages of other origins may not call like this: {what} is not allowed"
+        status = 403 if "origin" in what else response.status_code
+        refused = json_response(error_body(message, status), status)
+        for name, value in response.headers.items():
+            if name not in ("content-length", "content-type"):
+                refused.headers[name] = value
+        return refused

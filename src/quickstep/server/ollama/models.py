@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
-from quickstep.server.generate.fill_in_middle import infill_markers
+from quickstep.server.generate.prompts import infill_markers
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored

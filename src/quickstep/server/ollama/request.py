@@ -20,9 +20,8 @@ from quickstep.server.generate.conversation import (
     past_call,
     renamed_sampling,
 )
-from quickstep.server.generate.fill_in_middle import infill_markers
 from quickstep.server.generate.generation import ParsedRequest
-from quickstep.server.generate.prompts import InfillPrompt, TextPrompt
+from quickstep.server.generate.prompts import InfillPrompt, TextPrompt, infill_markers
 from quickstep.server.generate.sampling import num_alternatives
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.generate.tools import ToolChoice, functions_of, offer

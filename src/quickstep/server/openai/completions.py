@@ -8,7 +8,6 @@ from typing import TypeGuard
 
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import ParsedBody, Served, stream_flags
-from quickstep.server.generate.fill_in_middle import infill_markers
 from quickstep.server.generate.generation import (
     Generation,
     InfillPrompt,
@@ -16,7 +15,7 @@ from quickstep.server.generate.generation import (
     TextPrompt,
     TokenPrompt,
 )
-from quickstep.server.generate.prompts import Prompt
+from quickstep.server.generate.prompts import Prompt, infill_markers
 from quickstep.server.generate.sampling import (
     bounded,
     deadline_of,

@@ -18,14 +18,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quickstep.errors import EngineError, RequestError
+from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.generate.adapter import Answered, Served
 from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
-from quickstep.server.generate.ends import in_clients_words
 from quickstep.server.generate.engine_interface import TokenStream
-from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, prompts_ids
-from quickstep.server.generate.request_size import check_num_tokens
+from quickstep.server.generate.generation import in_clients_words
+from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, check_num_tokens, prompts_ids
 from quickstep.server.generate.sampling import bounded, label, token_ids_of
-from quickstep.server.generate.tenancy import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
 from quickstep.server.http.errors import GenerationFailed, json_response
 from quickstep.server.http.middleware import report_ignored

@@ -16,7 +16,7 @@ from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.generation import RequestedOutput
-from quickstep.server.generate.request_size import check_num_sequences
+from quickstep.server.generate.prompts import check_num_sequences
 from quickstep.server.generate.sampling import bounded, num_alternatives, token_ids_of
 from quickstep.server.openai.request_types import ChoiceFields, SamplingFields, TextFormat
 from quickstep.types import SamplingParams

@@ -1,14 +1,15 @@
-"""`/tokenize` and `/detokenize`: text to token ids and back, in vLLM's and in llama.cpp's words.
+"""`/tokenize`, `/detokenize`, `/apply-template`: text to token ids and back, in the forms of vLLM
+and of llama.cpp.
 
-The fields tell whose words they are: `prompt` or `messages` are vLLM's, `content` is llama.cpp's;
-a field of one side beside the other's is refused. The answer holds what either side reads. Long
-inputs are worked on in a thread.
+The fields decide the form: `prompt` or `messages` are vLLM's, `content` is llama.cpp's; a field of
+one form together with the other's is refused. The response has the fields of both. Long inputs are
+processed in a thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -23,20 +24,21 @@ from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.openai.chat import Chat
-from quickstep.server.openai.request_types import ChatRequest
-from quickstep.server.openai.tokenize_types import (
-    ApplyTemplateRequest,
-    Detokenized,
-    DetokenizeRequest,
-    RenderedPrompt,
-    Tokenized,
-    TokenizeRequest,
-    TokenizerInfo,
-    TokenPiece,
-)
+from quickstep.server.openai.request_types import ChatRequest, Message
+from quickstep.server.schema.field_classes import refused
 from quickstep.server.schema.field_reader import FieldReader
 
-__all__ = ["Tokenizing"]
+__all__ = [
+    "ApplyTemplateRequest",
+    "DetokenizeRequest",
+    "Detokenized",
+    "RenderedPrompt",
+    "TokenPiece",
+    "TokenizeRequest",
+    "Tokenized",
+    "TokenizerInfo",
+    "Tokenizing",
+]
 
 # Shorter bodies are worked on in the event loop: a thread hop costs more.
 _INLINE_BYTES = 2048
@@ -58,6 +60,90 @@ _FIELDS = {
     },
     "content": {"add_special", "parse_special", "with_pieces"},
 }
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """The body of `/tokenize`: `prompt` or `messages` (vLLM), or `content` (llama.cpp)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    content: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Annotated[str | None, refused("the model's own template is used")] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: Annotated[dict[str, Any] | None, refused("the model reads text only")] = (
+        None
+    )
+    tools: list[dict[str, Any]] | None = None
+    add_special: bool | None = None
+    parse_special: Annotated[
+        bool | None, refused("special tokens are recognised in every text", passes=(True,))
+    ] = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """The body of `/detokenize`, the same for vLLM and llama.cpp."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """The body of llama.cpp's `/apply-template`."""
+
+    messages: list[Message]
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenPiece(msgspec.Struct, frozen=True):
+    """A token (llama.cpp's `with_pieces`): its text, or its bytes if they are no whole text."""
+
+    id: int
+    piece: str | list[int]
+
+
+class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/tokenize`; `token_strs` are the vocabulary's own spellings."""
+
+    tokens: list[int | TokenPiece]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/detokenize`: the same text by vLLM's name and by llama.cpp's."""
+
+    prompt: str
+    content: str
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/tokenizer_info`: what a client needs to write prompts by itself."""
+
+    tokenizer_class: Literal["PreTrainedTokenizerFast"] = "PreTrainedTokenizerFast"
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    eos_token_ids: list[int]
+
+
+class RenderedPrompt(msgspec.Struct, frozen=True):
+    """The answer of `/apply-template`."""
+
+    prompt: str
 
 
 class Tokenizing:
