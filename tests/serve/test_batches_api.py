@@ -21,8 +21,9 @@ from quickstep.server.batches.lines import BatchLine, LineAnswer
 from quickstep.server.batches.record import Batch as Record
 from quickstep.server.batches.request_types import BatchRequest
 from quickstep.server.batches.run import LineRunner, LineSlots, run_lines
-from quickstep.server.generate.adapter import Answered, ParsedBody, Served
+from quickstep.server.generate.adapter import Answered, Served
 from quickstep.server.generate.endpoint import GeneratingRoute
+from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.http.errors import GenerationFailed
 from quickstep.server.metrics import Metrics
 from quickstep.server.openai.completions import Completions
@@ -414,7 +415,7 @@ def test_a_large_line_is_parsed_beside_the_loop(engine: FakeEngine) -> None:
     )
 
     class Watched(Completions):
-        def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedBody:
+        def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedRequest:
             parsing.append(threading.get_ident())
             return super().parse(body, served, caller)
 

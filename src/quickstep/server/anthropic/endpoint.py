@@ -53,13 +53,13 @@ from quickstep.server.anthropic.response_types import (
     ToolUseContent,
 )
 from quickstep.server.anthropic.turns import begins_answer, marks_cache, template_messages
-from quickstep.server.generate.adapter import Head, ParsedBody, Served
+from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.conversation import (
     Conversation,
     conversation_request,
     effort_in_template,
 )
-from quickstep.server.generate.generation import ChoiceDelta, Generation
+from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
 from quickstep.server.generate.message_blocks import (
     Block,
     BlockChange,
@@ -97,7 +97,7 @@ _STOP_REASONS: Mapping[FinishReason, str] = {
 class Messages:
     """The API."""
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
         """Validate. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, MessagesRequest)
@@ -122,15 +122,15 @@ class Messages:
             renamed={"stop": "stop_sequences", "thinking_budget": "thinking.budget_tokens"},
         )
         user = None if fields.metadata is None else fields.metadata.user_id
-        request = replace(
+        return replace(
             request,
             stream=bool(fields.stream),
             request=structs.replace(
                 request.request, tenant=label("metadata.user_id", user, served.limits)
             ),
             ignored=reader.ignored,
+            writer=partial(_MessagesWriter, served, marks_cache(fields)),
         )
-        return ParsedBody(request, partial(_MessagesWriter, served, marks_cache(fields)))
 
 
 class CountTokens:

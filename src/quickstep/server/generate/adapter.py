@@ -1,15 +1,12 @@
-"""What an API's adapter is: it reads a body into a `ParsedRequest`, and writes deltas to bytes.
+"""The protocol of an API's adapter, and what an adapter may read of the server.
 
-    Adapter.parse: bytes -> ParsedBody (ParsedRequest, and who writes its answer)
-    Writer: ChoiceDelta -> frames of a stream, or the whole answer
+    Adapter.parse: bytes -> ParsedRequest, which names the Writer of its response
 
-`endpoint` runs any adapter in the same way, streamed or not. `choices` has the writer of those that
-answer with a list of choices (`completions`, `chat`); the others write their own frames.
+`endpoint` runs any adapter in the same way, streaming or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -19,9 +16,8 @@ from quickstep.engine.tool_calls.formats import OutputFormats, reasoning_format,
 from quickstep.errors import RequestError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.generate.engine_interface import ServedEngine
-from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
+from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.http.errors import RouteNotFound
-from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import (
@@ -35,10 +31,7 @@ from quickstep.server.options import (
 __all__ = [
     "Adapter",
     "Answered",
-    "Head",
-    "ParsedBody",
     "Served",
-    "Writer",
     "check_names",
     "output_formats",
     "stream_flags",
@@ -94,45 +87,6 @@ class Served(msgspec.Struct, frozen=True):
         return name
 
 
-class Head(msgspec.Struct, frozen=True):
-    """What an answer begins with, beside its request: seconds since 1970, and the engine's
-    fingerprint.
-    """
-
-    created: int
-    fingerprint: str
-
-
-class Writer(Protocol):
-    """One request's answer in the API's types: either a stream's frames or one whole."""
-
-    def opening(self) -> Iterable[bytes]:
-        """The frames before the first token."""
-
-    def delta(self, item: ChoiceDelta) -> Iterable[bytes]:
-        """The frames of a delta."""
-
-    def ending(self) -> Iterable[bytes]:
-        """The frames behind the last delta."""
-
-    def failure(self, error: Exception) -> Iterable[bytes]:
-        """The last frames of a stream that failed; its status was sent long ago."""
-
-    def note(self, item: ChoiceDelta) -> None:
-        """A delta of an answer that is not streamed."""
-
-    def whole(self) -> object:
-        """The answer that is not streamed, for the JSON encoder."""
-
-
-class ParsedBody(msgspec.Struct, frozen=True):
-    """A parsed request, who will write its answer, and the media type of its stream."""
-
-    request: ParsedRequest
-    writer: Callable[[Generation, Head], Writer]
-    stream_type: str = SERVER_SENT_EVENTS
-
-
 class Answered(msgspec.Struct, frozen=True):
     """The JSON answer to a body that came without HTTP; `ignored` are its fields without effect."""
 
@@ -143,8 +97,8 @@ class Answered(msgspec.Struct, frozen=True):
 class Adapter(Protocol):
     """One generating API."""
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
-        """Validate. `caller` is whose API key it is, "" without one. Raises RequestError."""
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
+        """Validate a body of the API key `caller` ("" without keys). Raises RequestError."""
 
 
 def output_formats(engine: ServedEngine, options: ServerOptions) -> OutputFormats:

@@ -22,8 +22,14 @@ from starlette.responses import Response
 
 from quickstep.errors import RequestError
 from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
-from quickstep.server.generate.adapter import Adapter, Answered, Head, ParsedBody, Served, Writer
-from quickstep.server.generate.generation import Generation, open_generation
+from quickstep.server.generate.adapter import Adapter, Answered, Served
+from quickstep.server.generate.generation import (
+    Generation,
+    Head,
+    ParsedRequest,
+    Writer,
+    open_generation,
+)
 from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.event_stream import EventStream
@@ -64,13 +70,13 @@ class GeneratingRoute:
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
         body, caller = body_of(request), caller_of(request)
-        asked = await self._served.lanes.parse(len(body), lambda: self._parse(body, caller))
-        report_ignored(request, asked.request.ignored)
+        parsed = await self._served.lanes.parse(len(body), lambda: self._parse(body, caller))
+        report_ignored(request, parsed.ignored)
         try:
-            answer = await unless_disconnected(request.receive, self._open(asked))
+            answer = await unless_disconnected(request.receive, self._open(parsed))
             report_ignored(request, answer.generation.loosened)
-            if asked.request.stream:
-                return EventStream(frames(answer), answer.close, asked.stream_type)
+            if parsed.stream:
+                return EventStream(_frames(answer), answer.close, parsed.stream_type)
             return await self._whole(request, answer)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
@@ -80,26 +86,26 @@ class GeneratingRoute:
 
         `added_priority` lets those who wait go first. Raises RequestError, EngineError.
         """
-        asked = await self._served.lanes.parse(
+        parsed = await self._served.lanes.parse(
             len(body), lambda: self._parse(body, caller, added_priority, in_batch=True)
         )
-        answer = await self._open(asked)
+        answer = await self._open(parsed)
         try:
             await _noted(answer)
         finally:
             await answer.close()
         body_of_answer = await _written_whole(answer, answer.writer.whole)
-        return Answered(body_of_answer, (*asked.request.ignored, *answer.generation.loosened))
+        return Answered(body_of_answer, (*parsed.ignored, *answer.generation.loosened))
 
     def _parse(
         self, body: bytes, caller: str, added_priority: int = 0, in_batch: bool = False
-    ) -> ParsedBody:
-        """The request as the caller's key may have it: its account, its part of the cache, its
-        priority, its deadline. Raises RequestError.
+    ) -> ParsedRequest:
+        """The request with what follows from the caller's key: its account, its part of the cache,
+        its priority, its deadline. Raises RequestError.
         """
         served = self._served
-        asked = self._adapter.parse(body, served, caller)
-        parsed, request = asked.request, asked.request.request
+        parsed = self._adapter.parse(body, served, caller)
+        request = parsed.request
         if in_batch and parsed.stream:
             raise RequestError("stream is not supported in a batch", param="stream")
         timeout_s = request.timeout_s
@@ -113,19 +119,18 @@ class GeneratingRoute:
             cache_salt=cache_salt_of(caller, request.cache_salt, served.shares_prefix_cache),
             timeout_s=timeout_s,
         )
-        return replace(asked, request=replace(parsed, request=owned))
+        return replace(parsed, request=owned)
 
-    async def _open(self, asked: ParsedBody) -> _Answer:
-        meter = self._metrics.meter(asked.request)
+    async def _open(self, parsed: ParsedRequest) -> _Answer:
+        assert parsed.writer is not None, "every adapter names its writer"
+        meter = self._metrics.meter(parsed)
         served = self._served
-        generation = await open_generation(
-            served.engine, asked.request, served.limits, served.lanes
-        )
+        generation = await open_generation(served.engine, parsed, served.limits, served.lanes)
         if generation.loosened and served.field_rules.refuse_hints:
             await generation.aclose()
             raise loosened_keyword(generation.loosened[0])
         head = Head(created=int(time.time()), fingerprint=meter.fingerprint)
-        return _Answer(generation, asked.writer(generation, head), meter)
+        return _Answer(generation, parsed.writer(generation, head), meter)
 
     async def _whole(self, request: Request, answer: _Answer) -> Response:
         try:
@@ -149,30 +154,24 @@ async def _noted(answer: _Answer) -> None:
             answer.writer.note(item)
 
 
-async def frames(answer: _Answer) -> AsyncGenerator[bytes, None]:
-    """The frames of a stream, whatever happens."""
+async def _frames(answer: _Answer) -> AsyncGenerator[bytes, None]:
+    """The frames of a stream; an error becomes its last frames."""
+    writer = answer.writer
     try:
-        async with aclosing(_written(answer)) as written:
-            async for frame in written:
-                yield frame
+        for frame in writer.opening():
+            yield frame
+        async with aclosing(answer.generation.deltas()) as deltas:
+            async for item in deltas:
+                answer.meter.observe(item)
+                for frame in writer.delta(item):
+                    yield frame
+        for frame in writer.ending():
+            yield frame
     except asyncio.CancelledError:
         raise
     except Exception as error:  # the stream's top: its status is sent already
-        for frame in answer.writer.failure(error):
+        for frame in writer.failure(error):
             yield frame
-
-
-async def _written(answer: _Answer) -> AsyncGenerator[bytes, None]:
-    writer = answer.writer
-    for frame in writer.opening():
-        yield frame
-    async with aclosing(answer.generation.deltas()) as deltas:
-        async for item in deltas:
-            answer.meter.observe(item)
-            for frame in writer.delta(item):
-                yield frame
-    for frame in writer.ending():
-        yield frame
 
 
 def caller_of(request: Request) -> str:

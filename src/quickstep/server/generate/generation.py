@@ -14,9 +14,9 @@ with the field's name, in a stream as its error event.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import structs
@@ -39,6 +39,7 @@ from quickstep.server.generate.prompts import (
     prompts_ids,
 )
 from quickstep.server.http.errors import GenerationFailed
+from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import RequestLimits
 from quickstep.types import FinishReason, Request, SamplingParams, SequenceTimings, TokenLogprobs
@@ -48,6 +49,7 @@ __all__ = [
     "Choice",
     "ChoiceDelta",
     "Generation",
+    "Head",
     "InfillPrompt",
     "OutputReading",
     "ParsedRequest",
@@ -55,6 +57,7 @@ __all__ = [
     "TextPrompt",
     "TokenPrompt",
     "Usage",
+    "Writer",
     "check_end",
     "in_clients_words",
     "open_generation",
@@ -120,6 +123,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         continuous_usage: Every chunk carries the usage so far.
         truncate_prompt_tokens: Only so many of a prompt's last tokens are read; None for all.
         ignored: Paths of the client's fields that have no effect.
+        writer: Makes the writer of the response; every adapter sets it.
+        stream_type: The media type of a streaming response.
     """
 
     model: str
@@ -137,15 +142,46 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     beams: BeamSearchParams | None = None
     truncate_prompt_tokens: int | None = None
     ignored: tuple[str, ...] = ()
+    writer: Callable[[Generation, Head], Writer] | None = None
+    stream_type: str = SERVER_SENT_EVENTS
 
     @property
     def sampling(self) -> SamplingParams:
-        """The request's."""
+        """How tokens are chosen."""
         return self.request.sampling
 
 
+class Head(msgspec.Struct, frozen=True):
+    """What every response begins with: seconds since 1970, and the engine's fingerprint."""
+
+    created: int
+    fingerprint: str
+
+
+class Writer(Protocol):
+    """Writes the response to one request in the API's types: a stream's frames, or one object."""
+
+    def opening(self) -> Iterable[bytes]:
+        """The frames before the first token."""
+
+    def delta(self, item: ChoiceDelta) -> Iterable[bytes]:
+        """The frames of a delta."""
+
+    def ending(self) -> Iterable[bytes]:
+        """The frames after the last delta."""
+
+    def failure(self, error: Exception) -> Iterable[bytes]:
+        """The last frames of a stream that failed; its status was sent long ago."""
+
+    def note(self, item: ChoiceDelta) -> None:
+        """Read a delta of a non-streaming response."""
+
+    def whole(self) -> object:
+        """The non-streaming response, for the JSON encoder."""
+
+
 class ChoiceDelta(msgspec.Struct, frozen=True):
-    """News of one choice."""
+    """A delta of one choice."""
 
     choice: int
     delta: Delta

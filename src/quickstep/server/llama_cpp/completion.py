@@ -15,9 +15,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from quickstep.server.generate.adapter import Head, ParsedBody, Served
+from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.engine_interface import Vocabulary
-from quickstep.server.generate.generation import Choice, ChoiceDelta, Generation
+from quickstep.server.generate.generation import (
+    Choice,
+    ChoiceDelta,
+    Generation,
+    Head,
+    ParsedRequest,
+)
 from quickstep.server.generate.sampling import bounded
 from quickstep.server.http.errors import error_of
 from quickstep.server.http.event_stream import data_frame
@@ -44,13 +50,16 @@ class LlamaCpp:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
         """Validate. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, LlamaCompletionRequest)
         bounded("response_fields", len(fields.response_fields or ()), 64, "entries")
-        request = replace(llama_request(fields, served), ignored=reader.ignored)
-        return ParsedBody(request, partial(_LlamaWriter, fields, served, self._clock))
+        return replace(
+            llama_request(fields, served),
+            ignored=reader.ignored,
+            writer=partial(_LlamaWriter, fields, served, self._clock),
+        )
 
 
 class _LlamaWriter:

@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
-from quickstep.server.generate.adapter import Adapter, Head, ParsedBody, Served
+from quickstep.server.generate.adapter import Adapter, Served
 from quickstep.server.generate.endpoint import GeneratingRoute
-from quickstep.server.generate.generation import ChoiceDelta, Generation
+from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
 from quickstep.server.generate.message_blocks import partial_object
 from quickstep.server.http.errors import error_facts, json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
@@ -78,29 +78,29 @@ class OllamaRoute:
 class OllamaChat:
     """The API of `/api/chat`."""
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
         """Validate. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, OllamaChatRequest)
         if not fields.messages:
             raise _nothing(fields, served, reader, _chat_answer)
         request = chat_request(fields, served, reader, len(body))
-        request = replace(request, ignored=reader.ignored)
-        return ParsedBody(request, partial(_Lines, served, _chat_answer), NDJSON)
+        writer = partial(_Lines, served, _chat_answer)
+        return replace(request, ignored=reader.ignored, writer=writer, stream_type=NDJSON)
 
 
 class OllamaGenerate:
     """The API of `/api/generate`."""
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
         """Validate. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, OllamaGenerateRequest)
         if not fields.prompt and not fields.suffix:
             raise _nothing(fields, served, reader, _generate_answer)
         request = generate_request(fields, served, reader)
-        request = replace(request, ignored=reader.ignored)
-        return ParsedBody(request, partial(_Lines, served, _generate_answer), NDJSON)
+        writer = partial(_Lines, served, _generate_answer)
+        return replace(request, ignored=reader.ignored, writer=writer, stream_type=NDJSON)
 
 
 def _nothing(

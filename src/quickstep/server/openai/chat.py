@@ -10,7 +10,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import ParsedBody, Served, stream_flags
+from quickstep.server.generate.adapter import Served, stream_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     check_continues,
@@ -62,11 +62,8 @@ class Chat:
     response = partial(ChatCompletion, object="chat.completion")
     chunk = partial(ChatCompletionChunk, object="chat.completion.chunk")
 
-    def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedBody:
+    def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedRequest:
         """Validate a body. Raises RequestError."""
-        return ParsedBody(self._request(body, served), partial(ChoicesWriter, self, served))
-
-    def _request(self, body: bytes, served: Served) -> ParsedRequest:
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, ChatRequest)
         model = served.model(fields.model)
@@ -109,6 +106,7 @@ class Chat:
                 fields.truncate_prompt_tokens, "truncate_prompt_tokens", max_tokens, served
             ),
             ignored=reader.ignored,
+            writer=partial(ChoicesWriter, self, served),
             **stream_flags(fields, served),
         )
 

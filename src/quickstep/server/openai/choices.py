@@ -15,8 +15,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quickstep.engine.stream import Delta
-from quickstep.server.generate.adapter import Head, Served
-from quickstep.server.generate.generation import Choice, ChoiceDelta, Generation
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.generation import Choice, ChoiceDelta, Generation, Head
 from quickstep.server.http.errors import error_of
 from quickstep.server.http.event_stream import DONE, data_frame
 from quickstep.server.openai.response_types import RequestMetrics, Usage

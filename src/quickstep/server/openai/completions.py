@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeGuard
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import ParsedBody, Served, stream_flags
+from quickstep.server.generate.adapter import Served, stream_flags
 from quickstep.server.generate.generation import (
     Generation,
     InfillPrompt,
@@ -50,11 +50,8 @@ class Completions:
     response = partial(Completion, object="text_completion")
     chunk = partial(CompletionChunk, object="text_completion")
 
-    def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedBody:
+    def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedRequest:
         """Validate a body. Raises RequestError."""
-        return ParsedBody(self._request(body, served), partial(ChoicesWriter, self, served))
-
-    def _request(self, body: bytes, served: Served) -> ParsedRequest:
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, CompletionRequest)
         model = served.model(fields.model)
@@ -87,6 +84,7 @@ class Completions:
                 fields.truncate_prompt_tokens, "truncate_prompt_tokens", max_tokens, served
             ),
             ignored=reader.ignored,
+            writer=partial(ChoicesWriter, self, served),
             **stream_flags(fields, served),
         )
 

@@ -289,7 +289,7 @@ class Tokenizing:
 
     def _rendered(self, request: Request, chat: ChatRequest) -> str:
         """The prompt text, exactly as the chat route would render it."""
-        parsed = Chat().parse(msgspec.json.encode(chat), self._served).request
+        parsed = Chat().parse(msgspec.json.encode(chat), self._served)
         report_ignored(request, parsed.ignored)
         (prompt,) = parsed.prompts
         assert isinstance(prompt, ChatPrompt), "a chat has one prompt, of this kind"

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import ParsedBody, Served, stream_flags
+from quickstep.server.generate.adapter import Served, stream_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     checked_metadata,
@@ -27,6 +27,7 @@ from quickstep.server.generate.conversation import (
     verbosity_in_template,
 )
 from quickstep.server.generate.endpoint import caller_of
+from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.generate.sampling import label, num_alternatives
 from quickstep.server.http.errors import RouteNotFound, json_response
 from quickstep.server.openai.request_types import decode_values
@@ -66,7 +67,7 @@ class Responses:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
         """Validate. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, ResponsesRequest)
@@ -89,14 +90,6 @@ class Responses:
         }
         renamed = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
         request = conversation_request(conversation, fields, served, own, renamed, "input")
-        request = replace(
-            request,
-            request=structs.replace(
-                request.request, tenant=tenant_of(fields.user, fields.safety_identifier, limits)
-            ),
-            ignored=reader.ignored,
-            **stream_flags(fields, served),
-        )
         _check_labels(fields, limits)
         turn = Turn(
             fields,
@@ -105,7 +98,15 @@ class Responses:
             seals=_SEALED in (fields.include or ()),
             store=None if fields.store is False else partial(self._store.put, caller),
         )
-        return ParsedBody(request, partial(ResponsesWriter, served, turn))
+        return replace(
+            request,
+            request=structs.replace(
+                request.request, tenant=tenant_of(fields.user, fields.safety_identifier, limits)
+            ),
+            ignored=reader.ignored,
+            writer=partial(ResponsesWriter, served, turn),
+            **stream_flags(fields, served),
+        )
 
     def _past(self, fields: ResponsesRequest, caller: str) -> Sequence[Mapping[str, Any]]:
         """The messages that the new ones follow. Raises RequestError 400, as OpenAI does."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from quickstep.server.generate.adapter import Head, Served
-from quickstep.server.generate.generation import ChoiceDelta, Generation
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.generation import ChoiceDelta, Generation, Head
 from quickstep.server.generate.message_blocks import Block, BlockChange, BlockKind, Blocks, Change
 from quickstep.server.http.errors import error_facts
 from quickstep.server.http.event_stream import event_frame
