@@ -26,7 +26,7 @@ from field_seen import (
 
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, PromptObject
-from quickstep.server.openai.embedding_types import EmbeddingRequest
+from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.tokenize import (
     ApplyTemplateRequest,
     DetokenizeRequest,

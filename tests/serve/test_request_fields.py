@@ -46,8 +46,12 @@ from quickstep.server.anthropic.request_types import (
 from quickstep.server.app import create_app
 from quickstep.server.batches.request_types import BatchRequest
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.openai.embedding_types import EmbeddingRequest
-from quickstep.server.openai.request_types import ChatRequest, CompletionRequest, FunctionSpec
+from quickstep.server.openai.request_types import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    FunctionSpec,
+)
 from quickstep.server.openai.tokenize import ApplyTemplateRequest, TokenizeRequest
 from quickstep.server.options import FieldRules, RequestLimits, ServerOptions
 from quickstep.server.responses.request_types import ResponsesRequest

@@ -60,12 +60,13 @@ from quickstep.server.generate.conversation import (
     effort_in_template,
 )
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
-from quickstep.server.generate.message_blocks import (
+from quickstep.server.generate.message import (
     Block,
     BlockChange,
     BlockKind,
     Blocks,
     Change,
+    message_reader,
     partial_object,
 )
 from quickstep.server.generate.prompts import prompts_ids
@@ -76,7 +77,6 @@ from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import anthropic_shape, error_facts, json_response
 from quickstep.server.http.event_stream import event_frame
 from quickstep.server.http.middleware import report_ignored
-from quickstep.server.openai.chat_message import message_reader
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import FinishReason, Grammar

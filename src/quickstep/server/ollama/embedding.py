@@ -20,8 +20,9 @@ from quickstep.server.metrics import Metrics
 from quickstep.server.ollama.models import known_model
 from quickstep.server.ollama.request_types import OllamaEmbeddingsRequest, OllamaEmbedRequest
 from quickstep.server.ollama.response_types import OllamaEmbedAnswer, OllamaEmbeddingsAnswer
-from quickstep.server.openai.embedding_types import EmbeddingList, EmbeddingRequest
 from quickstep.server.openai.embeddings import Embeddings
+from quickstep.server.openai.request_types import EmbeddingRequest
+from quickstep.server.openai.response_types import EmbeddingList
 from quickstep.server.schema.field_reader import FieldReader
 
 __all__ = ["OllamaEmbedding"]

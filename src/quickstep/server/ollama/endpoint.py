@@ -20,7 +20,7 @@ from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
 from quickstep.server.generate.adapter import Adapter, Served
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
-from quickstep.server.generate.message_blocks import partial_object
+from quickstep.server.generate.message import message_reader, partial_object
 from quickstep.server.http.errors import error_facts, json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
@@ -40,7 +40,7 @@ from quickstep.server.ollama.response_types import (
     OllamaMadeCall,
     OllamaSpokenMessage,
 )
-from quickstep.server.openai.chat_message import message_reader, token_logprob
+from quickstep.server.openai.choices import token_logprob
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import TokenLogprobs
 

@@ -29,12 +29,8 @@ from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconn
 from quickstep.server.http.errors import GenerationFailed, json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import EmbeddingMeter, Metrics
-from quickstep.server.openai.embedding_types import (
-    Embedding,
-    EmbeddingList,
-    EmbeddingRequest,
-    EmbeddingUsage,
-)
+from quickstep.server.openai.request_types import EmbeddingRequest
+from quickstep.server.openai.response_types import Embedding, EmbeddingList, EmbeddingUsage
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import FinishReason, Pooling, Request, SamplingParams
 

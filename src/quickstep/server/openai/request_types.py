@@ -24,6 +24,7 @@ __all__ = [
     "ChoiceFields",
     "CompletionRequest",
     "DeveloperMessage",
+    "EmbeddingRequest",
     "FunctionMessage",
     "FunctionTool",
     "JsonObjectFormat",
@@ -350,6 +351,26 @@ class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen
         str | None, hint("the model has no verbosity setting", passes=("medium",), conditional=True)
     ] = None
     web_search_options: Annotated[dict[str, Any] | None, hint("the server runs no tools")] = None
+
+
+class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """Texts or token ids. A flat list in `input` is texts or one input's token ids.
+
+    `dimensions` keeps the first ones and scales them to length 1 again, which models that were
+    trained for it (Matryoshka) allow. `pooling` is how the hidden states become one vector; without
+    it the model's card decides, else the last token's state.
+    """
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    pooling: Literal["mean", "last"] | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout_s: float | None = None
 
 
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)

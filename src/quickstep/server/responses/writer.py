@@ -17,10 +17,17 @@ import msgspec
 
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head
-from quickstep.server.generate.message_blocks import Block, BlockChange, BlockKind, Blocks, Change
+from quickstep.server.generate.message import (
+    Block,
+    BlockChange,
+    BlockKind,
+    Blocks,
+    Change,
+    message_reader,
+)
 from quickstep.server.http.errors import error_facts
 from quickstep.server.http.event_stream import event_frame
-from quickstep.server.openai.chat_message import message_reader, token_logprob
+from quickstep.server.openai.choices import token_logprob
 from quickstep.server.openai.response_types import TokenLogprob
 from quickstep.server.responses.input_items import InputItem, sealed, template_messages
 from quickstep.server.responses.request_types import (

@@ -21,7 +21,7 @@ from quickstep.server.generate.tools import FUNCTION_NAME
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
 from quickstep.server.ollama import request_types as ollama
 from quickstep.server.openai import request_types as schemas
-from quickstep.server.openai.embedding_types import EmbeddingRequest
+from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.tokenize import (
     ApplyTemplateRequest,
     DetokenizeRequest,

@@ -9,7 +9,7 @@ import msgspec
 from quickstep.server.batches import request_types as schemas_files
 from quickstep.server.llama_cpp import request_types as schemas_llama_cpp
 from quickstep.server.openai import tokenize as schemas_tokens
-from quickstep.server.openai.embedding_types import EmbeddingRequest
+from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.schema.field_classes import Effects, Note
 
 __all__ = ["EFFECTS"]

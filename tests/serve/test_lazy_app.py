@@ -16,7 +16,7 @@ from quickstep.errors import ConfigError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.batches.file_options import FileOptions
-from quickstep.server.early_app import EarlyApp
+from quickstep.server.lazy_app import LazyApp
 from quickstep.server.options import ServerOptions
 
 REQUESTS = (
@@ -41,9 +41,9 @@ async def answers_of(client: httpx.AsyncClient) -> list[tuple[int, bytes]]:
 
 
 async def early(
-    options: ServerOptions, work: Callable[[EarlyApp, httpx.AsyncClient], Awaitable[object]]
+    options: ServerOptions, work: Callable[[LazyApp, httpx.AsyncClient], Awaitable[object]]
 ) -> None:
-    app = EarlyApp(FakeEngine(), options)
+    app = LazyApp(FakeEngine(), options)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.lifespan(Starlette()),
@@ -53,14 +53,14 @@ async def early(
 
 
 @pytest.mark.parametrize("keys", [(), ("secret",)])
-def test_every_path_is_answered_as_by_the_whole_app(keys: tuple[str, ...]) -> None:
+def test_every_path_is_answered_as_by_the_complete_app(keys: tuple[str, ...]) -> None:
     options = ServerOptions(api_keys=ApiKeys(keys))
 
     async def run() -> None:
         async with client_of(create_app(FakeEngine(), options)) as client:
             expected = await answers_of(client)
 
-        async def compare(_: EarlyApp, client: httpx.AsyncClient) -> None:
+        async def compare(_: LazyApp, client: httpx.AsyncClient) -> None:
             assert await answers_of(client) == expected
 
         await early(options, compare)
@@ -69,10 +69,10 @@ def test_every_path_is_answered_as_by_the_whole_app(keys: tuple[str, ...]) -> No
 
 
 def test_a_first_route_is_answered_before_and_after_the_others_are_there() -> None:
-    async def work(app: EarlyApp, client: httpx.AsyncClient) -> None:
+    async def work(app: LazyApp, client: httpx.AsyncClient) -> None:
         body = {"prompt": "a", "max_tokens": 2, "seed": 1}
         before = (await client.post("/v1/completions", json=body)).json()["choices"]
-        await app.complete()
+        await app.import_all()
         assert (await client.post("/v1/completions", json=body)).json()["choices"] == before
         assert (await client.get("/openapi.json")).status_code == 200
 
@@ -83,7 +83,7 @@ def test_a_directory_of_files_that_cannot_be_used_ends_the_start(tmp_path: Path)
     (tmp_path / "taken").write_text("")
     options = ServerOptions(files=FileOptions(directory=tmp_path / "taken"))
 
-    async def nothing(app: EarlyApp, client: httpx.AsyncClient) -> None:
+    async def nothing(app: LazyApp, client: httpx.AsyncClient) -> None:
         raise AssertionError("it started")
 
     with pytest.raises(ConfigError, match="--files-dir"):

@@ -1,31 +1,93 @@
-"""A message as a row of blocks: reasoning, text, call, each opened, grown and closed once.
+"""The message in a choice's text: content, reasoning and tool calls, and the blocks made of them.
 
-The APIs that answer with items (`responses`) or content blocks (`anthropic`) share it, and
-feed it the same deltas whether they stream or not: what a stream tells adds up to the whole.
+`MessageReader` parses one choice's text, for every API. `Blocks` is for the APIs that respond with
+items (`responses`) or content blocks (`anthropic`): a sequence of blocks, each opened, grown and
+closed once. They get the same deltas whether the response streams or not, so a stream's events add
+up to the complete message.
 
-    Delta -> MessageReader -> MessageDelta -> BlockChange -> frames
+    Delta -> MessageReader -> MessageDelta -> Blocks -> BlockChange -> frames
 """
 
 from __future__ import annotations
 
 import enum
 import re
+import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from quickstep.engine.stream import Delta
-from quickstep.engine.tool_calls.message_delta import CallDelta, ContentDelta, ReasoningDelta
-from quickstep.server.openai.chat_message import MessageReader
+from quickstep.engine.tool_calls.formats import message_grammar
+from quickstep.engine.tool_calls.message_delta import (
+    CallDelta,
+    ContentDelta,
+    MessageDelta,
+    ReasoningDelta,
+)
+from quickstep.engine.tool_calls.parser import MessageParser
+from quickstep.server.generate.engine_interface import Vocabulary
+from quickstep.server.generate.generation import Choice, Generation, opens_reasoning
 from quickstep.types import FinishReason, TokenLogprobs
 
-__all__ = ["Block", "BlockChange", "BlockKind", "Blocks", "Change", "partial_object"]
+__all__ = [
+    "Block",
+    "BlockChange",
+    "BlockKind",
+    "Blocks",
+    "Change",
+    "MessageReader",
+    "message_reader",
+    "partial_object",
+]
 
 # brackets, strings and other values of a JSON text
 _JSON_PIECES = re.compile(r'[][{},]|"(?:[^"\\]|\\.)*+"|[^][{},:"\s]++', re.DOTALL)
-_MAX_CUTS = 8  # behind a cut stand at most a key, a colon and a value that has begun
+_MAX_CUTS = 8  # after a cut there is at most a key, a colon and an incomplete value
+
+
+class MessageReader:
+    """Parses one choice's message. `parser` is None if all of its text is content."""
+
+    def __init__(self, parser: MessageParser | None, one_call: bool) -> None:
+        self._parser = parser
+        self._one_call = one_call
+        self.has_calls = False
+
+    def read(self, text: str, ended: bool) -> MessageDelta:
+        """The parts of the message that `text` completes; it is the last text if `ended`."""
+        if self._parser is None:
+            return MessageDelta((ContentDelta(text),) if text else ())
+        delta = self._parser.feed(text)
+        if ended:
+            delta = delta.followed_by(self._parser.finish())
+        if self._one_call:
+            delta = delta.with_first_call_only()
+        self.has_calls |= any(isinstance(part, CallDelta) for part in delta.parts)
+        return delta
+
+
+def message_reader(
+    generation: Generation, choice: Choice, tokenizer: Vocabulary, call_prefix: str = "call_"
+) -> MessageReader:
+    """The reader of a choice's message. `call_prefix` begins the ids of its calls, unless the
+    model's template takes short ones only.
+    """
+    output = generation.request.output
+    if output is None:
+        return MessageReader(None, one_call=False)
+    inside = opens_reasoning(output, tokenizer, generation.prompt_token_ids(choice))
+    grammar = message_grammar(output.tool_calls, output.reasoning, inside)
+    short = output.tool_calls is not None and output.tool_calls.short_ids
+    return MessageReader(MessageParser(grammar, _call_ids(short, call_prefix)), output.one_call)
+
+
+def _call_ids(short: bool, prefix: str) -> Callable[[], str]:
+    if short:
+        return lambda: uuid.uuid4().hex[:9]
+    return lambda: f"{prefix}{uuid.uuid4().hex[:24]}"
 
 
 class BlockKind(enum.Enum):
@@ -37,7 +99,7 @@ class BlockKind(enum.Enum):
 
 
 class Change(enum.Enum):
-    """What happens to a block."""
+    """The kind of a change to a block."""
 
     OPENED = "opened"
     GREW = "grew"
@@ -59,7 +121,7 @@ class Block(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The text so far."""
         return "".join(self.pieces)
 
 
@@ -94,24 +156,24 @@ class Blocks:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it ended; None while it runs."""
+        """Why the message ended; None while it is generated."""
         return None if self.last is None else self.last.finish_reason
 
     def is_open(self, block: Block) -> bool:
-        """Whether more of it may come."""
+        """Whether the block may still grow."""
         return block is self._open
 
     def feed(self, delta: Delta) -> list[BlockChange]:
-        """What a delta changes. The last one closes what is open."""
+        """The changes that a delta makes. The last delta closes the open block."""
         self._logprobs.extend(delta.logprobs)
         reason = delta.finish_reason
-        said = self._reader.read(delta.text, reason is not None)
-        first = said.parts[0] if said.parts else None
+        message = self._reader.read(delta.text, reason is not None)
+        first = message.parts[0] if message.parts else None
         is_thinking = self._open is not None and self._open.kind is BlockKind.REASONING
         if is_thinking or isinstance(first, ReasoningDelta):
             self.num_reasoning_tokens += len(delta.token_ids)
         changes: list[BlockChange] = []
-        for part in said.parts:
+        for part in message.parts:
             match part:
                 case ReasoningDelta(text=text):
                     changes += self._grow(BlockKind.REASONING, text)

@@ -1,7 +1,7 @@
-"""The routes of which a client asks one first: chat, completions, models, probes.
+"""The routes that a server has from its first moment: chat, completions, models, health.
 
-The server answers these before it has imported the others (see `early_app`), so that nothing here
-imports what only those need. `route_list` has them all.
+`lazy_app` serves these before it has imported the other APIs, so this module must not import them.
+`app.api_routes` lists all routes.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from quickstep.server.openai.response_types import (
 from quickstep.server.options import ServerOptions
 from quickstep.server.probes import Health, Pong, Probes, Readiness, Version
 
-__all__ = ["first_routes", "generating_routes", "probe_routes"]
+__all__ = ["generating_routes", "probe_routes", "startup_routes"]
 
 
-def first_routes(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
-    """All of them."""
+def startup_routes(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
+    """Every route that is available before `app` is imported."""
     return [*generating_routes(served, metrics), *probe_routes(served, metrics, options)]
 
 
 def probe_routes(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
-    """What does not generate."""
+    """Models, health, readiness, metrics, version."""
     probes = Probes(served, metrics, options.stall_s)
     return [*_models(probes), *_probes(probes)]
 
 
 def generating_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
-    """What most clients come for."""
+    """Chat and completions."""
     chat = GeneratingRoute(Chat(), served, metrics)
     completions = GeneratingRoute(Completions(), served, metrics)
     return [
