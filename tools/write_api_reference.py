@@ -48,7 +48,7 @@ def document() -> dict[str, Any]:
     from quickstep.server.generate.adapter import Served, output_formats
     from quickstep.server.metrics import Metrics
     from quickstep.server.options import ServerOptions
-    from quickstep.server.schema.field_bounds import SchemaFacts
+    from quickstep.server.schema.field_reference import SchemaFacts
     from quickstep.server.schema.openapi import openapi_document
 
     engine, options = FakeEngine(), ServerOptions()

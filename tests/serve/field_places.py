@@ -30,7 +30,7 @@ from quickstep.server.responses.request_types import (
     ResponsesStreamOptions,
 )
 from quickstep.server.schema.field_classes import Refusal
-from quickstep.server.schema.field_reference import REFUSED_FORMS, reference_of
+from quickstep.server.schema.field_reference import form_refusal, reference_of
 from quickstep.server.schema.openapi import branches, parts_of
 from quickstep.server.schema.openapi import field_types as uncached_field_types
 
@@ -165,7 +165,7 @@ def _within(
             continue
         parts = [(part, (0,)) for part in parts_of(struct).get(name, ())]
         for inner, more in (*structs_in(declared), *parts):
-            if inner in seen or inner in REFUSED_FORMS:
+            if inner in seen or form_refusal(inner) is not None:
                 continue
             value = minimal(inner)
             listed = [value, *BEHIND.get(inner, [])]

@@ -25,7 +25,7 @@ from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.request_types import ChatRequest, Message
-from quickstep.server.schema.field_classes import refused
+from quickstep.server.schema.field_classes import effect, refused
 from quickstep.server.schema.field_reader import FieldReader
 
 __all__ = [
@@ -41,6 +41,9 @@ __all__ = [
 ]
 
 # Shorter bodies are worked on in the event loop: a thread hop costs more.
+_MODEL = effect("Which served name answers; the first one if not given, 404 for an unknown one.")
+
+
 _INLINE_BYTES = 2048
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)
 
@@ -65,42 +68,64 @@ _FIELDS = {
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/tokenize`: `prompt` or `messages` (vLLM), or `content` (llama.cpp)."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    content: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    model: Annotated[str | None, _MODEL] = None
+    prompt: Annotated[str | None, effect("The text (vLLM's name).")] = None
+    messages: Annotated[
+        list[Message] | None, effect("A conversation, as the chat template writes it.")
+    ] = None
+    content: Annotated[
+        str | None, effect("The text (llama.cpp's name); the answer has llama.cpp's form.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, effect("Whether the tokenizer adds its special tokens.")
+    ] = None
+    return_token_strs: Annotated[bool | None, effect("Adds each token's text.")] = None
+    add_generation_prompt: Annotated[
+        bool | None, effect("Whether the template opens an assistant message; true if not given.")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, effect("Whether the prompt ends with the last message's text.")
+    ] = None
     chat_template: Annotated[str | None, refused("the model's own template is used")] = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, effect("Further variables for the chat template.")
+    ] = None
     mm_processor_kwargs: Annotated[dict[str, Any] | None, refused("the model reads text only")] = (
         None
     )
-    tools: list[dict[str, Any]] | None = None
-    add_special: bool | None = None
+    tools: Annotated[list[dict[str, Any]] | None, effect("Functions that the template shows.")] = (
+        None
+    )
+    add_special: Annotated[
+        bool | None, effect("llama.cpp's name of add_special_tokens; false if not given.")
+    ] = None
     parse_special: Annotated[
         bool | None, refused("special tokens are recognised in every text", passes=(True,))
     ] = None
-    with_pieces: bool | None = None
+    with_pieces: Annotated[bool | None, effect("Adds each token's text, as llama.cpp does.")] = None
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/detokenize`, the same for vLLM and llama.cpp."""
 
-    tokens: list[int]
-    model: str | None = None
+    tokens: Annotated[list[int], effect("The token ids.")]
+    model: Annotated[str | None, _MODEL] = None
 
 
 class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of llama.cpp's `/apply-template`."""
 
-    messages: list[Message]
-    model: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Annotated[list[Message], effect("The conversation.")]
+    model: Annotated[str | None, _MODEL] = None
+    tools: Annotated[list[dict[str, Any]] | None, effect("Functions that the template shows.")] = (
+        None
+    )
+    add_generation_prompt: Annotated[
+        bool | None, effect("Whether the template opens an assistant message; true if not given.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, effect("Further variables for the chat template.")
+    ] = None
 
 
 class TokenPiece(msgspec.Struct, frozen=True):

@@ -2,10 +2,10 @@
 
     ApiRoute (path, method, types) ------------+
     msgspec types -> msgspec's JSON schemas ---+-> openapi_document -> /docs, docs/reference
-    field_bounds, field_reference -------------+
+    field_reference (effects, bounds) ---------+
 
-No route is described by hand: what a field does or why it has no effect comes from
-`field_reference`, its limits from `field_bounds`, the rest from its type. `x-class` of a field is
+No route is described by hand: what a field does, why it has no effect and its bounds come from
+`field_reference`, the rest from its type. `x-class` of a field is
 `honoured`, `hint`, `note` or `refused`.
 
 Some lists leave the type of their entries open, since the entry's own `type` decides how it is
@@ -50,9 +50,14 @@ from quickstep.server.responses.request_types import (
     ReasoningItem,
     ResponsesRequest,
 )
-from quickstep.server.schema.field_bounds import Keywords, SchemaFacts, bounds_of
 from quickstep.server.schema.field_classes import Hint, Honoured, Note, Refusal, Row
-from quickstep.server.schema.field_reference import REFUSED_FORMS, reference_of
+from quickstep.server.schema.field_reference import (
+    Keywords,
+    SchemaFacts,
+    bounds_of,
+    form_refusal,
+    reference_of,
+)
 from quickstep.types import SamplingParams
 
 __all__ = [
@@ -261,7 +266,7 @@ def _ref(name: str) -> dict[str, str]:
 def _schemas(names: Mapping[type, str], facts: SchemaFacts) -> dict[str, Any]:
     _, components = msgspec.json.schema_components(list(names), ref_template=_REF)
     for struct, name in names.items():
-        why = REFUSED_FORMS.get(struct)
+        why = form_refusal(struct)
         if why is None:
             _unfold(components[name], struct, names)
             _refine(components[name], struct, facts)
