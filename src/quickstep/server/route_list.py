@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from quickstep.server.anthropic.betas import with_checked_betas
-from quickstep.server.anthropic.endpoint import CountTokens, Messages
+from quickstep.server.anthropic.endpoint import CountTokens, Messages, with_checked_betas
 from quickstep.server.anthropic.request_types import CountTokensRequest, MessagesRequest
 from quickstep.server.anthropic.response_types import EVENTS as MESSAGES_EVENTS
 from quickstep.server.anthropic.response_types import MessageResponse, TokenCount
@@ -13,7 +12,7 @@ from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.http.errors import anthropic_shape
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.llama_cpp.routes import llama_cpp_routes
+from quickstep.server.llama_cpp.endpoint import llama_cpp_routes
 from quickstep.server.metrics import Metrics
 from quickstep.server.ollama.routes import ollama_routes
 from quickstep.server.openai.embedding_types import EmbeddingList, EmbeddingRequest
