@@ -20,11 +20,11 @@ from quickstep.server.openai.embeddings import Embeddings
 from quickstep.server.openai.invocations import invocations_route
 from quickstep.server.openai.tokenize import Tokenizing
 from quickstep.server.options import ServerOptions
-from quickstep.server.responses.endpoint import Responses, StoredResponses
+from quickstep.server.responses.endpoint import Responses
 from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
 from quickstep.server.responses.response_types import EVENTS as RESPONSES_EVENTS
 from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
-from quickstep.server.responses.store import ResponseStore
+from quickstep.server.responses.store import ResponseStore, StoredResponses
 from quickstep.server.schema.pages import ApiDocument, ApiPages
 
 __all__ = ["api_routes"]
