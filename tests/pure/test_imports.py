@@ -82,7 +82,7 @@ def test_the_server_listens_without_the_apis_that_no_client_has_called() -> None
         "batches.files",
         "openai.embeddings",
     )
-    modules += ("llama_cpp.completion", "openai.tokenize", "responses.endpoint")
+    modules += ("llama_cpp.endpoint", "openai.tokenize", "responses.endpoint")
     names = [f"quickstep.server.{name}" for name in (*modules, "schema.openapi")]
     assert imported_by(SERVER, *names, "quickstep.engine.text.gguf_tokenizer") == []
 

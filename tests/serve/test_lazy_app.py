@@ -15,9 +15,8 @@ from starlette.applications import Starlette
 from quickstep.errors import ConfigError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
-from quickstep.server.batches.file_options import FileOptions
 from quickstep.server.lazy_app import LazyApp
-from quickstep.server.options import ServerOptions
+from quickstep.server.options import FileOptions, ServerOptions
 
 REQUESTS = (
     ("GET", "/health", None),

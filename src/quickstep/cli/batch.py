@@ -112,8 +112,7 @@ async def _answer_all(
     lines: Iterator[BatchLine],
     write: Callable[[LineAnswer], Awaitable[None]],
 ) -> None:
-    from quickstep.server.batches.endpoints import batch_endpoints
-    from quickstep.server.batches.run import LineRunner, run_lines
+    from quickstep.server.batches.lines import LineRunner, batch_endpoints, run_lines
     from quickstep.server.generate.adapter import Served
     from quickstep.server.metrics import Metrics
 
@@ -161,8 +160,7 @@ def _checked_ids(source: Path, max_line_bytes: int) -> set[str]:
 
 def _lines(source: Path, max_line_bytes: int, done: Collection[str]) -> Iterator[BatchLine]:
     """The requests that are not done. Raises ConfigError."""
-    from quickstep.server.batches.endpoints import BATCH_URLS
-    from quickstep.server.batches.lines import LineFault, numbered_lines, read_line
+    from quickstep.server.batches.lines import BATCH_URLS, LineFault, numbered_lines, read_line
     from quickstep.server.options import RequestLimits
 
     limits = RequestLimits(body_bytes=max_line_bytes)

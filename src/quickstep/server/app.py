@@ -16,8 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.anthropic.betas import with_checked_betas
-from quickstep.server.anthropic.endpoint import CountTokens, Messages
+from quickstep.server.anthropic.endpoint import CountTokens, Messages, with_checked_betas
 from quickstep.server.anthropic.request_types import CountTokensRequest, MessagesRequest
 from quickstep.server.anthropic.response_types import EVENTS as MESSAGES_EVENTS
 from quickstep.server.anthropic.response_types import MessageResponse, TokenCount
@@ -29,7 +28,7 @@ from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import anthropic_shape
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.llama_cpp.routes import llama_cpp_routes
+from quickstep.server.llama_cpp.endpoint import llama_cpp_routes
 from quickstep.server.metrics import Metrics
 from quickstep.server.ollama.routes import ollama_routes
 from quickstep.server.openai.embeddings import Embeddings
@@ -37,11 +36,11 @@ from quickstep.server.openai.request_types import EmbeddingRequest, decode
 from quickstep.server.openai.response_types import EmbeddingList
 from quickstep.server.openai.tokenize import Tokenizing
 from quickstep.server.options import ServerOptions
-from quickstep.server.responses.endpoint import Responses, StoredResponses
+from quickstep.server.responses.endpoint import Responses
 from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
 from quickstep.server.responses.response_types import EVENTS as RESPONSES_EVENTS
 from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
-from quickstep.server.responses.store import ResponseStore
+from quickstep.server.responses.store import ResponseStore, StoredResponses
 from quickstep.server.schema.openapi import ApiDocument, ApiPages
 from quickstep.server.startup_routes import generating_routes, probe_routes
 

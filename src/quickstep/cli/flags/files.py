@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from quickstep.cli.flags.parsing import bytes_size, positive_int
 
 if TYPE_CHECKING:
-    from quickstep.server.batches.file_options import BatchOptions, FileOptions
+    from quickstep.server.options import BatchOptions, FileOptions
 
 __all__ = ["add_file_flags", "batch_options", "file_options"]
 
@@ -75,7 +75,7 @@ def add_file_flags(parser: argparse.ArgumentParser) -> None:
 
 def file_options(args: argparse.Namespace) -> FileOptions:
     """The flags about files."""
-    from quickstep.server.batches.file_options import FileOptions
+    from quickstep.server.options import FileOptions
 
     return FileOptions(
         directory=Path(args.files_dir) if args.files_dir else None,
@@ -88,6 +88,6 @@ def file_options(args: argparse.Namespace) -> FileOptions:
 
 def batch_options(args: argparse.Namespace) -> BatchOptions:
     """The flags about batches."""
-    from quickstep.server.batches.file_options import BatchOptions
+    from quickstep.server.options import BatchOptions
 
     return BatchOptions(concurrency=args.batch_concurrency)

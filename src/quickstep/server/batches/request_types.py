@@ -14,14 +14,14 @@ _LIFE_S = msgspec.Meta(ge=3600, le=2_592_000)  # an hour to 30 days, as OpenAI
 
 
 class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """How long a file is kept after it was made."""
+    """How long a file is kept after its creation."""
 
     anchor: Annotated[Literal["created_at"], effect("Only created_at is known.")]
     seconds: Annotated[int, effect("The file is forgotten this long after it was made."), _LIFE_S]
 
 
 class FileForm(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """The fields of an upload's form beside the file itself."""
+    """The fields of an upload's form in addition to the file."""
 
     purpose: str
     expires_after: ExpiresAfter | None = None

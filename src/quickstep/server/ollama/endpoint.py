@@ -1,12 +1,14 @@
-"""`/api/chat` and `/api/generate`: the APIs, and their responses as one JSON object or as lines.
+"""`/api/chat`, `/api/generate` and the embedding routes: the responses as JSON or as lines of JSON.
 
-A stream is lines of JSON (NDJSON); the last one is `done` and has the figures.
+A stream is lines of JSON (NDJSON); the last one has `done: true`, token counts and durations.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -18,22 +20,28 @@ from starlette.responses import Response
 
 from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
 from quickstep.server.generate.adapter import Adapter, Served
-from quickstep.server.generate.endpoint import GeneratingRoute
+from quickstep.server.generate.endpoint import CLIENT_CLOSED, GeneratingRoute, caller_of
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
 from quickstep.server.generate.message import message_reader, partial_object
+from quickstep.server.generate.prompts import TextPrompt
+from quickstep.server.generate.sampling import bounded
+from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
 from quickstep.server.http.errors import error_facts, json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import Metrics
-from quickstep.server.ollama.models import known_model, rfc3339
-from quickstep.server.ollama.request import chat_request, generate_request
+from quickstep.server.ollama.request import chat_request, generate_request, known_model
 from quickstep.server.ollama.request_types import (
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateFields,
     OllamaGenerateRequest,
 )
 from quickstep.server.ollama.response_types import (
     OllamaChatAnswer,
+    OllamaEmbedAnswer,
+    OllamaEmbeddingsAnswer,
     OllamaFunction,
     OllamaGenerateAnswer,
     OllamaLogprob,
@@ -41,10 +49,13 @@ from quickstep.server.ollama.response_types import (
     OllamaSpokenMessage,
 )
 from quickstep.server.openai.choices import token_logprob
+from quickstep.server.openai.embeddings import Embeddings
+from quickstep.server.openai.request_types import EmbeddingRequest
+from quickstep.server.openai.response_types import EmbeddingList
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import TokenLogprobs
 
-__all__ = ["OllamaChat", "OllamaGenerate", "OllamaRoute"]
+__all__ = ["OllamaChat", "OllamaEmbedding", "OllamaGenerate", "OllamaRoute", "rfc3339"]
 
 Answer = OllamaChatAnswer | OllamaGenerateAnswer
 Spoken = Callable[..., Answer]  # content, reasoning and calls of an answer, and its other fields
@@ -271,3 +282,89 @@ class _Lines:
 def _nanoseconds(seconds: float) -> int:
     """At least one: clients divide by it."""
     return max(1, round(seconds * 1e9))
+
+
+def rfc3339(seconds: float) -> str:
+    """Seconds since 1970 as a date and time."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+class OllamaEmbedding:
+    """The two endpoints."""
+
+    def __init__(
+        self, served: Served, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._served = served
+        self._embeddings = Embeddings(served, metrics)
+        self._clock = clock
+
+    async def embed(self, request: Request) -> Response:
+        """A vector for each input. Raises RequestError, EngineError."""
+        started_s = self._clock()
+        body, reader = self._body(request)
+        fields = await self._served.lanes.parse(
+            len(body), lambda: reader.decode(body, OllamaEmbedRequest)
+        )
+        inputs = [fields.input] if isinstance(fields.input, str) else fields.input
+        bounded("input", len(inputs), self._served.limits.prompts, "entries")
+        wanted = EmbeddingRequest(
+            input=list(inputs),
+            model=known_model(fields.model, self._served),
+            dimensions=fields.dimensions,
+        )
+        answer = await self._vectors(request, wanted, inputs, fields.truncate is not False)
+        if answer is None:
+            return Response(status_code=CLIENT_CLOSED)
+        report_ignored(request, reader.ignored)
+        return await asyncio.to_thread(
+            json_response,
+            OllamaEmbedAnswer(
+                model=fields.model,
+                embeddings=[_numbers(one.embedding) for one in answer.data],
+                total_duration=round((self._clock() - started_s) * 1e9),
+                load_duration=0,
+                prompt_eval_count=answer.usage.prompt_tokens,
+            ),
+        )
+
+    async def embeddings(self, request: Request) -> Response:
+        """The vector of one prompt. Raises RequestError, EngineError."""
+        body, reader = self._body(request)
+        fields = await self._served.lanes.parse(
+            len(body), lambda: reader.decode(body, OllamaEmbeddingsRequest)
+        )
+        model = known_model(fields.model, self._served)
+        wanted = EmbeddingRequest(input=fields.prompt, model=model)
+        answer = await self._vectors(request, wanted, [fields.prompt], True, "prompt")
+        if answer is None:
+            return Response(status_code=CLIENT_CLOSED)
+        report_ignored(request, reader.ignored)
+        return json_response(OllamaEmbeddingsAnswer(_numbers(answer.data[0].embedding)))
+
+    def _body(self, request: Request) -> tuple[bytes, FieldReader]:
+        body = body_of(request)
+        return body, FieldReader(self._served.field_rules)
+
+    async def _vectors(
+        self,
+        request: Request,
+        wanted: EmbeddingRequest,
+        inputs: list[str],
+        truncates: bool,
+        input_field: str = "input",
+    ) -> EmbeddingList | None:
+        """None if the client has gone."""
+        prompts = [TextPrompt(text) for text in inputs]
+        work = self._embeddings.embed(
+            wanted, prompts, caller_of(request), truncates=truncates, input_field=input_field
+        )
+        try:
+            return await unless_disconnected(request.receive, work)
+        except ClientDisconnect:
+            return None
+
+
+def _numbers(embedding: list[float] | str) -> list[float]:
+    assert not isinstance(embedding, str), "base64 was not asked for"
+    return embedding

@@ -26,7 +26,6 @@ from quickstep.server.generate.sampling import num_alternatives
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.generate.tools import ToolChoice, functions_of, offer
 from quickstep.server.llama_cpp.request import switched_off_penalties
-from quickstep.server.ollama.models import known_model
 from quickstep.server.ollama.request_types import (
     OllamaChatRequest,
     OllamaGenerateFields,
@@ -38,7 +37,7 @@ from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import Grammar, Request
 
-__all__ = ["chat_request", "generate_request"]
+__all__ = ["LATEST", "chat_request", "generate_request", "known_model"]
 
 _SAME_NAME = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop"),
@@ -55,6 +54,13 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
 _NO_OPTIONS = OllamaOptions()
 _RANDOM_SEED = -1
 _EFFORTS = ("low", "medium", "high")
+LATEST = ":latest"  # the tag of a name without one
+
+
+def known_model(name: str, served: Served) -> str:
+    """The served name that a client means. Raises RequestError 404."""
+    plain = name.removesuffix(LATEST)
+    return plain if plain in served.names else served.model(name)
 
 
 def chat_request(

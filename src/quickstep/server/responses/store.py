@@ -1,22 +1,29 @@
-"""The responses that clients may continue or look up: bounded, in memory, the least used go first,
-of the caller who holds most.
+"""The responses that clients may continue or retrieve: the store, and the routes that read it.
 
-Owned by the `Responses` API, used by any thread. A response is found by the caller
-who made it and by nobody else. What is dropped is as if it had never been.
+The store is in memory and bounded; when it is full, it evicts the least recently used responses of
+the caller that holds most. Any thread may use it. Only the caller that created a response finds it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
-from quickstep.server.responses.response_types import ResponseObject
+from quickstep.errors import RequestError
+from quickstep.server.generate.endpoint import caller_of
+from quickstep.server.http.errors import RouteNotFound, json_response
+from quickstep.server.openai.request_types import decode_values
+from quickstep.server.responses.request_types import InputItemsQuery
+from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
 
-__all__ = ["ResponseStore", "StoredResponse"]
+__all__ = ["ResponseStore", "StoredResponse", "StoredResponses"]
 
 _ENCODE = msgspec.json.Encoder().encode
 
@@ -96,3 +103,70 @@ class ResponseStore:
         self._held[key[0]] -= size
         if not self._held[key[0]]:
             del self._held[key[0]]
+
+
+class StoredResponses:
+    """The routes of what is stored. Each raises RequestError 404 for an id it does not have."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    async def retrieve(self, request: Request) -> Response:
+        """A finished response."""
+        _no_queries(request, ("include",))
+        response = self._stored(request).response
+        return await asyncio.to_thread(json_response, response)  # as large as any answer
+
+    async def delete(self, request: Request) -> Response:
+        """Forget a response."""
+        stored = self._stored(request)
+        self._store.delete(caller_of(request), stored.response.id)
+        return json_response(DeletedResponse(id=stored.response.id))
+
+    async def input_items(self, request: Request) -> Response:
+        """What the response answers, the last item first unless `order` is `asc`."""
+        query = decode_values(_named_once(request), InputItemsQuery)
+        items = list(self._stored(request).input_items)
+        if query.order == "desc":
+            items.reverse()
+        start = _place_behind(query.after, items)
+        page = items[start : start + query.limit]
+        listed = InputItems(
+            data=[dict(item) for item in page],
+            first_id=page[0]["id"] if page else None,
+            last_id=page[-1]["id"] if page else None,
+            has_more=start + query.limit < len(items),
+        )
+        return await asyncio.to_thread(json_response, listed)  # as large as any request
+
+    def _stored(self, request: Request) -> StoredResponse:
+        response_id: str = request.path_params["response_id"]
+        stored = self._store.get(caller_of(request), response_id)
+        if stored is None:
+            raise RouteNotFound(
+                f"response {response_id[:64]!r} is not found",
+                param="response_id",
+                code="not_found",
+            )
+        return stored
+
+
+def _no_queries(request: Request, known: tuple[str, ...]) -> None:
+    """Refuse what is asked for in the query and not done. `include` adds what is there already."""
+    for name in request.query_params:
+        if name not in known:
+            raise RequestError(f"{name[:64]} is not supported in the query", param=name[:64])
+
+
+def _named_once(request: Request) -> dict[str, str]:
+    """The query; clients write a list as `include[]`."""
+    return {name.removesuffix("[]"): text for name, text in request.query_params.items()}
+
+
+def _place_behind(item_id: str | None, items: Sequence[Mapping[str, Any]]) -> int:
+    if item_id is None:
+        return 0
+    for place, item in enumerate(items):
+        if item["id"] == item_id:
+            return place + 1
+    raise RequestError(f"after is {item_id[:64]!r}, there is no such item", param="after")

@@ -53,7 +53,6 @@ from quickstep.server.responses.response_types import (
     TextEvent,
 )
 from quickstep.server.responses.store import StoredResponse
-from quickstep.server.responses.tools import listed_text, listed_tools
 from quickstep.types import TokenLogprobs
 
 __all__ = ["ResponsesWriter", "Turn"]
@@ -272,9 +271,9 @@ class ResponsesWriter:
             safety_identifier=fields.safety_identifier,
             store=self._turn.store is not None,
             temperature=request.sampling.temperature,
-            text=listed_text(fields),
+            text=_listed_text(fields),
             tool_choice="auto" if fields.tool_choice is None else fields.tool_choice,
-            tools=listed_tools(fields),
+            tools=_listed_tools(fields),
             top_logprobs=fields.top_logprobs or 0,
             top_p=request.sampling.top_p,
             usage=None if begun else self._usage(),
@@ -304,3 +303,19 @@ def _as_input(block: Block) -> InputItem:
     if block.kind is BlockKind.REASONING:
         return ReasoningItem("reasoning", content=[ReasoningPart(block.text)])
     return MessageItem("assistant", block.text)
+
+
+def _listed_text(fields: ResponsesRequest) -> dict[str, Any]:
+    """`text` as the response repeats it."""
+    form = None if fields.text is None else fields.text.format
+    verbosity = None if fields.text is None else fields.text.verbosity
+    return {"format": form or {"type": "text"}, "verbosity": verbosity or "medium"}
+
+
+def _listed_tools(fields: ResponsesRequest) -> list[dict[str, Any]]:
+    """The functions as the response repeats them, with what holds where the client was silent."""
+    return [
+        {"description": None, "strict": False, "parameters": None, **tool}
+        for tool in fields.tools or ()
+        if tool.get("type") == "function"
+    ]

@@ -1,7 +1,8 @@
-"""llama.cpp's own `/completion`: its schema in, its answer out, streamed or whole.
+"""llama.cpp's own routes: `/completion`, and `/props` and `/slots` about the server.
 
-Several prompts, or several completions of one, are answered with a list; a stream tells them
-apart by `index`. A stream has no `[DONE]`: the word with `stop: true` is the last of its index.
+Several prompts, or several completions of one prompt, give a list of completions; in a stream they
+differ by `index`. A stream has no `[DONE]`: the chunk with `stop: true` is the last of its index.
+`/load` is vLLM's; it is here because it reports the same state as `/slots`.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
 
+from quickstep import __version__
+from quickstep.errors import EngineError
 from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import (
     Choice,
@@ -25,23 +31,33 @@ from quickstep.server.generate.generation import (
     ParsedRequest,
 )
 from quickstep.server.generate.sampling import bounded
-from quickstep.server.http.errors import error_of
+from quickstep.server.http.errors import error_of, json_response
 from quickstep.server.http.event_stream import data_frame
+from quickstep.server.http.route import ApiRoute
 from quickstep.server.llama_cpp.request import SAMPLERS, llama_request
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
 from quickstep.server.llama_cpp.response_types import (
+    DefaultSettings,
+    GenerationSettings,
     LlamaChunk,
     LlamaCompletion,
+    LlamaProps,
+    LlamaSlot,
     LlamaTimings,
     LlamaToken,
     LlamaTopToken,
+    LogitBias,
+    Modalities,
+    ServerLoad,
 )
+from quickstep.server.metrics import Metrics
+from quickstep.server.openai.request_types import decode_values
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
 
-__all__ = ["LlamaCpp", "generation_settings"]
+__all__ = ["llama_cpp_routes"]
 
-_NO_SLOT = -1  # the scheduler's slots are its own business
+_NO_SLOT = -1  # the slots of the scheduler are not public
 
 
 class LlamaCpp:
@@ -142,12 +158,12 @@ class _LlamaWriter:
             model=self._generation.request.model,
             tokens_predicted=len(choice.token_ids),
             tokens_evaluated=len(prompt),
-            generation_settings={
-                **generation_settings(self._generation.request.sampling),
-                "seed": choice.seed,
-                "stream": in_stream,
-                "n_ctx": self._served.engine.max_model_len,
-            },
+            generation_settings=_generation_settings(
+                self._generation.request.sampling,
+                choice.seed,
+                in_stream,
+                self._served.engine.max_model_len,
+            ),
             prompt=self._tokenizer.decode(prompt, skip_special_tokens=False),
             has_new_line="\n" in text,
             truncated=choice.finish_reason is FinishReason.CONTEXT_LIMIT,
@@ -225,45 +241,42 @@ class _LlamaWriter:
         return token_id, data.decode(errors="replace"), list(data)
 
 
-def generation_settings(sampling: SamplingParams) -> dict[str, Any]:
-    """What holds, under llama.cpp's names."""
+def _generation_settings(
+    sampling: SamplingParams,
+    seed: int | None,
+    stream: bool | UnsetType = UNSET,
+    n_ctx: int | UnsetType = UNSET,
+) -> GenerationSettings:
+    """The sampling parameters under llama.cpp's names."""
     num_tokens = -1 if sampling.max_tokens is None else sampling.max_tokens
-    return {
-        "n_predict": num_tokens,
-        "max_tokens": num_tokens,
-        "seed": -1 if sampling.seed is None else sampling.seed,
-        "temperature": sampling.temperature,
-        "dynatemp_range": 0.0,
-        "dynatemp_exponent": 1.0,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "typical_p": sampling.typical_p,
-        "xtc_probability": sampling.xtc_probability,
-        "xtc_threshold": sampling.xtc_threshold,
-        "repeat_last_n": -1,
-        "repeat_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "dry_multiplier": sampling.dry_multiplier,
-        "dry_base": sampling.dry_base,
-        "dry_allowed_length": sampling.dry_allowed_length,
-        "dry_penalty_last_n": sampling.dry_range or -1,
-        "dry_sequence_breakers": list(sampling.dry_sequence_breakers),
-        "mirostat": 0,
-        "stop": list(sampling.stop),
-        "n_keep": -1,
-        "n_discard": 0,
-        "ignore_eos": sampling.ignore_eos,
-        "logit_bias": [
-            {"token": token_id, "bias": bias} for token_id, bias in sampling.logit_bias.items()
-        ],
-        "n_probs": sampling.logprobs or 0,
-        "min_keep": 0,
-        "grammar": "" if sampling.grammar is None else sampling.grammar.text,
-        "samplers": list(SAMPLERS),
-        "lora": [],
-    }
+    return GenerationSettings(
+        n_predict=num_tokens,
+        max_tokens=num_tokens,
+        seed=-1 if seed is None else seed,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        typical_p=sampling.typical_p,
+        xtc_probability=sampling.xtc_probability,
+        xtc_threshold=sampling.xtc_threshold,
+        repeat_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        dry_multiplier=sampling.dry_multiplier,
+        dry_base=sampling.dry_base,
+        dry_allowed_length=sampling.dry_allowed_length,
+        dry_penalty_last_n=sampling.dry_range or -1,
+        dry_sequence_breakers=sampling.dry_sequence_breakers,
+        stop=sampling.stop,
+        ignore_eos=sampling.ignore_eos,
+        logit_bias=[LogitBias(*entry) for entry in sampling.logit_bias.items()],
+        n_probs=sampling.logprobs or 0,
+        grammar="" if sampling.grammar is None else sampling.grammar.text,
+        samplers=SAMPLERS,
+        stream=stream,
+        n_ctx=n_ctx,
+    )
 
 
 def _stop_type(reason: FinishReason | None) -> Literal["none", "eos", "limit", "word"]:
@@ -277,3 +290,112 @@ def _stop_type(reason: FinishReason | None) -> Literal["none", "eos", "limit", "
 def _ratio(value: float, of: float) -> float:
     """0 where there is nothing to divide by: JSON has no infinity."""
     return value / of if of > 0 else 0.0
+
+
+class SlotQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The query of `/slots`: with 1, the status is 503 if no slot is free."""
+
+    fail_on_no_slot: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+
+
+def llama_cpp_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
+    """The routes of this module."""
+    completion = GeneratingRoute(LlamaCpp(), served, metrics)
+    state = _ServerState(served)
+    return [
+        ApiRoute(
+            "POST",
+            "/completion",
+            completion.answer,
+            "Text that continues a prompt, in the format of llama.cpp.",
+            request=LlamaCompletionRequest,
+            # `response_fields` may leave out any field
+            response=LlamaCompletion
+            | list[LlamaCompletion]
+            | list[dict[str, Any]]
+            | dict[str, Any],
+            streams=True,
+        ),
+        ApiRoute(
+            "GET",
+            "/props",
+            state.props,
+            "The model, its default parameters and its chat template.",
+            response=LlamaProps,
+        ),
+        ApiRoute(
+            "GET",
+            "/slots",
+            state.slots,
+            "The slots of the batch.",
+            response=list[LlamaSlot],
+            query=SlotQuery,
+        ),
+        ApiRoute("GET", "/load", state.load, "How busy the server is.", response=ServerLoad),
+    ]
+
+
+class _ServerState:
+    """The endpoints that report the state of the server."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    async def props(self, _: Request) -> Response:
+        """Return the default parameters, the number of slots and the chat template."""
+        engine = self._served.engine
+        own: dict[str, Any] = {"max_tokens": None, **engine.default_sampling}
+        defaults = SamplingParams(**own)
+        settings = DefaultSettings(
+            id=0,
+            id_task=-1,
+            n_ctx=engine.max_model_len,
+            speculative=False,
+            is_processing=engine.stats().has_work,
+            params=_generation_settings(defaults, defaults.seed),
+        )
+        template = engine.chat_template
+        props = LlamaProps(
+            default_generation_settings=settings,
+            total_slots=self._num_slots,
+            model_alias=self._served.names[0],
+            model_path=engine.model_name,
+            modalities=Modalities(),
+            chat_template="" if template is None else template.source,
+            build_info=f"quickstep {__version__}",
+        )
+        return json_response(props)
+
+    async def slots(self, request: Request) -> Response:
+        """Return which slots of the batch are in use."""
+        query = decode_values(request.query_params, SlotQuery)
+        num_running = self._served.engine.stats().scheduler.num_running
+        num_ctx = self._served.engine.max_model_len
+        slots = [
+            LlamaSlot(slot_id, num_ctx, False, slot_id < num_running)
+            for slot_id in range(self._num_slots)
+        ]
+        if query.fail_on_no_slot and num_running >= len(slots):
+            raise EngineError("all slots are in use; try again later")
+        return json_response(slots)
+
+    async def load(self, _: Request) -> Response:
+        """Return the numbers of requests and of blocks."""
+        stats = self._served.engine.stats()
+        scheduler = stats.scheduler
+        load = ServerLoad(
+            server_load=stats.num_requests,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_preempted=scheduler.num_preempted,
+            num_used_blocks=scheduler.blocks.num_used,
+            num_cached_blocks=scheduler.blocks.num_cached,
+            num_free_blocks=scheduler.blocks.num_free,
+        )
+        return json_response(load)
+
+    @property
+    def _num_slots(self) -> int:
+        """Sequences that the engine computes at a time, at least one."""
+        plan = self._served.engine.memory_plan
+        return 1 if plan is None else plan.max_num_seqs
