@@ -153,7 +153,7 @@ def _logprob_token_ids(
     if shown.logprobs is None:
         raise RequestError(f"{name} needs logprobs", param=name)
     if fields.use_beam_search:
-        raise RequestError(f"{name} cannot be combined with use_beam_search", param=name)
+        raise RequestError(f"{name} cannot go with use_beam_search", param=name)
     bounded(name, len(ids), served.limits.logprob_token_ids, "entries")
     return token_ids_of(name, ids, served.engine.tokenizer.vocab_size)
 
@@ -191,12 +191,10 @@ def beam_params(
             continue
         if name not in _DEFAULTS or value != _DEFAULTS[name]:
             raise RequestError(
-                f"{name} cannot be combined with use_beam_search, which ignores it", param=name
+                f"{name} cannot go with use_beam_search, which ignores it", param=name
             )
     if sampling.grammar is not None:
-        raise RequestError(
-            "use_beam_search cannot be combined with enforced tool calls", param="use_beam_search"
-        )
+        raise RequestError("use_beam_search cannot go with enforced calls", param="use_beam_search")
     return BeamSearchParams(
         beam_width=best_of or sampling.n,
         max_tokens=served.engine.max_model_len

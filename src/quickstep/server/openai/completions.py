@@ -139,7 +139,7 @@ def _texts(
         return tuple(TextPrompt(text, special) for text in texts)
     markers = infill_markers(served.engine.tokenizer)
     if fields.echo:
-        raise RequestError("echo cannot be combined with suffix", param="echo")
+        raise RequestError("echo cannot go with suffix", param="echo")
     return tuple(InfillPrompt(text, suffix, markers, special) for text in texts)
 
 
