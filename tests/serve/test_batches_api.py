@@ -24,7 +24,7 @@ from quickstep.server.batches.lines import (
     run_lines,
 )
 from quickstep.server.batches.request_types import BatchRequest
-from quickstep.server.generate.adapter import Answered, Served
+from quickstep.server.generate.adapter import LineResult, Served
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.http.errors import GenerationFailed
@@ -259,7 +259,7 @@ class Deadly:
         self.died = asyncio.Event()
         self.seen: list[tuple[bytes, int]] = []  # each body sent, and how many ran with it
 
-    async def __call__(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
+    async def __call__(self, body: bytes, caller: str = "", added_priority: int = 0) -> LineResult:
         self.running.add(body)
         died = self.died
         self.seen.append((body, len(self.running)))
@@ -271,7 +271,7 @@ class Deadly:
             self.died = asyncio.Event()
         if died.is_set():
             raise self.death
-        return Answered({})
+        return LineResult({})
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: type(death).__name__)
@@ -340,11 +340,11 @@ def test_a_batch_that_runs_out_of_time_says_which_lines_were_left(tmp_path: Path
         input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1m"
     )
 
-    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> LineResult:
         assert caller == "ann"
         if b"slow" in body:
             await asyncio.Event().wait()
-        return Answered({"usage": {"prompt_tokens": 3, "completion_tokens": 5}})
+        return LineResult({"usage": {"prompt_tokens": 3, "completion_tokens": 5}})
 
     async def run() -> BatchRecord:
         jobs = BatchJobs(store, {COMPLETIONS: endpoint}, BatchOptions(concurrency=2))
@@ -373,9 +373,9 @@ def test_a_server_that_stops_ends_its_batches(tmp_path: Path) -> None:
         input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1d"
     )
 
-    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> LineResult:
         await asyncio.Event().wait()
-        return Answered({})
+        return LineResult({})
 
     async def run() -> list[BatchRecord]:
         jobs = BatchJobs(store, {COMPLETIONS: endpoint}, BatchOptions())
@@ -427,7 +427,7 @@ def test_a_large_line_is_parsed_beside_the_loop(engine: FakeEngine) -> None:
         served = Served.of(engine, ServerOptions())
         await engine.start()
         route = GeneratingRoute(Watched(), served, Metrics(engine, "fake"))
-        jobs = BatchJobs(store, {COMPLETIONS: route.whole}, BatchOptions())
+        jobs = BatchJobs(store, {COMPLETIONS: route.answer_line}, BatchOptions())
         batch = jobs.create(BatchRecord("", request, "fake", store.now(), window_s=60))
         while not batch.is_over:
             await asyncio.sleep(0.01)

@@ -208,7 +208,7 @@ def _conversation(
         messages,
         num_chars=num_chars,
         offered=_offered(fields, served, reader),
-        asked=_asked(fields),
+        grammar=_asked(fields),
         extra=_thinking(fields, served, reader),
         add_generation_prompt=not continued,
         continued=continued,
@@ -321,11 +321,11 @@ class _MessagesWriter:
         """An error event."""
         yield event_frame("error", anthropic_shape(error_facts(error))[1])
 
-    def note(self, item: ChoiceDelta) -> None:
+    def collect(self, item: ChoiceDelta) -> None:
         """The same blocks, without events."""
         self._blocks.feed(item.delta)
 
-    def whole(self) -> MessageResponse:
+    def complete(self) -> MessageResponse:
         """The finished message."""
         return self._message([_content(block) for block in self._blocks.blocks])
 

@@ -31,7 +31,7 @@ from msgspec import UNSET, UnsetType
 
 from quickstep.errors import EngineDied, EngineError, RequestError
 from quickstep.server.anthropic.endpoint import Messages
-from quickstep.server.generate.adapter import Adapter, Answered, Served
+from quickstep.server.generate.adapter import Adapter, LineResult, Served
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.http.body import check_json_depth
 from quickstep.server.http.errors import GenerationFailed, error_of
@@ -77,9 +77,9 @@ _BLANK = b" \t\r\n"
 
 
 class BatchEndpoint(Protocol):
-    """An endpoint without HTTP: `GeneratingRoute.whole` is one."""
+    """An endpoint without HTTP: `GeneratingRoute.answer_line` is one."""
 
-    async def __call__(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
+    async def __call__(self, body: bytes, caller: str = "", added_priority: int = 0) -> LineResult:
         """Return the JSON response to a body. Raises RequestError, EngineError."""
 
 
@@ -96,9 +96,12 @@ def batch_endpoints(served: Served, metrics: Metrics) -> Mapping[str, BatchEndpo
         "/v1/messages": Messages(),
     }
     generating = {
-        url: GeneratingRoute(adapter, served, metrics).whole for url, adapter in adapters.items()
+        url: GeneratingRoute(adapter, served, metrics).answer_line
+        for url, adapter in adapters.items()
     }
-    return MappingProxyType({**generating, "/v1/embeddings": Embeddings(served, metrics).whole})
+    return MappingProxyType(
+        {**generating, "/v1/embeddings": Embeddings(served, metrics).answer_line}
+    )
 
 
 class BatchLine(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ from quickstep.server.options import (
 
 __all__ = [
     "Adapter",
-    "Answered",
+    "LineResult",
     "Served",
     "check_names",
     "output_formats",
@@ -87,7 +87,7 @@ class Served(msgspec.Struct, frozen=True):
         return name
 
 
-class Answered(msgspec.Struct, frozen=True):
+class LineResult(msgspec.Struct, frozen=True):
     """The JSON answer to a body that came without HTTP; `ignored` are its fields without effect."""
 
     body: object

@@ -43,7 +43,7 @@ class Conversation(msgspec.Struct, frozen=True):
     Attributes:
         messages: As chat templates read them.
         num_chars: About how large they are.
-        asked: The grammar of the answer's content.
+        grammar: The grammar of the answer's content.
         extra: Further names for the template.
         continued: The last message is the beginning of the answer.
     """
@@ -51,7 +51,7 @@ class Conversation(msgspec.Struct, frozen=True):
     messages: tuple[Mapping[str, Any], ...]
     num_chars: int
     offered: OfferedTools = msgspec.field(default_factory=OfferedTools)
-    asked: RequestedGrammar | None = None
+    grammar: RequestedGrammar | None = None
     add_generation_prompt: bool = True
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     continued: bool = False
@@ -200,7 +200,7 @@ def checked_metadata(metadata: dict[str, str], limits: RequestLimits) -> dict[st
 
 def _grammar(conversation: Conversation, served: Served) -> RequestedGrammar | None:
     """The grammar of the message behind its reasoning: of its calls, of its content, or of both."""
-    asked, offered = conversation.asked, conversation.offered
+    asked, offered = conversation.grammar, conversation.offered
     if asked is None or offered.must_call:
         return offered.grammar
     in_channels = served.formats.reasoning is REASONING_FORMATS["harmony"]

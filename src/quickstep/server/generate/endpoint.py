@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from quickstep.errors import RequestError
 from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
-from quickstep.server.generate.adapter import Adapter, Answered, Served
+from quickstep.server.generate.adapter import Adapter, LineResult, Served
 from quickstep.server.generate.generation import (
     Generation,
     Head,
@@ -77,11 +77,13 @@ class GeneratingRoute:
             report_ignored(request, answer.generation.loosened)
             if parsed.stream:
                 return EventStream(_frames(answer), answer.close, parsed.stream_type)
-            return await self._whole(request, answer)
+            return await self._complete(request, answer)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
 
-    async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
+    async def answer_line(
+        self, body: bytes, caller: str = "", added_priority: int = 0
+    ) -> LineResult:
         """The JSON answer to a body that came some other way than HTTP: a line of a batch.
 
         `added_priority` lets those who wait go first. Raises RequestError, EngineError.
@@ -91,11 +93,11 @@ class GeneratingRoute:
         )
         answer = await self._open(parsed)
         try:
-            await _noted(answer)
+            await _collect(answer)
         finally:
             await answer.close()
-        body_of_answer = await _written_whole(answer, answer.writer.whole)
-        return Answered(body_of_answer, (*parsed.ignored, *answer.generation.loosened))
+        response = await _encode(answer, answer.writer.complete)
+        return LineResult(response, (*parsed.ignored, *answer.generation.loosened))
 
     def _parse(
         self, body: bytes, caller: str, added_priority: int = 0, in_batch: bool = False
@@ -132,26 +134,26 @@ class GeneratingRoute:
         head = Head(created=int(time.time()), fingerprint=meter.fingerprint)
         return _Answer(generation, parsed.writer(generation, head), meter)
 
-    async def _whole(self, request: Request, answer: _Answer) -> Response:
+    async def _complete(self, request: Request, answer: _Answer) -> Response:
         try:
-            await unless_disconnected(request.receive, _noted(answer))
+            await unless_disconnected(request.receive, _collect(answer))
         finally:
             await answer.close()
-        return await _written_whole(answer, lambda: json_response(answer.writer.whole()))
+        return await _encode(answer, lambda: json_response(answer.writer.complete()))
 
 
-async def _written_whole(answer: _Answer, write: Callable[[], _Written]) -> _Written:
+async def _encode(answer: _Answer, write: Callable[[], _Written]) -> _Written:
     """A complete answer; a large one is written in a thread. It is paid for, so it may wait."""
     if answer.generation.size <= _INLINE_TOKENS:
         return write()
     return await asyncio.to_thread(write)
 
 
-async def _noted(answer: _Answer) -> None:
+async def _collect(answer: _Answer) -> None:
     async with aclosing(answer.generation.deltas()) as deltas:
         async for item in deltas:
             answer.meter.observe(item)
-            answer.writer.note(item)
+            answer.writer.collect(item)
 
 
 async def _frames(answer: _Answer) -> AsyncGenerator[bytes, None]:

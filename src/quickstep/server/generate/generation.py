@@ -115,7 +115,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         grammar_field: The client's name of what became `sampling.grammar`.
         prompt_field: The client's name of what became `prompts`.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
-        shown: What completions and chat say beside the text.
+        requested_output: What completions and chat return in addition to the text.
         num_kept: Of the `sampling.n` sequences, how many are the answer: those with the highest
             mean logprob. None for all.
         beams: Search instead of drawing; `sampling.n` hypotheses are the answer.
@@ -137,7 +137,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     grammar_field: str = ""
     prompt_field: str = "prompt"
     echoed: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    shown: RequestedOutput = msgspec.field(default_factory=RequestedOutput)
+    requested_output: RequestedOutput = msgspec.field(default_factory=RequestedOutput)
     num_kept: int | None = None
     beams: BeamSearchParams | None = None
     truncate_prompt_tokens: int | None = None
@@ -173,10 +173,10 @@ class Writer(Protocol):
     def failure(self, error: Exception) -> Iterable[bytes]:
         """The last frames of a stream that failed; its status was sent long ago."""
 
-    def note(self, item: ChoiceDelta) -> None:
+    def collect(self, item: ChoiceDelta) -> None:
         """Read a delta of a non-streaming response."""
 
-    def whole(self) -> object:
+    def complete(self) -> object:
         """The non-streaming response, for the JSON encoder."""
 
 
@@ -275,7 +275,7 @@ class Generation:
 
     @property
     def size(self) -> int:
-        """About how large the answer is: tokens, each with the alternatives that are shown."""
+        """About how large the answer is: tokens, each with the alternatives that are requested."""
         sampling = self.request.sampling
         outputs = sum(len(choice.token_ids) for choice in self.choices)
         prompts = sum(len(choice.prompt_logprobs) for choice in self.choices)

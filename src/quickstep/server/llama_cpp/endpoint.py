@@ -101,7 +101,7 @@ class _LlamaWriter:
 
     def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
         """New text and tokens, then the end of a completion."""
-        self.note(item)
+        self.collect(item)
         choice, delta = self._generation.choices[item.choice], item.delta
         if delta.text or delta.token_ids:
             yield data_frame(
@@ -129,11 +129,11 @@ class _LlamaWriter:
         _, body = error_of(error)
         yield data_frame(body)
 
-    def note(self, item: ChoiceDelta) -> None:
+    def collect(self, item: ChoiceDelta) -> None:
         """When the first token came."""
         self._first_s.setdefault(item.choice, self._clock())
 
-    def whole(self) -> object:
+    def complete(self) -> object:
         """The completion, or the list of them."""
         shown = []
         for choice in self._generation.choices:

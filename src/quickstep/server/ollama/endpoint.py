@@ -191,13 +191,13 @@ class _Lines:
         """The error as the last line."""
         yield self._line(ollama_shape(error_facts(error))[1])
 
-    def note(self, item: ChoiceDelta) -> None:
+    def collect(self, item: ChoiceDelta) -> None:
         """Collect what is new."""
         said, _ = self._read(item)
         self._content.append(said.content)
         self._reasoning.append(said.reasoning)
 
-    def whole(self) -> Answer:
+    def complete(self) -> Answer:
         """The complete answer with the figures."""
         return self._answer(
             "".join(self._content),

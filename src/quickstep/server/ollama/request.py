@@ -74,7 +74,7 @@ def chat_request(
         messages,
         num_chars=num_chars,
         offered=offer(functions, ToolChoice(), one_call=False, served=served),
-        asked=_asked(fields),
+        grammar=_asked(fields),
         extra=_thinking(fields, served, reader),
         add_generation_prompt=not continued,
         continued=continued,
@@ -101,7 +101,7 @@ def generate_request(
     conversation = Conversation(
         (*system, {"role": "user", "content": prompt}),
         num_chars=len(prompt) + len(fields.system or ""),
-        asked=_asked(fields),
+        grammar=_asked(fields),
         extra=_thinking(fields, served, reader),
     )
     return _of_conversation(conversation, fields, served, "prompt")

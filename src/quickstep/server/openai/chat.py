@@ -117,15 +117,15 @@ class Chat:
             messages,
             num_chars=len(body),
             offered=offered_tools(fields, served, reader),
-            asked=requested_grammar(fields),
+            grammar=requested_grammar(fields),
             add_generation_prompt=_opens_message(fields, messages),
             continued=bool(fields.continue_final_message),
             extra={**levels, **(fields.chat_template_kwargs or {})},
         )
         max_tokens, max_tokens_name = _max_tokens(fields)
-        shown = requested_output(fields, served, _num_logprobs(fields, served))
-        shown = replace(shown, before=_echo(fields, messages[-1], reader))
-        own = {**own_values(fields, served, shown), "max_tokens": max_tokens}
+        requested = requested_output(fields, served, _num_logprobs(fields, served))
+        requested = replace(requested, before=_echo(fields, messages[-1], reader))
+        own = {**own_values(fields, served, requested), "max_tokens": max_tokens}
         renamed = {"max_tokens": max_tokens_name, "logprobs": "top_logprobs"}
         request = conversation_request(conversation, fields, served, own, renamed)
         return replace(
@@ -136,7 +136,7 @@ class Chat:
                 tenant=tenant_of(fields.user, fields.safety_identifier, served.limits),
             ),
             echoed=_echoed(fields, served.limits),
-            shown=shown,
+            requested_output=requested,
             beams=beam_params(fields, served, request.sampling),
             truncate_prompt_tokens=truncation_of(
                 fields.truncate_prompt_tokens, "truncate_prompt_tokens", max_tokens, served
@@ -278,23 +278,23 @@ class ChatRendering:
     def __init__(self, generation: Generation, tokenizer: Vocabulary) -> None:
         self._tokenizer = tokenizer
         self._generation = generation
-        self._shown = generation.request.shown
+        self._requested = generation.request.requested_output
         self._messages = [
             message_reader(generation, choice, tokenizer) for choice in generation.choices
         ]
 
     def opening(self, choice: Choice) -> ChatChunkChoice:
         """The role, before any content."""
-        delta = ChatDelta(role="assistant", content=self._shown.before)
+        delta = ChatDelta(role="assistant", content=self._requested.before)
         return ChatChunkChoice(index=choice.index, delta=delta, logprobs=None, finish_reason=None)
 
     def prompt_fields(self) -> Mapping[str, Any]:
         """The prompt's token ids and logprobs, if the client requested them."""
         first = self._generation.choices[0]
         fields: dict[str, Any] = {}
-        if self._shown.token_ids:
+        if self._requested.token_ids:
             fields["prompt_token_ids"] = list(self._generation.prompt_token_ids(first))
-        num_top = self._shown.prompt_logprobs
+        num_top = self._requested.prompt_logprobs
         if num_top is not None:
             scores = self._generation.prompt_logprobs(first)
             fields["prompt_logprobs"] = ranked_logprobs(scores, num_top, self._tokenizer)
@@ -308,7 +308,7 @@ class ChatRendering:
         ended = delta.finish_reason is not None
         read = self._messages[choice.index].read(delta.text, ended)
         deltas = _chat_deltas(read.parts)
-        shows_tokens = self._shown.logprobs is not None or self._shown.token_ids
+        shows_tokens = self._requested.logprobs is not None or self._requested.token_ids
         if not deltas and shows_tokens and delta.token_ids:
             deltas.append(ChatDelta(content=""))
         return [
@@ -336,7 +336,7 @@ class ChatRendering:
     def complete(self, choice: Choice, index: int) -> ChatChoice:
         """The complete message."""
         read = self._messages[choice.index].read("".join(choice.text), ended=True)
-        content: str | None = self._shown.before + read.content
+        content: str | None = self._requested.before + read.content
         calls: list[AnsweredToolCall] | UnsetType = UNSET
         if read.calls:
             content = content or None
@@ -361,12 +361,12 @@ class ChatRendering:
         return "tool_calls" if called and reason == "stop" else reason
 
     def _token_ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
-        return list(token_ids) if self._shown.token_ids else UNSET
+        return list(token_ids) if self._requested.token_ids else UNSET
 
     def _listed(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
-        if self._shown.logprobs is None:
+        if self._requested.logprobs is None:
             return None
-        as_ids = self._shown.tokens_as_ids
+        as_ids = self._requested.tokens_as_ids
         return ChatLogprobs(
             [token_logprob(self._tokenizer, each, as_ids) for each in logprobs], None
         )

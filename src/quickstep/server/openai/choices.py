@@ -107,7 +107,7 @@ def requested_output(
 def own_values(
     fields: ChoiceFields,
     served: Served,
-    shown: RequestedOutput,
+    requested: RequestedOutput,
     num_prompts: int = 1,
     best_of: int | None = None,
 ) -> dict[str, Any]:
@@ -131,26 +131,26 @@ def own_values(
             "false",
             param="best_of",
         )
-    echoed = shown.logprobs if shown.echo else None
-    widths = [number for number in (shown.prompt_logprobs, echoed) if number is not None]
-    if shown.echo and fields.max_tokens == 0:
+    echoed = requested.logprobs if requested.echo else None
+    widths = [number for number in (requested.prompt_logprobs, echoed) if number is not None]
+    if requested.echo and fields.max_tokens == 0:
         widths.append(0)
     own: dict[str, Any] = {
-        "logprobs": 0 if picks and shown.logprobs is None else shown.logprobs,
+        "logprobs": 0 if picks and requested.logprobs is None else requested.logprobs,
         "prompt_logprobs": max(widths, default=None),
     }
     if picks:
         own["n"] = width
     if fields.logprob_token_ids:
-        own["logprob_token_ids"] = _logprob_token_ids(fields, served, shown)
+        own["logprob_token_ids"] = _logprob_token_ids(fields, served, requested)
     return own
 
 
 def _logprob_token_ids(
-    fields: ChoiceFields, served: Served, shown: RequestedOutput
+    fields: ChoiceFields, served: Served, requested: RequestedOutput
 ) -> tuple[int, ...]:
     name, ids = "logprob_token_ids", fields.logprob_token_ids or ()
-    if shown.logprobs is None:
+    if requested.logprobs is None:
         raise RequestError(f"{name} needs logprobs", param=name)
     if fields.use_beam_search:
         raise RequestError(f"{name} cannot go with use_beam_search", param=name)
@@ -293,10 +293,10 @@ class ChoicesWriter:
         yield data_frame(body)
         yield DONE
 
-    def note(self, item: ChoiceDelta) -> None:
+    def collect(self, item: ChoiceDelta) -> None:
         """The generation collects the choices already."""
 
-    def whole(self) -> msgspec.Struct:
+    def complete(self) -> msgspec.Struct:
         """The response of a finished generation."""
         return self._response(
             choices=[

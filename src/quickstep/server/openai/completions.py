@@ -79,10 +79,10 @@ class Completions:
         model = served.model(fields.model)
         prompts = _prompts(fields, served)
         logprobs = num_alternatives("logprobs", fields.logprobs, served)
-        shown = requested_output(fields, served, logprobs, bool(fields.echo))
+        requested = requested_output(fields, served, logprobs, bool(fields.echo))
         max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
         asked = requested_grammar(fields)
-        own = own_values(fields, served, shown, len(prompts), fields.best_of)
+        own = own_values(fields, served, requested, len(prompts), fields.best_of)
         own["max_tokens"] = max_tokens
         if asked is not None:
             own["grammar"] = asked.grammar
@@ -99,7 +99,7 @@ class Completions:
                 cache_salt=label("cache_salt", fields.cache_salt, served.limits),
             ),
             grammar_field="" if asked is None else asked.field,
-            shown=shown,
+            requested_output=requested,
             num_kept=None if beams or sampling.n == (fields.n or 1) else fields.n or 1,
             beams=beams,
             truncate_prompt_tokens=truncation_of(
@@ -159,7 +159,7 @@ class CompletionRendering:
     def __init__(self, generation: Generation, tokenizer: Vocabulary) -> None:
         self._generation = generation
         self._tokenizer = tokenizer
-        self._shown = generation.request.shown
+        self._requested = generation.request.requested_output
         self._skips_special = generation.request.sampling.skip_special_tokens
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
@@ -175,9 +175,9 @@ class CompletionRendering:
         """New text, with the new tokens' logprobs; the prompt first, once it is scored."""
         if delta.finish_reason is None and not delta.token_ids and not delta.text:
             return []
-        shows_tokens = self._shown.logprobs is not None or self._shown.token_ids
+        shows_tokens = self._requested.logprobs is not None or self._requested.token_ids
         is_first = choice.index not in self._begun
-        with_prompt = is_first and (self._shown.echo or self._shown.token_ids)
+        with_prompt = is_first and (self._requested.echo or self._requested.token_ids)
         if not delta.text and not with_prompt and not (shows_tokens and delta.token_ids):
             return []
         self._begun.add(choice.index)
@@ -208,7 +208,7 @@ class CompletionRendering:
         """The complete text."""
         text, logprobs = self._text(choice, "".join(choice.text), choice.logprobs, is_first=True)
         ranked: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
-        num_top = self._shown.prompt_logprobs
+        num_top = self._requested.prompt_logprobs
         if num_top is not None:
             scores = self._generation.prompt_logprobs(choice)
             ranked = ranked_logprobs(scores, num_top, self._tokenizer)
@@ -228,8 +228,8 @@ class CompletionRendering:
         self, choice: Choice, text: str, logprobs: Iterable[TokenLogprobs], is_first: bool
     ) -> tuple[str, TextLogprobs | None]:
         """The text, the echoed prompt before it if it is the first, and the tokens' logprobs."""
-        listed = None if self._shown.logprobs is None else TextLogprobs([], [], [], [])
-        if is_first and self._shown.echo:
+        listed = None if self._requested.logprobs is None else TextLogprobs([], [], [], [])
+        if is_first and self._requested.echo:
             text = self._prompt_text(choice) + text
             self._list_prompt(choice, text, listed)
         if listed is not None:
@@ -237,7 +237,7 @@ class CompletionRendering:
         return text, listed
 
     def _token_ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
-        return list(token_ids) if self._shown.token_ids else UNSET
+        return list(token_ids) if self._requested.token_ids else UNSET
 
     def _prompt_token_ids(self, choice: Choice) -> list[int] | UnsetType:
         return self._token_ids(self._generation.prompt_token_ids(choice))
@@ -265,7 +265,7 @@ class CompletionRendering:
             token = self._tokenizer.decode([token_id], skip_special_tokens=False)
             listed.tokens.append(self._token(token_id))
             listed.token_logprobs.append(None if score is None else score.logprob)
-            top = None if score is None else self._alternatives(score, self._shown.logprobs)
+            top = None if score is None else self._alternatives(score, self._requested.logprobs)
             listed.top_logprobs.append(top)
             listed.text_offset.append(offset)
             offset += self._length_in(text, token_id, token, offset)
@@ -302,7 +302,7 @@ class CompletionRendering:
         return alternatives
 
     def _token(self, token_id: int) -> str:
-        if self._shown.tokens_as_ids:
+        if self._requested.tokens_as_ids:
             return f"token_id:{token_id}"
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 

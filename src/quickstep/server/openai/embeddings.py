@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
-from quickstep.server.generate.adapter import Answered, Served
+from quickstep.server.generate.adapter import LineResult, Served
 from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
 from quickstep.server.generate.engine_interface import TokenStream
 from quickstep.server.generate.generation import in_clients_words
@@ -62,11 +62,13 @@ class Embeddings:
             return json_response(answer)
         return await asyncio.to_thread(json_response, answer)
 
-    async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
+    async def answer_line(
+        self, body: bytes, caller: str = "", added_priority: int = 0
+    ) -> LineResult:
         """The JSON answer to a body that came some other way than HTTP: a line of a batch."""
         reader = FieldReader(self._served.field_rules)
         answer = await self._embed(body, reader, caller, added_priority)
-        return Answered(answer, reader.ignored)
+        return LineResult(answer, reader.ignored)
 
     async def _embed(
         self, body: bytes, reader: FieldReader, caller: str, added_priority: int = 0

@@ -89,7 +89,7 @@ class Responses:
             whole,
             num_chars=len(body) + sum(len(message.get("content") or "") for message in past),
             offered=_offered_functions(fields, served, reader),
-            asked=_requested_text_format(fields),
+            grammar=_requested_text_format(fields),
             extra={**_told(fields, served, reader), **(fields.chat_template_kwargs or {})},
         )
         own = {

@@ -115,7 +115,7 @@ class ResponsesWriter:
 
     def ending(self) -> Iterator[bytes]:
         """The whole response."""
-        response = self.whole()
+        response = self.complete()
         yield self._event(ResponseEvent, f"response.{response.status}", response=response)
 
     def failure(self, error: Exception) -> Iterator[bytes]:
@@ -125,11 +125,11 @@ class ResponsesWriter:
         told = {"code": code, "message": facts.message}
         yield self._event(ResponseEvent, "response.failed", response=self._response("failed", told))
 
-    def note(self, item: ChoiceDelta) -> None:
+    def collect(self, item: ChoiceDelta) -> None:
         """The same items, without events."""
         self._blocks.feed(item.delta)
 
-    def whole(self) -> ResponseObject:
+    def complete(self) -> ResponseObject:
         """The finished response, which is stored now."""
         reason = self._blocks.finish_reason
         done = reason is not None and reason.openai == "stop"
