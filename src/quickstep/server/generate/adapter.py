@@ -39,11 +39,19 @@ __all__ = [
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What an adapter may look at: the engine's facts, the names it goes by, the limits, how the
-    model writes calls and reasoning, how long requests may take, what becomes of fields without
-    effect, what answers hold beyond what was asked for, whether the prompts of one API key may hit
-    the cached prompts of another; which priorities each key may have; and the threads for what
-    takes longer.
+    """What an adapter may read of the server.
+
+    Attributes:
+        engine: The engine.
+        names: The model's names; the first one is the default.
+        limits: Bounds on one request.
+        formats: How the model writes tool calls and reasoning.
+        deadlines: How long requests may take.
+        field_rules: What happens to fields without effect.
+        answers: What responses contain that a request did not request.
+        shares_prefix_cache: The prompts of one API key may hit the cached prompts of another.
+        api_keys: The keys, with the priorities that each may have.
+        lanes: Threads for work that grows with a client's input.
     """
 
     engine: ServedEngine
@@ -59,7 +67,7 @@ class Served(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
-        """What `options` make of an engine that is open. Raises ConfigError."""
+        """From an open engine and the options. Raises ConfigError."""
         names = options.served_model_names or (engine.model_name,)
         formats = output_formats(engine, options)
         return cls(
@@ -88,7 +96,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class LineResult(msgspec.Struct, frozen=True):
-    """The JSON answer to a body that came without HTTP; `ignored` are its fields without effect."""
+    """The JSON response to one line of a batch; `ignored` are the line's fields without effect."""
 
     body: object
     ignored: tuple[str, ...] = ()
@@ -102,7 +110,7 @@ class Adapter(Protocol):
 
 
 def output_formats(engine: ServedEngine, options: ServerOptions) -> OutputFormats:
-    """What the operator set, else what the chat template tells. Raises ConfigError."""
+    """The operator's choice, or else what the chat template implies. Raises ConfigError."""
     template = engine.chat_template
     return _chosen(OutputFormats() if template is None else template.formats, options)
 
@@ -112,12 +120,12 @@ def check_names(options: ServerOptions) -> None:
     _chosen(OutputFormats(), options)
 
 
-def _chosen(told: OutputFormats, options: ServerOptions) -> OutputFormats:
+def _chosen(detected: OutputFormats, options: ServerOptions) -> OutputFormats:
     calls, reasoning = options.tool_call_parser, options.reasoning_parser
     return replace(
-        told,
-        tool_calls=told.tool_calls if calls is None else tool_call_format(calls),
-        reasoning=told.reasoning if reasoning is None else reasoning_format(reasoning),
+        detected,
+        tool_calls=detected.tool_calls if calls is None else tool_call_format(calls),
+        reasoning=detected.reasoning if reasoning is None else reasoning_format(reasoning),
     )
 
 

@@ -1,6 +1,6 @@
-"""One way to run any API: parse, submit, then a JSON answer or server-sent events.
+"""Runs any API: parse, submit, then a JSON response or a stream.
 
-The client's going away is watched in both forms; whatever happens, the generation is closed,
+A disconnect of the client cancels both forms. In every case the generation is closed at the end,
 which aborts what still runs and frees its blocks.
 
     Adapter.parse -> open_generation -> EventStream | JSON
@@ -37,13 +37,13 @@ from quickstep.server.http.middleware import key_name, report_ignored
 from quickstep.server.metrics import Metrics, RequestMeter
 from quickstep.server.schema.field_reader import loosened_keyword
 
-_Written = TypeVar("_Written")
+_Encoded = TypeVar("_Encoded")
 
 __all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of"]
 
 # Larger answers, in tokens with their alternatives, are written in a thread.
 _INLINE_TOKENS = 4096
-CLIENT_CLOSED = 499  # nginx's; nobody reads it, it stands in the access log
+CLIENT_CLOSED = 499  # nginx's number; it is for the access log, the client is gone
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -84,9 +84,10 @@ class GeneratingRoute:
     async def answer_line(
         self, body: bytes, caller: str = "", added_priority: int = 0
     ) -> LineResult:
-        """The JSON answer to a body that came some other way than HTTP: a line of a batch.
+        """The JSON response to one line of a batch.
 
-        `added_priority` lets those who wait go first. Raises RequestError, EngineError.
+        `added_priority` puts the line after requests of waiting clients.
+        Raises RequestError, EngineError.
         """
         parsed = await self._served.lanes.parse(
             len(body), lambda: self._parse(body, caller, added_priority, in_batch=True)
@@ -142,8 +143,8 @@ class GeneratingRoute:
         return await _encode(answer, lambda: json_response(answer.writer.complete()))
 
 
-async def _encode(answer: _Answer, write: Callable[[], _Written]) -> _Written:
-    """A complete answer; a large one is written in a thread. It is paid for, so it may wait."""
+async def _encode(answer: _Answer, write: Callable[[], _Encoded]) -> _Encoded:
+    """Encode a complete response, a large one in a thread."""
     if answer.generation.size <= _INLINE_TOKENS:
         return write()
     return await asyncio.to_thread(write)
@@ -177,5 +178,5 @@ async def _frames(answer: _Answer) -> AsyncGenerator[bytes, None]:
 
 
 def caller_of(request: Request) -> str:
-    """Whose the request is, for what is kept beyond it: the API key's name, "" without keys."""
+    """The name of the request's API key, "" without keys: the owner of what the server stores."""
     return key_name(request)

@@ -1,4 +1,4 @@
-"""What every API's adapter parses a body into, and its run on the engine.
+"""The request that every API's adapter parses a body into, and its run on the engine.
 
 An adapter parses a body into a frozen, bounded `ParsedRequest`; `open_generation` renders,
 tokenises and submits its prompts; `Generation` merges the engine's streams into one sequence of
@@ -59,14 +59,14 @@ __all__ = [
     "Usage",
     "Writer",
     "check_end",
-    "in_clients_words",
     "open_generation",
     "opens_reasoning",
+    "with_client_field",
 ]
 
 _LIMITS = RequestLimits()
 _QUEUED_DELTAS = 256
-_PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of the reasoning
+_PROMPT_END = 32  # last tokens of a prompt, in which the opening tag of the reasoning may be
 _NAMES_OF_PROMPTS = ("prompt", "messages")  # the engine's and the chat template's
 _MAY_FORBID_ALL = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "grammar")
 
@@ -84,15 +84,15 @@ class OutputReading(msgspec.Struct, frozen=True):
 
 
 class RequestedOutput(msgspec.Struct, frozen=True):
-    """What an answer says beside its text; an API asks the engine for at least as much.
+    """What a response contains in addition to its text.
 
     Attributes:
-        echo: The prompt stands before the text.
-        logprobs: Alternatives per token of the text; None shows none.
-        prompt_logprobs: Alternatives per token of the prompt; None shows none.
+        echo: The prompt comes before the text.
+        logprobs: Alternatives per token of the text; None for no logprobs.
+        prompt_logprobs: Alternatives per token of the prompt; None for no logprobs.
         token_ids: The token ids of prompt and text.
         tokens_as_ids: Logprobs name their tokens `token_id:7`.
-        before: Text of the client's that comes before a message's content.
+        before: Text of the client that comes before a message's content.
     """
 
     echo: bool = False
@@ -111,14 +111,14 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         model: The name to answer with.
         request: What the engine gets, once for each of `prompts`. Its tenant is the client's own
             label until the endpoint puts the name of the API key in front.
-        output: What to read out of the text beside content; None for nothing.
+        output: What to parse out of the text in addition to content; None for nothing.
         grammar_field: The client's name of what became `sampling.grammar`.
         prompt_field: The client's name of what became `prompts`.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
         requested_output: What completions and chat return in addition to the text.
         num_kept: Of the `sampling.n` sequences, how many are the answer: those with the highest
             mean logprob. None for all.
-        beams: Search instead of drawing; `sampling.n` hypotheses are the answer.
+        beams: Beam search instead of sampling; `sampling.n` hypotheses are the answer.
         include_usage: One usage chunk ends the stream.
         continuous_usage: Every chunk carries the usage so far.
         truncate_prompt_tokens: Only so many of a prompt's last tokens are read; None for all.
@@ -233,7 +233,7 @@ class Generation:
 
     @property
     def seed(self) -> int | None:
-        """The request's seed; None if its prompts drew different ones (each choice names its)."""
+        """The request's seed; None if its prompts have different ones (each choice has its own)."""
         seeds = {stream.seed for stream in self._streams}
         return seeds.pop() if len(seeds) == 1 else None
 
@@ -258,9 +258,9 @@ class Generation:
             return self.choices
         kept: list[Choice] = []
         for start in range(0, len(self.choices), self._n):
-            drawn = self.choices[start : start + self._n]
-            logprobs = [[one.logprob for one in choice.logprobs] for choice in drawn]
-            kept += [drawn[index] for index in best_indices(logprobs, num_kept)]
+            sampled = self.choices[start : start + self._n]
+            logprobs = [[one.logprob for one in choice.logprobs] for choice in sampled]
+            kept += [sampled[index] for index in best_indices(logprobs, num_kept)]
         return tuple(kept)
 
     @property
@@ -284,7 +284,7 @@ class Generation:
 
     @property
     def loosened(self) -> tuple[str, ...]:
-        """Keywords of the client's schema that are enforced less strictly than they say."""
+        """Keywords of the client's schema that are enforced less strictly than written."""
         field = self.request.grammar_field
         keywords = {keyword for stream in self._streams for keyword in stream.ignored}
         return tuple(f"{field}.{keyword}" for keyword in sorted(keywords))
@@ -320,7 +320,7 @@ class Generation:
             async for delta in self._streams[prompt]:
                 yield ChoiceDelta(first + delta.index, delta)
             return
-        # the prompt's scores come with index 0; who is faster waits for them
+        # the prompt's scores come with index 0; faster sequences wait for them
         held: list[Delta] = []
         num_missing = len(self._streams[prompt].prompt_token_ids)
         async for delta in self._streams[prompt]:
@@ -385,7 +385,7 @@ async def open_generation(
     try:
         prompts = await prompts_ids(engine, request.prompts, lanes or WorkLanes(), longest)
     except RequestError as error:
-        raise in_clients_words(error, request.grammar_field, request.prompt_field) from None
+        raise with_client_field(error, request.grammar_field, request.prompt_field) from None
     if truncated is not None:
         prompts = [ids[-truncated:] for ids in prompts]
     prepared = await _prepare(engine, request)
@@ -400,7 +400,7 @@ async def open_generation(
     except BaseException as error:
         for stream in streams:
             await stream.aclose()
-        raise in_clients_words(error, request.grammar_field, request.prompt_field) from None
+        raise with_client_field(error, request.grammar_field, request.prompt_field) from None
     return Generation(request, streams)
 
 
@@ -413,12 +413,12 @@ async def _prepare(engine: ServedEngine, request: ParsedRequest) -> object:
     """Compile the grammar off the event loop; hold the result until the request is submitted.
 
     Raises:
-        RequestError: In the client's words.
+        RequestError: The grammar is refused; the error names the client's field.
     """
     try:
         return await engine.prepare(request.sampling)
     except RequestError as error:
-        raise in_clients_words(error, request.grammar_field) from None
+        raise with_client_field(error, request.grammar_field) from None
 
 
 def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequence[int]) -> bool:
@@ -433,11 +433,11 @@ def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequen
 
 
 def check_end(delta: Delta, sampling: SamplingParams, grammar_field: str) -> None:
-    """Return unless the delta says that its sequence could not continue.
+    """Raise if the delta ends its sequence with an error.
 
     Raises:
-        EngineError: It is our fault.
-        RequestError: It is the request's, whose grammar came in `grammar_field`.
+        EngineError: The engine caused it.
+        RequestError: The request caused it; its grammar came in `grammar_field`.
     """
     match delta.finish_reason:
         case FinishReason.ERROR:
@@ -446,10 +446,10 @@ def check_end(delta: Delta, sampling: SamplingParams, grammar_field: str) -> Non
             raise EngineError("the server is shutting down; send the request again")
         case FinishReason.REFUSED:
             error = RequestError(delta.error, param=_blamed(delta.error, sampling))
-            raise in_clients_words(error, grammar_field)
+            raise with_client_field(error, grammar_field)
 
 
-def in_clients_words(
+def with_client_field(
     error: BaseException, grammar_field: str, prompt_field: str = "prompt"
 ) -> BaseException:
     """A refused grammar or prompt under the name of the client's field; any other error as it
@@ -466,7 +466,7 @@ def in_clients_words(
 
 
 def _blamed(why: str, sampling: SamplingParams) -> str | None:
-    """The field to name: the grammar if it is said, else the first that forbids tokens."""
+    """The field at fault: the grammar if `why` names it, else the first that forbids tokens."""
     if why.startswith("the grammar"):
         return "grammar"
     return next((name for name in _MAY_FORBID_ALL if getattr(sampling, name)), None)

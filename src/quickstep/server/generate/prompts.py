@@ -34,7 +34,7 @@ __all__ = [
 
 # Shorter prompts are rendered and tokenised on the event loop: a thread hop costs more.
 _INLINE_CHARS = 2048
-_CHARS_OF_A_CALL = 64  # what the shortest prompt costs beside its text
+_CHARS_OF_A_CALL = 64  # cost of the shortest prompt in addition to its text
 # Special tokens for filling in the middle, by model family: before, after, middle.
 _INFILL_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
@@ -57,7 +57,7 @@ class TextPrompt(msgspec.Struct, frozen=True):
 
 
 class TokenPrompt(msgspec.Struct, frozen=True):
-    """Token ids as the client gave them."""
+    """Token ids from the client."""
 
     token_ids: tuple[int, ...]
 
@@ -77,12 +77,12 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
 
 class InfillPrompt(msgspec.Struct, frozen=True):
-    """Text on both sides of what the model is to write; `marker_ids` announce the text before,
-    the text behind, and the middle.
+    """Text on both sides of what the model is to write; `marker_ids` are the tokens that
+    precede the text before, the text after, and the middle.
     """
 
     before: str
-    behind: str
+    after: str
     marker_ids: tuple[int, int, int]
     add_special_tokens: bool = True
 
@@ -116,8 +116,8 @@ def _num_chars(prompt: Prompt) -> int:
             return max(len(text), _CHARS_OF_A_CALL)
         case ChatPrompt(num_chars=num_chars):
             return num_chars
-        case InfillPrompt(before=before, behind=behind):
-            return len(before) + len(behind)
+        case InfillPrompt(before=before, after=after):
+            return len(before) + len(after)
 
 
 def _ids(engine: ServedEngine, prompt: Prompt, max_len: int | None) -> Sequence[int]:
@@ -128,11 +128,11 @@ def _ids(engine: ServedEngine, prompt: Prompt, max_len: int | None) -> Sequence[
         _check_fits(engine, prompt.text, max_len)
         return encode(prompt.text, prompt.add_special_tokens)
     if isinstance(prompt, InfillPrompt):
-        _check_fits(engine, prompt.before + prompt.behind, max_len)
-        before, behind, middle = prompt.marker_ids
-        texts = (encode(prompt.before, False), encode(prompt.behind, False))
+        _check_fits(engine, prompt.before + prompt.after, max_len)
+        before, after, middle = prompt.marker_ids
+        texts = (encode(prompt.before, False), encode(prompt.after, False))
         opening = encode("", prompt.add_special_tokens)
-        return [*opening, before, *texts[0], behind, *texts[1], middle]
+        return [*opening, before, *texts[0], after, *texts[1], middle]
     text = rendered(engine, prompt)
     _check_fits(engine, text, max_len)
     return encode(text, False)  # the template has written the special tokens already
@@ -182,8 +182,10 @@ def check_num_tokens(
     """Tokens of the prompts, and all that may be generated. Raises RequestError."""
     num_tokens = 0
     for prompt in prompts:
-        room = max(0, max_model_len - len(prompt))
-        num_outputs = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        num_free = max(0, max_model_len - len(prompt))
+        num_outputs = (
+            num_free if sampling.max_tokens is None else min(num_free, sampling.max_tokens)
+        )
         num_tokens += len(prompt) + sampling.n * num_outputs
     if num_tokens > limits.tokens:
         raise RequestError(
@@ -196,9 +198,9 @@ def check_num_tokens(
 def infill_markers(tokenizer: Vocabulary) -> tuple[int, int, int]:
     """The tokens for an `InfillPrompt`. Raises RequestError if the model has none."""
     for family in _INFILL_TOKENS:
-        before, behind, middle = map(tokenizer.token_id, family)
-        if before is not None and behind is not None and middle is not None:
-            return before, behind, middle
+        before, after, middle = map(tokenizer.token_id, family)
+        if before is not None and after is not None and middle is not None:
+            return before, after, middle
     raise RequestError(
         "suffix is not supported: the model does not fill in the middle", param="suffix"
     )

@@ -22,7 +22,7 @@ from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_
 from quickstep.server.generate.adapter import LineResult, Served
 from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
 from quickstep.server.generate.engine_interface import TokenStream
-from quickstep.server.generate.generation import in_clients_words
+from quickstep.server.generate.generation import with_client_field
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, check_num_tokens, prompts_ids
 from quickstep.server.generate.sampling import bounded, label, token_ids_of
 from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
@@ -104,7 +104,7 @@ class Embeddings:
         try:
             ids = await prompts_ids(engine, prompts, served.lanes, None if truncates else longest)
         except RequestError as error:
-            raise in_clients_words(error, "", input_field) from None
+            raise with_client_field(error, "", input_field) from None
         if truncates:
             ids = [one[:longest] for one in ids]
         check_num_tokens(ids, _SAMPLING, engine.max_model_len, served.limits)
@@ -147,7 +147,7 @@ class Embeddings:
             vectors = await asyncio.gather(*(_vector(stream, meter) for stream in streams))
             return [_shortened(vector, fields.dimensions) for vector in vectors]
         except RequestError as error:
-            raise in_clients_words(error, "", input_field) from None
+            raise with_client_field(error, "", input_field) from None
         finally:
             for stream in streams:
                 await stream.aclose()
