@@ -48,7 +48,7 @@ class Metrics:
         self.engine = engine
         self.clock = clock
         self.model = model
-        self.num_embedded = 0  # prompts that became vectors
+        self.num_embedded = 0  # embedded prompts
         self._histograms = {
             name: self._histogram(name, text, buckets)
             for name, text, buckets in (
@@ -84,8 +84,8 @@ class Metrics:
         return EmbeddingMeter(self, prompt_lens)
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format."""
-        # with it comes a web server of its own, which nobody needs before the first scrape
+        """All metrics in Prometheus' text format."""
+        # the module imports a web server, which is not needed before the first scrape
         from prometheus_client.exposition import generate_latest
 
         return generate_latest(self.registry)
@@ -95,15 +95,15 @@ class Metrics:
         self._histograms[name].observe(max(0.0, value))
 
     def count_output(self, num_tokens: int) -> None:
-        """Tokens left the engine."""
+        """Count output tokens."""
         self._generation_tokens.inc(num_tokens)
 
     def count_prompt(self, num_tokens: int) -> None:
-        """A request ended that had this many prompt tokens."""
+        """Count the prompt tokens of a request that ended."""
         self._prompt_tokens.inc(num_tokens)
 
     def count_end(self, reason: FinishReason) -> None:
-        """A choice ended."""
+        """Count a choice that ended."""
         self._ends.labels(self.model, reason.openai).inc()
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
@@ -136,7 +136,7 @@ class RequestMeter:
         return self._metrics.engine.fingerprint
 
     def observe(self, item: ChoiceDelta) -> None:
-        """A delta is about to leave."""
+        """Observe a delta before it is sent."""
         delta, metrics = item.delta, self._metrics
         if not delta.token_ids:
             return
@@ -187,11 +187,11 @@ class EmbeddingMeter:
         self._num_ended = 0
 
     def accepted(self) -> None:
-        """The engine has taken a prompt."""
+        """Count a prompt that the engine accepted."""
         self._num_accepted += 1
 
     def observe(self, delta: Delta) -> None:
-        """News of a prompt: most often its end."""
+        """Observe a delta of a prompt; usually its end."""
         if delta.finish_reason is None:
             return
         self._num_ended += 1
@@ -235,10 +235,10 @@ class EngineGauges(Collector):
                 "Sequences in the queue, preempted ones included.",
                 load.num_waiting + load.num_preempted,
             ),
-            ("num_requests_paused", "Sequences whose readers are behind.", load.num_paused),
+            ("num_requests_paused", "Sequences paused for slow readers.", load.num_paused),
             (
                 "kv_cache_usage_perc",
-                "Share of the KV blocks in use; 1 is all.",
+                "Fraction of the KV blocks in use.",
                 blocks.num_used / num_blocks,
             ),
         )
