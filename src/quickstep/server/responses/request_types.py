@@ -28,16 +28,20 @@ __all__ = [
     "InputPart",
     "MessageItem",
     "ReasoningItem",
+    "ReasoningPart",
     "ResponsesRequest",
     "ResponsesStreamOptions",
     "SchemaFormat",
+    "SummaryPart",
     "TextConfig",
 ]
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class InputTextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="input_text"):
+class InputTextPart(
+    msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="input_text", omit_defaults=True
+):
     """A piece of a message to the model."""
 
     text: str
@@ -46,7 +50,9 @@ class InputTextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag
     ] = None
 
 
-class OutputTextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="output_text"):
+class OutputTextPart(
+    msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="output_text", omit_defaults=True
+):
     """A piece of a message of the model's; notes about it come back as they were given."""
 
     text: str
