@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quickstep.engine.grammar.json_spacing import ONE_LINE
+from quickstep.engine.grammar.json_schema import ONE_LINE
 from quickstep.engine.tool_calls.call_grammar import (
     CallSpelling,
     CallWriting,

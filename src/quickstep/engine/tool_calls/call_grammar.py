@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from quickstep.engine.grammar.json_spacing import ONE_LINE
+from quickstep.engine.grammar.json_schema import ONE_LINE
 from quickstep.errors import RequestError
 from quickstep.types import Grammar
 
