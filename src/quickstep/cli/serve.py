@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     gc.disable()
     launched: Launched = args.launched  # by `main`, which ends it
     log = log_setup(args)
-    launched.tell(opening_frame(config, log))
+    launched.send_opening(opening_frame(config, log))
     defer(_FRONT_DOORS)
     _serve(args, config, log, launched)
     return 0

@@ -1,7 +1,7 @@
 """Where a sequence is with its reasoning: before it, inside it or behind it.
 
 The reasoning is at the beginning of the output between two tags, opened there or by the prompt, as
-the parser of `engine.tool_calls.think` reads it out of the text. A function of the output tokens
+the parser of `engine.tool_calls.formats` reads it out of the text. A function of the output tokens
 alone. The tags are looked for in the tokens' bytes, since a tag shares tokens with its neighbours
 in many ways. Owned by whatever follows the reasoning: a budget of tokens, a grammar behind it.
 """
