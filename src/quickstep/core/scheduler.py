@@ -15,17 +15,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
 from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record
-from quickstep.core.batch import Batch
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel
-from quickstep.core.intake import Limits
 from quickstep.core.policies import Policy, StepView
+from quickstep.core.queues import Deadlines, RunningBatch, WaitingQueue
 from quickstep.core.sequence import Sequence, SequenceState
-from quickstep.core.setup_cost import MAX_SETUP_US, setup_us
 from quickstep.core.step import (
     FlightRow,
     InFlightStep,
@@ -36,8 +35,7 @@ from quickstep.core.step import (
     pending_tokens,
     row_failures,
 )
-from quickstep.core.waiting import Deadlines, WaitingQueue
-from quickstep.errors import EngineError, RequestError
+from quickstep.errors import EngineError, PromptTooLong, RequestError
 from quickstep.types import (
     FinishReason,
     Phase,
@@ -49,7 +47,79 @@ from quickstep.types import (
     StepResult,
 )
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "SequenceLimits"]
+
+
+class SequenceLimits(msgspec.Struct, frozen=True):
+    """Sizes that a sequence must keep, in tokens; requests are checked when they are added.
+
+    Everything here is known beforehand, so that an admitted request can always finish: any single
+    sequence fits the pool at its longest.
+
+    Attributes:
+        max_model_len: Longest sequence the engine was started for.
+        pool_tokens: What the whole KV pool holds.
+        max_num_seqs: Resident sequences.
+        max_waiting: Queued sequences beyond which requests are refused; None for no limit.
+    """
+
+    max_model_len: int
+    pool_tokens: int
+    max_num_seqs: int
+    max_waiting: int | None
+
+    @staticmethod
+    def of(config: SchedulerConfig, pool_tokens: int) -> SequenceLimits:
+        """The limits of a scheduler."""
+        return SequenceLimits(
+            config.max_model_len, pool_tokens, config.max_num_seqs, config.max_waiting
+        )
+
+    def max_outputs(self, prompt_len: int) -> int:
+        """Output tokens that fit behind a prompt."""
+        return min(self.max_model_len, self.pool_tokens) - prompt_len
+
+    def output_limit(self, request: Request) -> int:
+        """Output tokens after which a sequence of `request` ends in any case."""
+        if request.prompt_only:
+            return 0
+        room = self.max_outputs(len(request.prompt_token_ids))
+        max_tokens = request.sampling.max_tokens
+        return room if max_tokens is None else min(room, max_tokens)
+
+    def check(self, request: Request, num_waiting: int) -> None:
+        """Raise RequestError for a request that cannot be served, ever or now."""
+        num_tokens = len(request.prompt_token_ids)
+        if not num_tokens:
+            raise RequestError("prompt has no tokens, it needs at least 1", param="prompt")
+        least_outputs = 0 if request.prompt_only else 1
+        if num_tokens + least_outputs > self.max_model_len:
+            raise PromptTooLong(num_tokens, self.max_model_len, num_outputs=least_outputs)
+        if num_tokens + least_outputs > self.pool_tokens:
+            raise RequestError(
+                f"prompt has {num_tokens} tokens, with {least_outputs} output tokens the KV cache "
+                f"holds {self.pool_tokens}; raise --num-blocks or shorten the prompt",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if request.sampling.n > self.max_num_seqs:
+            raise RequestError(
+                f"n is {request.sampling.n}, at most {self.max_num_seqs} sequences run at once;"
+                " lower n or raise --max-num-seqs",
+                param="n",
+            )
+        if self.max_waiting is not None and num_waiting:
+            self._check_queue(num_waiting, request.sampling.n, self.max_waiting)
+
+    def _check_queue(self, num_waiting: int, n: int, max_waiting: int) -> None:
+        """Room for `n` more. An empty queue takes any request, else a large `n` would never run."""
+        if num_waiting + n > max_waiting:
+            more = "" if n == 1 else f" and the request adds {n}"
+            raise RequestError(
+                f"{num_waiting} sequences wait{more}, the limit is {max_waiting};"
+                " send the request again later or raise --max-waiting",
+                status=429,
+            )
 
 
 class Scheduler:
@@ -62,10 +132,10 @@ class Scheduler:
         self._pool = pool
         self._policy = policy
         self._cost_model = cost_model
-        self._limits = Limits.of(config, pool.num_blocks * pool.block_size)
+        self._limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
         self._requests: dict[str, list[Sequence]] = {}  # live sequences of each request
         self._waiting = WaitingQueue()
-        self._batch = Batch(pool, config.max_num_seqs)
+        self._batch = RunningBatch(pool, config.max_num_seqs)
         self._in_flight: deque[InFlightStep] = deque()
         self._deadlines = Deadlines()
         self._num_arrivals = 0
@@ -130,7 +200,7 @@ class Scheduler:
     def _set_paused(self, request_id: str, is_paused: bool, now: float) -> None:
         for sequence in self._requests.get(request_id, ()):
             runs = sequence.state is SequenceState.RUNNING
-            place: Batch | WaitingQueue = self._batch if runs else self._waiting
+            place: RunningBatch | WaitingQueue = self._batch if runs else self._waiting
             place.set_paused(sequence, is_paused, now)
 
     # -- the next step ----------------------------------------------------------------------------
@@ -186,7 +256,7 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, draft: StepDraft, budget: int, now: float) -> None:
-        while budget > 0 and draft.setup_us < MAX_SETUP_US:
+        while budget > 0 and draft.may_admit:
             sequence = self._waiting.head
             # A preempted one waits for its tokens in flight: admission needs all of them.
             if sequence is None or sequence.num_pending:
@@ -204,8 +274,7 @@ class Scheduler:
             if is_new:
                 self._totals.prefix_query_tokens += sequence.prompt_len
                 self._totals.prefix_hit_tokens += residency.planned
-            draft.admitted.append(sequence.admission())
-            draft.setup_us += setup_us(sequence)
+            draft.admit(sequence)
             num_tokens = min(residency.prefill_end - residency.planned, budget, affordable)
             self._place(draft, sequence, num_tokens, tuple(residency.blocks))
             budget -= num_tokens
