@@ -19,7 +19,7 @@ from quickstep.engine.text.token_texts import TokenTexts
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
-from quickstep.runtime.constraints.reasoning import Place, ReasoningTracker
+from quickstep.runtime.sampling.reasoning import Place, ReasoningTracker
 from quickstep.types import Grammar, SamplingParams
 
 DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"

@@ -30,7 +30,6 @@ from quickstep.ops.native.step_abi import StepCall
 from quickstep.ops.native.steps import NativeSteps
 from quickstep.ops.recording import Recording
 from quickstep.ops.table import KVCache
-from quickstep.runtime.batch import input_tokens
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
@@ -136,7 +135,7 @@ class CapturedSteps:
         words: list[int] = []
         token_ids = array("q")
         for row, slot in zip(rows, slots, strict=True):
-            token_ids.extend(input_tokens(row, slot))
+            token_ids.extend(slot.input_tokens(row))
             num_blocks = slot.num_blocks
             if row.end > num_blocks * self._block_size:
                 raise EngineError(

@@ -17,9 +17,9 @@ from quickstep.model.interface import Model
 from quickstep.ops.host_tensor import AnyTensor
 from quickstep.ops.table import KVCache
 from quickstep.runtime.capture import open_steps
-from quickstep.runtime.constraints.grammar import NewMatcher
+from quickstep.runtime.sampling.grammar import NewMatcher
+from quickstep.runtime.sampling.logprobs import PromptScorer
 from quickstep.runtime.sampling.native_sampler import open_sampler
-from quickstep.runtime.sampling.prompt_logprobs import PromptScorer
 from quickstep.runtime.sampling.sampler import Sample, SampleFailure, failure_of
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow

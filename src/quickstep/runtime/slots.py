@@ -14,14 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import EngineError, RequestError
-from quickstep.runtime.constraints.grammar import NewMatcher
 from quickstep.runtime.pooling import Pool
+from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import Admission, StepRow
 
 __all__ = ["KeptStates", "Slot", "SlotTable"]
 
 _LOGGER = logging.getLogger(__name__)
+
+# Input of a row that has failed already: it keeps its place in the step, its output is discarded.
+_PADDING_TOKEN = 0
 
 
 class Slot:
@@ -78,6 +81,26 @@ class Slot:
     def block_ids(self) -> npt.NDArray[np.int32]:
         """The block table, in order."""
         return self._block_ids[: self.num_blocks]
+
+    def input_tokens(self, row: StepRow) -> tuple[int, ...]:
+        """The input tokens of a row; a pending one is the token that was sampled last.
+
+        A row without one sets `failure`. Raises EngineError when row and tokens disagree.
+        """
+        if self.failure:
+            return (_PADDING_TOKEN,) * row.num_tokens
+        if row.token_ids:
+            if len(row.token_ids) != row.num_tokens:
+                raise EngineError(
+                    f"a row has {len(row.token_ids)} tokens, it says {row.num_tokens}"
+                )
+            return row.token_ids
+        if row.num_tokens != 1:
+            raise EngineError(f"a row has no tokens, it says {row.num_tokens}; one can be pending")
+        if self.last_token is not None:
+            return (self.last_token,)
+        self.failure = "its input token was never sampled"
+        return (_PADDING_TOKEN,)
 
     def append_blocks(self, block_ids: Sequence[int]) -> None:
         """Extend the block table."""

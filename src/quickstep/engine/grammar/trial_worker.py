@@ -21,8 +21,8 @@ from quickstep.engine.grammar.build import Refusal, build_matcher, reason_of
 from quickstep.engine.grammar.source import GrammarSource
 from quickstep.engine.grammar.trial import TrialOpening, Verdict, read_frame, write_frame
 from quickstep.engine.grammar.vocabulary import byte_vocabulary, grammar_vocabulary
-from quickstep.runtime.constraints.closing import start_ending
-from quickstep.runtime.constraints.closing_search import ClosingVocabulary
+from quickstep.runtime.sampling.closing_search import ClosingVocabulary
+from quickstep.runtime.sampling.grammar import start_ending
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.errors import RequestError
-from quickstep.runtime.constraints.closing_search import byte_tokens
+from quickstep.runtime.sampling.closing_search import byte_tokens
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

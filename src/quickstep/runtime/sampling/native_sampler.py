@@ -20,9 +20,12 @@ from quickstep.model.interface import Model
 from quickstep.ops.host_tensor import AnyTensor
 from quickstep.ops.native.sampling import RowSampler
 from quickstep.ops.native.step_abi import SampleCall
-from quickstep.runtime.sampling.exact_math import PROBABILITY_UNIT
 from quickstep.runtime.sampling.logit_changes import LogitChanges
-from quickstep.runtime.sampling.logprobs import other_token_ids, token_logprobs
+from quickstep.runtime.sampling.logprobs import (
+    logprobs_of_scores,
+    other_token_ids,
+    token_logprobs,
+)
 from quickstep.runtime.sampling.noise import row_keys
 from quickstep.runtime.sampling.sampler import (
     NO_MAXIMUM,
@@ -175,13 +178,13 @@ def _logprobs(pending: _Pending, requested_ids: Sequence[int]) -> TokenLogprobs:
     """As `runtime.sampling.logprobs.token_logprobs`."""
     call, ids, logits = pending.call, pending.top_ids, pending.top_logits
     assert ids is not None and logits is not None
-    log_total = math.log(call.total_probability / PROBABILITY_UNIT)
     others = other_token_ids(pending.row, requested_ids, ids.tolist()) if requested_ids else []
-    values = [*logits.tolist(), *pending.row[others].tolist()]
-    logprobs: list[float] = [x - call.peak - log_total for x in values]
-    return TokenLogprobs(
-        token_id=call.token_id,
-        logprob=call.chosen - call.peak - log_total,
-        rank=call.rank,
-        top=tuple(zip([*ids.tolist(), *others], logprobs, strict=True)),
+    return logprobs_of_scores(
+        call.token_id,
+        call.rank,
+        call.total_probability,
+        call.peak,
+        call.chosen,
+        [*ids.tolist(), *others],
+        [*logits.tolist(), *pending.row[others].tolist()],
     )

@@ -14,11 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import RequestError
-from quickstep.runtime.constraints.grammar import GrammarConstraint, NewMatcher, grammar_start
-from quickstep.runtime.constraints.reasoning import ThinkingBudget
-from quickstep.runtime.constraints.reasoning_then_grammar import ReasonedGrammar
-from quickstep.runtime.sampling.bad_words import BadWords
-from quickstep.runtime.sampling.dry import DryPenalty
+from quickstep.runtime.sampling.grammar import GrammarConstraint, NewMatcher, grammar_start
 from quickstep.runtime.sampling.logit_changes import (
     NO_BANS,
     Bans,
@@ -28,7 +24,8 @@ from quickstep.runtime.sampling.logit_changes import (
     bits_of_ids,
     edits_of,
 )
-from quickstep.runtime.sampling.penalties import Penalties
+from quickstep.runtime.sampling.penalties import BadWords, DryPenalty, Penalties
+from quickstep.runtime.sampling.reasoning import ReasonedGrammar, ThinkingBudget
 from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import Admission, SamplingParams
 

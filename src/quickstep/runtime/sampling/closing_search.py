@@ -11,7 +11,7 @@ the same for every model. A search that knows an ending from an earlier state lo
 into it, which most often is a few bytes long.
 
 Called when a grammar is compiled, for the ending from its start, and by
-`runtime.constraints.closing`. What a search finds is a function of the matcher's tokens, the known
+`runtime.sampling.grammar`. What a search finds is a function of the matcher's tokens, the known
 endings and `max_states`.
 """
 
