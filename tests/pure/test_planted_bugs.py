@@ -136,7 +136,7 @@ _BUGS = {
         "ChainRoot(request.adapter, request.cache_salt)",
         'ChainRoot(request.adapter, "")',
     ),
-    "planned-row-preempted": ("queues", "if not is_placed(one)", "if True"),
+    "planned-row-preempted": ("queues", "if not has_row(one)", "if True"),
     "limit-overrun-by-overlap": (
         "scheduler",
         "sequence.num_outputs + residency.pending",
@@ -144,7 +144,7 @@ _BUGS = {
     ),
     "evicted-block-stays-indexed": (
         "block_pool",
-        "        self._withdraw(block_id, key)\n        self._num_evictions",
+        "        self._unindex(block_id, key)\n        self._num_evictions",
         "        self._num_evictions",
     ),
     "admitted-with-tokens-in-flight": (
@@ -152,7 +152,7 @@ _BUGS = {
         "if sequence is None or sequence.num_pending:",
         "if sequence is None:",
     ),
-    "hit-without-reference": ("queues", "        self._pool.take(hits)\n", ""),
+    "hit-without-reference": ("queues", "        self._pool.acquire(hits)\n", ""),
     "tokens-after-the-end": (
         "scheduler",
         "if sequence.state is SequenceState.FINISHED or residency.invalidated:",
@@ -182,7 +182,7 @@ _BUGS = {
         "insort(self._sequences, sequence, key=_rank)",
         "insort(self._sequences, sequence, key=lambda one: (False, *one.rank[1:]))",
     ),
-    "paused-holds-its-room": ("scheduler", "        self._make_way(draft, now)\n", ""),
+    "paused-holds-its-room": ("scheduler", "        self._preempt_for_waiting(draft, now)\n", ""),
     "resumed-in-part": (
         "scheduler",
         "in self._requests.get(request_id, ()):\n            runs",
@@ -190,7 +190,7 @@ _BUGS = {
     ),
     "hits-outlive-their-blocks": (
         "block_pool",
-        "if withdrawn_at[block_id] > known.version:",
+        "if unindexed_at[block_id] > known.version:",
         "if False:",
     ),
     "victims-without-need": (
