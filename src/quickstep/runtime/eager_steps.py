@@ -31,7 +31,7 @@ __all__ = ["EagerSteps", "build_batch", "with_torch_kv", "with_torch_tensors"]
 
 
 class EagerSteps:
-    """Runs the model's Python. A decoder in memory of ours is seen through tensors of torch."""
+    """Runs the model's Python; a decoder's `HostTensor`s become tensors of torch."""
 
     def __init__(self, model: Model, kv: KVCache, block_size: int) -> None:
         self._model = with_torch_tensors(model) if isinstance(model, Decoder) else model
@@ -140,7 +140,7 @@ def _block_tables(
 
 
 def with_torch_tensors(model: Decoder) -> Decoder:
-    """The same model; itself if its tensors are torch's."""
+    """The same model with tensors of torch; the model itself if it has them already."""
     if not isinstance(model.weights.final_norm, HostTensor):
         return model
     ropes = tuple(RopeTable(to_torch(table.cos), to_torch(table.sin)) for table in model.ropes)
@@ -148,7 +148,7 @@ def with_torch_tensors(model: Decoder) -> Decoder:
 
 
 def with_torch_kv(kv: KVCache) -> KVCache:
-    """The same memory."""
+    """The KV cache as tensors of torch over the same memory."""
     return KVCache(tuple(map(to_torch, kv.keys)), tuple(map(to_torch, kv.values)))
 
 

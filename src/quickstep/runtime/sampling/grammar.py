@@ -47,10 +47,11 @@ NewMatcher = Callable[[Grammar], "tuple[LLMatcher, ClosingStart]"]
 # Ends that are the grammar's own; any other one is a limit that was hit.
 _COMPLETE = ("NoExtension", "NoExtensionBias", "EndOfSentence")
 
-# Of the room beyond the ending, a quarter may be sampled without a look; the last of it never.
-_KEPT_ROOM = 32
-_ROOM_PER_TOKEN = 4
-_LEFT_PER_RETRY = 2  # after a look that found no end, half of what is left goes without one
+# A quarter of the tokens that the ending does not need may be sampled without a check, but for a
+# reserve.
+_RESERVE = 32
+_SPARE_PER_TOKEN = 4
+_LEFT_PER_RETRY = 2  # after a check that found no end, half of the tokens left are not checked
 _NEVER = -1  # tokens left
 _START_STATES = 1024  # looked at when a grammar is compiled
 _MAX_STATES = 48  # looked at for one token
@@ -76,7 +77,10 @@ class GrammarConstraint:
         self.failure = ""
 
     def allowed_bits(self) -> npt.NDArray[np.uint64]:
-        """Bit i % 64 of word i / 64: token i may come next. Sets `failure` at a matcher's limit."""
+        """The mask of tokens that may come next, as in `LogitChanges.allowed`.
+
+        Sets `failure` at a matcher's limit.
+        """
         if not self._is_complete:
             allowed = bits_of_bytes(self._matcher.compute_bitmask(), self._vocab_size)
             self._note_failure()
@@ -85,7 +89,7 @@ class GrammarConstraint:
         return allowed
 
     def record(self, token_id: int) -> None:
-        """Take an output token that was allowed. After the end nothing changes any more.
+        """Consume an output token that was allowed. After the end nothing changes any more.
 
         A row that was planned before the end was known runs after it; its token is dropped.
         """
@@ -133,7 +137,7 @@ class GrammarStart:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether no text at all is complete."""
+        """Whether the empty text is complete."""
         return bool(self._matcher.is_accepting())
 
     @property
@@ -203,16 +207,16 @@ class ClosingGuard:
         self._start = start
         self._end_ids = end_ids
         self._matcher = start.matcher  # over bytes; copied before it moves
-        self._unread: list[int] = []  # outputs that it has not taken yet, as its tokens
+        self._unread: list[int] = []  # outputs that it has not consumed yet, as its tokens
         self._num_left = max_tokens
-        self._next_look = max_tokens  # the tokens left at which to look again
+        self._next_check = max_tokens  # the tokens left at which to check again
         self._ending: Ending | None = None  # known while tokens are scarce
-        self._tried: tuple[int, Ending | None] | None = None  # a token, and the ending behind it
+        self._tried: tuple[int, Ending | None] | None = None  # a token, and the ending after it
         self._num_ends = 1  # the end token
         self._take(start.ending)
 
     def forced_token(self, token_id: int) -> int:
-        """The sampled token, or the ending's next one if the end is out of reach behind it."""
+        """The sampled token, or the ending's next one if no end can be reached after it."""
         ending = self._ending
         if ending is None or token_id in self._end_ids:
             return token_id
@@ -232,33 +236,33 @@ class ClosingGuard:
         self._num_left -= 1
         if ending is not None:
             self._take(after)
-        elif self._num_left <= self._next_look:
+        elif self._num_left <= self._next_check:
             self._take(self._searched(self._current()))
 
     def _take(self, ending: Ending | None) -> None:
-        """Keep the ending while tokens are scarce; else, or without one, say when to look again."""
+        """Keep the ending while tokens are scarce; otherwise set when to check again."""
         num_left = self._num_left
         if ending is None:
             self._ending = None
-            self._next_look = num_left - max(1, num_left // _LEFT_PER_RETRY)
+            self._next_check = num_left - max(1, num_left // _LEFT_PER_RETRY)
             return
-        if ending.num_tokens > num_left:  # further on it is no nearer
+        if ending.num_tokens > num_left:  # it will not come nearer
             self._ending = None
-            self._next_look = _NEVER
+            self._next_check = _NEVER
             return
         if not self._fits(ending, num_left):
             self._num_ends = 0  # it just fits without the end token
-        room = num_left - ending.num_tokens - _KEPT_ROOM
-        is_roomy = room >= _ROOM_PER_TOKEN
-        self._ending = None if is_roomy else ending
-        if is_roomy:
-            self._next_look = num_left - room // _ROOM_PER_TOKEN
+        num_spare = num_left - ending.num_tokens - _RESERVE
+        is_scarce = num_spare < _SPARE_PER_TOKEN
+        self._ending = ending if is_scarce else None
+        if not is_scarce:
+            self._next_check = num_left - num_spare // _SPARE_PER_TOKEN
 
     def _fits(self, ending: Ending, num_left: int) -> bool:
         return ending.num_tokens + self._num_ends <= num_left or not ending.path
 
     def _after(self, token_id: int) -> Ending | None:
-        """An ending behind a token; while tokens are scarce."""
+        """An ending after a token; only while tokens are scarce."""
         if self._tried is None or self._tried[0] != token_id:
             self._tried = (token_id, self._ending_after(token_id))
         return self._tried[1]

@@ -162,9 +162,9 @@ class PromptScorer:
         for start in range(row.score_start, end, num_positions):
             stop = min(start + num_positions, end)
             logits = self._steps.logits(hidden[start - row.start : stop - row.start])
-            found = self._score(logits, slot.token_ids[start + 1 : stop + 1], num_top)
-            if found is None:
+            slice_scores = self._score(logits, slot.token_ids[start + 1 : stop + 1], num_top)
+            if slice_scores is None:
                 slot.failure = "the logits of the prompt hold NaN or infinity"
                 return ()
-            scores += found
+            scores += slice_scores
         return tuple(scores)

@@ -1,7 +1,7 @@
-"""What the tokens so far do to the next one: penalties, DRY and bad words of one sequence.
+"""How earlier tokens change the logits of the next one: penalties, DRY and bad words.
 
-Each is a function of the prompt and the output tokens alone, and looks only at the tokens that it
-changes. Owned by `SamplingState`, which passes on every output token.
+Each class holds the state of one sequence, is a function of its prompt and output tokens only, and
+reads only the logits that it changes. Owned by `SamplingState`, which records every output token.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ _MIN_SIZE = 64
 # No logit outweighs it, and it is finite: a row where every token is penalised is still sampled
 # from.
 _LARGEST_PENALTY = 1e30
-_LOOKS_PER_TOKEN = 8  # that cost less than the loop of the Z-algorithm
+_MAX_COMPARISONS_PER_TOKEN = 8  # more cost as much as the loop of the Z-algorithm
 _NO_PLACES = np.empty(0, dtype=np.int64)
-_NOTHING = np.empty(0, dtype=np.int64), np.empty(0)
+_NO_PENALTIES = np.empty(0, dtype=np.int64), np.empty(0)
 
 
 class Penalties:
     """Repetition, presence and frequency penalties.
 
-    A list of touched tokens grows by at most one entry a token, so sampling looks at no others.
+    The list of tokens that they change grows by at most one entry per token; no other logits are
+    read.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Penalties:
 
     @property
     def token_ids(self) -> Ids:
-        """The tokens that `lowered` is about; each once."""
+        """The tokens that have penalties, each once."""
         return self._ids[: self._size]
 
     def lowered(self, scores: Floats) -> Floats:
@@ -90,7 +91,7 @@ class BadWords:
     def __init__(
         self, words: Sequence[tuple[int, ...]], outputs: Sequence[int], vocab_size: int
     ) -> None:
-        # what the model cannot write needs no ban
+        # tokens outside the vocabulary need no ban
         known = [word for word in words if 0 <= min(word) <= max(word) < vocab_size]
         self._always = frozenset(word[-1] for word in known if len(word) == 1)
         self._longer = tuple(word for word in known if len(word) > 1)
@@ -108,7 +109,7 @@ class BadWords:
         return np.array(sorted(banned), dtype=np.int64)
 
     def record(self, token_id: int) -> None:
-        """Take an output token."""
+        """Append an output token."""
         self._tail.append(token_id)
 
 
@@ -155,7 +156,7 @@ class DryPenalty:
         """The tokens that would continue a repetition, each once, and what each loses."""
         num_tokens, start = self._num_tokens, self._start
         if self._run_len < self._allowed_length or num_tokens - start < 2:
-            return _NOTHING
+            return _NO_PENALTIES
         # a repetition begins inside the range, too
         lengths = np.minimum(
             self._lengths[start : num_tokens - 1], np.arange(1, num_tokens - start)
@@ -163,7 +164,7 @@ class DryPenalty:
         np.minimum(lengths, self._run_len, out=lengths)
         places = np.flatnonzero(lengths >= self._allowed_length)
         if not places.size:
-            return _NOTHING
+            return _NO_PENALTIES
         token_ids, which = np.unique(self._tokens[start + 1 + places], return_inverse=True)
         longest = np.zeros(token_ids.shape[0], dtype=np.float64)
         np.maximum.at(longest, which, lengths[places])
@@ -172,7 +173,7 @@ class DryPenalty:
         return token_ids, np.minimum(amounts, _LARGEST_PENALTY)
 
     def record(self, token_id: int) -> None:
-        """Take the token that follows."""
+        """Append the next token."""
         num_tokens = self._num_tokens
         if num_tokens == self._tokens.shape[0]:
             self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
@@ -188,11 +189,11 @@ class DryPenalty:
 
     @property
     def _start(self) -> int:
-        """The first position that is looked at."""
+        """The first position in the range."""
         return max(0, self._num_tokens - self._range) if self._range else 0
 
     def _count_run(self) -> int:
-        """Tokens behind the last breaker."""
+        """How many tokens follow the last breaker."""
         num_tokens = self._num_tokens
         tokens = self._tokens[:num_tokens]
         breaks = self._breaks[tokens]
@@ -218,26 +219,28 @@ class DryPenalty:
 def _suffix_matches(tokens: Ids) -> Ids:
     """[j] = how many tokens ending at j equal those that end the text; for all but the last j.
 
-    Places where one more token agrees are looked at together, as long as there are few: in the text
-    of a person or a program a repetition is rare, and its length a few tokens.
+    Positions where one more token matches are compared together, as long as they are few: in
+    ordinary text a repetition is rare and has few tokens.
     """
     size = tokens.shape[0]
     lengths = np.zeros(max(0, size - 1), dtype=np.int64)
     places = np.flatnonzero(tokens[:-1] == tokens[-1]) if size else _NO_PLACES
-    num_looks, length = 0, 0
+    num_comparisons, length = 0, 0
     while places.size:
         length += 1
         lengths[places] = length
         places = places[places >= length]
-        num_looks += places.size
-        if num_looks > _LOOKS_PER_TOKEN * size:  # a text that repeats itself throughout
+        num_comparisons += places.size
+        if (
+            num_comparisons > _MAX_COMPARISONS_PER_TOKEN * size
+        ):  # a text that repeats itself throughout
             return np.array(_prefix_matches(tokens[::-1].tolist())[:0:-1], dtype=np.int64)
         places = places[tokens[places - length] == tokens[size - 1 - length]]
     return lengths
 
 
 def _prefix_matches(token_ids: Sequence[int]) -> list[int]:
-    """[k] = how far the tokens from k on agree with those from 0 on: the Z-algorithm, linear."""
+    """[k] = how many tokens from k on equal those from 0 on: the Z-algorithm, in linear time."""
     size = len(token_ids)
     matches = [size] * min(size, 1) + [0] * (size - 1)
     left = right = 0

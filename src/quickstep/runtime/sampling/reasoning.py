@@ -22,16 +22,16 @@ __all__ = ["Place", "ReasonedGrammar", "ReasoningTracker", "ThinkingBudget"]
 
 _SPACE = b" \t\n\r"
 _NEW_LINES = (b"\n", b"\n\n")
-_EMPTY_LINES = 2  # ends of lines that may stand between the closing tag and the answer
+_EMPTY_LINES = 2  # line breaks that are allowed between the closing tag and the answer
 
 
 class Place(enum.Enum):
-    """Of the next token. GAP: nothing but ends of lines has followed the closing tag."""
+    """Where the next token is. GAP: only line breaks have followed the closing tag."""
 
     BEFORE = "before"
     INSIDE = "inside"
     GAP = "gap"
-    BEHIND = "behind"
+    AFTER = "after"
 
 
 class ReasoningTracker:
@@ -65,13 +65,13 @@ class ReasoningTracker:
 
     def record(self, token_id: int) -> None:
         """Take an output token."""
-        if self.place is Place.BEHIND:
+        if self.place is Place.AFTER:
             return
         text = self._tags.pieces.get(token_id)
         if self.place is Place.GAP:
             self._num_lines -= len(text) if text in _NEW_LINES else _EMPTY_LINES
             if self._num_lines <= 0:
-                self.place = Place.BEHIND
+                self.place = Place.AFTER
         elif self.place is Place.BEFORE:
             self._seek_opening(text)
         else:
@@ -86,7 +86,7 @@ class ReasoningTracker:
         return _ids(token_id for token_id, text in pieces if rest.startswith(text))
 
     def overshooting_ids(self) -> npt.NDArray[np.int64]:
-        """Tokens in which text follows the closing tag: that would belong to no grammar."""
+        """Tokens that contain text after the closing tag, which no grammar could check."""
         known = self._overshooting.get(self._num_matched)
         if known is None:
             closing = self._tags.closing
@@ -100,7 +100,7 @@ class ReasoningTracker:
         return known
 
     def empty_line_ids(self) -> npt.NDArray[np.int64]:
-        """Tokens that may stand between the closing tag and the answer: layout, no content."""
+        """Tokens that are allowed between the closing tag and the answer: line breaks only."""
         lines = _NEW_LINES[: self._num_lines]
         pieces = self._tags.pieces.items()
         return _ids(token_id for token_id, text in pieces if text in lines)
@@ -108,7 +108,7 @@ class ReasoningTracker:
     def _seek_opening(self, text: bytes | None) -> None:
         opening = self._tags.opening
         if text is None:
-            self.place = Place.BEHIND
+            self.place = Place.AFTER
             return
         seen = opening[: self._num_matched] + text
         if not self._num_matched:
@@ -121,7 +121,7 @@ class ReasoningTracker:
         elif opening.startswith(seen):
             self._num_matched = len(seen)
         else:
-            self.place = Place.BEHIND
+            self.place = Place.AFTER
 
     def _seek_closing(self, text: bytes | None) -> None:
         if text is None:
@@ -131,7 +131,7 @@ class ReasoningTracker:
         seen = closing[: self._num_matched] + text
         if closing in seen:
             is_at_end = seen.endswith(closing)
-            self.place = Place.GAP if is_at_end else Place.BEHIND
+            self.place = Place.GAP if is_at_end else Place.AFTER
             return
         longest = min(len(seen), len(closing) - 1)
         self._num_matched = next(n for n in range(longest, -1, -1) if seen.endswith(closing[:n]))
@@ -163,8 +163,8 @@ class ReasonedGrammar:
         BEFORE   the grammar, or the opening tag       a model need not reason
         INSIDE   anything but an end token             near the limit: only the closing tag
                  (an answer that may be empty needs neither)
-        GAP      ends of lines, or the grammar         as models write them after the tag
-        BEHIND   the grammar
+        GAP      line breaks, or the grammar         as models write them after the tag
+        AFTER    the grammar
 
     It has the interface of `GrammarConstraint`. The reasoning is closed in time for the grammar's
     shortest end. `max_tokens` bounds the output, the end token counts; None for no limit.
@@ -184,7 +184,10 @@ class ReasonedGrammar:
         self.failure = ""
 
     def allowed_bits(self) -> npt.NDArray[np.uint64]:
-        """Bit i % 64 of word i / 64: token i may come next. Sets `failure` at a matcher's limit."""
+        """The mask of tokens that may come next, as in `LogitChanges.allowed`.
+
+        Sets `failure` at a matcher's limit.
+        """
         reasoning, vocab_size = self._reasoning, self._start.vocab_size
         if reasoning.place is Place.INSIDE:
             if self._must_close:
@@ -195,7 +198,7 @@ class ReasonedGrammar:
             if not self._start.may_be_empty:
                 banned = np.concatenate([self._start.end_ids, banned])
             return free & ~bits_of_ids(banned, vocab_size)
-        if reasoning.place is Place.BEHIND:
+        if reasoning.place is Place.AFTER:
             return self._of_grammar()
         also = reasoning.opening_ids()
         if reasoning.place is Place.GAP:
@@ -215,7 +218,7 @@ class ReasonedGrammar:
             if before is Place.BEFORE:
                 self._measure()
         elif before in (Place.BEFORE, Place.INSIDE) and self._reasoning.has_begun:
-            # the guard does not count the tokens that ends of lines may take
+            # the guard does not count the tokens that line breaks may take
             layout = _EMPTY_LINES if place is Place.GAP else 0
             left = None if self._num_left is None else max(0, self._num_left - layout)
             self._grammar = self._start.constraint(left)
@@ -227,7 +230,7 @@ class ReasonedGrammar:
                 self._grammar = None
             else:
                 self.failure = self._grammar.failure
-        elif place is Place.BEHIND:
+        elif place is Place.AFTER:
             self.failure = f"neither the grammar nor the reasoning takes token {token_id}"
 
     def forced_token(self, token_id: int) -> int:
@@ -243,7 +246,7 @@ class ReasonedGrammar:
 
     def _measure(self) -> None:
         """Find out how many tokens the end takes from the closing tag on: the grammar's shortest
-        text, the end token, and what ends of lines may take.
+        text, the end token, and what line breaks may take.
         """
         if self._num_left is None or self._start.may_be_empty:
             return
