@@ -34,7 +34,7 @@ from benchmarks.machine import describe_machine
 from quickstep.engine.grammar.grammars import CompiledGrammar, GrammarCompiler
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import RequestError
-from quickstep.runtime.constraints.grammar import constraint_of
+from quickstep.runtime.sampling.grammar import grammar_start
 from quickstep.types import Admission, Grammar, SamplingParams
 
 _DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"
@@ -164,8 +164,9 @@ class Measurement:
         ends = self._tokenizer.eos_token_ids
         sampling = SamplingParams(grammar=grammar, max_tokens=limit)
         admission = Admission(0, "bench#0", (1,), 1, sampling, seed, ends)
-        constraint = constraint_of(admission, self._vocab, self._compiler.new_matcher)
-        assert constraint is not None, "the request has a grammar"
+        start = grammar_start(admission, self._vocab, self._compiler.new_matcher)
+        assert start is not None, "the request has a grammar"
+        constraint = start.constraint(limit)
         draws = np.random.default_rng(seed)
         tokens: list[int] = []
         for _ in range(limit):

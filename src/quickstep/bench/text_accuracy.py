@@ -23,7 +23,7 @@ from torch import Tensor
 from quickstep.errors import ConfigError
 from quickstep.model.interface import ForwardBatch, Model
 from quickstep.ops.table import KVCache, PagedLayout
-from quickstep.runtime.kv_probe import BLOCK_SIZE, kv_for_alone
+from quickstep.runtime.kv_probe import BLOCK_SIZE, kv_of_one_sequence
 
 __all__ = ["Reference", "TextAccuracy", "compare", "cut_windows"]
 
@@ -112,7 +112,7 @@ def _log_probs(model: Model, hidden: Tensor) -> Tensor:
 
 def _hidden(model: Model, windows: Sequence[tuple[int, ...]], kv_dtype: str) -> list[Tensor]:
     """Final hidden states [window, hidden] of each window, each a prefill from position 0."""
-    kv = kv_for_alone(model, len(windows[0]), kv_dtype)
+    kv = kv_of_one_sequence(model, len(windows[0]), kv_dtype)
     with torch.inference_mode():
         return [_hidden_alone(model, window, kv) for window in windows]
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from quickstep.config import LoadConfig
     from quickstep.engine.grammar.grammars import GrammarCompiler
     from quickstep.model.interface import Model
-    from quickstep.runtime.constraints.closing import ClosingStart
+    from quickstep.runtime.sampling.grammar import ClosingStart
     from quickstep.types import Grammar
     from quickstep.verify.checker import Progress, VerifyOptions
     from quickstep.verify.report import VerifyReport

@@ -1,7 +1,7 @@
 """The paged KV cache's tensors: how large they are, and their one allocation.
 
-Called when an engine opens. Blocks are handed out by `core.block_pool`, which knows ids only; here
-they are slices of tensors that live as long as the runner.
+Called when an engine opens. `core.block_pool` assigns blocks by their ids; here a block is a slice
+of tensors that live as long as the runner.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def allocate_kv(
 def _zeros(
     size: tuple[int, ...], dtype: DType | torch.dtype, device: torch.device | Device
 ) -> Tensor:
-    """Zeros; on a CPU in a mapping of their own, advised to take huge pages.
+    """Zeros; on a CPU in a memory mapping of their own, with advice to use huge pages.
 
-    Blocks are read in any order, and with ordinary pages nearly every one costs a table walk.
-    Pages come when they are first written, so memory that is never used is never held.
+    Blocks are read in any order, and with ordinary pages nearly every one costs a page-table walk.
+    Pages are allocated when they are first written, so unused blocks take no memory.
     """
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         if isinstance(dtype, DType):

@@ -25,8 +25,8 @@ from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.torch_import import has_torch
-from quickstep.runtime.constraints.grammar import NewMatcher
 from quickstep.runtime.kv_cache import allocate_kv
+from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.verify.report import VerifyOptions, VerifyReport
 from quickstep.verify.requests import (
     LONG_OUTPUTS,

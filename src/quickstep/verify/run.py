@@ -26,8 +26,8 @@ from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
 from quickstep.ops.table import KVCache
-from quickstep.runtime.constraints.grammar import NewMatcher
 from quickstep.runtime.runner import ModelRunner
+from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.types import (
     FinishReason,
     Phase,

@@ -1,7 +1,7 @@
 """Scores of given tokens on the native library: one call for many rows of logits.
 
-What a score is, `runtime/logprobs.py` defines; the library finds the same bits (csrc/kernels/
-token_score.h). Made by `ops.native_steps`, used by `runtime.sampling.native_scores`.
+`runtime.sampling.logprobs` defines a score; the library computes the same bits
+(csrc/kernels/token_score.h). Made by `ops.native_steps`, used by `runtime.sampling.logprobs`.
 """
 
 from __future__ import annotations

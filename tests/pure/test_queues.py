@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+from quickstep.core.queues import Deadlines, WaitingQueue
 from quickstep.core.sequence import Sequence
-from quickstep.core.waiting import Deadlines, WaitingQueue
 from quickstep.types import Request
 
 

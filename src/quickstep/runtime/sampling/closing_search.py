@@ -11,7 +11,7 @@ the same for every model. A search that knows an ending from an earlier state lo
 into it, which most often is a few bytes long.
 
 Called when a grammar is compiled, for the ending from its start, and by
-`runtime.constraints.closing`. What a search finds is a function of the matcher's tokens, the known
+`runtime.sampling.grammar`. What a search finds is a function of the matcher's tokens, the known
 endings and `max_states`.
 """
 
@@ -138,7 +138,7 @@ class ClosingVocabulary:
         self.first_byte_id = _first_byte_id(len(tokens))
         self._id_of_text: dict[str, int] = {}
         self._longest: dict[str, int] = {}  # piece with these first two bytes
-        self._counts: dict[str, int | None] = {}  # what `num_tokens` has found
+        self._counts: dict[str, int | None] = {}  # results of `num_tokens`
         for token_id, token in enumerate(tokens):
             if 0 < len(token) <= _LONGEST_PIECE and token_id not in self._special_ids:
                 text = token.decode("latin-1")
@@ -167,31 +167,31 @@ class ClosingVocabulary:
         are none.
         """
         cells: list[tuple[int, int, int] | None] = [(0, -1, 0)]
-        whole = path
+        text = path
         if before is not None:
             cells = before._cells.copy()
-            whole += before.path
-        size = len(whole)
+            text += before.path
+        size = len(text)
         for start in range(len(path) - 1, -1, -1):
-            cells.append(self._cell(whole, start, size, cells))
-        return None if cells[-1] is None else Ending(whole, cells)
+            cells.append(self._cell(text, start, size, cells))
+        return None if cells[-1] is None else Ending(text, cells)
 
     def _cell(
-        self, whole: str, start: int, size: int, cells: list[tuple[int, int, int] | None]
+        self, text: str, start: int, size: int, cells: list[tuple[int, int, int] | None]
     ) -> tuple[int, int, int] | None:
         """The best first token at `start`: of equally good ones the longest."""
-        code = ord(whole[start])
+        code = ord(text[start])
         if code >= _FIRST_MARKER:
             rest = cells[size - start - 1]
             return None if rest is None else (rest[0] + 1, code - _FIRST_MARKER, 1)
         ids = self._id_of_text
-        longest = self._longest.get(whole[start : start + 2], 1)
+        longest = self._longest.get(text[start : start + 2], 1)
         found: tuple[int, int, int] | None = None
         for end in range(min(size, start + longest), start, -1):
             rest = cells[size - end]
             if rest is None or (found is not None and rest[0] + 1 >= found[0]):
                 continue
-            token_id = ids.get(whole[start:end])
+            token_id = ids.get(text[start:end])
             if token_id is not None:
                 found = (rest[0] + 1, token_id, end - start)
         return found
@@ -212,7 +212,7 @@ class ClosingVocabulary:
 
 
 class _Progress(NamedTuple):
-    """How far a path has come, more or less (strings are not told apart): of each open level the
+    """How far a path has come, more or less (strings are not distinguished): of each open level the
     members and items begun, the brackets open, the bytes of the value at its end. Of two that are
     equally far and allow the same the shorter one is enough.
     """
@@ -340,8 +340,9 @@ class ClosingSearch:
         return min(found, key=lambda ending: ending.num_tokens, default=None)
 
     def _search(self, late: int, is_greedy: bool = False) -> list[Ending]:
-        """Ways to an end. `late` tokens behind another a path is dropped: the fewer, the sooner a
-        grammar with many ways is through. Greedy: whatever leads on first.
+        """Paths to an end. A path that is `late` tokens longer than another to the same place is
+        dropped: the smaller `late` is, the sooner a grammar with many paths is searched. Greedy:
+        follow the first path that continues.
         """
         walker = _Walker(self._matcher, self._vocabulary)
         found: list[Ending] = []

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quickstep.errors import EngineError
-from quickstep.runtime.batch import build_batch
+from quickstep.runtime.eager_steps import build_batch
 from quickstep.runtime.slots import Slot
 from quickstep.types import Admission, Phase, SamplingParams, StepRow
 
