@@ -40,8 +40,8 @@ from quickstep.model.long_context import with_context
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec
 from quickstep.model.weights import LayerWeights, MLPWeights
-from quickstep.ops.dtypes import torch_dtype
 from quickstep.ops.resolve import resolve_ops
+from quickstep.ops.tensors import torch_dtype
 from quickstep.runtime.kv_cache import allocate_kv
 
 __all__ = ["Subject", "made_up_tokenizer", "open_checkpoint", "open_shape", "random_prompt"]

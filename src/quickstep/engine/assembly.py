@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from quickstep.model.interface import KVShape, Model
     from quickstep.model.sizing import MemoryPlan
     from quickstep.model.spec import ModelSpec
-    from quickstep.ops.dtypes import DType
-    from quickstep.ops.host_tensor import Device
     from quickstep.ops.table import KVCache, OpTable
+    from quickstep.ops.tensors import Device, DType
 
 __all__ = [
     "LoadProgress",

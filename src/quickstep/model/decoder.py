@@ -19,8 +19,8 @@ from quickstep.model.weights import (
     MLPWeights,
     MoEWeights,
 )
-from quickstep.ops.host_tensor import Device, rounded
 from quickstep.ops.table import AttentionParams, KVCache, OpTable, PagedLayout
+from quickstep.ops.tensors import Device, rounded
 
 if TYPE_CHECKING:
     import torch

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.ops.dtypes import DType, find_dtype, of_kind
-from quickstep.ops.host_tensor import Device
-from quickstep.ops.kv_format import head_width
 from quickstep.ops.table import KVCache, PagedLayout
+from quickstep.ops.tensors import Device, DType, find_dtype, head_width, of_kind
 
 if TYPE_CHECKING:
     import torch

@@ -49,16 +49,15 @@ from quickstep.model.weights import (
     MLPWeights,
     MoEWeights,
 )
-from quickstep.ops.dtypes import DType, torch_dtype
-from quickstep.ops.host_tensor import CPU, HostTensor, torch_device
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
+from quickstep.ops.tensors import CPU, DType, HostTensor, torch_device, torch_dtype
 from quickstep.ops.torch_import import complete_torch, require_torch
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from quickstep.ops.host_tensor import Device
+    from quickstep.ops.tensors import Device
 
 __all__ = [
     "DecoderNames",

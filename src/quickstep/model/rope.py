@@ -25,9 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.model.rope_spec import RopeKind, RopeSpec
-from quickstep.ops.dtypes import FLOAT32
-from quickstep.ops.host_tensor import Device, HostTensor
 from quickstep.ops.table import OpTable
+from quickstep.ops.tensors import FLOAT32, Device, HostTensor
 
 if TYPE_CHECKING:
     import torch

@@ -62,7 +62,7 @@ class PagedLayout(msgspec.Struct, frozen=True):
 
 class KVCache(msgspec.Struct, frozen=True):
     """Per layer one K and one V tensor, [B, S, K, W]: W is D, or more for quantized values with
-    their scale (`ops.kv_format`). Owned by the runner; zeroed at allocation, so that masked
+    their scale (`ops.tensors`). Owned by the runner; zeroed at allocation, so that masked
     positions never hold NaN.
     """
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from quickstep.ops.host_tensor import Device
+    from quickstep.ops.tensors import Device
 
 __all__ = ["build_batch", "emitting_tokens", "input_tokens"]
 

@@ -18,8 +18,8 @@ from quickstep.model.decoder import Decoder
 from quickstep.model.interface import ForwardBatch, Model
 from quickstep.model.rope import RopeTable
 from quickstep.model.weights import AttentionWeights, DecoderWeights, LayerWeights
-from quickstep.ops.host_tensor import HostTensor, to_torch
 from quickstep.ops.table import KVCache, LinearWeight
+from quickstep.ops.tensors import HostTensor, to_torch
 from quickstep.runtime.batch import build_batch, emitting_tokens
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow

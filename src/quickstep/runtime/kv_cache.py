@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from quickstep.model.interface import KVShape
-from quickstep.ops.dtypes import DType
-from quickstep.ops.host_tensor import Device, HostTensor
 from quickstep.ops.table import KVCache
+from quickstep.ops.tensors import Device, DType, HostTensor
 
 if TYPE_CHECKING:
     import torch

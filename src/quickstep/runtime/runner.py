@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
-from quickstep.ops.host_tensor import AnyTensor
 from quickstep.ops.table import KVCache
+from quickstep.ops.tensors import AnyTensor
 from quickstep.runtime.capture import open_steps
 from quickstep.runtime.constraints.grammar import NewMatcher
 from quickstep.runtime.sampling.native_sampler import open_sampler

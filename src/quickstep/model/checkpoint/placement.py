@@ -14,8 +14,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.spec import ModelSpec
-from quickstep.ops.dtypes import FLOAT32, DType, torch_dtype
-from quickstep.ops.host_tensor import CPU, Device
+from quickstep.ops.tensors import CPU, FLOAT32, Device, DType, torch_dtype
 from quickstep.ops.torch_import import has_torch, require_torch
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import numpy as np
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import BLOCKS
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
-from quickstep.ops.dtypes import (
+from quickstep.ops.table import QuantizedWeight, StoredMatrix, StoredRows
+from quickstep.ops.tensors import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
@@ -23,12 +24,12 @@ from quickstep.ops.dtypes import (
     INT32,
     INT64,
     UINT8,
+    Device,
     DType,
+    HostTensor,
     host_dtype,
     torch_dtype,
 )
-from quickstep.ops.host_tensor import Device, HostTensor
-from quickstep.ops.table import QuantizedWeight, StoredMatrix, StoredRows
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from quickstep.errors import ConfigError
-from quickstep.ops.kv_format import head_size_of
 from quickstep.ops.table import AttentionParams, KVCache, LinearWeight, OpTable, PagedLayout
+from quickstep.ops.tensors import head_size_of
 
 __all__ = [
     "ATTENTION_NAME",

@@ -1,7 +1,7 @@
 """The KV ops on libquickstep: new keys and values to their slots, and attention over them.
 
 Part of `ops.native.kernels`. The caches may hold another dtype than the activations, or int8
-quantized values (`ops.kv_format`); types without a kernel go to the reference.
+quantized values (`ops.tensors`); types without a kernel go to the reference.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quickstep.ops.dtypes import FLOAT32, INT32, UINT8, host_dtype
-from quickstep.ops.host_tensor import HostTensor
-from quickstep.ops.kv_format import head_size_of
 from quickstep.ops.native.library import AttentionCall, KVWriteCall, raise_for_status
 from quickstep.ops.native.packed import kernel_dtype, kv_kernel_dtype
 from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
+from quickstep.ops.tensors import FLOAT32, INT32, UINT8, HostTensor, head_size_of, host_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from quickstep.ops.kv_format import quantize_heads, read_heads
 from quickstep.ops.reference.exact_math import (
     exp_nonpositive,
     power_of_two,
@@ -31,6 +30,7 @@ from quickstep.ops.reference.exact_math import (
     tanh,
 )
 from quickstep.ops.table import AttentionParams, PagedLayout
+from quickstep.ops.tensors import quantize_heads, read_heads
 
 __all__ = ["paged_attention", "write_kv"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from quickstep.ops.host_tensor import AnyTensor
-from quickstep.ops.native.scores import TokenScores
+from quickstep.ops.native.steps import TokenScores
+from quickstep.ops.tensors import AnyTensor
 from quickstep.runtime.sampling.exact_math import PROBABILITY_UNIT
 from quickstep.types import TokenLogprobs
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
-from quickstep.ops.host_tensor import AnyTensor, to_numpy
+from quickstep.ops.tensors import AnyTensor, to_numpy
 from quickstep.runtime.capture import StepModel
 from quickstep.runtime.sampling.logprobs import token_logprobs
 from quickstep.runtime.sampling.native_scores import NativeScorer

@@ -1,9 +1,14 @@
-"""Tensors in this process's memory without torch: what the native path holds instead of them.
+"""Element types, tensors and devices for code that runs with and without torch.
 
-`import torch` takes a second and 150 MB, and where matrices stand in packed weights and a step is
-one native call, tensors are containers only. A `HostTensor` is an array with an element type, and
-the few methods, by torch's names, that code for either calls. It computes nothing but conversions
-of floating point.
+`import torch` takes a second and 150 MB. The native path does not need it: its matrices are in
+packed weights and a step is one native call, so its tensors are only containers. A `HostTensor` is
+a NumPy array with an element type and the few methods, named as in torch, that the engine calls on
+both kinds; it computes nothing but conversions between floating-point types. A `DType` takes the
+place of a `torch.dtype`; its text is torch's, because fingerprints contain it.
+
+The last part is the layout of a KV cache, [B, S, K, W]. In a float dtype W is the head size D. In
+int8 it is D + 4: D quantized values, then the four bytes of their float32 scale, one for each token
+and head. So a block is copied as one piece, and a masked slot's scale is masked with it.
 """
 
 from __future__ import annotations
@@ -15,23 +20,87 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 __all__ = [
+    "BFLOAT16",
     "CPU",
+    "FLOAT16",
+    "FLOAT32",
+    "INT8",
+    "INT32",
+    "INT64",
+    "SCALE_BYTES",
+    "UINT8",
     "AnyTensor",
+    "DType",
     "Device",
     "HostTensor",
     "as_float64",
+    "find_dtype",
+    "head_size_of",
+    "head_width",
+    "host_dtype",
+    "of_kind",
+    "quantize_heads",
+    "read_heads",
     "rounded",
     "to_numpy",
     "to_torch",
     "torch_device",
+    "torch_dtype",
 ]
+
+
+class DType(msgspec.Struct, frozen=True):
+    """An element type; `storage` is NumPy's type that holds it, bits of bfloat16 in uint16."""
+
+    name: str
+    itemsize: int
+    storage: str
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+FLOAT32 = DType("float32", 4, "float32")
+BFLOAT16 = DType("bfloat16", 2, "uint16")
+FLOAT16 = DType("float16", 2, "float16")
+INT8 = DType("int8", 1, "int8")
+UINT8 = DType("uint8", 1, "uint8")
+INT32 = DType("int32", 4, "int32")
+INT64 = DType("int64", 8, "int64")
+
+_ALL = (FLOAT32, BFLOAT16, FLOAT16, INT8, UINT8, INT32, INT64)
+_BY_TEXT = {str(dtype): dtype for dtype in _ALL}
+
+
+def find_dtype(name: str) -> DType:
+    """The type of a name, `bfloat16`. Raises KeyError."""
+    return _BY_TEXT[f"torch.{name}"]
+
+
+def host_dtype(dtype: DType | torch.dtype) -> DType | None:
+    """The type of either; None for one that only torch has."""
+    return dtype if isinstance(dtype, DType) else _BY_TEXT.get(str(dtype))
+
+
+def torch_dtype(dtype: DType | torch.dtype) -> torch.dtype:
+    """The same type as torch has it."""
+    if not isinstance(dtype, DType):
+        return dtype
+    import torch
+
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
+def of_kind(dtype: DType, other: DType | torch.dtype) -> Any:
+    """`dtype` as the same kind of object as `other`, for tensors of that kind."""
+    return dtype if isinstance(other, DType) else torch_dtype(dtype)
+
 
 Array = npt.NDArray[Any]
 
@@ -197,3 +266,45 @@ def as_float64(x: AnyTensor) -> npt.NDArray[np.float64]:
 def to_torch(x: AnyTensor) -> Tensor:
     """Either kind as a tensor of torch, on the same memory."""
     return x.to_torch() if isinstance(x, HostTensor) else x
+
+
+SCALE_BYTES = 4
+_LEAST = 1e-30  # below it a scale's reciprocal would overflow; such a head is stored as zero
+
+
+def head_width(head_size: int, dtype: DType | torch.dtype) -> int:
+    """W, the elements that a head of D takes in a cache of this dtype."""
+    return head_size + SCALE_BYTES if host_dtype(dtype) == INT8 else head_size
+
+
+def head_size_of(cache: Tensor) -> int:
+    """D of a cache [B, S, K, W]."""
+    width: int = cache.shape[-1]
+    return width - SCALE_BYTES if host_dtype(cache.dtype) == INT8 else width
+
+
+def quantize_heads(x: Tensor) -> Tensor:
+    """[..., D] -> [..., D + 4] int8: quantized values x * (127 / max|x|) rounded half to even,
+    scale max|x| / 127, all in float32. A head with NaN or infinity gets NaN as its scale.
+    """
+    import torch
+
+    wide = x.float()
+    most = wide.abs().amax(-1, keepdim=True)
+    whole = torch.full_like(most, 127.0)
+    is_finite, is_zero = most.isfinite(), most < _LEAST
+    is_used = is_finite & ~is_zero
+    quants = (wide * torch.div(whole, most)).round().masked_fill(~is_used, 0.0)
+    scale = torch.div(most, whole).masked_fill(is_zero, 0.0).masked_fill(~is_finite, torch.nan)
+    return torch.cat((quants.to(torch.int8), scale.contiguous().view(torch.int8)), -1)
+
+
+def read_heads(rows: Tensor) -> Tensor:
+    """[..., W] of a cache -> [..., D] in float64, exactly."""
+    import torch
+
+    if rows.dtype != torch.int8:
+        return rows.double()
+    scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
+    scale = scale.view(torch.float32)
+    return rows[..., :-SCALE_BYTES].double() * scale.double()
