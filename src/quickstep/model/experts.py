@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quickstep.model.decoder import dense_mlp
+from quickstep.model.decoder import MoEWeights, dense_mlp
 from quickstep.model.decoder_spec import MoESpec
-from quickstep.model.weights import MoEWeights
 from quickstep.ops.reference.exact_math import exp_nonpositive, round_rows
 from quickstep.ops.table import OpTable
 

@@ -33,7 +33,14 @@ from quickstep.model.checkpoint.weights import (
     open_checkpoint_files,
     open_weights,
 )
-from quickstep.model.decoder import Decoder
+from quickstep.model.decoder import (
+    AttentionWeights,
+    Decoder,
+    DecoderWeights,
+    LayerWeights,
+    MLPWeights,
+    MoEWeights,
+)
 from quickstep.model.decoder_spec import ModelSpec, QKNorm
 from quickstep.model.formats.detect import open_quantized_reader
 from quickstep.model.interface import Model
@@ -42,13 +49,6 @@ from quickstep.model.quantize import QuantizingSource
 from quickstep.model.rope import make_rope_table
 from quickstep.model.rope_spec import RopeKind
 from quickstep.model.spec import read_config
-from quickstep.model.weights import (
-    AttentionWeights,
-    DecoderWeights,
-    LayerWeights,
-    MLPWeights,
-    MoEWeights,
-)
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
 from quickstep.ops.tensors import CPU, DType, HostTensor, torch_device, torch_dtype
 from quickstep.ops.torch_import import complete_torch, require_torch

@@ -10,14 +10,15 @@ experts keep the model's dtype. docs/design/0005 has the measurements behind it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
 
 from quickstep.ops.table import SUB_BLOCK_INPUTS
 
-__all__ = ["SCHEMES", "MatrixFormat", "QuantizationScheme", "find_scheme"]
+__all__ = ["SCHEMES", "MatrixFormat", "QuantizationScheme", "common_form", "find_scheme"]
 
 _PANEL = 64  # outputs that the kernels read together; a matrix is padded to whole panels
 _STEP = 8  # inputs that they read together
@@ -100,3 +101,16 @@ SCHEMES: Mapping[str, QuantizationScheme] = MappingProxyType(
 def find_scheme(name: str | None) -> QuantizationScheme | None:
     """The scheme of a name of `config.QUANTIZATIONS`; None for None."""
     return None if name is None else SCHEMES[name]
+
+
+def common_form(forms: Sequence[MatrixFormat], num_inputs: int) -> MatrixFormat:
+    """The format that matrices of these formats are stacked in
+    (`formats.quantized_reader.stack_matrices`).
+    """
+    group_size = math.gcd(*(form.group_size or num_inputs for form in forms))
+    return MatrixFormat(
+        max(form.bits for form in forms),
+        None if group_size == num_inputs else group_size,
+        any(form.has_zeros for form in forms),
+        any(form.wide_scales for form in forms),
+    )

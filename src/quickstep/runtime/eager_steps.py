@@ -14,10 +14,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from quickstep.model.decoder import Decoder
+from quickstep.model.decoder import AttentionWeights, Decoder, DecoderWeights, LayerWeights
 from quickstep.model.interface import ForwardBatch, Model
 from quickstep.model.rope import RopeTable
-from quickstep.model.weights import AttentionWeights, DecoderWeights, LayerWeights
 from quickstep.ops.table import KVCache, LinearWeight
 from quickstep.ops.tensors import HostTensor, to_torch
 from quickstep.runtime.batch import build_batch, emitting_tokens

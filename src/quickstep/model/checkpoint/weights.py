@@ -21,7 +21,7 @@ from quickstep.model.checkpoint.tensor_schema import Shapes, layer_tensors, oute
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.formats.detect import find_storage, quantization_config
 from quickstep.model.formats.fused_experts import FusedExperts, find_fused_experts
-from quickstep.model.quantization import MatrixFormat
+from quickstep.model.quantization import MatrixFormat, common_form
 from quickstep.model.spec import read_config
 
 if TYPE_CHECKING:
@@ -86,9 +86,6 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
 
     def held_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the weights in memory, for a model's dtype of so many bytes."""
-        # Imported here: it computes with torch.
-        from quickstep.model.formats.stacking import common_form
-
         total = 0
         stacks: dict[str, list[tuple[tuple[int, ...], MatrixFormat | None]]] = {}
         for name, shape in self.shapes.items():
