@@ -59,7 +59,7 @@ class MoEWeights(msgspec.Struct, frozen=True):
 
 
 class LayerWeights(msgspec.Struct, frozen=True):
-    """One layer; a norm that the architecture lacks is None. Names say the place, as Gemma's do:
+    """One layer; a norm that the architecture lacks is None. Names are of places, as in Gemma:
     Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
     """
 
@@ -72,7 +72,7 @@ class LayerWeights(msgspec.Struct, frozen=True):
 
 
 class DecoderWeights(msgspec.Struct, frozen=True):
-    """A whole decoder: embedding [V, hidden], layers, final norm, output projection.
+    """A complete decoder: embedding [V, hidden], layers, final norm, output projection.
 
     The embedding of a tied model is the output projection itself, held once.
     """
@@ -174,7 +174,7 @@ class Decoder:
         return self._fingerprint
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """`Model.forward`. For emitting tokens alone, the last layer stops at its KV for others:
+        """`Model.forward`. With emitting tokens only, the last layer stops at its KV for others:
         the layer's keys and values are all that later tokens read of them.
         """
         layout, emitting = batch.layout, batch.emitting
@@ -205,7 +205,7 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[E, hidden] -> [E, V] fp32, soft-capped and scaled as the architecture asks."""
+        """[E, hidden] -> [E, V] fp32, soft-capped and scaled as in the architecture."""
         spec = self._spec
         return self._ops.logits(
             hidden, self._weights.lm_head, spec.logit_divisor, spec.logit_softcap
@@ -214,7 +214,7 @@ class Decoder:
     def _add_and_norm(
         self, delta: Tensor | None, residual: Tensor, norm: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Add the last sub-block's output to the residual; give the next one's input and it."""
+        """Add the last sub-block's output to the residual; return the next one's input, and it."""
         eps, offset = self._spec.norm_eps, self._spec.norm_offset
         if delta is not None and norm is not None:
             return self._ops.add_rms_norm(delta, residual, norm, eps, offset)

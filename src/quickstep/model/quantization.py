@@ -1,11 +1,11 @@
 """What `--quantization` means, weight by weight: bits, groups, bytes. Standard library only.
 
 A matrix has a symmetric scale per output and group of inputs; the kernels quantise activations per
-token and the same groups. `int4` has groups of 128 whose parts of 16 inputs take the scale an odd
-number of times, up to 15. Where a scheme's group size does not divide a matrix's inputs, a half or
-a quarter of it may; where none does, the matrix has 8 bits and one scale per output. Embeddings
-and the output projection always have 8 bits, in groups of 64. Norms, biases and the routers of
-experts keep the model's dtype. docs/design/0005 has the measurements behind it.
+token and the same groups. `int4` has groups of 128 whose parts of 16 inputs multiply the scale by
+an odd number up to 15. Where a scheme's group size does not divide a matrix's inputs, a half or a
+quarter of it may; where none does, the matrix has 8 bits and one scale per output. Embeddings and
+the output projection always have 8 bits, in groups of 64. Norms, biases and the routers of experts
+keep the model's dtype. The measurements are in docs/design/0005.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class MatrixFormat(msgspec.Struct, frozen=True):
 
     Attributes:
         bits: Of a quantized value.
-        group_size: Inputs that share a scale, a divisor of the matrix's; None for all of them.
-        has_zeros: Whether a group has a zero point beside its scale.
+        group_size: Inputs per scale, a divisor of the matrix's inputs; None for all of them.
+        has_zeros: Whether a group has a zero point in addition to its scale.
         wide_scales: Whether scales and zeros need more than 16 bits.
         has_sub_scales: Whether parts of 16 inputs have a sub-block scale of 4 bits each.
     """
@@ -71,10 +71,10 @@ class QuantizationScheme(msgspec.Struct, frozen=True):
             return MatrixFormat(8)
         if outer or not self.has_sub_scales:
             return MatrixFormat(8 if outer else self.bits, size)
-        return _multiplied(num_inputs, size)
+        return _int4_format(num_inputs, size)
 
 
-def _multiplied(num_inputs: int, size: int) -> MatrixFormat:
+def _int4_format(num_inputs: int, size: int) -> MatrixFormat:
     """4 bits with sub-block scales, or in groups of 16 if the inputs have no two groups of 32."""
     if size == num_inputs:
         size //= 2

@@ -131,7 +131,7 @@ def _notes(config: Mapping[str, object], name: str) -> tuple[str, ...]:
     if isinstance(stored_as, Mapping) and stored_as.get("quant_method") == "mxfp4":
         notes.append(
             "the checkpoint's experts are stored in MXFP4 (4.25 bits a weight) and held in the "
-            "model's dtype, or in --quantization's codes"
+            "model's dtype, or in --quantization's formats"
         )
     if config.get("vision_config"):
         notes.append("the checkpoint's vision part is left out: only text is served")
@@ -207,7 +207,7 @@ def _activation(fields: ConfigFields, entry: Architecture) -> str:
 
 
 def _clamped_swiglu(fields: ConfigFields) -> str:
-    """The kernels know the released models' numbers alone."""
+    """Only the released models' numbers have kernels."""
     for name, known in _CLAMPED_SWIGLU.items():
         if fields.number(name) != known:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The op seam: what a model may call, whichever implementation runs it.
+"""The op table: what a model may call, whichever implementation runs it.
 
 A model receives one `OpTable`, resolved once at load (`ops.resolve`), and calls nothing else that
 computes over rows. The PyTorch reference in `ops/reference/` is each op's definition; native and
@@ -41,7 +41,7 @@ SUB_BLOCK_INPUTS = 16  # of a `QuantizedWeight`, those that share a sub-block sc
 
 
 class PagedLayout(msgspec.Struct, frozen=True):
-    """Where a step's tokens stand: rows packed one after another, KV in paged blocks.
+    """Where a step's tokens are: rows packed one after another, KV in paged blocks.
 
     Attributes:
         positions: [T] int64, each token's position in its sequence.
@@ -90,8 +90,8 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
 
         weight[n, c] = (quants[n, c] - zeros[n, c // group_size]) * scales[n, c // group_size]
 
-    and times `sub_scales[n, c // 16]` where it has those: a group's scale is then a step that its
-    parts of 16 inputs take an odd number of times. The product of a quantized value and its
+    and times `sub_scales[n, c // 16]` where it has those: a group's scale is then multiplied, for
+    each of its parts of 16 inputs, by an odd integer. The product of a quantized value and its
     sub-block scale still fits 8 bits, so that a kernel may hold 4 bits and multiply 8, in groups of
     `group_size`.
 
@@ -171,7 +171,7 @@ class StoredMatrix(msgspec.Struct, frozen=True):
             block type.
         parts: N rows, one part below another.
         num_inputs: C.
-        rounding: How to quantize it; None for a matrix that is kept as it is or is quantized
+        rounding: How to quantize it; None for a matrix that is not changed or is quantized
             already.
         scales: [N, C / group size] float32 of `I8`, else None.
     """
@@ -208,7 +208,7 @@ class Quantize(Protocol):
         has_zeros: bool,
         has_sub_scales: bool = False,
     ) -> QuantizedWeight:
-        """Quantized values of a weight [N, C]; group size None for whole rows."""
+        """Quantized values of a weight [N, C]; group size None for one group per row."""
 
 
 class OpTable(msgspec.Struct, frozen=True):
@@ -233,17 +233,17 @@ class OpTable(msgspec.Struct, frozen=True):
         paged_attention: (q [T, H, D], k_cache [B, S, K, W], v_cache, PagedLayout, AttentionParams,
             sinks [H] float32 or None) -> [T, H, D]; causal, GQA without copies, KV walked in tiles
             at absolute positions. A sink is one more logit in the denominator of each of its
-            head's queries, with no value behind it (arXiv:2309.17453, gpt-oss); it is neither
+            head's queries, without a value (arXiv:2309.17453, gpt-oss); it is neither
             scaled nor capped, and -inf is none.
         scratch_bytes: Temporary bytes per element at a layer's widest point: the planner's bound.
         gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half; kind
             is `silu`, `gelu`, `gelu_tanh` or `clamped_swiglu`, which changes that half as well.
         logits: (hidden [E, C], LinearWeight, divisor, softcap or None) -> [E, V] fp32: the product,
             widened, divided, then softcap * tanh(logits / softcap) in fp64.
-        kernel_s: Seconds that the kernels have run so far, without what stands between them; None
-            where they are not counted. The difference of two readings is what a benchmark wants.
-        load_linear: (StoredMatrix, bias [N] | None) -> LinearWeight: what reading the matrix and
-            packing it would give, without a copy of it in between. None if unsupported.
+        kernel_s: Seconds that the kernels have run so far, without the time between them; None
+            where they are not counted. Benchmarks take the difference of two readings.
+        load_linear: (StoredMatrix, bias [N] | None) -> LinearWeight: the same as reading the matrix
+            and packing it, without a copy of it in between. None if unsupported.
         steps: Makes captured steps and samples tokens; None where only single ops run.
     """
 

@@ -78,17 +78,17 @@ _BY_TEXT = {str(dtype): dtype for dtype in _ALL}
 
 
 def find_dtype(name: str) -> DType:
-    """The type of a name, `bfloat16`. Raises KeyError."""
+    """The type with this name, such as `bfloat16`. Raises KeyError."""
     return _BY_TEXT[f"torch.{name}"]
 
 
 def host_dtype(dtype: DType | torch.dtype) -> DType | None:
-    """The type of either; None for one that only torch has."""
+    """The `DType` of either; None for a type that only torch has."""
     return dtype if isinstance(dtype, DType) else _BY_TEXT.get(str(dtype))
 
 
 def torch_dtype(dtype: DType | torch.dtype) -> torch.dtype:
-    """The same type as torch has it."""
+    """The same type as a `torch.dtype`."""
     if not isinstance(dtype, DType):
         return dtype
     import torch
@@ -111,7 +111,7 @@ _FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
 
 
 class Device(msgspec.Struct, frozen=True):
-    """Where tensors are, as `torch.device` has it."""
+    """Where tensors are, like `torch.device`."""
 
     type: str
 
@@ -120,14 +120,14 @@ CPU = Device("cpu")
 
 
 def torch_device(device: Device) -> torch.device:
-    """The same device as torch has it."""
+    """The same device as a `torch.device`."""
     import torch
 
     return torch.device(device.type)
 
 
 class HostTensor:
-    """Elements of `dtype` in `array`, which keeps the memory alive."""
+    """Elements of `dtype` in a NumPy array, which keeps the memory alive."""
 
     __slots__ = ("_address", "_array", "dtype")
 
@@ -139,7 +139,7 @@ class HostTensor:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: DType) -> HostTensor:
-        """Memory of its own, aligned, holding anything."""
+        """New aligned memory, not initialized."""
         nbytes = math.prod(shape) * dtype.itemsize
         raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
         start = -raw.ctypes.data % _ALIGNMENT
@@ -152,7 +152,7 @@ class HostTensor:
 
     @property
     def device(self) -> Device:
-        """The CPU."""
+        """Always the CPU."""
         return CPU
 
     @property
@@ -161,11 +161,11 @@ class HostTensor:
         return self._array.nbytes
 
     def dim(self) -> int:
-        """How many dimensions it has."""
+        """Number of dimensions."""
         return self._array.ndim
 
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return self._array.size
 
     def element_size(self) -> int:
@@ -183,7 +183,7 @@ class HostTensor:
         return self._address
 
     def is_contiguous(self) -> bool:
-        """Whether its elements stand one after another."""
+        """Whether its elements are in order and without gaps."""
         return self._array.flags.c_contiguous
 
     def contiguous(self) -> HostTensor:
@@ -191,7 +191,7 @@ class HostTensor:
         return self if self.is_contiguous() else HostTensor(self._array.copy(), self.dtype)
 
     def new_empty(self, shape: tuple[int, ...], dtype: DType | None = None) -> HostTensor:
-        """Another tensor, of the same type unless said."""
+        """Another tensor, of the same type by default."""
         return HostTensor.empty(shape, dtype or self.dtype)
 
     def view(self, *shape: int) -> HostTensor:
@@ -211,7 +211,7 @@ class HostTensor:
         return self.to(FLOAT32)
 
     def to(self, dtype: DType) -> HostTensor:
-        """Floating point in another type, rounded to nearest, ties to even; itself if it has it."""
+        """Floating point in another type, rounded to nearest, ties to even; itself if unchanged."""
         if dtype == self.dtype:
             return self
         assert dtype in _FLOATS and self.dtype in _FLOATS
@@ -240,7 +240,7 @@ def _bfloat16_bits(wide: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def rounded(value: float, dtype: DType | torch.dtype) -> float:
-    """A number as floating point of `dtype` holds it."""
+    """A number rounded to floating point of `dtype`."""
     if not isinstance(dtype, DType):
         import torch
 
@@ -273,7 +273,7 @@ _LEAST = 1e-30  # below it a scale's reciprocal would overflow; such a head is s
 
 
 def head_width(head_size: int, dtype: DType | torch.dtype) -> int:
-    """W, the elements that a head of D takes in a cache of this dtype."""
+    """W, the number of elements of a head of D in a cache of this dtype."""
     return head_size + SCALE_BYTES if host_dtype(dtype) == INT8 else head_size
 
 
@@ -291,11 +291,11 @@ def quantize_heads(x: Tensor) -> Tensor:
 
     wide = x.float()
     most = wide.abs().amax(-1, keepdim=True)
-    whole = torch.full_like(most, 127.0)
+    largest = torch.full_like(most, 127.0)
     is_finite, is_zero = most.isfinite(), most < _LEAST
     is_used = is_finite & ~is_zero
-    quants = (wide * torch.div(whole, most)).round().masked_fill(~is_used, 0.0)
-    scale = torch.div(most, whole).masked_fill(is_zero, 0.0).masked_fill(~is_finite, torch.nan)
+    quants = (wide * torch.div(largest, most)).round().masked_fill(~is_used, 0.0)
+    scale = torch.div(most, largest).masked_fill(is_zero, 0.0).masked_fill(~is_finite, torch.nan)
     return torch.cat((quants.to(torch.int8), scale.contiguous().view(torch.int8)), -1)
 
 

@@ -63,7 +63,7 @@ class _BeamStream:
         self.is_over = False
 
     def put(self, output: SequenceOutput) -> None:
-        """Take what the scheduler gave."""
+        """Add an output of the scheduler."""
         self._deltas.append(
             Delta(
                 output.index,
@@ -86,7 +86,7 @@ class _BeamStream:
                 yield self._deltas.popleft()
 
     async def accepted(self) -> None:
-        """The scheduler takes a request at once."""
+        """Returns at once: the scheduler accepts every request."""
 
     async def aclose(self) -> None:
         """`Continuation.aclose`."""
@@ -142,11 +142,11 @@ class RunningSearch:
         return self._task.result()
 
     def put(self, output: SequenceOutput) -> None:
-        """Take the output of one of the beams' requests."""
+        """Add the output of one of the beams' requests."""
         self._streams[output.request_id].put(output)
 
     def cancel(self) -> None:
-        """Give up: abort the beams that run."""
+        """Abort the beams that run."""
         self._task.cancel()
         for name in self.live_ids:
             self._abort(name)
@@ -158,12 +158,12 @@ class RunningSearch:
         return stream
 
 
-_STEP_S = 1e-3  # what each step pretends to take: measured time would make runs differ
+_STEP_S = 1e-3  # the assumed time of each step: measured time would make runs differ
 _SEARCH_TURNS = 8  # of the loop between two steps: a search has read its beams and sent the next
 
 
 class Trace(msgspec.Struct):
-    """What one sequence gave: token ids, the bits of each token's logprobs, and its end; of its
+    """The output of one sequence: token ids, the bits of each token's logprobs, and its end; of its
     prompt the bits of each token's score, and of its embedding; the text where it may end in a stop
     string.
     """

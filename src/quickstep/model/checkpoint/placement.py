@@ -26,7 +26,7 @@ _DTYPES = {dtype.name: dtype for dtype in STORED_DTYPES.values()}
 
 
 def choose_device(name: str) -> Device:
-    """`auto` takes a GPU where torch sees one; torch is asked only where there is a driver.
+    """`auto` takes a GPU if torch finds one; torch is imported only where there is a driver.
 
     Raises:
         ConfigError: The name is none, or there is no such device.

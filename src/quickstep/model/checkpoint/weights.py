@@ -1,7 +1,7 @@
 """A checkpoint's tensors against its spec: which there must be, in which form they are stored.
 
-`open_weights` reads headers alone. The loader checks and reads through it; the assembly asks it how
-many bytes the weights will take, before anything large is read.
+`open_weights` reads only headers. The loader checks and reads tensors through it; the assembly
+learns how many bytes the weights will need before anything large is read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
     """What a native checkpoint holds.
 
     Attributes:
-        storage: The format of quantised matrices; None where everything is stored whole.
+        storage: The format of quantised matrices; None if no matrix is quantised.
         shapes: All tensors that the architecture needs, as it sees them.
         experts: How the files hold experts that share one tensor; None where each has its own.
     """

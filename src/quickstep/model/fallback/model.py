@@ -44,7 +44,7 @@ ATTENTION_NAME = "quickstep_paged"
 _TILE_ROWS = 16
 _LANES = 64  # twice the widest vector: torch's loops take two at a time
 _SPLIT_ELEMENTS = 32_768  # at::internal::GRAIN_SIZE: smaller tensors stay on one thread
-# What attention is handed besides q, k and v: what it honours, and what changes nothing here.
+# Arguments of attention in addition to q, k and v: the supported ones, and those without effect.
 _HONOURED = frozenset(("paged_step", "scaling", "sliding_window", "softcap", "s_aux"))
 _HARMLESS = frozenset(
     (
@@ -61,7 +61,7 @@ _HARMLESS = frozenset(
 
 
 class PagedStep(msgspec.Struct, frozen=True):
-    """What one forward pass hands to every attention layer. `windows` collects what they ask."""
+    """What one forward pass passes to every attention layer. `windows` collects their windows."""
 
     layout: PagedLayout
     kv: KVCache
@@ -106,7 +106,7 @@ def paged_attention_forward(
 
 
 def _refused(attention_mask: Tensor | None, options: Mapping[str, Any]) -> str | None:
-    """What attention is asked for that it would leave out; None if there is nothing."""
+    """An argument of attention that is not supported; None if there is none."""
     if attention_mask is not None or options.get("is_causal") is False:
         return "a mask of its own"
     for name, value in options.items():
@@ -119,16 +119,16 @@ def _refused(attention_mask: Tensor | None, options: Mapping[str, Any]) -> str |
     return None
 
 
-def _sinks(module: nn.Module, given: object, num_heads: int) -> Tensor | None:
+def _sinks(module: nn.Module, sinks: object, num_heads: int) -> Tensor | None:
     """[H] float32: a logit of each head's softmax without a value."""
-    if given is None:
+    if sinks is None:
         return None
-    if not isinstance(given, Tensor) or given.numel() != num_heads:
+    if not isinstance(sinks, Tensor) or sinks.numel() != num_heads:
         raise ConfigError(
             f"{type(module).__name__} passes s_aux that is no number per query head, which cannot "
             "be paged"
         )
-    return given.detach().reshape(-1).float().contiguous()
+    return sinks.detach().reshape(-1).float().contiguous()
 
 
 class PackedLinear(nn.Module):
@@ -184,23 +184,23 @@ class BodyOutput(msgspec.Struct, frozen=True):
 
 
 class HiddenStates(nn.Module):
-    """Stands where the body was, so that the head can run alone on hidden states."""
+    """Replaces the body, so that the head can run on hidden states only."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BodyOutput:
-        """Give the hidden states back as the body's output."""
+        """Return the hidden states as the body's output."""
         return BodyOutput(last_hidden_state=inputs_embeds)
 
 
 _PROBE_LEN = 24
 _PROBE_BLOCK = 16
-_WHOLE = (_PROBE_LEN,)
+_ONE_PIECE = (_PROBE_LEN,)
 _CHUNKS = (7, 1, 1, _PROBE_LEN - 9)
 _ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
 class TransformersModel:
-    """A transformers model behind `model.interface.Model`."""
+    """A transformers model as a `model.interface.Model`."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class TransformersModel:
 
     @property
     def exact(self) -> bool:
-        """Whether the probe gave a row the same bits whatever stood beside it."""
+        """Whether a row of the probe had the same bits in every batch."""
         return self._exact
 
     @torch.no_grad()
@@ -288,15 +288,15 @@ class TransformersModel:
             ConfigError: They differ by more than the dtype's rounding.
         """
         limit = _TOLERANCE[self._dtype] * float(expected.abs().max())
-        whole, chunked = self._probe(probe, _WHOLE), self._probe(probe, _CHUNKS)
-        for found, how in ((whole, "as a whole"), (chunked, "in chunks")):
-            difference = float((found - expected).abs().max())
+        complete, chunked = self._probe(probe, _ONE_PIECE), self._probe(probe, _CHUNKS)
+        for result, how in ((complete, "in one piece"), (chunked, "in chunks")):
+            difference = float((result - expected).abs().max())
             if not difference <= limit:
                 raise ConfigError(
                     f"architecture {self._spec.architecture!r} computes logits that differ by "
                     f"{difference:.3g} with paged attention ({how}), so it cannot be served"
                 )
-        self._exact = torch.equal(whole, chunked) and _all_packed(self._body)
+        self._exact = torch.equal(complete, chunked) and _all_packed(self._body)
 
     def _probe(self, probe: Tensor, chunks: tuple[int, ...]) -> Tensor:
         """Logits of the probe's tokens, computed in chunks."""
@@ -332,7 +332,7 @@ def load_fallback(
     """Load through transformers, put our parts in, and check the result on a probe.
 
     Raises:
-        ConfigError: The architecture cannot take our attention, or computes something else with it.
+        ConfigError: The architecture cannot use our attention, or computes something else with it.
     """
     device, dtype = placement
     causal = _open(checkpoint, spec, dtype).to(device).eval()
@@ -382,7 +382,7 @@ def _open(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype) -> Any:
 
 
 def _pack(root: nn.Module, ops: OpTable) -> None:
-    """Replace every linear layer below `root` by one over the op table, freeing as it goes."""
+    """Replace every linear layer below `root` by one over the op table, one after another."""
     for module in list(root.modules()):
         for name, child in list(module.named_children()):
             if type(child) not in (nn.Linear, Conv1D):

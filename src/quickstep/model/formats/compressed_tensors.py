@@ -60,13 +60,13 @@ class WeightScheme(msgspec.Struct, frozen=True):
 
 
 class Schemes(msgspec.Struct, frozen=True):
-    """All groups of a checkpoint, and the modules that are left whole."""
+    """All groups of a checkpoint, and the modules that are not quantized."""
 
     groups: tuple[WeightScheme, ...]
     ignored: tuple[str, ...]
 
     def of(self, module: str) -> WeightScheme | None:
-        """The scheme of a module, None where it is to be whole."""
+        """The scheme of a module, None if it must not be quantized."""
         if any(_names(entry, module) for entry in self.ignored):
             return None
         for group in self.groups:
@@ -85,7 +85,7 @@ def read_schemes(config: Mapping[str, object]) -> Schemes:
     _refuse(fields)
     groups = fields.mapping("config_groups")
     if not groups:
-        raise ConfigError(f"{_SOURCE} has no config_groups, so nothing says what is quantised")
+        raise ConfigError(f"{_SOURCE} has no config_groups, so it is not known what is quantised")
     form = fields.text("format")
     schemes = tuple(_scheme(str(name), group, form) for name, group in groups.items())
     return Schemes(schemes, _texts(fields.sequence("ignore")))
@@ -240,7 +240,7 @@ class CompressedTensorsStorage:
     def stored(
         self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
     ) -> StoredMatrix | None:
-        """Signed bytes about 0 where they stand, with scales per output or group."""
+        """Signed bytes about 0, still in the files, with scales per output or group."""
         scales: list[Tensor] = []
         for name, (outputs, inputs) in zip(names, shapes, strict=True):
             module = module_of(name)
@@ -256,7 +256,7 @@ class CompressedTensorsStorage:
         return replace(reader.placed(names), scales=torch.cat(scales))
 
     def is_void(self, name: str) -> bool:
-        """compressed-tensors writes nothing in vain."""
+        """No tensor: compressed-tensors writes no unused ones."""
         del name
         return False
 

@@ -203,7 +203,7 @@ class GgufStorage:
     def stored(
         self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
     ) -> StoredMatrix | None:
-        """The blocks where they stand, if they are of one type, and of one that is loaded so."""
+        """The blocks, still in the file, if all are of one type that can be loaded from there."""
         del shapes
         kinds = {self._files.tensors[name].dtype for name in names}
         return reader.placed(names) if len(kinds) == 1 and kinds <= _PLACED else None

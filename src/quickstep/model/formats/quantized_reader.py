@@ -26,7 +26,7 @@ __all__ = [
     "stack_matrices",
 ]
 
-# The order in which a tensor's rows are to be taken, by its name; None as they stand.
+# The order of a tensor's rows, by its name; None if it is that of the file.
 RowOrder = Callable[[str], Tensor | None]
 
 
@@ -79,8 +79,8 @@ class QuantizedReader:
         order = None if self._row_order is None else self._row_order(name)
         shape = self._shapes[name]
         if self._storage.parts(name, shape) is None:
-            whole = self._reader.tensor(name)
-            return whole if order is None else whole[order.to(whole.device)]
+            tensor = self._reader.tensor(name)
+            return tensor if order is None else tensor[order.to(tensor.device)]
         quantized = self._storage.read(name, shape, self._reader)
         if order is None:
             return quantized
@@ -93,12 +93,14 @@ class QuantizedReader:
 def stack_matrices(
     parts: Sequence[Tensor | QuantizedWeight], dtype: torch.dtype
 ) -> Tensor | QuantizedWeight:
-    """One matrix of all parts, whose inputs are the same; `dtype` is that of whole matrices."""
+    """One matrix of all parts, whose inputs are the same; `dtype` is that of matrices that are not
+    quantized.
+    """
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(quantized) < len(parts):
-        return torch.cat([_whole(part, dtype) for part in parts])
+        return torch.cat([_dequantized(part, dtype) for part in parts])
     bits = max(part.bits for part in quantized)
     group_size = math.gcd(*(part.group_size for part in quantized))
     symmetric = all(part.zeros is None for part in quantized)
@@ -113,7 +115,7 @@ def stack_matrices(
     )
 
 
-def _whole(part: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
+def _dequantized(part: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
     return part.dequantized().to(dtype) if isinstance(part, QuantizedWeight) else part
 
 

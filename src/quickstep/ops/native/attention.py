@@ -48,7 +48,7 @@ class NativeAttention:
         self._reference = reference
         self._write_kv = library.qs_write_kv
         self._paged_attention = library.qs_paged_attention
-        # The layout seen last; replaced whole, so that a reader sees an old one or a new one.
+        # The newest layout; one assignment replaces it, so a reader sees the old or the new one.
         self._layout: _AttentionLayout | None = None
 
     def write_kv(
@@ -136,7 +136,7 @@ class NativeAttention:
         return out
 
     def _scratch(self, prepared: _AttentionLayout, call: AttentionCall) -> HostTensor:
-        """Room for the partial results of one layout, shared by the layers (they run in turn)."""
+        """Memory for the partial results of one layout, shared by the layers (they run in turn)."""
         key = (call.num_heads, call.num_kv_heads, call.head_size)
         scratch = prepared.scratch.get(key)
         if scratch is None:
@@ -153,5 +153,5 @@ def are_sinks(x: Tensor, num_heads: int) -> bool:
 def heads_in_place(x: Tensor) -> Tensor:
     """[T, H, D] whose tokens are contiguous (any stride between them): itself, or a copy."""
     _, heads, size = x.shape
-    whole = x.stride(2) == 1 and (x.stride(1) == size or heads == 1)
-    return x if whole else x.contiguous()
+    in_place = x.stride(2) == 1 and (x.stride(1) == size or heads == 1)
+    return x if in_place else x.contiguous()

@@ -44,9 +44,9 @@ class NativeStatus(msgspec.Struct, frozen=True):
     """What this machine has.
 
     Attributes:
-        available: Whether `load_native` gives a table.
+        available: Whether `load_native` returns a table.
         isa: The best level that the machine runs, "" without the library.
-        levels: All levels it runs, best first; `isa` of `load_native` takes any of them.
+        levels: All levels it runs, best first; each is a valid `isa` of `load_native`.
         reason: Why not, in one sentence; "" when available.
         path: Where the library is looked for.
     """
@@ -76,7 +76,7 @@ def default_num_threads() -> int:
     """Threads for the kernels: the cores this process may use, at most torch's own number.
 
     torch reads OMP_NUM_THREADS at import, so that variable and `torch.set_num_threads` count here.
-    An engine says how many it wants; this is for who does not.
+    The default where the caller names no number; an engine does.
     """
     import torch
 
@@ -90,16 +90,16 @@ def load_native(
     reference: OpTable | None = None,
     places: Callable[[int], ThreadPlaces] | None = None,
 ) -> OpTable | None:
-    """The native op table on a thread pool of its own, or None when `native_status` says why not.
+    """The native op table with its own thread pool; None where `native_status().reason` is set.
 
     The pool lives as long as the table. After a fork it runs in the child on the calling thread
-    alone, with the same bits; a child that wants threads loads a table of its own.
+    only, with the same bits; a child that needs threads loads its own table.
 
     Args:
         num_threads: None for `default_num_threads()`.
         isa: A level of `native_status().levels`; None or "" for the best.
-        reference: Takes the element types that have no native kernel; None for the PyTorch ops.
-        places: Where so many threads run and weights lie; None leaves both to the system.
+        reference: For the element types that have no native kernel; None for the PyTorch ops.
+        places: Where that many threads run and weights are placed; None leaves both to the system.
 
     Raises:
         ConfigError: The machine does not run `isa`.
@@ -186,7 +186,7 @@ class NativeProbe:
         self.num_bytes: int = library.qs_probe_bytes(handle.value)
 
     def read(self) -> int:
-        """Read the buffer once. Gives the sum of its 32-bit words, modulo 2^32."""
+        """Read the buffer once; return the sum of its 32-bit words, modulo 2^32."""
         total = ctypes.c_uint32()
         status = self._library.qs_probe_read(self._context, self._handle, ctypes.byref(total))
         raise_for_status(status, "reading the probe's buffer")
@@ -194,7 +194,7 @@ class NativeProbe:
 
     def multiply(self, dtype: DType | torch.dtype, rounds: int) -> int:
         """Multiply and add in registers as `linear` does for `dtype` (`int8`: as it does for
-        quantized values of 8 bits). Gives the operations done.
+        quantized values of 8 bits); return the number of operations.
         """
         num_flops = ctypes.c_int64()
         found = ctypes.byref(num_flops)

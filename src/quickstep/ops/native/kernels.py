@@ -1,9 +1,9 @@
 """The ops of the table on libquickstep: tensors in, raw pointers through ctypes, tensors out.
 
-`ops.native.backend` makes one `NativeOps` and hands its methods out as the `OpTable`. Each op
+`ops.native.backend` makes one `NativeOps`, whose methods are the `OpTable`. Each op
 allocates its result and makes one call. Element types that have no native kernel go to the
 reference, op by op, which keeps both kinds of op exact. Arguments are checked by assertions of our
-own invariants; what a request could get wrong was checked long before.
+own invariants; a request's own errors were found long before.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ __all__ = [
 # qs_dtype of csrc/quickstep.h, by the type's text
 _KERNEL_DTYPES = {str(FLOAT32): 0, str(BFLOAT16): 1, str(FLOAT16): 2}
 
-# what a KV cache may hold: qs_kv_dtype beside those
+# what a KV cache may hold: qs_kv_dtype adds int8
 _KV_DTYPES = {**_KERNEL_DTYPES, str(INT8): 3}
 
 
@@ -65,7 +65,7 @@ def kv_kernel_dtype(dtype: DType | torch.dtype) -> int | None:
 
 
 class PackedWeight:
-    """Owns one `qs_linear`; its memory goes back to the system with this object."""
+    """Owns one `qs_linear`; its memory is freed with this object."""
 
     __slots__ = ("__weakref__", "dtype", "handle", "nbytes")
 
@@ -78,7 +78,7 @@ class PackedWeight:
 
 
 class PackedQuantized:
-    """Owns one `qs_quantized`; its memory goes back to the system with this object."""
+    """Owns one `qs_quantized`; its memory is freed with this object."""
 
     __slots__ = ("__weakref__", "handle", "nbytes")
 

@@ -49,7 +49,7 @@ class Operand(msgspec.Struct, frozen=True):
 
 
 class Numbers(msgspec.Struct, frozen=True):
-    """What a call needs beside its operands."""
+    """The numbers that a call needs in addition to its operands."""
 
     size: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
@@ -69,13 +69,12 @@ class OpRecord(msgspec.Struct, frozen=True):
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """A whole forward pass. `weights` keeps alive what the addresses point to.
+    """A complete forward pass. `weights` keeps alive what the addresses point to.
 
     Attributes:
         token_ids, positions, emitting: Buffers of int64 that each run fills.
-        hidden: Final hidden states, a row per token or per emitting row; they stand until the next
-            run.
-        logits: float32, a row per emitting row; they stand until the next run.
+        hidden: Final hidden states, a row per token or per emitting row; valid until the next run.
+        logits: float32, a row per emitting row; valid until the next run.
     """
 
     ops: tuple[OpRecord, ...]
@@ -89,7 +88,7 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def place_buffers(buffers: Sequence[Buffer], capacities: tuple[int, int]) -> tuple[list[int], int]:
-    """Byte offsets of the buffers, which share memory unless alive together, and the whole size.
+    """Byte offsets of the buffers, which share memory unless alive together, and the total size.
 
     `capacities` are the rows of each `RowsOf`.
     """

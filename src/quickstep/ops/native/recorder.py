@@ -40,7 +40,7 @@ __all__ = [
     "Tape",
 ]
 
-NUM_ROWS = 2  # what a shape says; one would let a wrong distance between rows pass unseen
+NUM_ROWS = 2  # in a shape; with one row, a wrong distance between rows would not be noticed
 
 
 class NotCapturable(Exception):
@@ -69,7 +69,7 @@ class StepTensor:
         self.offset = offset
 
     def dim(self) -> int:
-        """How many dimensions it has."""
+        """Number of dimensions."""
         return len(self.shape)
 
     def stride(self, dim: int) -> int:
@@ -82,7 +82,7 @@ class StepTensor:
         return math.prod(self.shape[1:])
 
     def is_contiguous(self) -> bool:
-        """Whether its elements stand one after another."""
+        """Whether its elements are in order and without gaps."""
         return self.strides == _packed(self.shape)
 
     def view(self, *shape: int) -> StepTensor:
@@ -118,18 +118,18 @@ class StepTensor:
         )
         if not isinstance(other, StepTensor) or not is_like:
             raise NotCapturable("a sum of unlike tensors")
-        inputs = (self._tape.whole(self), self._tape.whole(other))
+        inputs = (self._tape.contiguous(self), self._tape.contiguous(other))
         return self._tape.elementwise(OpKind.ADD, self, inputs)
 
     def __mul__(self, factor: object) -> StepTensor:
         if not isinstance(factor, (int, float)):
             raise NotCapturable("a product of tensors")
         return self._tape.elementwise(
-            OpKind.SCALE, self, (self._tape.whole(self),), (float(factor),)
+            OpKind.SCALE, self, (self._tape.contiguous(self),), (float(factor),)
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # asked for by the interpreter and by libraries
+        if name.startswith("__"):  # looked up by the interpreter and by libraries
             raise AttributeError(name)
         raise NotCapturable(f"{name} is not a native call")
 
@@ -149,7 +149,7 @@ class StepTensor:
 
 
 class Tape:
-    """Calls, buffers, and what must live as long as they do."""
+    """Calls, buffers, and `kept`: objects that must live as long as they do."""
 
     def __init__(self) -> None:
         self.ops: list[OpRecord] = []
@@ -178,7 +178,7 @@ class Tape:
         self.buffers[index].last = len(self.ops)
         return Operand(index, x.offset * x.dtype.itemsize)
 
-    def whole(self, x: StepTensor) -> Operand:
+    def contiguous(self, x: StepTensor) -> Operand:
         """The place of a contiguous tensor."""
         place = self.operand(x)
         if not x.is_contiguous():
@@ -211,17 +211,17 @@ class Tape:
         inputs: tuple[Operand, ...],
         scalar: tuple[float, ...] = (),
     ) -> StepTensor:
-        """Note a call that gives a tensor like `x`, element by element."""
+        """Record a call whose result is like `x`, element by element."""
         out = self.like(x)
         self.record(kind, x, inputs, (out,), Numbers(size=(x.row_size,), scalar=scalar))
         return out
 
     def take(self, ids: StepTensor, x: StepTensor) -> StepTensor:
-        """Note a call that gives the emitting tokens' rows of what every token has."""
+        """Record a call that selects the rows of the emitting tokens."""
         is_emitting = ids.dtype == INT64 and self.rows_of(ids) == RowsOf.EMITTING
         if not is_emitting or x.strides[1:] != _packed(x.shape)[1:]:
             raise NotCapturable("tokens are chosen by other than whether they emit")
-        inputs = (self.whole(ids), self.operand(x))
+        inputs = (self.contiguous(ids), self.operand(x))
         out = self.new(x.shape[1:], x.dtype, RowsOf.EMITTING)
         row_bytes, distance = (n * x.dtype.itemsize for n in (x.row_size, x.stride(0)))
         numbers = Numbers(size=(row_bytes,), stride=(distance,))
@@ -236,7 +236,7 @@ class Tape:
         outputs: Sequence[StepTensor] | tuple[int, ...],
         numbers: Numbers | None = None,
     ) -> None:
-        """Note a call over the rows and in the dtype of `x`; an int output is an address."""
+        """Record a call over the rows and in the dtype of `x`; an int output is an address."""
         places = tuple(one if isinstance(one, int) else self.operand(one) for one in outputs)
         dtype = kernel_dtype(x.dtype)
         if dtype is None and kind != OpKind.GATHER:
@@ -313,7 +313,7 @@ class NativeRecorder:
         )
 
     def finish(self, hidden: Tensor, logits: Tensor) -> Recording:
-        """The recording, after the model's calls gave these."""
+        """The recording of a model's calls, whose results are `hidden` and `logits`."""
         token_ids, positions, emitting, final, scores = (
             self._tape.buffer_of(x)
             for x in (self._token_ids, self._positions, self._emitting, hidden, logits)
@@ -364,7 +364,7 @@ class NativeRecorder:
         if not isinstance(packed, (PackedWeight, PackedQuantized)):
             raise NotCapturable("the embedding is not packed by the native ops")
         kind = OpKind.QUANTIZED_ROWS if isinstance(packed, PackedQuantized) else OpKind.LINEAR_ROWS
-        inputs = (self._tape.whole(token_ids), self._handle(weight))
+        inputs = (self._tape.contiguous(token_ids), self._handle(weight))
         out = self._tape.new((weight.num_inputs,), rows_dtype, self._tape.rows_of(token_ids))
         self._tape.record(kind, out, inputs, (out,))
         return out
@@ -372,7 +372,7 @@ class NativeRecorder:
     def _gather(self, ids: StepTensor, table: Tensor, dtype: DType) -> StepTensor:
         """Rows of a weight [rows, C]."""
         num_rows, width = table.shape
-        inputs = (self._tape.whole(ids), self._tape.fixed(table, dtype))
+        inputs = (self._tape.contiguous(ids), self._tape.fixed(table, dtype))
         out = self._tape.new((width,), dtype, self._tape.rows_of(ids))
         size = (num_rows, width * dtype.itemsize)
         self._tape.record(OpKind.GATHER, ids, inputs, (out,), Numbers(size=size))
@@ -393,8 +393,8 @@ class NativeRecorder:
         self, x: StepTensor, residual: StepTensor, weight: Tensor, eps: float, offset: float
     ) -> tuple[StepTensor, StepTensor]:
         inputs = (
-            self._tape.whole(x),
-            self._tape.whole(residual),
+            self._tape.contiguous(x),
+            self._tape.contiguous(residual),
             self._tape.fixed(weight, x.dtype),
         )
         out, total = self._tape.like(x), self._tape.like(x)
@@ -409,7 +409,7 @@ class NativeRecorder:
     ) -> StepTensor:
         if cos.dtype != FLOAT32 or sin.dtype != FLOAT32:
             raise NotCapturable("the rotary tables are not float32")
-        inputs = (self._tape.heads(x), self._tape.whole(cos), self._tape.whole(sin))
+        inputs = (self._tape.heads(x), self._tape.contiguous(cos), self._tape.contiguous(sin))
         out = self._tape.like(x)
         size = (x.shape[1], x.shape[2], cos.shape[1])
         numbers = Numbers(size=size, stride=(x.stride(0),), option=int(interleaved))
@@ -420,7 +420,7 @@ class NativeRecorder:
         if kind not in ACTIVATIONS:
             raise NotCapturable(f"there is no native {kind}")
         width = gate_up.shape[1] // 2
-        inputs = (self._tape.whole(gate_up),)
+        inputs = (self._tape.contiguous(gate_up),)
         out = self._tape.new((width,), gate_up.dtype, self._tape.rows_of(gate_up))
         option = ACTIVATIONS[kind]
         self._tape.record(
@@ -497,12 +497,12 @@ class NativeRecorder:
             return product
         out = self._tape.new(product.shape[1:], FLOAT32, self._tape.rows_of(product))
         scalar = (divisor, softcap or 0.0)
-        inputs = (self._tape.whole(product),)
+        inputs = (self._tape.contiguous(product),)
         size = (weight.num_outputs,)
         self._tape.record(OpKind.LOGITS, product, inputs, (out,), Numbers(size=size, scalar=scalar))
         return out
 
 
 def _as_tensor(x: StepTensor) -> Tensor:
-    """What a model is shown of it."""
+    """Typed as torch's tensor, which the code of a model expects."""
     return cast("Tensor", x)

@@ -54,7 +54,7 @@ class NativeSteps:
         return RowSampler(self._library, self._context, self._owner, vocab_size)
 
     def scores(self, vocab_size: int) -> TokenScores:
-        """Scores of given tokens from rows of `vocab_size` logits."""
+        """Computes scores of prompt tokens from rows of `vocab_size` logits."""
         return TokenScores(self._library, self._context, self._owner, vocab_size)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class TokenScores:
         """`logits` [T, V] fp32, contiguous; `token_ids` [T]; `num_top` at most V."""
         count = len(token_ids)
         assert logits.shape == (count, self._vocab_size), "a row of logits for each token"
-        assert logits.is_contiguous(), "rows stand one after another"
+        assert logits.is_contiguous(), "rows follow one another without gaps"
         nbytes = self._scratch_bytes(self._context, self._vocab_size, count)
         if self._scratch.nbytes < nbytes:
             self._scratch = HostTensor.empty((nbytes,), UINT8)

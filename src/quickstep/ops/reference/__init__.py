@@ -1,7 +1,7 @@
 """The PyTorch reference of every op: its definition.
 
 Called where no faster implementation runs, and by the agreement tests. Bits of a row depend on
-that row alone: by arithmetic (`exact_math`), not by the good will of a library.
+that row only: by arithmetic (`exact_math`), not by the properties of a library.
 The same holds on CUDA, where fp64 products of these numbers are exact too.
 """
 

@@ -1,13 +1,13 @@
 """The paged KV cache: causal attention over it, for prefill and decode rows together, and writes.
 
-    scores = q k^T      exact per (query, key): both rounded as `exact_math` says
+    scores = q k^T      exact per (query, key): both rounded as in `exact_math`
     m      = max        over the visible keys; exact
     p      = exp(s - m) rounded to multiples of 2**-40, 0 for keys that are not visible
     out    = sum over tiles of (sum of p v in the tile) / sum over tiles of (sum of p in it)
              (a head's sink adds exp(sink - m) to the latter sum, once, after all tiles)
 
-Tiles of keys stand at absolute positions 0, 256, 512, ...; a sum inside a tile is exact, tiles are
-added in ascending order. So the bits of a query depend on its own visible keys alone: a tile it
+Tiles of keys start at absolute positions 0, 256, 512, ...; a sum inside a tile is exact, tiles are
+added in ascending order. So the bits of a query depend on its own visible keys only: a tile it
 does not see adds zeros, and how queries are grouped into tensors is a matter of speed only.
 Keys that are not visible (stale blocks, later tokens) may hold anything, NaN included.
 """
@@ -70,7 +70,7 @@ def paged_attention(
 def _groups(
     q: Tensor, k_cache: Tensor, layout: PagedLayout, window: int | None
 ) -> Iterator[_Group]:
-    """Rows of one token together, by context length; longer rows alone, in runs of queries."""
+    """Rows of one token together, by context length; longer rows separately, in runs of queries."""
     (num_heads, head_size), num_kv_heads = q.shape[1:], k_cache.shape[2]
     starts = layout.row_offsets
     lengths = [stop - start for start, stop in pairwise(starts)]
@@ -131,7 +131,7 @@ def _attend(
     params: AttentionParams,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Q [G, Q, H, D] -> [G, Q, H, D] in fp64. Heads stand as [K, H / K], the latter beside Q."""
+    """Q [G, Q, H, D] -> [G, Q, H, D] in fp64. Heads are split as [K, H / K], last next to Q."""
     num_rows, num_queries, num_heads, head_size = q.shape
     num_kv_heads = caches[0].shape[2]
     per_kv_head = num_heads // num_kv_heads
@@ -169,13 +169,13 @@ def _attend(
 
 def _with_sinks(out: Tensor, total: Tensor, above: Tensor) -> Tensor:
     """Out / (total + exp(above)), `above` the sink's distance from the keys' maximum."""
-    share = exp_nonpositive(-above.abs())
-    # beyond the keys' maximum the sink's own takes its place: no exponential is above 1
+    rescale = exp_nonpositive(-above.abs())
+    # a sink above the keys' maximum replaces it: no exponential is above 1
     beyond = above > 0
     return (
         out
-        * torch.where(beyond, share, 1.0)
-        / torch.where(beyond, total * share + 1.0, total + share)
+        * torch.where(beyond, rescale, 1.0)
+        / torch.where(beyond, total * rescale + 1.0, total + rescale)
     )
 
 
