@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quickstep.ops.native.steps import NativeSteps
+    from quickstep.ops.tensors import AnyTensor
 
 __all__ = [
     "SUB_BLOCK_INPUTS",
@@ -66,8 +67,8 @@ class KVCache(msgspec.Struct, frozen=True):
     positions never hold NaN.
     """
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    keys: tuple[AnyTensor, ...]
+    values: tuple[AnyTensor, ...]
 
 
 class LinearWeight(msgspec.Struct, frozen=True):
@@ -256,9 +257,9 @@ class OpTable(msgspec.Struct, frozen=True):
     rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
     rotary: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    write_kv: Callable[[Tensor, Tensor, AnyTensor, AnyTensor, Tensor], None]
     paged_attention: Callable[
-        [Tensor, Tensor, Tensor, PagedLayout, AttentionParams, Tensor | None], Tensor
+        [Tensor, AnyTensor, AnyTensor, PagedLayout, AttentionParams, Tensor | None], Tensor
     ]
     gated_activation: Callable[[Tensor, str], Tensor]
     logits: Callable[[Tensor, LinearWeight, float, float | None], Tensor]

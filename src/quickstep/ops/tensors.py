@@ -277,7 +277,7 @@ def head_width(head_size: int, dtype: DType | torch.dtype) -> int:
     return head_size + SCALE_BYTES if host_dtype(dtype) == INT8 else head_size
 
 
-def head_size_of(cache: Tensor) -> int:
+def head_size_of(cache: AnyTensor) -> int:
     """D of a cache [B, S, K, W]."""
     width: int = cache.shape[-1]
     return width - SCALE_BYTES if host_dtype(cache.dtype) == INT8 else width

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 from quickstep.ops.native.library import AttentionCall, KVWriteCall, raise_for_status
 from quickstep.ops.native.packed import kernel_dtype, kv_kernel_dtype
 from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
-from quickstep.ops.tensors import FLOAT32, INT32, UINT8, HostTensor, head_size_of, host_dtype
+from quickstep.ops.tensors import (
+    FLOAT32,
+    INT32,
+    UINT8,
+    AnyTensor,
+    HostTensor,
+    head_size_of,
+    host_dtype,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +60,7 @@ class NativeAttention:
         self._layout: _AttentionLayout | None = None
 
     def write_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+        self, k: Tensor, v: Tensor, k_cache: AnyTensor, v_cache: AnyTensor, slot_mapping: Tensor
     ) -> None:
         """`OpTable.write_kv`; a slot outside the cache raises EngineError."""
         assert k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -86,8 +94,8 @@ class NativeAttention:
     def paged_attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: AnyTensor,
+        v_cache: AnyTensor,
         layout: PagedLayout,
         params: AttentionParams,
         sinks: Tensor | None,

@@ -26,7 +26,7 @@ from quickstep.ops.native.packed import (
 )
 from quickstep.ops.native.program import Buffer, Numbers, Operand, OpRecord, Recording
 from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
-from quickstep.ops.tensors import FLOAT32, INT32, INT64, DType, HostTensor, host_dtype
+from quickstep.ops.tensors import FLOAT32, INT32, INT64, AnyTensor, DType, HostTensor, host_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -192,7 +192,7 @@ class Tape:
             raise NotCapturable("an op would have to copy its heads")
         return place
 
-    def fixed(self, x: Tensor | HostTensor, dtype: DType | torch.dtype | None = None) -> int:
+    def fixed(self, x: AnyTensor, dtype: DType | torch.dtype | None = None) -> int:
         """The address of a weight or of a KV tensor."""
         is_other = dtype is not None and host_dtype(dtype) != host_dtype(x.dtype)
         if isinstance(x, StepTensor) or not x.is_contiguous() or is_other:
@@ -263,10 +263,10 @@ class NativeRecorder:
         self._layout = PagedLayout(
             positions=_as_tensor(self._positions),
             # to be known again, not to be read
-            slot_mapping=cast("Tensor", HostTensor.empty((0,), INT64)),
+            slot_mapping=_as_tensor(HostTensor.empty((0,), INT64)),
             row_offsets=(),
             context_lens=(),
-            block_tables=cast("Tensor", HostTensor.empty((0, 0), INT32)),
+            block_tables=_as_tensor(HostTensor.empty((0, 0), INT32)),
             block_size=block_size,
         )
         self._emitting_layout = replace(
@@ -429,7 +429,12 @@ class NativeRecorder:
         return out
 
     def _write_kv(
-        self, k: StepTensor, v: StepTensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+        self,
+        k: StepTensor,
+        v: StepTensor,
+        k_cache: AnyTensor,
+        v_cache: AnyTensor,
+        slot_mapping: Tensor,
     ) -> None:
         if slot_mapping is not self._layout.slot_mapping:
             raise NotCapturable("KV is written to other slots than the step's")
@@ -447,7 +452,7 @@ class NativeRecorder:
             ),
         )
 
-    def _caches(self, k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[int, int], int]:
+    def _caches(self, k_cache: AnyTensor, v_cache: AnyTensor) -> tuple[tuple[int, int], int]:
         """The addresses of a layer's caches, and how they hold heads."""
         kv_dtype = kv_kernel_dtype(k_cache.dtype)
         if kv_dtype is None:
@@ -457,8 +462,8 @@ class NativeRecorder:
     def _paged_attention(
         self,
         q: StepTensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: AnyTensor,
+        v_cache: AnyTensor,
         layout: PagedLayout,
         params: AttentionParams,
         sinks: Tensor | None,
@@ -503,6 +508,6 @@ class NativeRecorder:
         return out
 
 
-def _as_tensor(x: StepTensor) -> Tensor:
+def _as_tensor(x: StepTensor | HostTensor) -> Tensor:
     """Typed as torch's tensor, which the code of a model expects."""
     return cast("Tensor", x)

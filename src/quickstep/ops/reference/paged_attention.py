@@ -30,7 +30,7 @@ from quickstep.ops.reference.exact_math import (
     tanh,
 )
 from quickstep.ops.table import AttentionParams, PagedLayout
-from quickstep.ops.tensors import quantize_heads, read_heads
+from quickstep.ops.tensors import AnyTensor, quantize_heads, read_heads, to_torch
 
 __all__ = ["paged_attention", "write_kv"]
 
@@ -53,16 +53,17 @@ class _Group(msgspec.Struct, frozen=True):
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: AnyTensor,
+    v_cache: AnyTensor,
     layout: PagedLayout,
     params: AttentionParams,
     sinks: Tensor | None,
 ) -> Tensor:
     """Q [T, H, D], caches [B, S, K, W], sinks [H] -> [T, H, D]."""
     out = torch.empty_like(q)
-    for group in _groups(q, k_cache, layout, params.window):
-        attended = _attend(q[group.tokens], group, (k_cache, v_cache), layout, params, sinks)
+    caches = (to_torch(k_cache), to_torch(v_cache))
+    for group in _groups(q, caches[0], layout, params.window):
+        attended = _attend(q[group.tokens], group, caches, layout, params, sinks)
         out[group.tokens] = attended.float().to(q.dtype)
     return out
 
@@ -221,8 +222,10 @@ def _weighted_values(p: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     return round_rows(weights, bits) @ digits
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    k: Tensor, v: Tensor, k_cache: AnyTensor, v_cache: AnyTensor, slot_mapping: Tensor
+) -> None:
     """k, v [T, K, D] into k_cache, v_cache [B, S, K, W] at the flat slots slot_mapping [T]."""
-    for heads, cache in ((k, k_cache), (v, v_cache)):
+    for heads, cache in ((k, to_torch(k_cache)), (v, to_torch(v_cache))):
         stored = quantize_heads(heads) if cache.dtype == torch.int8 else heads.to(cache.dtype)
         cache.view(-1, *cache.shape[2:])[slot_mapping] = stored
