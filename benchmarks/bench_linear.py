@@ -21,8 +21,13 @@ import torch
 
 from benchmarks.machine import describe_machine
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.native.backend import default_num_threads, load_native, load_probe, native_status
-from quickstep.ops.native.probe import NativeProbe
+from quickstep.ops.native.backend import (
+    NativeProbe,
+    default_num_threads,
+    load_native,
+    load_probe,
+    native_status,
+)
 from quickstep.ops.table import OpTable
 
 # (outputs, inputs): qkv, attention output, gate_up, down of Qwen2.5-0.5B and Llama-3.2-1B

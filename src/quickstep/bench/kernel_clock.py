@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import ForwardBatch, KVShape, Model
-from quickstep.ops.host_tensor import Device
 from quickstep.ops.table import KVCache
+from quickstep.ops.tensors import Device
 
 __all__ = ["TimedModel", "with_kernel_clock"]
 

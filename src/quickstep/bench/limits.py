@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from quickstep.ops.dtypes import DType, torch_dtype
-from quickstep.ops.host_tensor import Device
-from quickstep.ops.native.backend import load_probe
-from quickstep.ops.native.probe import NativeProbe
+from quickstep.ops.native.backend import NativeProbe, load_probe
+from quickstep.ops.tensors import Device, DType, torch_dtype
 
 if TYPE_CHECKING:
     import torch

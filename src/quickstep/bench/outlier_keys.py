@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quickstep.ops.kv_format import head_width
 from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
+from quickstep.ops.tensors import head_width
 
 __all__ = ["KeyLayer", "kv_error", "random_keys"]
 

@@ -32,16 +32,14 @@ from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.topology import places_for
 from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model
-from quickstep.model.decoder import Decoder
+from quickstep.model.decoder import Decoder, LayerWeights, MLPWeights
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import Model
 from quickstep.model.loader import resolve_device, resolve_dtype
-from quickstep.model.long_context import with_context
 from quickstep.model.sizing import MemoryPlan, weight_bytes
-from quickstep.model.spec import parse_spec
-from quickstep.model.weights import LayerWeights, MLPWeights
-from quickstep.ops.dtypes import torch_dtype
+from quickstep.model.spec import parse_spec, with_context
 from quickstep.ops.resolve import resolve_ops
+from quickstep.ops.tensors import torch_dtype
 from quickstep.runtime.kv_cache import allocate_kv
 
 __all__ = ["Subject", "made_up_tokenizer", "open_checkpoint", "open_shape", "random_prompt"]

@@ -118,8 +118,7 @@ def _bandwidth(available_bytes: int | None) -> dict[str, Any]:
     """The best of some passes over a buffer far larger than the caches, on all threads."""
     from quickstep.bench.limits import DEFAULT_PROBE_BYTES, open_limits
     from quickstep.engine.machine import usable_cores
-    from quickstep.ops.dtypes import FLOAT32
-    from quickstep.ops.host_tensor import CPU
+    from quickstep.ops.tensors import CPU, FLOAT32
 
     if available_bytes is not None and available_bytes < 4 * DEFAULT_PROBE_BYTES:
         return {"read_bytes_per_s": None, "measured_how": "not: too little memory is free"}

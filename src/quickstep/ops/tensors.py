@@ -1,9 +1,14 @@
-"""Tensors in this process's memory without torch: what the native path holds instead of them.
+"""Element types, tensors and devices for code that runs with and without torch.
 
-`import torch` takes a second and 150 MB, and where matrices stand in packed weights and a step is
-one native call, tensors are containers only. A `HostTensor` is an array with an element type, and
-the few methods, by torch's names, that code for either calls. It computes nothing but conversions
-of floating point.
+`import torch` takes a second and 150 MB. The native path does not need it: its matrices are in
+packed weights and a step is one native call, so its tensors are only containers. A `HostTensor` is
+a NumPy array with an element type and the few methods, named as in torch, that the engine calls on
+both kinds; it computes nothing but conversions between floating-point types. A `DType` takes the
+place of a `torch.dtype`; its text is torch's, because fingerprints contain it.
+
+The last part is the layout of a KV cache, [B, S, K, W]. In a float dtype W is the head size D. In
+int8 it is D + 4: D quantized values, then the four bytes of their float32 scale, one for each token
+and head. So a block is copied as one piece, and a masked slot's scale is masked with it.
 """
 
 from __future__ import annotations
@@ -15,23 +20,87 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 __all__ = [
+    "BFLOAT16",
     "CPU",
+    "FLOAT16",
+    "FLOAT32",
+    "INT8",
+    "INT32",
+    "INT64",
+    "SCALE_BYTES",
+    "UINT8",
     "AnyTensor",
+    "DType",
     "Device",
     "HostTensor",
     "as_float64",
+    "find_dtype",
+    "head_size_of",
+    "head_width",
+    "host_dtype",
+    "of_kind",
+    "quantize_heads",
+    "read_heads",
     "rounded",
     "to_numpy",
     "to_torch",
     "torch_device",
+    "torch_dtype",
 ]
+
+
+class DType(msgspec.Struct, frozen=True):
+    """An element type; `storage` is NumPy's type that holds it, bits of bfloat16 in uint16."""
+
+    name: str
+    itemsize: int
+    storage: str
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+FLOAT32 = DType("float32", 4, "float32")
+BFLOAT16 = DType("bfloat16", 2, "uint16")
+FLOAT16 = DType("float16", 2, "float16")
+INT8 = DType("int8", 1, "int8")
+UINT8 = DType("uint8", 1, "uint8")
+INT32 = DType("int32", 4, "int32")
+INT64 = DType("int64", 8, "int64")
+
+_ALL = (FLOAT32, BFLOAT16, FLOAT16, INT8, UINT8, INT32, INT64)
+_BY_TEXT = {str(dtype): dtype for dtype in _ALL}
+
+
+def find_dtype(name: str) -> DType:
+    """The type with this name, such as `bfloat16`. Raises KeyError."""
+    return _BY_TEXT[f"torch.{name}"]
+
+
+def host_dtype(dtype: DType | torch.dtype) -> DType | None:
+    """The `DType` of either; None for a type that only torch has."""
+    return dtype if isinstance(dtype, DType) else _BY_TEXT.get(str(dtype))
+
+
+def torch_dtype(dtype: DType | torch.dtype) -> torch.dtype:
+    """The same type as a `torch.dtype`."""
+    if not isinstance(dtype, DType):
+        return dtype
+    import torch
+
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
+def of_kind(dtype: DType, other: DType | torch.dtype) -> Any:
+    """`dtype` as the same kind of object as `other`, for tensors of that kind."""
+    return dtype if isinstance(other, DType) else torch_dtype(dtype)
+
 
 Array = npt.NDArray[Any]
 
@@ -42,7 +111,7 @@ _FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
 
 
 class Device(msgspec.Struct, frozen=True):
-    """Where tensors are, as `torch.device` has it."""
+    """Where tensors are, like `torch.device`."""
 
     type: str
 
@@ -51,14 +120,14 @@ CPU = Device("cpu")
 
 
 def torch_device(device: Device) -> torch.device:
-    """The same device as torch has it."""
+    """The same device as a `torch.device`."""
     import torch
 
     return torch.device(device.type)
 
 
 class HostTensor:
-    """Elements of `dtype` in `array`, which keeps the memory alive."""
+    """Elements of `dtype` in a NumPy array, which keeps the memory alive."""
 
     __slots__ = ("_address", "_array", "dtype")
 
@@ -70,7 +139,7 @@ class HostTensor:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: DType) -> HostTensor:
-        """Memory of its own, aligned, holding anything."""
+        """New aligned memory, not initialized."""
         nbytes = math.prod(shape) * dtype.itemsize
         raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
         start = -raw.ctypes.data % _ALIGNMENT
@@ -83,7 +152,7 @@ class HostTensor:
 
     @property
     def device(self) -> Device:
-        """The CPU."""
+        """Always the CPU."""
         return CPU
 
     @property
@@ -92,11 +161,11 @@ class HostTensor:
         return self._array.nbytes
 
     def dim(self) -> int:
-        """How many dimensions it has."""
+        """Number of dimensions."""
         return self._array.ndim
 
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return self._array.size
 
     def element_size(self) -> int:
@@ -114,7 +183,7 @@ class HostTensor:
         return self._address
 
     def is_contiguous(self) -> bool:
-        """Whether its elements stand one after another."""
+        """Whether its elements are in order and without gaps."""
         return self._array.flags.c_contiguous
 
     def contiguous(self) -> HostTensor:
@@ -122,7 +191,7 @@ class HostTensor:
         return self if self.is_contiguous() else HostTensor(self._array.copy(), self.dtype)
 
     def new_empty(self, shape: tuple[int, ...], dtype: DType | None = None) -> HostTensor:
-        """Another tensor, of the same type unless said."""
+        """Another tensor, of the same type by default."""
         return HostTensor.empty(shape, dtype or self.dtype)
 
     def view(self, *shape: int) -> HostTensor:
@@ -142,7 +211,7 @@ class HostTensor:
         return self.to(FLOAT32)
 
     def to(self, dtype: DType) -> HostTensor:
-        """Floating point in another type, rounded to nearest, ties to even; itself if it has it."""
+        """Floating point in another type, rounded to nearest, ties to even; itself if unchanged."""
         if dtype == self.dtype:
             return self
         assert dtype in _FLOATS and self.dtype in _FLOATS
@@ -171,7 +240,7 @@ def _bfloat16_bits(wide: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def rounded(value: float, dtype: DType | torch.dtype) -> float:
-    """A number as floating point of `dtype` holds it."""
+    """A number rounded to floating point of `dtype`."""
     if not isinstance(dtype, DType):
         import torch
 
@@ -197,3 +266,45 @@ def as_float64(x: AnyTensor) -> npt.NDArray[np.float64]:
 def to_torch(x: AnyTensor) -> Tensor:
     """Either kind as a tensor of torch, on the same memory."""
     return x.to_torch() if isinstance(x, HostTensor) else x
+
+
+SCALE_BYTES = 4
+_LEAST = 1e-30  # below it a scale's reciprocal would overflow; such a head is stored as zero
+
+
+def head_width(head_size: int, dtype: DType | torch.dtype) -> int:
+    """W, the number of elements of a head of D in a cache of this dtype."""
+    return head_size + SCALE_BYTES if host_dtype(dtype) == INT8 else head_size
+
+
+def head_size_of(cache: AnyTensor) -> int:
+    """D of a cache [B, S, K, W]."""
+    width: int = cache.shape[-1]
+    return width - SCALE_BYTES if host_dtype(cache.dtype) == INT8 else width
+
+
+def quantize_heads(x: Tensor) -> Tensor:
+    """[..., D] -> [..., D + 4] int8: quantized values x * (127 / max|x|) rounded half to even,
+    scale max|x| / 127, all in float32. A head with NaN or infinity gets NaN as its scale.
+    """
+    import torch
+
+    wide = x.float()
+    most = wide.abs().amax(-1, keepdim=True)
+    largest = torch.full_like(most, 127.0)
+    is_finite, is_zero = most.isfinite(), most < _LEAST
+    is_used = is_finite & ~is_zero
+    quants = (wide * torch.div(largest, most)).round().masked_fill(~is_used, 0.0)
+    scale = torch.div(most, largest).masked_fill(is_zero, 0.0).masked_fill(~is_finite, torch.nan)
+    return torch.cat((quants.to(torch.int8), scale.contiguous().view(torch.int8)), -1)
+
+
+def read_heads(rows: Tensor) -> Tensor:
+    """[..., W] of a cache -> [..., D] in float64, exactly."""
+    import torch
+
+    if rows.dtype != torch.int8:
+        return rows.double()
+    scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
+    scale = scale.view(torch.float32)
+    return rows[..., :-SCALE_BYTES].double() * scale.double()
