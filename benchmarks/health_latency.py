@@ -15,7 +15,7 @@ import time
 
 import httpx
 
-from quickstep.bench.served import ServedChild
+from quickstep.bench.server_process import ServerProcess
 
 _TEXT = "def chain(*iterables):\n    for it in iterables:\n        yield from it\n\n"
 _JSON = {"content-type": "application/json"}
@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="under load")
     parser.add_argument("--model", default="demo")
     args = parser.parse_args()
-    child = ServedChild([args.model])
+    child = ServerProcess([args.model])
     child.start()
     try:
         worst = asyncio.run(_measure(child.url, args.seconds))

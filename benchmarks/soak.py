@@ -21,7 +21,7 @@ import httpx
 
 from benchmarks.soak_requests import SURFACES, ParsedBody, drawn, malformed
 from benchmarks.storm_attacks import JSON
-from quickstep.bench.served import ServedChild
+from quickstep.bench.server_process import ServerProcess
 
 _ABORTED, _MALFORMED = 0.30, 0.05
 _SAMPLE_EVERY_S = 1.0
@@ -64,7 +64,7 @@ def main() -> int:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    child = ServedChild([args.model, "--num-blocks", "600", "--max-num-seqs", "32"])
+    child = ServerProcess([args.model, "--num-blocks", "600", "--max-num-seqs", "32"])
     child.start()
     processes = child.process_ids()
     book = Book()
@@ -93,7 +93,7 @@ def _is_alive(process_id: int) -> bool:
     return True
 
 
-async def _soak(child: ServedChild, book: Book, args: argparse.Namespace) -> list[str]:
+async def _soak(child: ServerProcess, book: Book, args: argparse.Namespace) -> list[str]:
     limits = httpx.Limits(max_connections=args.clients + 4)
     async with httpx.AsyncClient(
         base_url=child.url, timeout=120, limits=limits, headers=JSON
@@ -188,7 +188,7 @@ async def _read_some(client: httpx.AsyncClient, asked: ParsedBody, num_bytes: in
         return answer.status_code
 
 
-async def _watch_memory(child: ServedChild, book: Book) -> None:
+async def _watch_memory(child: ServerProcess, book: Book) -> None:
     while True:
         book.memory.append((time.monotonic(), child.memory_bytes()))
         await asyncio.sleep(_SAMPLE_EVERY_S)

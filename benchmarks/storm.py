@@ -20,7 +20,7 @@ from collections import Counter
 import httpx
 
 from benchmarks.storm_attacks import ATTACKS
-from quickstep.bench.served import ServedChild
+from quickstep.bench.server_process import ServerProcess
 
 _NUM_TOKENS = 400
 _BODY = {
@@ -47,7 +47,7 @@ def main() -> int:
     if args.attack is not None:
         asyncio.run(_attack(args.attack, args.seconds, args.only))
         return 0
-    child = ServedChild([args.model])
+    child = ServerProcess([args.model])
     child.start()
     try:
         return asyncio.run(_measure(child.url, args.seconds, args.only))

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from quickstep.bench.block_scheme import rounded_q4_0, rounded_q8_0
-from quickstep.bench.held_out import HELD_OUT_MODULES, held_out_text
-from quickstep.bench.outlier_layers import format_error, random_layer
-from quickstep.bench.text_accuracy import cut_windows
+from quickstep.bench.llama_cpp_formats import rounded_q4_0, rounded_q8_0
+from quickstep.bench.outliers import format_error, random_layer
+from quickstep.bench.text_accuracy import HELD_OUT_MODULES, cut_windows, held_out_text
 from quickstep.cli.main import main
 from quickstep.errors import ConfigError
 from quickstep.model.quantization import SCHEMES, MatrixFormat

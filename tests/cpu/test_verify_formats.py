@@ -83,9 +83,9 @@ def bits_of_halves_depend_on_rows(ops: OpTable) -> OpTable:
     return replace(ops, linear=linear, steps=None)
 
 
-def test_formats_beside_a_flag_that_says_the_same_are_refused(
+def test_formats_with_a_flag_that_it_replaces_are_refused(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--formats", "bf16", "--dtype", "float16"]
     assert main(["verify", str(checkpoint), *flags]) == 2
-    assert "--formats says what --dtype" in capsys.readouterr().err
+    assert "--formats replaces --dtype" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 from quickstep.cli import generate, serve
 from quickstep.cli.flags.engine import engine_config, model_of
 from quickstep.cli.flags.parsing import Parser, bytes_size, token_count
-from quickstep.cli.flags.sampling import sampling_params, say_defaults
+from quickstep.cli.flags.sampling import print_defaults, sampling_params
 from quickstep.cli.flags.serve import input_config, log_setup, server_options, stream_config
 from quickstep.cli.main import main
 from quickstep.config import EngineConfig, InputConfig, PolicyName, SchedulerConfig, StreamConfig
@@ -191,8 +191,8 @@ def test_every_sampling_flag_reaches_the_parameters() -> None:
 
 
 def test_the_models_own_defaults_are_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    say_defaults({"temperature": 0.6, "max_tokens": 9})
-    say_defaults({})
+    print_defaults({"temperature": 0.6, "max_tokens": 9})
+    print_defaults({})
     assert capsys.readouterr().err == "the model's own sampling defaults: temperature 0.6\n"
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Never trained on, nor asked about: the quality script measures bits per byte on them.
-from quickstep.bench.held_out import HELD_OUT_MODULES
+from quickstep.bench.text_accuracy import HELD_OUT_MODULES
 
 # Generated tables, fixtures and packaging machinery: text nobody would ask the model to continue.
 _EXCLUDED_FOLDERS = frozenset(
