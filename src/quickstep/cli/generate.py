@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = command(subparsers, "generate", "Complete a prompt and print the text.", run)
     parser.add_argument("prompt", metavar="PROMPT", help="the text to complete; - reads stdin")
     parser.add_argument(
-        "--model", default="demo", help="a directory, a hub id or demo (default: %(default)s)"
+        "--model", default="demo", help="a directory, a Hugging Face id, or demo (default)"
     )
     parser.add_argument(
         "--n",

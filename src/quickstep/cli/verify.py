@@ -61,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         run,
     )
     parser.add_argument(
-        "model", nargs="?", default="demo", help="a directory, a hub id or demo (default: demo)"
+        "model", nargs="?", default="demo", help="a directory, a Hugging Face id, or demo (default)"
     )
     parser.add_argument(
         "--requests",

@@ -38,7 +38,10 @@ _DTYPES = {
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add `MODEL` and `--model`; as in vLLM, either names the model."""
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a directory, a hub id or demo (default)"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a directory, a Hugging Face id, or demo (default)",
     )
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as MODEL")
 
@@ -205,8 +208,7 @@ def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=defaults.priority_aging_s,
         metavar="SECONDS",
-        help="a waiting request gains one level of priority each time this much time passes "
-        "(default: %(default)s)",
+        help="waiting time that raises a request by one level of priority (default: %(default)s)",
     )
 
 

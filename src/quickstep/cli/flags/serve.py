@@ -84,9 +84,13 @@ _STREAMS = (
 )
 _SECONDS = (
     ("--keep-alive-timeout-s", "how long an idle connection stays open", 5.0),
-    ("--header-timeout-s", "until a request's headers have arrived", 20.0),
-    ("--upload-timeout-s", "until a request's body has arrived", 120.0),
-    ("--slow-reader-timeout-s", "how long a stream may wait for a client that does not read", 60.0),
+    ("--header-timeout-s", "how long a request's headers may take to arrive", 20.0),
+    ("--upload-timeout-s", "how long a request's body may take to arrive", 120.0),
+    (
+        "--slow-reader-timeout-s",
+        "how long a client may not read a stream before it is aborted",
+        60.0,
+    ),
     ("--stream-comment-s", "interval of comments in a stream without output; 0 for none", 15.0),
     (
         "--stall-timeout-s",
