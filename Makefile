@@ -91,7 +91,7 @@ MINUTES ?= 10
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
-# Quickstep beside vLLM, OpenVINO, llama.cpp and transformers, in turns, for about three hours; sets
+# Quickstep compared with vLLM, OpenVINO, llama.cpp and transformers, in turns, for about three hours; sets
 # them up first (GBs). `make peers PEERS=--quick` takes 10 minutes once they are set up.
 PEERS ?= --workloads w1 w2 w3 w4 footprint
 peers: $(READY)

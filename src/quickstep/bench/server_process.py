@@ -44,9 +44,9 @@ class ServerProcess:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self.log.append(line)
-            found = _ADDRESS.search(line)
-            if found:
-                self.url = found.group(1)
+            address = _ADDRESS.search(line)
+            if address:
+                self.url = address.group(1)
                 self._serving.set()
         self._serving.set()  # the process ended
 
@@ -57,13 +57,13 @@ class ServerProcess:
     def memory_bytes(self) -> dict[str, int]:
         """Resident memory of the processes: server, engine, grammars."""
         assert self._process is not None
-        found = {"server": _resident_bytes(self._process.pid)}
+        sizes = {"server": _resident_bytes(self._process.pid)}
         children = _children()
         for engine in children.get(self._process.pid, ()):
-            found["engine"] = _resident_bytes(engine)
+            sizes["engine"] = _resident_bytes(engine)
             for grammars in children.get(engine, ()):
-                found["grammars"] = _resident_bytes(grammars)
-        return found
+                sizes["grammars"] = _resident_bytes(grammars)
+        return sizes
 
     def process_ids(self) -> list[int]:
         """The process ids of the server and all its descendants."""
@@ -94,12 +94,12 @@ def _resident_bytes(process_id: int) -> int:
 
 def _children() -> dict[int, list[int]]:
     """The ids of live processes by parent id."""
-    found: dict[int, list[int]] = {}
+    children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
         except OSError:
             continue
         if state != "Z":
-            found.setdefault(int(parent), []).append(int(stat.parent.name))
-    return found
+            children.setdefault(int(parent), []).append(int(stat.parent.name))
+    return children

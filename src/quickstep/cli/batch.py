@@ -246,7 +246,7 @@ class _OutputFile:
 
     def _read(self, file: BinaryIO) -> None:
         """Read what is finished; remove an incomplete end and, if `retry_failed`, the errors."""
-        kept: list[bytes] = []
+        lines: list[bytes] = []
         file.seek(0)
         end = 0
         for number, line in enumerate(file, 1):
@@ -264,9 +264,9 @@ class _OutputFile:
             self.done.add(custom_id)
             self.num_failed += not succeeded
             if self._retry_failed:
-                kept.append(line)
+                lines.append(line)
         if self._retry_failed:
-            self._replace(file, iter(kept))
+            self._replace(file, iter(lines))
             return
         file.truncate(end)
         if end and not _ends_a_line(file):

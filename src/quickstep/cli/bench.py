@@ -217,9 +217,9 @@ def _run_latency(args: argparse.Namespace) -> int:
     except ConfigError as error:  # it may name a length that is derived from the flags
         flags = f"--input-len {options.input_len}, --output-len {options.output_len}"
         raise ConfigError(f"{flags}: {error}") from None
-    found = _run_started(measured, lambda: measure_latency(measured, options))
+    figures = _run_started(measured, lambda: measure_latency(measured, options))
     lengths = {"input_len": options.input_len, "output_len": options.output_len}
-    print_figures(found, {**_settings(measured, args), **lengths}, args.json, methods={})
+    print_figures(figures, {**_settings(measured, args), **lengths}, args.json, methods={})
     return 0
 
 
@@ -237,14 +237,14 @@ def _run_throughput(args: argparse.Namespace) -> int:
     lengths = random_lengths(options)
     longest = max(one.num_inputs + one.num_outputs for one in lengths)
     measured = _open(args, sized_for(_config(args), longest))
-    found = _run_started(measured, lambda: measure_throughput(measured, options))
+    figures = _run_started(measured, lambda: measure_throughput(measured, options))
     settings = {
         **_settings(measured, args),
         "num_requests": len(lengths),
         "input_tokens": sum(one.num_inputs for one in lengths),
         "output_tokens": sum(one.num_outputs for one in lengths),
     }
-    print_figures(found, settings, args.json, methods={})
+    print_figures(figures, settings, args.json, methods={})
     return 0
 
 

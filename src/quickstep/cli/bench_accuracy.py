@@ -209,13 +209,13 @@ def _on_text(bench: _Bench) -> dict[str, TextAccuracy]:
     token_ids = Tokenizer.open(bench.checkpoint.path).encode(text)
     windows = cut_windows(token_ids, args.tokens, args.window)
     reference = Reference.of(bench.model("float32"), windows)
-    found = {
+    results = {
         _row_name(pair): compare(reference, bench.of_pair(pair), KV_FORMATS[pair.kv])
         for pair in bench.pairs()
     }
     for name, bits in _BLOCK_BITS:
-        found[name] = compare(reference, bench.model("float32", bits=bits))
-    return found
+        results[name] = compare(reference, bench.model("float32", bits=bits))
+    return results
 
 
 def _row_name(pair: FormatPair) -> str:
@@ -236,7 +236,7 @@ def _on_layers(bench: _Bench) -> dict[str, dict[int, LayerError]]:
     from quickstep.model.quantization import SCHEMES
 
     layers = {factor: random_layer(factor, bench.args.seed) for factor in FACTORS}
-    found: dict[str, dict[int, LayerError]] = {}
+    errors: dict[str, dict[int, LayerError]] = {}
     for name, _ in (pair for pair in bench.pairs() if pair.kv == "auto"):
         weights = WEIGHT_FORMATS[name]
         if weights.quantization is None:
@@ -244,12 +244,12 @@ def _on_layers(bench: _Bench) -> dict[str, dict[int, LayerError]]:
         else:
             scheme = SCHEMES[weights.quantization]
             dtype, form = torch.float32, scheme.format_of(_layer_inputs(layers), outer=False)
-        found[name] = {
+        errors[name] = {
             factor: format_error(layer, bench.ops, dtype, form) for factor, layer in layers.items()
         }
     for name, bits in _BLOCK_BITS:
-        found[name] = {factor: block_error(layer, bits) for factor, layer in layers.items()}
-    return found
+        errors[name] = {factor: block_error(layer, bits) for factor, layer in layers.items()}
+    return errors
 
 
 def _layer_inputs(layers: Mapping[int, OutlierLayer]) -> int:

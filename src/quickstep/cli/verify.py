@@ -277,7 +277,7 @@ def _progress_bar(prefix: str) -> Iterator[Progress | None]:
     text = TextColumn("{task.description:<32}")
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console_on(), transient=True) as bar:
-        task = bar.add_task("alone", total=None)
+        task = bar.add_task("batch size 1", total=None)
 
         def show(what: str, done: int, total: int) -> None:
             bar.update(task, description=prefix + what, completed=done, total=total)
