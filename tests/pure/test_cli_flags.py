@@ -50,7 +50,7 @@ def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_no_flags_give_the_default_configuration() -> None:
-    """A server's queue has a limit; the others answer what they were given, all of it."""
+    """Only the queue of a server has a limit."""
     served = EngineConfig(scheduler=SchedulerConfig(max_waiting=16_384))
     assert engine_config(parsed("serve"), "demo") == served
     assert engine_config(parsed("generate", "a"), "demo") == EngineConfig()
@@ -92,8 +92,8 @@ def test_no_flags_give_the_default_server(monkeypatch: pytest.MonkeyPatch) -> No
     assert options.deadlines == Deadlines()
     assert options.field_rules == FieldRules()
     assert options.answers == AnswerOptions()
-    told = parsed(*("serve", "--enable-force-include-usage", "--enable-per-request-metrics"))
-    assert server_options(told).answers == AnswerOptions(True, True)
+    args = parsed(*("serve", "--enable-force-include-usage", "--enable-per-request-metrics"))
+    assert server_options(args).answers == AnswerOptions(True, True)
     assert server_options(parsed("serve", "--max-logprobs", "-1")).limits.logprobs == -1
     assert server_options(parsed("serve", "--strict")).field_rules == FieldRules(True, True)
     assert input_config(parsed("serve")) == InputConfig()

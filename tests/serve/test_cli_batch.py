@@ -32,7 +32,7 @@ def written(path: Path, lines: Sequence[object]) -> Path:
 
 
 def answers(path: Path) -> dict[str, dict[str, Any]]:
-    """The answers by custom id; fails if one stands there twice or is broken."""
+    """The responses by custom id; fails if one is duplicate or malformed."""
     entries = [json.loads(text) for text in path.read_text().splitlines()]
     found = {entry["custom_id"]: entry["response"] for entry in entries}
     assert len(found) == len(entries)
