@@ -22,6 +22,9 @@ COMMAND = re.compile(r"quickstep ([a-z]+)\b([^`#\n]*)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 # Code spans that look like a path of this repository.
 PATH = re.compile(r"`((?:src|csrc|tests|tools|docs|benchmarks|\.ci)/[\w./-]+)`")
+# Code spans of ARCHITECTURE.md that look like a source file; they may be relative to the package.
+SOURCE_PATH = re.compile(r"`([a-z_]+(?:/\w+)+\.(?:py|h|cpp))`")
+PACKAGE = ROOT / "src" / "quickstep"
 
 
 def tracked_pages() -> list[Path]:
@@ -43,9 +46,12 @@ def dead_links(page: Path) -> Iterator[str]:
             yield target
         elif anchor and file.suffix == ".md" and anchor not in anchors(file):
             yield f"{target}#{anchor}"
-    for match in PATH.finditer(text):
-        if not (ROOT / match.group(1)).exists():
-            yield match.group(1)
+    for path in PATH.findall(text):
+        if not (ROOT / path).exists():
+            yield path
+    for path in SOURCE_PATH.findall(text) if page.name == "ARCHITECTURE.md" else ():
+        if not (ROOT / path).exists() and not (PACKAGE / path).exists():
+            yield path
 
 
 @functools.cache

@@ -40,7 +40,7 @@ def report(capsys, *arguments):
 
 
 @pytest.mark.parametrize("flags", [[], ["--batch", "3", "--pipeline-depth", "2"]])
-def test_a_step_on_a_shape_has_times_and_shares(capsys, flags):
+def test_a_step_on_a_shape_has_times_and_fractions_of_limits(capsys, flags):
     found = report(capsys, *STEP, *SMALL, "--shape", "tiny2", *flags)
     for name in ("decode_ms", "prefill_ms", "read_gb_per_s", "peak_tflops"):
         assert found[name] > 0
@@ -98,7 +98,7 @@ def test_latency_of_one_token_has_no_gap(capsys):
     assert "tpot_ms" not in report(capsys, "bench", "latency", *flags)
 
 
-def test_throughput_counts_the_tokens_it_asked_for(capsys):
+def test_throughput_counts_the_requested_tokens(capsys):
     flags = ["--shape", "tiny2", "--repeats", "1", "--num-prompts", "6", "--max-len", "24"]
     found = report(capsys, "bench", "throughput", *flags)
     lengths = random_lengths(ThroughputOptions(num_requests=6, max_len=24))
@@ -108,7 +108,7 @@ def test_throughput_counts_the_tokens_it_asked_for(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["step", "--shape", "qwen"], "qwen2.5-0.5b"),
         (["step", "demo", "--shape", "tiny2"], "both a MODEL and --shape"),
@@ -120,9 +120,9 @@ def test_throughput_counts_the_tokens_it_asked_for(capsys):
         ([], "KIND"),
     ],
 )
-def test_what_cannot_be_measured_is_one_sentence(capsys, flags, said):
+def test_what_cannot_be_measured_is_one_sentence(capsys, flags, message):
     assert main(["bench", *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_lengths_of_requests_are_a_function_of_the_seed():

@@ -190,7 +190,7 @@ def test_every_sampling_flag_reaches_the_parameters() -> None:
     assert sampling.thinking_budget == 99
 
 
-def test_the_models_own_defaults_are_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_models_own_defaults_are_printed_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     print_defaults({"temperature": 0.6, "max_tokens": 9})
     print_defaults({})
     assert capsys.readouterr().err == "the model's own sampling defaults: temperature 0.6\n"

@@ -126,7 +126,7 @@ def test_a_broken_end_is_repaired(tmp_path: Path, lost: int) -> None:
     }
 
 
-def test_an_interrupted_run_leaves_whole_lines_and_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_complete_lines_and_continues(tmp_path: Path) -> None:
     lines = [line(str(n), prompt=f"def f{n}(", max_tokens=30, seed=n) for n in range(60)]
     source = written(tmp_path / "in.jsonl", lines)
     output = tmp_path / "out.jsonl"
