@@ -1,4 +1,4 @@
-"""`quickstep serve` as a child: its address, its processes' memory, its log."""
+"""`quickstep serve` as a child process: its address, its log, the memory of its processes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["ServedChild"]
+__all__ = ["ServerProcess"]
 
 _ADDRESS = re.compile(r" at (http://\S+)/v1")
 _FAULT = re.compile(r" (ERROR|CRITICAL) |Traceback")
 _START_S = 120.0
 
 
-class ServedChild:
-    """A server on a free port. `start` it, `stop` it."""
+class ServerProcess:
+    """A server on a free port. Call `start`, and `stop` at the end."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._argv = [sys.executable, "-m", "quickstep", "serve", "--port", "0", *argv]
@@ -29,7 +29,7 @@ class ServedChild:
         self.log: list[str] = []
 
     def start(self) -> None:
-        """Return once it serves. Raises RuntimeError if it does not."""
+        """Start the server and wait until it is ready. Raises RuntimeError if it does not start."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         self._process = subprocess.Popen(
             self._argv, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
@@ -44,29 +44,29 @@ class ServedChild:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self.log.append(line)
-            found = _ADDRESS.search(line)
-            if found:
-                self.url = found.group(1)
+            address = _ADDRESS.search(line)
+            if address:
+                self.url = address.group(1)
                 self._serving.set()
-        self._serving.set()  # it ended
+        self._serving.set()  # the process ended
 
     def faults(self) -> list[str]:
-        """Lines of the log that tell of an error."""
+        """Lines of the log that report an error."""
         return [line.rstrip() for line in self.log if _FAULT.search(line)]
 
     def memory_bytes(self) -> dict[str, int]:
-        """Resident memory of each process by its part: server, engine, grammars."""
+        """Resident memory of the processes: server, engine, grammars."""
         assert self._process is not None
-        found = {"server": _resident_bytes(self._process.pid)}
+        sizes = {"server": _resident_bytes(self._process.pid)}
         children = _children()
         for engine in children.get(self._process.pid, ()):
-            found["engine"] = _resident_bytes(engine)
+            sizes["engine"] = _resident_bytes(engine)
             for grammars in children.get(engine, ()):
-                found["grammars"] = _resident_bytes(grammars)
-        return found
+                sizes["grammars"] = _resident_bytes(grammars)
+        return sizes
 
     def process_ids(self) -> list[int]:
-        """The server's and all its descendants."""
+        """The process ids of the server and all its descendants."""
         assert self._process is not None
         children, ids = _children(), [self._process.pid]
         for process_id in ids:
@@ -74,7 +74,7 @@ class ServedChild:
         return ids
 
     def stop(self) -> int:
-        """SIGTERM, and in the end SIGKILL; the exit code."""
+        """Send SIGTERM, after 60 s SIGKILL; return the exit code."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         try:
@@ -93,13 +93,13 @@ def _resident_bytes(process_id: int) -> int:
 
 
 def _children() -> dict[int, list[int]]:
-    """Living processes by their parents."""
-    found: dict[int, list[int]] = {}
+    """The ids of live processes by parent id."""
+    children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = stat.read_text().rpartition(")")[2].split()[:2]
         except OSError:
             continue
         if state != "Z":
-            found.setdefault(int(parent), []).append(int(stat.parent.name))
-    return found
+            children.setdefault(int(parent), []).append(int(stat.parent.name))
+    return children

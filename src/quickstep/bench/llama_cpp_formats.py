@@ -1,9 +1,9 @@
-"""llama.cpp's Q8_0 and Q4_0 schemes in NumPy, to judge our formats beside them.
+"""llama.cpp's Q8_0 and Q4_0 in NumPy, for comparing the accuracy of our formats with them.
 
-Both hold weights in blocks of 32 inputs with a float16 scale, and quantise activations to Q8_0 on
-the way in. Here the quantized values are multiplied out, and the product taken in float32: its
-rounding is far below that of the quantized values. `block_ops` puts the scheme under a whole model.
-As llama.cpp keeps them at more bits, embeddings and the output projection are Q8_0 in both.
+Both store weights in blocks of 32 inputs with a float16 scale, and quantize activations to Q8_0.
+Here weights and activations are dequantized and multiplied in float32, whose rounding error is far
+smaller than that of the quantization. `block_ops` runs a model in one of the formats. Embeddings
+and the output projection are Q8_0 in both, because llama.cpp stores them with more bits as well.
 
     Q8_0   d = max |x| / 127            quant = round(x / d)
     Q4_0   d = (x of max |x|) / -8      quant = min(15, trunc(x / d + 8.5)) - 8
@@ -28,39 +28,39 @@ Floats = NDArray[np.float32]
 
 
 def rounded_q8_0(values: Floats) -> Floats:
-    """What Q8_0 keeps of values [..., C], in float32; C is a multiple of 32."""
+    """Values [..., C] after rounding to Q8_0, in float32; C is a multiple of 32."""
     blocks = _blocks(values)
     step = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
     scaled = blocks * _inverse(step)
     quants = np.copysign(np.floor(np.abs(scaled) + np.float32(0.5)), scaled)
-    kept: Floats = (quants * _half(step)).reshape(values.shape)
-    return kept
+    rounded: Floats = (quants * _half(step)).reshape(values.shape)
+    return rounded
 
 
 def rounded_q4_0(values: Floats) -> Floats:
-    """What Q4_0 keeps of values [..., C], in float32; C is a multiple of 32."""
+    """Values [..., C] after rounding to Q4_0, in float32; C is a multiple of 32."""
     blocks = _blocks(values)
     place = np.abs(blocks).argmax(-1, keepdims=True)
     step = np.take_along_axis(blocks, place, -1) / np.float32(-8)
     quants = np.minimum(np.float32(15), np.trunc(blocks * _inverse(step) + np.float32(8.5)))
-    kept: Floats = ((quants - np.float32(8)) * _half(step)).reshape(values.shape)
-    return kept
+    rounded: Floats = ((quants - np.float32(8)) * _half(step)).reshape(values.shape)
+    return rounded
 
 
-def block_product(x: Floats, kept: Floats) -> Floats:
-    """X [T, C] through Q8_0, times weights [N, C] that one of the above gave -> [T, N]."""
-    product: Floats = rounded_q8_0(x) @ kept.T
+def block_product(x: Floats, rounded_weight: Floats) -> Floats:
+    """The product of x [T, C], rounded to Q8_0, with rounded weights [N, C] -> [T, N]."""
+    product: Floats = rounded_q8_0(x) @ rounded_weight.T
     return product
 
 
 def block_ops(ops: OpTable, bits: int, vocab_size: int) -> OpTable:
-    """`ops`, with matrices in Q8_0 (8) or Q4_0 (4); those of `vocab_size` outputs in Q8_0."""
+    """`ops` with matrices in Q8_0 (`bits` is 8) or Q4_0 (4); with `vocab_size` rows in Q8_0."""
 
     def pack(weight: Tensor, bias: Tensor | None) -> LinearWeight:
         outputs, inputs = weight.shape
-        rounded = rounded_q8_0 if bits == 8 or outputs == vocab_size else rounded_q4_0
-        kept = torch.from_numpy(rounded(weight.float().numpy()))
-        return LinearWeight(kept, bias, outputs, inputs, kept.nbytes)
+        round_weight = rounded_q8_0 if bits == 8 or outputs == vocab_size else rounded_q4_0
+        rounded = torch.from_numpy(round_weight(weight.float().numpy()))
+        return LinearWeight(rounded, bias, outputs, inputs, rounded.nbytes)
 
     def linear(x: Tensor, weight: LinearWeight) -> Tensor:
         assert isinstance(weight.data, Tensor)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from quickstep.cli.machine import cgroup_cpus, cpu_facts, huge_pages, memory_facts
+from quickstep.cli.doctor import cgroup_cpus, cpu_facts, huge_pages, memory_facts
 
 CPUINFO = "\n\n".join(
     f"""processor\t: {number}
