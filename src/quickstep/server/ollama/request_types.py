@@ -1,6 +1,6 @@
-"""The JSON bodies of Ollama's API, as msgspec types: its whole schema with the fields' classes.
+"""The JSON bodies of Ollama's API, as msgspec types: all fields, with their classes.
 
-What they turn into is in `prompting`, `embedding` and `models`.
+`request` and `endpoint` read them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
 
 
 class OllamaModelFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """What generating and embedding share."""
+    """The fields that generating and embedding share."""
 
     model: Annotated[str, _MODEL]
     keep_alive: Annotated[
@@ -102,7 +102,7 @@ class OllamaModelFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 class OllamaGenerateFields(
     OllamaModelFields, forbid_unknown_fields=True, kw_only=True, frozen=True
 ):
-    """What `/api/chat` and `/api/generate` share. A stream is the default."""
+    """The fields that `/api/chat` and `/api/generate` share. Streaming is the default."""
 
     options: Annotated[
         OllamaOptions | None,
@@ -138,7 +138,7 @@ class OllamaGenerateFields(
 
 
 class OllamaCalledFunction(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Name and arguments of an earlier call; `index` is there when a client returns an answer."""
+    """Name and arguments of an earlier call; `index` is set when a client sends a response back."""
 
     name: Annotated[str, _TEMPLATE]
     arguments: Annotated[dict[str, Any], _TEMPLATE]
@@ -173,7 +173,7 @@ class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
 class OllamaChatRequest(
     OllamaGenerateFields, forbid_unknown_fields=True, kw_only=True, frozen=True
 ):
-    """The body of `/api/chat`. Without messages the model is loaded, which it is."""
+    """The body of `/api/chat`. A request without messages only loads the model."""
 
     messages: Annotated[
         list[OllamaMessage] | None,
@@ -190,7 +190,7 @@ class OllamaChatRequest(
 class OllamaGenerateRequest(
     OllamaGenerateFields, forbid_unknown_fields=True, kw_only=True, frozen=True
 ):
-    """The body of `/api/generate`. Without a prompt the model is loaded, which it is."""
+    """The body of `/api/generate`. A request without a prompt only loads the model."""
 
     prompt: Annotated[
         str | None, effect("What to answer; without one the answer says that the model is loaded.")
@@ -221,7 +221,7 @@ class OllamaGenerateRequest(
 
 
 class OllamaEmbedRequest(OllamaModelFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """The body of `/api/embed`. `options` sample nothing here and have no effect."""
+    """The body of `/api/embed`. `options` are about sampling and have no effect."""
 
     input: Annotated[str | list[str], effect("What to embed: a text or a list of them.")]
     truncate: Annotated[
@@ -248,7 +248,7 @@ class OllamaShowRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     model: Annotated[str | None, _MODEL] = None
     name: Annotated[str | None, effect("The older name of model.")] = None
-    verbose: Annotated[bool | None, hint("all is told at once", passes=(False,))] = None
+    verbose: Annotated[bool | None, hint("the response is always complete", passes=(False,))] = None
     system: Annotated[str | None, hint("the model has its own", passes=("",))] = None
     template: Annotated[str | None, hint("the model has its own", passes=("",))] = None
     options: Annotated[dict[str, Any] | None, hint("nothing is loaded", passes=({},))] = None

@@ -38,16 +38,16 @@ from quickstep.server.ollama.request_types import (
     OllamaShowRequest,
 )
 from quickstep.server.ollama.response_types import (
-    OllamaChatAnswer,
+    OllamaChatResponse,
     OllamaDetails,
-    OllamaEmbedAnswer,
-    OllamaEmbeddingsAnswer,
-    OllamaGenerateAnswer,
+    OllamaEmbeddingsResponse,
+    OllamaEmbedResponse,
+    OllamaGenerateResponse,
     OllamaModel,
     OllamaModels,
     OllamaRunningModel,
     OllamaRunningModels,
-    OllamaShowAnswer,
+    OllamaShowResponse,
     OllamaStatus,
     OllamaVersion,
 )
@@ -55,7 +55,7 @@ from quickstep.server.schema.field_reader import FieldReader
 
 __all__ = ["ollama_routes"]
 
-# Of the API; tools ask for a version that has what they use (tools, thinking, logprobs).
+# The version of the API; clients require one with the features they use (tools, thinking, ...).
 _OLLAMA_VERSION = "0.12.11"
 _NEVER = "9999-12-31T23:59:59Z"
 _ARCHITECTURE = "quickstep"  # clients look for `<architecture>.context_length`
@@ -75,7 +75,7 @@ _MANAGING = (
 
 
 def ollama_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
-    """All of them."""
+    """The routes of Ollama's API."""
     models = OllamaModelList(served)
     embedding = OllamaEmbedding(served, metrics)
     return [
@@ -83,11 +83,11 @@ def ollama_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "POST",
             "/api/chat",
             OllamaRoute(OllamaChat(), served, metrics).answer,
-            "The assistant's next message, as Ollama has it.",
+            "The assistant's next message, in the format of Ollama.",
             request=OllamaChatRequest,
-            response=OllamaChatAnswer,
+            response=OllamaChatResponse,
             streams=True,
-            events=(OllamaChatAnswer,),
+            events=(OllamaChatResponse,),
             stream_type=NDJSON,
             error_shape=ollama_shape,
         ),
@@ -95,11 +95,11 @@ def ollama_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "POST",
             "/api/generate",
             OllamaRoute(OllamaGenerate(), served, metrics).answer,
-            "The answer to a prompt, as Ollama has it.",
+            "The response to a prompt, in the format of Ollama.",
             request=OllamaGenerateRequest,
-            response=OllamaGenerateAnswer,
+            response=OllamaGenerateResponse,
             streams=True,
-            events=(OllamaGenerateAnswer,),
+            events=(OllamaGenerateResponse,),
             stream_type=NDJSON,
             error_shape=ollama_shape,
         ),
@@ -107,27 +107,27 @@ def ollama_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "POST",
             "/api/embed",
             embedding.embed,
-            "A vector for each input, as Ollama has it.",
+            "A vector for each input, in the format of Ollama.",
             request=OllamaEmbedRequest,
-            response=OllamaEmbedAnswer,
+            response=OllamaEmbedResponse,
             error_shape=ollama_shape,
         ),
         ApiRoute(
             "POST",
             "/api/embeddings",
             embedding.embeddings,
-            "The vector of one prompt, as older clients of Ollama ask for it.",
+            "The vector of one prompt, for older clients of Ollama.",
             request=OllamaEmbeddingsRequest,
-            response=OllamaEmbeddingsAnswer,
+            response=OllamaEmbeddingsResponse,
             error_shape=ollama_shape,
         ),
         ApiRoute(
             "POST",
             "/api/show",
             models.show,
-            "What a model is and can do.",
+            "A model's details and capabilities.",
             request=OllamaShowRequest,
-            response=OllamaShowAnswer,
+            response=OllamaShowResponse,
             error_shape=ollama_shape,
         ),
         *_lists(models),
@@ -141,7 +141,7 @@ def _lists(models: OllamaModelList) -> list[ApiRoute]:
             "GET",
             "/api/tags",
             models.tags,
-            "All names that are served, as Ollama lists them.",
+            "All served names, in the format of Ollama.",
             response=OllamaModels,
             error_shape=ollama_shape,
         ),
@@ -161,7 +161,7 @@ def _lists(models: OllamaModelList) -> list[ApiRoute]:
             response=OllamaVersion,
             error_shape=ollama_shape,
         ),
-        ApiRoute("GET", "/", models.root, "Clients of Ollama ask whether a server is there."),
+        ApiRoute("GET", "/", models.root, "Clients of Ollama check here that a server runs."),
     ]
 
 
@@ -183,22 +183,22 @@ def _refused(method: str, path: str, done: str, served: Served) -> ApiRoute:
 
 
 class OllamaModelList:
-    """The endpoints that tell."""
+    """The endpoints that report on the models and the version."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
         self._since = rfc3339(time.time())
 
     async def root(self, _: Request) -> Response:
-        """Clients ask it whether an Ollama is there."""
+        """Return the text by which clients recognize an Ollama server."""
         return Response("Ollama is running", media_type="text/plain")
 
     async def version(self, _: Request) -> Response:
-        """The version of the API."""
+        """Return the version of Ollama whose API this is."""
         return json_response(OllamaVersion(_OLLAMA_VERSION))
 
     async def tags(self, _: Request) -> Response:
-        """Every name that is served."""
+        """Return all served names."""
         models = [
             OllamaModel(
                 name=name,
@@ -213,7 +213,7 @@ class OllamaModelList:
         return json_response(OllamaModels(models))
 
     async def running(self, _: Request) -> Response:
-        """The same names: the model is in memory until the server ends."""
+        """Return the same names: the model is in memory until the server ends."""
         models = [
             OllamaRunningModel(
                 name=name,
@@ -230,7 +230,7 @@ class OllamaModelList:
         return json_response(OllamaRunningModels(models))
 
     async def show(self, request: Request) -> Response:
-        """What one of them is. Raises RequestError."""
+        """Return the details of one model. Raises RequestError."""
         reader = FieldReader(self._served.field_rules)
         fields = reader.decode(body_of(request), OllamaShowRequest)
         report_ignored(request, reader.ignored)
@@ -241,7 +241,7 @@ class OllamaModelList:
         engine = self._served.engine
         template = engine.chat_template
         return json_response(
-            OllamaShowAnswer(
+            OllamaShowResponse(
                 modelfile=f"FROM {served}\n",
                 parameters="\n".join(
                     f"{_PARAMETERS.get(field, field)} {value:g}"
@@ -261,21 +261,21 @@ class OllamaModelList:
         )
 
     def _capabilities(self) -> list[Capability]:
-        found: list[Capability] = ["completion", "embedding"]
+        capabilities: list[Capability] = ["completion", "embedding"]
         formats = self._served.formats
         if formats.renders_tools and formats.tool_calls is not None:
-            found.append("tools")
+            capabilities.append("tools")
         if formats.reasoning is not None:
-            found.append("thinking")
+            capabilities.append("thinking")
         try:
             infill_markers(self._served.engine.tokenizer)
         except RequestError:
-            return found
-        return [*found, "insert"]
+            return capabilities
+        return [*capabilities, "insert"]
 
     @property
     def _num_bytes(self) -> int:
-        """Of the weights, 0 where nothing was planned."""
+        """The bytes of the weights, 0 without a memory plan."""
         plan = self._served.engine.memory_plan
         rows = () if plan is None else plan.rows
         return sum(row.num_bytes for row in rows if row.label == "weights")

@@ -58,7 +58,7 @@ __all__ = ["INCLUDES", "INCLUDES_NOTHING", "Responses"]
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
 INCLUDES = (_LOGPROBS, _SEALED)
-# of tools and inputs that are not here; clients send them for whatever may come
+# parts of tools and inputs that this server does not have; clients include them by default
 INCLUDES_NOTHING = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -70,27 +70,29 @@ INCLUDES_NOTHING = (
 
 
 class Responses:
-    """The API."""
+    """The adapter of the API."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
     def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
-        """Validate. Raises RequestError."""
+        """Parse and validate a body. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, ResponsesRequest)
         served.model(fields.model)
         limits = served.limits
         items = read_items(fields.input, reader)
-        past = self._past(fields, caller)
+        past = self._previous_messages(fields, caller)
         messages = (*past, *template_messages(items, served))
-        whole = with_instructions(fields.instructions, messages)
         conversation = Conversation(
-            whole,
+            with_instructions(fields.instructions, messages),
             num_chars=len(body) + sum(len(message.get("content") or "") for message in past),
             offered=_offered_functions(fields, served, reader),
             grammar=_requested_text_format(fields),
-            extra={**_told(fields, served, reader), **(fields.chat_template_kwargs or {})},
+            extra={
+                **_template_variables(fields, served, reader),
+                **(fields.chat_template_kwargs or {}),
+            },
         )
         own = {
             "max_tokens": fields.max_output_tokens,
@@ -116,8 +118,10 @@ class Responses:
             **stream_flags(fields, served),
         )
 
-    def _past(self, fields: ResponsesRequest, caller: str) -> Sequence[Mapping[str, Any]]:
-        """The messages that the new ones follow. Raises RequestError 400, as OpenAI does."""
+    def _previous_messages(
+        self, fields: ResponsesRequest, caller: str
+    ) -> Sequence[Mapping[str, Any]]:
+        """The messages of `previous_response_id`. Raises RequestError 400, like OpenAI."""
         previous = fields.previous_response_id
         if previous is None:
             return ()
@@ -128,7 +132,7 @@ class Responses:
 
 
 class _PreviousNotFound(RouteNotFound):
-    """A response that cannot be continued: never stored, deleted, or pushed out by others."""
+    """A response that cannot be continued: never stored, deleted or evicted."""
 
     def __init__(self, response_id: str) -> None:
         super().__init__(
@@ -139,8 +143,10 @@ class _PreviousNotFound(RouteNotFound):
         self.status = 400
 
 
-def _told(fields: ResponsesRequest, served: Served, reader: FieldReader) -> dict[str, Any]:
-    """What the template is told of the reasoning and of the answer's length."""
+def _template_variables(
+    fields: ResponsesRequest, served: Served, reader: FieldReader
+) -> dict[str, Any]:
+    """The template's variables for the reasoning effort and the length of the output."""
     effort = None if fields.reasoning is None else fields.reasoning.effort
     verbosity = None if fields.text is None else fields.text.verbosity
     return {
@@ -150,11 +156,11 @@ def _told(fields: ResponsesRequest, served: Served, reader: FieldReader) -> dict
 
 
 def _num_logprobs(fields: ResponsesRequest, served: Served, reader: FieldReader) -> int | None:
-    """The alternatives per token; they are given where `include` asks for them."""
-    for place, name in enumerate(fields.include or ()):
-        path = f"include[{place}]"
+    """The alternatives per token, None if `include` does not have logprobs."""
+    for index, name in enumerate(fields.include or ()):
+        path = f"include[{index}]"
         if name in INCLUDES_NOTHING:
-            reader.ignore(path, "the answer has no such part")
+            reader.ignore(path, "the response has no such part")
         elif name not in INCLUDES:
             raise RequestError(f"{path} {name[:64]} is not supported", param=path)
     if _LOGPROBS in (fields.include or ()):
@@ -177,15 +183,16 @@ def _check_labels(fields: ResponsesRequest, limits: RequestLimits) -> None:
 def _offered_functions(
     fields: ResponsesRequest, served: Served, reader: FieldReader
 ) -> OfferedTools:
-    """The tools and what is forced. Raises RequestError."""
+    """The functions of `tools`, and the tool choice. Raises RequestError."""
     functions = []
-    for place, tool in enumerate(fields.tools or ()):
-        path = f"tools[{place}]"
+    for index, tool in enumerate(fields.tools or ()):
+        path = f"tools[{index}]"
         if is_left_out(tool, "function", reader):
             continue
         spec = reader.convert(tool, FunctionToolSpec, path)
-        described, strict = spec.description, bool(spec.strict)
-        functions.append(Function(spec.name, described, spec.parameters, strict, path))
+        functions.append(
+            Function(spec.name, spec.description, spec.parameters, bool(spec.strict), path)
+        )
     choice = _choice(fields.tool_choice)
     return offer(functions, choice, fields.parallel_tool_calls is False, served)
 
@@ -201,18 +208,18 @@ def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
         case {"type": "allowed_tools", "mode": mode, "tools": list(tools), **more} if not more:
             return _allowed(mode, tools)
         case str():
-            shown = repr(choice[:64])
+            description = repr(choice[:64])
         case _:
-            shown = "an object of another form"
+            description = "an object of another form"
     raise RequestError(
-        f"tool_choice is {shown}, it must be auto, none, required, "
+        f"tool_choice is {description}, it must be auto, none, required, "
         '{"type": "function", "name": ...} or {"type": "allowed_tools", ...}',
         param="tool_choice",
     )
 
 
 def _allowed(mode: object, tools: list[Any]) -> ToolChoice:
-    """Some of the tools; only a forced call can be kept to them."""
+    """A subset of the tools; only a forced call can be restricted to them."""
     if mode != "required":
         raise RequestError(
             f"tool_choice.mode is {mode!r:.64}, only required is supported; leave out the other "
@@ -220,23 +227,23 @@ def _allowed(mode: object, tools: list[Any]) -> ToolChoice:
             param="tool_choice.mode",
         )
     names = []
-    for place, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         match tool:
             case {"type": "function", "name": str(name), **more} if not more:
                 names.append(name)
             case _:
-                path = f"tool_choice.tools[{place}]"
+                path = f"tool_choice.tools[{index}]"
                 raise RequestError(f'{path} is not {{"type": "function", "name": ...}}', param=path)
     return ToolChoice(must_call=True, names=tuple(names))
 
 
 def _requested_text_format(fields: ResponsesRequest) -> RequestedGrammar | None:
-    """The grammar of the answer. Raises RequestError."""
-    asked = requested_grammar(fields)
+    """The grammar that `text.format` or `structured_outputs` requests. Raises RequestError."""
+    requested = requested_grammar(fields)
     form = None if fields.text is None else fields.text.format
     if not isinstance(form, JsonObjectFormat | SchemaFormat):
-        return asked
-    if asked is not None:
+        return requested
+    if requested is not None:
         raise RequestError(
             "structured_outputs and text.format both constrain the output; send one of them",
             param="structured_outputs",

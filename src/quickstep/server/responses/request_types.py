@@ -28,9 +28,11 @@ __all__ = [
     "InputPart",
     "MessageItem",
     "ReasoningItem",
+    "ReasoningPart",
     "ResponsesRequest",
     "ResponsesStreamOptions",
     "SchemaFormat",
+    "SummaryPart",
     "TextConfig",
 ]
 
@@ -42,7 +44,9 @@ _TEMPLATE = effect("Given to the chat template.")
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class InputTextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="input_text"):
+class InputTextPart(
+    msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="input_text", omit_defaults=True
+):
     """A piece of a message to the model."""
 
     text: Annotated[str, effect("The text; parts are joined by line ends.")]
@@ -51,7 +55,9 @@ class InputTextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag
     ] = None
 
 
-class OutputTextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="output_text"):
+class OutputTextPart(
+    msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="output_text", omit_defaults=True
+):
     """A piece of a message of the model's; notes about it come back as they were given."""
 
     text: Annotated[str, effect("The text, as the model wrote it.")]
