@@ -1,7 +1,7 @@
-"""The JSON bodies of Anthropic's Messages API, as msgspec types: the whole schema.
+"""The JSON bodies of Anthropic's Messages API, as msgspec types: all fields.
 
-Read by `anthropic` and `anthropic_messages`, and by nothing else. What the server does not do is
-declared as well, with its class (`field_classes`).
+`endpoint` and `turns` read them. Fields that have no effect here are declared as well, with their
+class (`schema/field_classes.py`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = [
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="ephemeral"):
-    """A mark where a prefix ends. Every prefix is cached without it, and for no fixed time."""
+    """A mark at the end of a prefix. Every prefix is cached without it, without a lifetime."""
 
     ttl: Literal["5m", "1h"] | None = None
 
 
 class PlainBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="text"):
-    """A piece of text."""
+    """A block of text."""
 
     text: str
     cache_control: CacheControl | None = None
@@ -51,23 +51,23 @@ class PlainBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="t
 
 
 class OpaqueBlock(msgspec.Struct, frozen=True, tag="image"):
-    """An image: known, so that it is refused in words."""
+    """An image: declared so that the error names it."""
 
 
 class DocumentBlock(OpaqueBlock, frozen=True, tag="document"):
-    """A document: known, so that it is refused in words."""
+    """A document: declared so that the error names it."""
 
 
 class SearchResultBlock(OpaqueBlock, frozen=True, tag="search_result"):
-    """A search result: known, so that it is refused in words."""
+    """A search result: declared so that the error names it."""
 
 
 class RedactedThinkingBlock(OpaqueBlock, frozen=True, tag="redacted_thinking"):
-    """Reasoning that only Anthropic can read: known, so that it is refused in words."""
+    """Reasoning that only Anthropic can read: declared so that the error names it."""
 
 
 class ThinkingBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="thinking"):
-    """Earlier reasoning. This server signs nothing, so any signature is fine."""
+    """Earlier reasoning. This server verifies no signatures and accepts any."""
 
     thinking: str
     signature: str | None = None
@@ -87,7 +87,7 @@ class ToolUseBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=
 
 
 class ToolResultBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="tool_result"):
-    """What a tool gave back; `is_error` makes the model read `Error: ` before it."""
+    """The result of a tool; with `is_error`, the model reads `Error: ` before it."""
 
     tool_use_id: str
     content: str | list[PlainBlock | OpaqueBlock | DocumentBlock | SearchResultBlock] | None = None
@@ -103,7 +103,7 @@ AssistantBlock = PlainBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlo
 class UserTurn(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="user", tag_field="role"
 ):
-    """What the user says, and the results of tools."""
+    """The user's text and the results of tools."""
 
     content: str | list[UserBlock]
 
@@ -111,7 +111,7 @@ class UserTurn(
 class AssistantTurn(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="assistant", tag_field="role"
 ):
-    """What the model said and called."""
+    """The model's text, reasoning and calls."""
 
     content: str | list[AssistantBlock]
 
@@ -128,7 +128,7 @@ Turn = UserTurn | AssistantTurn | SystemTurn
 
 
 class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A tool of the client's."""
+    """A tool that the client defines."""
 
     name: str
     input_schema: dict[str, Any]
@@ -149,19 +149,19 @@ class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class AutoChoice(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="auto"):
-    """The model may call."""
+    """The model may call tools."""
 
     disable_parallel_tool_use: bool | None = None
 
 
 class AnyChoice(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="any"):
-    """The model has to call."""
+    """The model must call a tool."""
 
     disable_parallel_tool_use: bool | None = None
 
 
 class AnyTool(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="tool"):
-    """The model has to call this one."""
+    """The model must call this tool."""
 
     name: str
     disable_parallel_tool_use: bool | None = None
@@ -172,7 +172,7 @@ class NoChoice(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="non
 
 
 class EnabledThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="enabled"):
-    """Reasoning within a budget of tokens."""
+    """Reasoning within a token budget."""
 
     budget_tokens: Annotated[
         int, hint("the model sets no reasoning apart by tags", conditional=True)
@@ -184,7 +184,7 @@ class EnabledThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, t
 
 
 class AdaptiveThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="adaptive"):
-    """Reasoning as long as the model likes."""
+    """Reasoning without a token budget."""
 
     display: Annotated[
         Literal["summarized", "omitted"] | None,
@@ -193,30 +193,30 @@ class AdaptiveThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, 
 
 
 class DisabledThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="disabled"):
-    """No reasoning, where the template can turn it off."""
+    """No reasoning, if the template can turn it off."""
 
 
 class BetweenToolsThinking(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="between_tools"
 ):
-    """Reasoning between calls only: known, so that it is refused in words."""
+    """Reasoning between calls only: declared so that the error names it."""
 
 
 class JsonOutput(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
-    """Output that fits a JSON schema."""
+    """Output that matches a JSON schema."""
 
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The form of the answer."""
+    """The format of the output and the reasoning effort."""
 
     effort: Annotated[str | None, hint("the model has no such level", conditional=True)] = None
     format: JsonOutput | None = None
 
 
 class RequestMetadata(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """`user_id`: whom the work is accounted to."""
+    """`user_id`: the tenant that the request is counted for."""
 
     user_id: str | None = None
 

@@ -1,4 +1,4 @@
-"""The JSON body of llama.cpp's `/completion`, as msgspec types: its whole schema."""
+"""The JSON body of llama.cpp's `/completion`, as msgspec types: all fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LlamaCompletionRequest", "PromptObject"]
 
 
 class PromptObject(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A prompt with media; a text alone is fine."""
+    """A prompt with media, of which only the text is supported."""
 
     prompt_string: str
     multimodal_data: Annotated[
@@ -25,7 +25,7 @@ Prompt = str | PromptObject | list[PromptPart]
 
 
 class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """The body of `/completion`. A flat list in `prompt` with a number in it is one prompt."""
+    """The body of `/completion`. A `prompt` list that contains a number is one prompt."""
 
     prompt: str | PromptObject | list[int | str | PromptObject | list[PromptPart]]
     model: str | None = None

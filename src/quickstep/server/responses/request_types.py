@@ -1,8 +1,8 @@
-"""The JSON body of OpenAI's Responses API, as msgspec types: the whole schema.
+"""The JSON body of OpenAI's Responses API, as msgspec types: all fields.
 
-Read by `responses` and `responses_input`, and by nothing else. The sampling fields beyond OpenAI's
-are those of chat. What the server does not do is declared as well, with its class
-(`field_classes`).
+`endpoint`, `input_items` and `writer` read them. The sampling fields beyond OpenAI's are those of
+chat. Fields that have no effect here are declared as well, with their class
+(`schema/field_classes.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 class InputTextPart(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="input_text", omit_defaults=True
 ):
-    """A piece of a message to the model."""
+    """A text part of a message to the model."""
 
     text: str
     prompt_cache_breakpoint: Annotated[
@@ -53,7 +53,7 @@ class InputTextPart(
 class OutputTextPart(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="output_text", omit_defaults=True
 ):
-    """A piece of a message of the model's; notes about it come back as they were given."""
+    """A text part of a message of the model; annotations and logprobs have no effect."""
 
     text: str
     annotations: list[Any] | None = None
@@ -61,21 +61,21 @@ class OutputTextPart(
 
 
 class OutputRefusalPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="refusal"):
-    """A refusal of the model's; the template sees its text."""
+    """A refusal of the model; the template gets its text."""
 
     refusal: str
 
 
 class InputImagePart(msgspec.Struct, frozen=True, tag="input_image"):
-    """An image: known, so that it is refused in words."""
+    """An image: declared so that the error names it."""
 
 
 class InputFilePart(msgspec.Struct, frozen=True, tag="input_file"):
-    """A file: known, so that it is refused in words."""
+    """A file: declared so that the error names it."""
 
 
 class InputAudioPart(msgspec.Struct, frozen=True, tag="input_audio"):
-    """A sound: known, so that it is refused in words."""
+    """Audio: declared so that the error names it."""
 
 
 InputPart = (
@@ -89,7 +89,7 @@ InputPart = (
 
 
 class MessageItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A message of anybody's; `type` may be left out. Id and status say nothing to the model."""
+    """A message; `type` may be omitted. The model does not see the id and the status."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputPart]
@@ -100,7 +100,7 @@ class MessageItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """An earlier call of the model's."""
+    """An earlier call of the model."""
 
     type: Literal["function_call"]
     call_id: str
@@ -113,7 +113,7 @@ class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class FunctionCallOutputItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What the function gave back."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -126,19 +126,19 @@ class FunctionCallOutputItem(msgspec.Struct, forbid_unknown_fields=True, frozen=
 
 
 class SummaryPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="summary_text"):
-    """A piece of a summary of the reasoning."""
+    """A part of a summary of the reasoning."""
 
     text: str
 
 
 class ReasoningPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="reasoning_text"):
-    """A piece of the reasoning."""
+    """A part of the reasoning."""
 
     text: str
 
 
 class ReasoningItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Earlier reasoning: its content, else what `encrypted_content` holds, else its summary."""
+    """Earlier reasoning: its content, else its `encrypted_content`, else its summary."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -166,7 +166,7 @@ class FunctionToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
-    """Output that fits a JSON schema. It is enforced whatever `strict` says."""
+    """Output that matches a JSON schema, which is enforced for any value of `strict`."""
 
     name: str
     schema: dict[str, Any]
@@ -175,7 +175,7 @@ class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The form of the answer."""
+    """The format and the verbosity of the output."""
 
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
     verbosity: Annotated[
@@ -185,7 +185,7 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """How to reason: what asks for nothing passes."""
+    """The reasoning effort; the other fields have no effect."""
 
     effort: Annotated[str | None, hint("the model has no such level", conditional=True)] = None
     summary: Annotated[str | None, hint("the reasoning is given as it is")] = None
@@ -252,7 +252,7 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
 
 
 class InputItemsQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The query of `GET /v1/responses/{id}/input_items`; what `include` adds is there already."""
+    """The query of `GET /v1/responses/{id}/input_items`; `include` has no effect."""
 
     after: str | None = None
     include: str | None = None
