@@ -139,12 +139,14 @@ class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     allowed_callers: Annotated[
         list[str] | None, refused("only the model calls", passes=(["direct"],))
     ] = None
-    defer_loading: Annotated[bool | None, hint("every tool is shown", passes=(False,))] = None
+    defer_loading: Annotated[bool | None, hint("every tool is in the prompt", passes=(False,))] = (
+        None
+    )
     eager_input_streaming: Annotated[
         bool | None, hint("arguments are sent as the model writes them", passes=(False,))
     ] = None
     input_examples: Annotated[
-        list[Any] | None, hint("templates have no place for examples", passes=([],))
+        list[Any] | None, hint("templates do not render examples", passes=([],))
     ] = None
 
 
@@ -179,7 +181,7 @@ class EnabledThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, t
     ]
     display: Annotated[
         Literal["summarized", "omitted"] | None,
-        hint("the reasoning is shown", passes=("summarized",)),
+        hint("the reasoning is in the response", passes=("summarized",)),
     ] = None
 
 
@@ -188,7 +190,7 @@ class AdaptiveThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, 
 
     display: Annotated[
         Literal["summarized", "omitted"] | None,
-        hint("the reasoning is shown", passes=("summarized",)),
+        hint("the reasoning is in the response", passes=("summarized",)),
     ] = None
 
 
@@ -235,7 +237,7 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     ] = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    context_management: Annotated[Any, hint("the conversation is taken as it is")] = None
+    context_management: Annotated[Any, hint("the conversation is used unchanged")] = None
     mcp_servers: Annotated[
         list[dict[str, Any]] | None, hint("the server makes no outbound requests", passes=([],))
     ] = None

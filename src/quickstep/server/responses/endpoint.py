@@ -48,7 +48,7 @@ from quickstep.server.responses.request_types import (
     SchemaFormat,
 )
 from quickstep.server.responses.store import ResponseStore
-from quickstep.server.responses.writer import ResponsesWriter, Turn
+from quickstep.server.responses.writer import ResponseContext, ResponsesWriter
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import Grammar
 
@@ -108,14 +108,14 @@ class Responses:
             **stream_flags(fields, served),
         )
         _check_labels(fields, limits)
-        turn = Turn(
+        context = ResponseContext(
             fields,
             messages=messages,
             input_items=listed_items(items),
             seals=_SEALED in (fields.include or ()),
             store=None if fields.store is False else partial(self._store.put, caller),
         )
-        return ParsedBody(request, partial(ResponsesWriter, served, turn))
+        return ParsedBody(request, partial(ResponsesWriter, served, context))
 
     def _previous_messages(
         self, fields: ResponsesRequest, caller: str

@@ -96,7 +96,7 @@ class MessageItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     type: Literal["message"] = "message"
     id: str | None = None
     status: Status | None = None
-    phase: Annotated[str | None, hint("the model writes in no phases")] = None
+    phase: Annotated[str | None, hint("the model has no phases")] = None
 
 
 class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -159,7 +159,9 @@ class FunctionToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     allowed_callers: Annotated[
         list[str] | None, refused("only the model calls", passes=(["direct"],))
     ] = None
-    defer_loading: Annotated[bool | None, hint("every tool is shown", passes=(False,))] = None
+    defer_loading: Annotated[bool | None, hint("every tool is in the prompt", passes=(False,))] = (
+        None
+    )
     output_schema: Annotated[
         dict[str, Any] | None, hint("what a function gives back is not checked")
     ] = None
@@ -188,9 +190,11 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The reasoning effort; the other fields have no effect."""
 
     effort: Annotated[str | None, hint("the model has no such level", conditional=True)] = None
-    summary: Annotated[str | None, hint("the reasoning is given as it is")] = None
-    generate_summary: Annotated[str | None, hint("the reasoning is given as it is")] = None
-    context: Annotated[str | None, hint("the reasoning is given as it is", passes=("auto",))] = None
+    summary: Annotated[str | None, hint("the reasoning is returned unchanged")] = None
+    generate_summary: Annotated[str | None, hint("the reasoning is returned unchanged")] = None
+    context: Annotated[
+        str | None, hint("the reasoning is returned unchanged", passes=("auto",))
+    ] = None
     mode: Annotated[str | None, hint("the model has one mode", passes=("standard",))] = None
 
 
@@ -228,11 +232,11 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     chat_template_kwargs: dict[str, Any] | None = None
     access_programs: Annotated[Any, refused("there are no access programs")] = None
     max_tokens: Annotated[int | None, refused("send max_output_tokens")] = None
-    n: Annotated[int | None, refused("a response is one answer", passes=(1,))] = None
+    n: Annotated[int | None, refused("a response has one output", passes=(1,))] = None
     response_format: Annotated[ResponseFormat | None, refused("send text.format")] = None
     background: Annotated[Any, refused("a response ends with its request", passes=(False,))] = None
     background_options: Annotated[Any, refused("a response ends with its request")] = None
-    context_management: Annotated[Any, hint("the input is taken as it is", passes=([],))] = None
+    context_management: Annotated[Any, hint("the input is used unchanged", passes=([],))] = None
     conversation: Annotated[Any, refused("send previous_response_id")] = None
     image: Annotated[Any, refused("the model reads text only")] = None
     moderation: Annotated[Any, refused("there is no moderation model")] = None
