@@ -50,7 +50,7 @@ SERVER = """
 from quickstep.cli import serve
 from quickstep.deferred import defer
 from quickstep.engine.remote import launch, opening
-defer(serve._FRONT_DOORS)
+defer(serve._DEFERRED_PACKAGES)
 import quickstep.engine.remote.engine, quickstep.server.run
 """
 WORKER = """
@@ -87,7 +87,7 @@ def test_the_server_listens_without_the_apis_that_no_client_has_called() -> None
     assert imported_by(SERVER, *names, "quickstep.engine.text.gguf_tokenizer") == []
 
 
-def test_the_server_listens_without_what_the_front_doors_of_packages_import() -> None:
+def test_the_server_listens_without_what_deferred_packages_import() -> None:
     names = ["torch", "numpy", "rich", "click", "uvicorn.main", "uvicorn.supervisors"]
     names += ["prometheus_client.exposition", "tokenizers.implementations", "importlib.resources"]
     assert imported_by(SERVER, *names) == []

@@ -3,7 +3,7 @@
 `RequestIntake` belongs to whatever takes requests from clients: the engine itself, or its client in
 the server's process, so that a request is checked before it crosses. Ranges of single fields are
 `SamplingParams`' own; here is what depends on the model. Sizes that the scheduler knows, it checks
-itself (`core.intake`). Every refusal is a RequestError that names the field, the value and the
+itself (`core.scheduler`). Every refusal is a RequestError that names the field, the value and the
 limit.
 """
 

@@ -27,7 +27,7 @@ from quickstep.engine.tool_calls.message_delta import (
     MessageDelta,
     ReasoningDelta,
 )
-from quickstep.engine.tool_calls.parser import MessageParser
+from quickstep.engine.tool_calls.reader import MessageParser
 from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import Choice, Generation, opens_reasoning
 from quickstep.types import FinishReason, TokenLogprobs
