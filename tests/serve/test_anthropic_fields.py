@@ -30,7 +30,7 @@ def refusal_of(response: httpx.Response) -> str:
     return str(body["error"]["message"])
 
 
-def said(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+def turn(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
     turns = [{"role": role, "content": list(blocks)}]
     return {"messages": turns if role == "user" else [*turns, *MESSAGES]}
 
@@ -43,28 +43,28 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "assistant", "content": [USE]}]}, "messages[0] calls a tool"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content is missing"),
-    (said("user", {"type": "image", "source": {}}), "messages[0].content[0] is of type image"),
-    (said("user", {"type": "document"}), "messages[0].content[0] is of type document"),
-    (said("user", {"type": "search_result"}), "messages[0].content[0] is of type search_result"),
-    (said("user", {"type": "video"}), "messages[0].content[0].type"),
-    (said("user", USE), "messages[0].content[0].type"),
+    (turn("user", {"type": "image", "source": {}}), "messages[0].content[0] is of type image"),
+    (turn("user", {"type": "document"}), "messages[0].content[0] is of type document"),
+    (turn("user", {"type": "search_result"}), "messages[0].content[0] is of type search_result"),
+    (turn("user", {"type": "video"}), "messages[0].content[0].type"),
+    (turn("user", USE), "messages[0].content[0].type"),
     (
-        said("user", {**TEXT, "cache_control": {"type": "forever"}}),
+        turn("user", {**TEXT, "cache_control": {"type": "forever"}}),
         "messages[0].content[0].cache_control.type",
     ),
     (
-        said("user", {**RESULT, "content": [{"type": "image"}]}),
+        turn("user", {**RESULT, "content": [{"type": "image"}]}),
         "messages[0].content[0].content[0] is of type image",
     ),
-    (said("user", {**RESULT, "toolset_name": "s"}), "messages[0].content[0].toolset_name"),
-    (said("assistant", RESULT), "messages[0].content[0].type"),
-    (said("assistant", {**USE, "input": "{}"}), "messages[0].content[0].input"),
+    (turn("user", {**RESULT, "toolset_name": "s"}), "messages[0].content[0].toolset_name"),
+    (turn("assistant", RESULT), "messages[0].content[0].type"),
+    (turn("assistant", {**USE, "input": "{}"}), "messages[0].content[0].input"),
     (
-        said("assistant", {**USE, "caller": {"type": "code_execution"}}),
+        turn("assistant", {**USE, "caller": {"type": "code_execution"}}),
         "messages[0].content[0].caller",
     ),
     (
-        said("assistant", {"type": "redacted_thinking", "data": "x"}),
+        turn("assistant", {"type": "redacted_thinking", "data": "x"}),
         "messages[0].content[0] is of type redacted_thinking",
     ),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
@@ -122,7 +122,7 @@ def test_blocks_become_the_messages_that_templates_read() -> None:
     assert """'arguments': '{"city": "São Paulo"}'""" in prompt
 
 
-def told(formats: str, **fields: Any) -> tuple[httpx.Response, str]:
+def rendered(formats: str, **fields: Any) -> tuple[httpx.Response, str]:
     engine = FakeEngine()
     engine.chat_template = FakeTemplate(formats_of("{{ tools }}" + formats))
     response = post(fields, engine)
@@ -131,10 +131,11 @@ def told(formats: str, **fields: Any) -> tuple[httpx.Response, str]:
 
 
 def test_thinking_is_turned_on_and_off_in_the_template() -> None:
-    assert "enable_thinking=True" in told("</think>", thinking={"type": "adaptive"})[1]
-    assert "enable_thinking=False" in told("</think>", thinking={"type": "disabled"})[1]
-    assert "enable_thinking=False" in told("</think>", output_config={"effort": "none"})[1]
-    assert "reasoning_effort=low" in told("<|channel|>analysis", output_config={"effort": "low"})[1]
+    assert "enable_thinking=True" in rendered("</think>", thinking={"type": "adaptive"})[1]
+    assert "enable_thinking=False" in rendered("</think>", thinking={"type": "disabled"})[1]
+    assert "enable_thinking=False" in rendered("</think>", output_config={"effort": "none"})[1]
+    harmony = rendered("<|channel|>analysis", output_config={"effort": "low"})
+    assert "reasoning_effort=low" in harmony[1]
 
 
 def test_a_budget_bounds_the_reasoning() -> None:
@@ -151,18 +152,18 @@ def test_a_budget_bounds_the_reasoning() -> None:
 @pytest.mark.parametrize("budget", [0, -1, 50])
 def test_a_budget_is_less_than_the_whole_answer(budget: int) -> None:
     thinking = {"type": "enabled", "budget_tokens": budget}
-    message = refusal_of(told("</think>", thinking=thinking)[0])
+    message = refusal_of(rendered("</think>", thinking=thinking)[0])
     assert message == (
         f"thinking.budget_tokens is {budget}, it must be between 1 and max_tokens - 1 (49)"
     )
 
 
 def test_a_kind_of_thinking_that_does_not_exist_is_refused() -> None:
-    assert "thinking.type" in refusal_of(told("</think>", thinking={"type": "forever"})[0])
+    assert "thinking.type" in refusal_of(rendered("</think>", thinking={"type": "forever"})[0])
 
 
 def test_thinking_and_effort_may_stand_together() -> None:
-    response, prompt = told(
+    response, prompt = rendered(
         "</think>", thinking={"type": "adaptive"}, output_config={"effort": "high"}
     )
     assert response.headers["x-quickstep-ignored"] == "output_config.effort"
@@ -171,7 +172,7 @@ def test_thinking_and_effort_may_stand_together() -> None:
 
 def test_no_budget_without_tags() -> None:
     thinking = {"type": "enabled", "budget_tokens": 20}
-    harmony = told("<|channel|>analysis", thinking=thinking)[0]
+    harmony = rendered("<|channel|>analysis", thinking=thinking)[0]
     assert harmony.headers["x-quickstep-ignored"] == "thinking.budget_tokens"
 
 

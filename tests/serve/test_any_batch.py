@@ -99,18 +99,18 @@ def test_files_and_batches_belong_to_their_key() -> None:
             form = {"data": {"purpose": "batch"}, "files": {"file": json.dumps(line)}}
             assert (await client.post("/v1/files", **form)).status_code == 401
             file_id = (await client.post("/v1/files", **form, headers=ann)).json()["id"]
-            asked = {
+            fields = {
                 "input_file_id": file_id,
                 "endpoint": url,
                 "completion_window": "24h",
             }
-            refused = await client.post("/v1/batches", json=asked, headers=bob)
+            refused = await client.post("/v1/batches", json=fields, headers=bob)
             assert refused.status_code == 404
-            batch = (await client.post("/v1/batches", json=asked, headers=ann)).json()
+            batch = (await client.post("/v1/batches", json=fields, headers=ann)).json()
             one = f"/v1/batches/{batch['id']}"
             while batch["status"] in ("validating", "in_progress", "finalizing"):
                 batch = (await client.get(one, headers=ann)).json()
-                await asyncio.sleep(0)  # in memory, a call gives nobody else a turn
+                await asyncio.sleep(0)  # in memory, a call lets no other task run
             assert batch["status"] == "completed", batch
             for method, path in (
                 ("GET", one),

@@ -1,4 +1,4 @@
-"""`/v1/batches` with the real `openai` client, with the scripted engine behind it."""
+"""`/v1/batches` with the real `openai` client, with the scripted engine."""
 
 import asyncio
 import json
@@ -64,8 +64,8 @@ def upload(client: openai.OpenAI, lines: Sequence[object]) -> str:
 
 
 def begin(client: openai.OpenAI, lines: Sequence[object], **fields: Any) -> Batch:
-    asked: dict[str, Any] = {"endpoint": COMPLETIONS, "completion_window": "24h", **fields}
-    return client.batches.create(input_file_id=upload(client, lines), **asked)
+    fields_sent: dict[str, Any] = {"endpoint": COMPLETIONS, "completion_window": "24h", **fields}
+    return client.batches.create(input_file_id=upload(client, lines), **fields_sent)
 
 
 def ended(client: openai.OpenAI, batch: Batch, status: str) -> Batch:
@@ -97,12 +97,12 @@ def test_every_line_is_answered_in_its_file(client: openai.OpenAI, engine: FakeE
     assert batch.usage is not None
     assert (batch.usage.input_tokens, batch.usage.output_tokens) == (24, 24)
     assert batch.in_progress_at and batch.finalizing_at and batch.completed_at
-    found = answers(client, batch.output_file_id)
-    assert set(found) == {str(number) for number in range(12)}
-    response = found["3"]["response"]
+    results = answers(client, batch.output_file_id)
+    assert set(results) == {str(number) for number in range(12)}
+    response = results["3"]["response"]
     assert response["status_code"] == 200
     assert response["body"]["choices"][0]["text"] == "".join(WORDS[:2])
-    assert found["3"]["error"] is None
+    assert results["3"]["error"] is None
     errors = answers(client, batch.error_file_id)
     params = {name: entry["response"]["body"]["error"]["param"] for name, entry in errors.items()}
     assert params == {"bad": "temperature", "streamed": "stream"}
@@ -115,20 +115,20 @@ def test_every_line_is_answered_in_its_file(client: openai.OpenAI, engine: FakeE
 def test_a_line_tells_which_of_its_fields_have_no_effect(client: openai.OpenAI) -> None:
     lines = [line("a", colour=1), line("b")]
     batch = ended(client, begin(client, lines), "completed")
-    found = answers(client, batch.output_file_id)
-    assert found["a"]["response"]["ignored"] == ["colour"]
-    assert "ignored" not in found["b"]["response"]
+    results = answers(client, batch.output_file_id)
+    assert results["a"]["response"]["ignored"] == ["colour"]
+    assert "ignored" not in results["b"]["response"]
 
 
 def test_chat_lines_are_answered_as_the_route_answers(client: openai.OpenAI) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     entry = {"custom_id": "a", "method": "POST", "url": CHAT, "body": body}
     batch = ended(client, begin(client, [entry], endpoint=CHAT), "completed")
-    told = answers(client, batch.output_file_id)["a"]["response"]["body"]
+    body = answers(client, batch.output_file_id)["a"]["response"]["body"]
     live = client.chat.completions.create(
         model="fake", messages=[{"role": "user", "content": "hi"}]
     )
-    assert told["choices"] == [choice.model_dump(exclude_unset=True) for choice in live.choices]
+    assert body["choices"] == [choice.model_dump(exclude_unset=True) for choice in live.choices]
     assert batch.error_file_id is None
 
 
@@ -251,7 +251,7 @@ DEATHS = [GenerationFailed("the engine process ended"), EngineDied("the engine p
 
 
 class Deadly:
-    """An endpoint behind an engine that dies of the bodies `deadly`, and with it whatever runs."""
+    """An endpoint of an engine that dies of the bodies `deadly`, and with it whatever runs."""
 
     def __init__(self, death: Exception, deadly: bytes) -> None:
         self.death, self.deadly = death, deadly
@@ -280,17 +280,17 @@ def test_a_line_that_its_engine_died_under_is_sent_once_more_and_alone(death: Ex
         endpoint = Deadly(death, b"3")
         runner = LineRunner({COMPLETIONS: endpoint}, LineSlots(4), retry_s=0.0)
         lines = [BatchLine(n, f"{n}", COMPLETIONS, f"{n}".encode()) for n in range(40)]
-        found: list[LineAnswer] = []
+        results: list[LineAnswer] = []
 
         async def each() -> AsyncIterator[BatchLine]:
             for one in lines:
                 yield one
 
         async def write(answer: LineAnswer) -> None:
-            found.append(answer)
+            results.append(answer)
 
         await run_lines(each(), runner.answer, write, 8)
-        statuses = {answer.custom_id: answer.status for answer in found}
+        statuses = {answer.custom_id: answer.status for answer in results}
         assert statuses == {line.custom_id: 500 if line.custom_id == "3" else 200 for line in lines}
         for one in lines:
             with_it = [count for body, count in endpoint.seen if body == one.body]
@@ -355,12 +355,12 @@ def test_a_batch_that_runs_out_of_time_says_which_lines_were_left(tmp_path: Path
         return batch
 
     batch = asyncio.run(run())
-    shown = batch.to_object()
-    assert shown.status == "expired"
-    assert (shown.request_counts.completed, shown.request_counts.failed) == (1, 2)
-    assert shown.usage.total_tokens == 8
-    assert shown.error_file_id is not None
-    left = store.path(store.get("ann", shown.error_file_id)).read_text().splitlines()
+    listed = batch.to_object()
+    assert listed.status == "expired"
+    assert (listed.request_counts.completed, listed.request_counts.failed) == (1, 2)
+    assert listed.usage.total_tokens == 8
+    assert listed.error_file_id is not None
+    left = store.path(store.get("ann", listed.error_file_id)).read_text().splitlines()
     assert [json.loads(text)["custom_id"] for text in left] == ["slow", "slower"]
     assert {json.loads(text)["error"]["code"] for text in left} == {"batch_expired"}
 
@@ -400,9 +400,9 @@ def test_a_line_has_the_limits_of_a_body(client: openai.OpenAI) -> None:
     ]
     batch = ended(client, begin(client, lines), "failed")
     assert batch.errors is not None and batch.errors.data is not None
-    found = [(error.code, error.line) for error in batch.errors.data]
-    assert found[:2] == [("request_too_large", 2), ("request_too_large", 3)]
-    assert found[2][1] == 4
+    faults = [(error.code, error.line) for error in batch.errors.data]
+    assert faults[:2] == [("request_too_large", 2), ("request_too_large", 3)]
+    assert faults[2][1] == 4
     assert "4194304" in (batch.errors.data[0].message or "")
     assert "nested" in (batch.errors.data[2].message or "")
 

@@ -1,4 +1,4 @@
-"""`/v1/files` with the real `openai` client and by hand: kept, bounded, private."""
+"""`/v1/files` with the real `openai` client and by hand: stored, bounded, private."""
 
 import asyncio
 import re
@@ -42,24 +42,24 @@ def post(
 
 
 def test_a_file_is_kept_listed_read_and_deleted(client: openai.OpenAI) -> None:
-    kept = client.files.create(file=("lines.jsonl", LINES), purpose="batch")
-    assert re.fullmatch(r"file-[0-9a-f]{32}", kept.id)
-    assert (kept.bytes, kept.filename, kept.purpose) == (len(LINES), "lines.jsonl", "batch")
-    assert (kept.object, kept.status, kept.expires_at) == ("file", "processed", None)
-    assert client.files.retrieve(kept.id) == kept
-    assert client.files.content(kept.id).content == LINES
-    assert kept.id in [file.id for file in client.files.list()]
-    assert client.files.delete(kept.id).deleted
+    stored = client.files.create(file=("lines.jsonl", LINES), purpose="batch")
+    assert re.fullmatch(r"file-[0-9a-f]{32}", stored.id)
+    assert (stored.bytes, stored.filename, stored.purpose) == (len(LINES), "lines.jsonl", "batch")
+    assert (stored.object, stored.status, stored.expires_at) == ("file", "processed", None)
+    assert client.files.retrieve(stored.id) == stored
+    assert client.files.content(stored.id).content == LINES
+    assert stored.id in [file.id for file in client.files.list()]
+    assert client.files.delete(stored.id).deleted
     with pytest.raises(openai.NotFoundError) as gone:
-        client.files.retrieve(kept.id)
+        client.files.retrieve(stored.id)
     assert gone.value.code == "file_not_found"
 
 
 def test_a_file_may_expire(client: openai.OpenAI) -> None:
-    kept = client.files.create(
+    stored = client.files.create(
         file=LINES, purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
     )
-    assert kept.expires_at == kept.created_at + 3600
+    assert stored.expires_at == stored.created_at + 3600
     with pytest.raises(openai.BadRequestError) as refused:
         client.files.create(
             file=LINES, purpose="batch", expires_after={"anchor": "created_at", "seconds": 5}
@@ -141,23 +141,23 @@ def test_room_comes_back_with_what_is_deleted_discarded_or_expired(tmp_path: Pat
     store = FileStore(FileOptions(tmp_path, total_bytes=10), now=lambda: now[0])
     store.open()
 
-    def kept(life_s: int | None = None) -> str:
+    def create_file(life_s: int | None = None) -> str:
         writer = store.new("ann", "a", "batch", life_s)
         writer.write(b"12345678")
         return writer.commit().id
 
-    first = store.get("ann", kept())
+    first = store.get("ann", create_file())
     with pytest.raises(RequestError):
-        kept()
+        create_file()
     store.delete(first)
     writer = store.new("ann", "a", "batch")
     writer.write(b"123456789")
     writer.discard()
-    expiring = kept(3600)
+    expiring = create_file(3600)
     now[0] += 3600
     with pytest.raises(RequestError):
         store.get("ann", expiring)
-    last = kept()
+    last = create_file()
     assert {file.name for file in tmp_path.iterdir()} == {last, f"{last}.json"}
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp's own routes: the shape of `/completion`, whole and streamed, and what tells of us."""
+"""llama.cpp's own routes: `/completion`, complete and streamed, and the state of the server."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def streamed(engine: FakeEngine | None = None, **fields: Any) -> list[dict[str, 
     ]
 
 
-def test_a_completion_is_told_in_llama_cpps_words() -> None:
+def test_a_completion_has_llama_cpps_fields() -> None:
     answer = complete(n_predict=50, temperature=0.5)
     assert answer["content"] == TEXT
     assert (answer["stop"], answer["stop_type"], answer["stopping_word"]) == (True, "eos", "")
@@ -62,7 +62,7 @@ def test_a_completion_is_told_in_llama_cpps_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "told"),
+    ("reason", "stop_type"),
     [
         (FinishReason.MAX_TOKENS, "limit"),
         (FinishReason.CONTEXT_LIMIT, "limit"),
@@ -70,47 +70,47 @@ def test_a_completion_is_told_in_llama_cpps_words() -> None:
         (FinishReason.STOP_TOKEN, "eos"),
     ],
 )
-def test_every_end_has_its_stop_type(reason: FinishReason, told: str) -> None:
+def test_every_end_has_its_stop_type(reason: FinishReason, stop_type: str) -> None:
     answer = complete(FakeEngine(script=Script(reason)))
-    assert answer["stop_type"] == told
+    assert answer["stop_type"] == stop_type
     assert answer["truncated"] == (reason is FinishReason.CONTEXT_LIMIT)
 
 
 def test_the_stop_string_is_named() -> None:
-    # the tokens go on where the text was cut
+    # the tokens continue where the text was cut
     words = (*WORDS[:2], "")
     engine = FakeEngine(script=Script(FinishReason.STOP_STRING, words=words))
     assert complete(engine, stop=["x", ","])["stopping_word"] == ","
 
 
-def test_a_stream_has_the_text_and_ends_with_the_whole_story() -> None:
-    *news, last = streamed(n_predict=4)
-    for word in news:
-        msgspec.convert(word, type=LlamaChunk)
+def test_a_stream_has_the_text_and_ends_with_the_completion() -> None:
+    *chunks, last = streamed(n_predict=4)
+    for chunk in chunks:
+        msgspec.convert(chunk, type=LlamaChunk)
     msgspec.convert(last, type=LlamaCompletion)
-    assert "".join(word["content"] for word in news) == "".join(WORDS[:4])
-    assert [word["tokens"] for word in news] == [[0], [1], [2], [3]]
-    assert [word["stop"] for word in news] == [False] * 4
+    assert "".join(chunk["content"] for chunk in chunks) == "".join(WORDS[:4])
+    assert [chunk["tokens"] for chunk in chunks] == [[0], [1], [2], [3]]
+    assert [chunk["stop"] for chunk in chunks] == [False] * 4
     assert (last["stop"], last["content"], last["stop_type"]) == (True, "", "limit")
     assert last["tokens_predicted"] == 4
-    assert "timings" not in news[0]
+    assert "timings" not in chunks[0]
 
 
-def test_a_streams_words_may_carry_timings_and_probabilities() -> None:
-    news = streamed(n_predict=2, timings_per_token=True, n_probs=1)[:-1]
-    assert [word["timings"]["predicted_n"] for word in news] == [1, 2]
-    (token,) = news[0]["completion_probabilities"]
+def test_a_streams_chunks_may_have_timings_and_probabilities() -> None:
+    chunks = streamed(n_predict=2, timings_per_token=True, n_probs=1)[:-1]
+    assert [chunk["timings"]["predicted_n"] for chunk in chunks] == [1, 2]
+    (token,) = chunks[0]["completion_probabilities"]
     assert (token["id"], token["token"], token["logprob"]) == (0, "Hello", -0.25)
     assert token["bytes"] == list(b"Hello")
     assert token["top_logprobs"][0]["logprob"] == -0.5
 
 
-def test_completions_of_a_stream_are_told_apart_by_index() -> None:
+def test_completions_of_a_stream_differ_by_index() -> None:
     words = streamed(n_predict=2, n_cmpl=2, prompt=["a", "b"])
     for index in range(4):
-        mine = [word for word in words if word["index"] == index]
-        assert "".join(word["content"] for word in mine) == "Hello world"
-        assert [word["stop"] for word in mine] == [False, False, True]
+        mine = [chunk for chunk in words if chunk["index"] == index]
+        assert "".join(chunk["content"] for chunk in mine) == "Hello world"
+        assert [chunk["stop"] for chunk in mine] == [False, False, True]
 
 
 def test_fields_of_the_answer_can_be_chosen() -> None:
@@ -127,7 +127,7 @@ def test_a_failure_is_the_streams_last_event() -> None:
     assert "NaN" in streamed(engine)[-1]["error"]["message"]
 
 
-def test_props_tell_defaults_and_template_and_no_path() -> None:
+def test_props_have_defaults_and_template_and_no_path() -> None:
     engine = FakeEngine(model_name="some/model", default_sampling={"temperature": 0.6})
     props = call("GET", "/props", engine).json()
     msgspec.convert(props, type=LlamaProps)
@@ -140,7 +140,7 @@ def test_props_tell_defaults_and_template_and_no_path() -> None:
     assert call("GET", "/props", FakeEngine(chat_template=None)).json()["chat_template"] == ""
 
 
-def test_slots_and_load_tell_how_busy_it_is() -> None:
+def test_slots_and_load_report_the_state() -> None:
     load = call("GET", "/load").json()
     msgspec.convert(load, type=ServerLoad)
     assert (load["server_load"], load["num_running"], load["num_free_blocks"]) == (0, 0, 1000)

@@ -153,6 +153,6 @@ def test_dry_may_look_back_over_everything_or_nothing() -> None:
     engine = FakeEngine()
     post({"dry_multiplier": 1.0, "dry_penalty_last_n": -1}, engine)
     post({"dry_multiplier": 1.0, "dry_penalty_last_n": 0}, engine)
-    whole, none = (item.sampling for item in engine.submitted)
-    assert (whole.dry_multiplier, whole.dry_range) == (1.0, 0)
+    complete, none = (item.sampling for item in engine.submitted)
+    assert (complete.dry_multiplier, complete.dry_range) == (1.0, 0)
     assert none.dry_multiplier == 0.0

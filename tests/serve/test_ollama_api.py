@@ -133,7 +133,7 @@ def test_a_generated_answer_goes_through_the_template_and_a_raw_one_does_not() -
 
 
 @pytest.mark.parametrize(
-    ("reason", "told"),
+    ("reason", "done_reason"),
     [
         (FinishReason.MAX_TOKENS, "length"),
         (FinishReason.CONTEXT_LIMIT, "length"),
@@ -141,19 +141,19 @@ def test_a_generated_answer_goes_through_the_template_and_a_raw_one_does_not() -
         (FinishReason.STOP_TOKEN, "stop"),
     ],
 )
-def test_every_end_has_its_reason(reason: FinishReason, told: str) -> None:
-    assert chat(FakeEngine(script=Script(reason)))["done_reason"] == told
+def test_every_end_has_its_reason(reason: FinishReason, done_reason: str) -> None:
+    assert chat(FakeEngine(script=Script(reason)))["done_reason"] == done_reason
 
 
 @pytest.mark.parametrize("keep_alive", [None, 0, "5m"])
 def test_without_anything_to_answer_the_model_is_loaded(keep_alive: Any) -> None:
-    told = "unload" if keep_alive == 0 else "load"
+    done_reason = "unload" if keep_alive == 0 else "load"
     for path, field in (("/api/chat", "message"), ("/api/generate", "response")):
         engine = FakeEngine()
         body = {"model": "fake", "keep_alive": keep_alive}
         response = call("POST", path, engine, json=body)
         answer = response.json()
-        assert (answer["done"], answer["done_reason"]) == (True, told)
+        assert (answer["done"], answer["done_reason"]) == (True, done_reason)
         assert answer[field] in ("", {"role": "assistant", "content": ""})
         assert ("x-quickstep-ignored" in response.headers) == (keep_alive is not None)
         assert not engine.submitted
@@ -161,9 +161,9 @@ def test_without_anything_to_answer_the_model_is_loaded(keep_alive: Any) -> None
 
 
 def test_calls_are_complete_and_their_arguments_are_objects() -> None:
-    whole = chat(FakeEngine(saying("Let me see." + CALLS)), tools=TOOLS)["message"]
-    assert whole["content"] == "Let me see."
-    made = [one["function"] for one in whole["tool_calls"]]
+    message = chat(FakeEngine(saying("Let me see." + CALLS)), tools=TOOLS)["message"]
+    assert message["content"] == "Let me see."
+    made = [one["function"] for one in message["tool_calls"]]
     assert [one["index"] for one in made] == [0, 1]
     assert [one["arguments"] for one in made] == [{"a": 1}, {"a": [2]}]
     parts = lines(
@@ -323,16 +323,16 @@ def test_every_served_name_is_listed_with_its_tag() -> None:
     assert [one["context_length"] for one in running["models"]] == [4096, 4096]
     msgspec.convert(running, OllamaRunningModels)
     for one in tags["models"]:
-        shown = call("POST", "/api/show", options=options, json={"model": one["name"]})
-        assert shown.status_code == 200
+        details = call("POST", "/api/show", options=options, json={"model": one["name"]})
+        assert details.status_code == 200
 
 
 def test_show_tells_context_template_parameters_and_capabilities() -> None:
     engine = filling()
     engine.default_sampling = {"temperature": 0.6, "repetition_penalty": 1.1}
     engine.chat_template = FakeTemplate(formats_of(TAGGED))
-    shown = call("POST", "/api/show", engine, json={"name": "fake"}).json()
-    answer = msgspec.convert(shown, OllamaShowResponse)
+    details = call("POST", "/api/show", engine, json={"name": "fake"}).json()
+    answer = msgspec.convert(details, OllamaShowResponse)
     assert answer.model_info["quickstep.context_length"] == 4096
     assert answer.template == engine.chat_template.source
     assert answer.parameters == "temperature 0.6\nrepeat_penalty 1.1"

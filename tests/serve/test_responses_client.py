@@ -113,8 +113,8 @@ def test_a_chain_of_responses(client: openai.OpenAI, engine: FakeEngine) -> None
     first = client.responses.create(model="fake", input="one")
     second = client.responses.create(model="fake", input="two", previous_response_id=first.id)
     client.responses.create(model="fake", input="three", previous_response_id=second.id)
-    said = bytes(engine.submitted[-1].prompt).decode()
-    assert said.replace(TEXT, "T") == (
+    prompt = bytes(engine.submitted[-1].prompt).decode()
+    assert prompt.replace(TEXT, "T") == (
         "user: one\nassistant: T\nuser: two\nassistant: T\nuser: three\nassistant:"
     )
     assert client.responses.retrieve(second.id).output_text == TEXT

@@ -25,7 +25,7 @@ def item(kind: str, **fields: Any) -> dict[str, Any]:
     return {"input": [{"type": kind, **fields}]}
 
 
-def said(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def message(*parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": list(parts), **fields}]}
 
 
@@ -37,9 +37,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (item("item_reference", id="x"), "input[0].type"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
-    (said({"type": "input_image", "image_url": "http://x"}), "input[0].content[0]"),
-    (said({"type": "input_file", "file_id": "x"}), "input[0].content[0]"),
-    (said({"type": "input_video"}), "input[0].content[0].type"),
+    (message({"type": "input_image", "image_url": "http://x"}), "input[0].content[0]"),
+    (message({"type": "input_file", "file_id": "x"}), "input[0].content[0]"),
+    (message({"type": "input_video"}), "input[0].content[0].type"),
     (item("function_call", **CALLED, caller={"type": "program"}), "input[0].caller"),
     (item("function_call", **CALLED, namespace="n"), "input[0].namespace"),
     (item("function_call_output", output="x"), "input[0].call_id"),
@@ -82,9 +82,9 @@ def test_what_cannot_be_honoured_is_400_with_its_path(fields: dict[str, Any], pa
     assert not engine.submitted
 
 
-def seen_by_model(given: Any, **fields: Any) -> str:
+def seen_by_model(items: Any, **fields: Any) -> str:
     engine = FakeEngine()
-    response = post({"input": given, **fields}, engine)
+    response = post({"input": items, **fields}, engine)
     assert response.status_code == 200, response.text
     return bytes(engine.submitted[0].prompt).decode()
 
@@ -108,7 +108,7 @@ def test_items_become_the_messages_that_templates_read() -> None:
     assert prompt.startswith(
         "system: You are kind.\n\nBe brief.\nuser: hi\nassistant: Let me see.\ntool: 20\n"
     )
-    assert prompt.count("assistant:") == 2  # the call stands in the message before it
+    assert prompt.count("assistant:") == 2  # the call is in the message before it
     assert "'name': 'f', 'arguments': '{}'" in prompt
 
 

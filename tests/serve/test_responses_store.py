@@ -1,4 +1,4 @@
-"""What `/v1/responses` keeps: continued, looked up, listed, deleted, bounded, and nobody else's."""
+"""Stored responses of `/v1/responses`: continued, read, listed, deleted, bounded, private."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ async def respond(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     return answer
 
 
-def test_a_conversation_goes_on_without_its_instructions() -> None:
+def test_a_conversation_continues_without_its_instructions() -> None:
     engine = FakeEngine(script=saying("Yes."))
 
     async def steps(client: httpx.AsyncClient) -> None:
@@ -85,8 +85,8 @@ def test_a_call_is_answered_in_the_next_response() -> None:
 def test_a_stored_response_is_the_one_that_was_answered() -> None:
     async def steps(client: httpx.AsyncClient) -> None:
         answer = await respond(client, metadata={"a": "b"})
-        found = await client.get(f"{RESPONSES}/{answer['id']}")
-        assert (found.status_code, found.json()) == (200, answer)
+        response = await client.get(f"{RESPONSES}/{answer['id']}")
+        assert (response.status_code, response.json()) == (200, answer)
         gone = await client.delete(f"{RESPONSES}/{answer['id']}")
         assert gone.json() == {"id": answer["id"], "object": "response", "deleted": True}
         for call in (client.get, client.delete):
@@ -114,7 +114,7 @@ def test_a_streamed_response_is_stored_before_its_last_event() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_nothing_is_kept_of_a_response_that_failed_or_is_not_to_be_stored(stream: bool) -> None:
+def test_nothing_is_stored_of_a_response_that_failed_or_is_not_to_be_stored(stream: bool) -> None:
     engine = FakeEngine()
     fields = {"input": "hi", "stream": stream}
 
@@ -148,7 +148,7 @@ def test_a_failed_stream_ends_with_the_failed_response() -> None:
     assert (item["status"], item["content"][0]["text"]) == ("incomplete", "Hello")
 
 
-def test_nobody_reads_what_belongs_to_another_key() -> None:
+def test_no_key_reads_a_response_of_another() -> None:
     options = ServerOptions(api_keys=ApiKeys(["ann=key-of-ann", "bob=key-of-bob"]))
     ann, bob = ({"x-api-key": f"key-of-{name}"} for name in ("ann", "bob"))
 
@@ -175,9 +175,9 @@ def test_input_items_come_in_pages_the_last_first() -> None:
         place = f"{RESPONSES}/{answer['id']}/input_items"
 
         async def page(**query: Any) -> dict[str, Any]:
-            found = await client.get(place, params=query)
-            assert found.status_code == 200, found.text
-            listed: dict[str, Any] = found.json()
+            response = await client.get(place, params=query)
+            assert response.status_code == 200, response.text
+            listed: dict[str, Any] = response.json()
             return listed
 
         def texts(listed: dict[str, Any]) -> str:
@@ -269,12 +269,12 @@ def test_bytes_are_bounded_and_come_back() -> None:
     assert len(store) == 2
     assert store.delete("", "c")
     assert not store.delete("", "c")
-    assert not store.delete("somebody", "b")
+    assert not store.delete("another", "b")
     assert store.delete("", "b")
     assert (len(store), store.num_bytes) == (0, 0)
 
 
-def test_one_keys_responses_push_out_no_others_that_has_fewer() -> None:
+def test_one_keys_responses_evict_no_response_of_a_key_with_fewer() -> None:
     store = ResponseStore(max_responses=3)
     store.put("ann", stored("first"))
     for number in range(5):

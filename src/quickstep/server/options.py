@@ -48,8 +48,9 @@ class RequestLimits(msgspec.Struct, frozen=True):
         bad_word_chars: Characters of one bad word.
         dry_breakers: DRY's sequence breakers per request.
         dry_breaker_chars: Characters of one breaker.
-        logprobs: Alternatives per token; -1 for no bound, then -1 asks for the whole vocabulary.
-        logprob_token_ids: Tokens whose logprobs a request may ask for by id.
+        logprobs: Alternatives per token; -1 for no bound, then a request may send -1 for the
+            complete vocabulary.
+        logprob_token_ids: Tokens whose logprobs a request may request by id.
         label_chars: Characters of `user`, `cache_salt` and the other labels, which logs keep.
         tools: Functions that a request may offer to the model.
         metadata: Entries of `metadata`; keys have at most 64 and values at most 512 characters.
@@ -89,7 +90,7 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
         header_s: From the first byte of a request (or a new connection) to the end of its headers.
         upload_s: A request's body, from the end of the headers to its last byte.
         slow_reader_s: A stream whose client reads nothing more; then the request is ended.
-        comment_every_s: A stream that has nothing to say gets a comment this often, so that
+        comment_every_s: A stream without data sends a comment this often, so that
             proxies keep it open; 0 for never.
         max_connections: Open ones at a time; beyond them the answer is 503.
     """
@@ -122,7 +123,7 @@ _FLAGS = {
 
 
 class CorsOptions(msgspec.Struct, frozen=True):
-    """Which web pages of other origins may call; none unless asked.
+    """Which web pages of other origins may call; none by default.
 
     Attributes:
         origins: Origins such as `https://example.com`, or `*`.
@@ -148,7 +149,7 @@ class TlsOptions(msgspec.Struct, frozen=True):
 
     Attributes:
         certfile: The server's certificate with its chain.
-        keyfile: Its key; None if it stands in `certfile`.
+        keyfile: Its key; None if it is in `certfile`.
         ca_certs: With it, clients have to show a certificate that one of these signed.
     """
 
@@ -166,8 +167,8 @@ class Deadlines(msgspec.Struct, frozen=True):
     """How long a request may take, in seconds; then what was generated is the answer.
 
     Attributes:
-        default_s: For requests that do not say; None for no end.
-        max_s: What a request may ask for at most; None for no limit.
+        default_s: For requests without `timeout_s`; None for no end.
+        max_s: The largest `timeout_s` of a request; None for no limit.
     """
 
     default_s: float | None = None
@@ -185,26 +186,26 @@ class Deadlines(msgspec.Struct, frozen=True):
                 f"--default-timeout-s is {self.default_s:g}, --max-timeout-s allows {self.max_s:g}"
             )
 
-    def of(self, asked_s: float | None) -> float | None:
-        """What holds for a request that asks for `asked_s`. Raises RequestError."""
-        if asked_s is None:
+    def of(self, requested_s: float | None) -> float | None:
+        """The timeout of a request that requests `requested_s`. Raises RequestError."""
+        if requested_s is None:
             return self.max_s if self.default_s is None else self.default_s
-        if self.max_s is not None and asked_s > self.max_s:
+        if self.max_s is not None and requested_s > self.max_s:
             raise RequestError(
-                f"timeout_s is {asked_s:g}, the limit is {self.max_s:g}", param="timeout_s"
+                f"timeout_s is {requested_s:g}, the limit is {self.max_s:g}", param="timeout_s"
             )
-        return asked_s
+        return requested_s
 
 
 _LEAST_STALL_S = 1.0
 
 
 class AnswerOptions(msgspec.Struct, frozen=True):
-    """What answers hold that a request did not ask for.
+    """What responses contain that a request did not request.
 
     Attributes:
         always_usage: Every stream of chat and completions ends with its usage.
-        request_metrics: Answers of chat and completions tell how long the request took.
+        request_metrics: Responses of chat and completions include how long the request took.
     """
 
     always_usage: bool = False
@@ -212,7 +213,7 @@ class AnswerOptions(msgspec.Struct, frozen=True):
 
 
 class FieldRules(msgspec.Struct, frozen=True):
-    """What becomes of a request's fields that have no effect. By default they are reported in the
+    """What happens to a request's fields that have no effect. By default they are reported in the
     answer's header `x-quickstep-ignored` and, once per client, in the log.
 
     Attributes:
@@ -275,18 +276,18 @@ class ServerOptions(msgspec.Struct, frozen=True):
 
     Attributes:
         served_model_names: Names that clients may use; empty takes the engine's model name. The
-            first one stands in the responses.
+            first one is in the responses.
         limits: Bounds on one request.
         connections: How long clients may take.
-        api_keys: Who may call; no keys, everybody.
+        api_keys: The clients that may call; without keys, every client may.
         cors: Which web pages may call.
         tls: The certificate, if there is one.
         deadlines: How long requests may take.
-        field_rules: What becomes of fields that have no effect.
-        answers: What answers hold beyond what was asked for.
+        field_rules: What happens to fields that have no effect.
+        answers: What responses contain that a request did not request.
         share_prefix_cache: Let the prompts of one API key hit the cached prompts of another, whose
             text they then can guess block by block.
-        root_path: The path under which a proxy shows this server, and which it cuts off.
+        root_path: The path of this server behind a proxy, which the proxy removes.
         access_log: One log line per request.
         files: The directory and limits of clients' files.
         batches: How batches run.
@@ -296,7 +297,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
             long; an engine's process that makes no progress for so long is replaced.
         drain_s: How long SIGTERM lets running requests continue before they are ended.
         tool_call_parser: Name of the format of tool calls, `none` for no tools; None takes what
-            the chat template tells.
+            the chat template implies.
         reasoning_parser: The same for reasoning.
     """
 
@@ -325,7 +326,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         if not self.stall_s >= _LEAST_STALL_S:
             raise ConfigError(
                 f"--stall-timeout-s is {self.stall_s:g}, it must be at least {_LEAST_STALL_S:g}: "
-                "an engine's process tells ten times a second how it does"
+                "an engine's process reports ten times a second"
             )
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(

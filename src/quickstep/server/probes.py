@@ -63,7 +63,7 @@ class Pong(msgspec.Struct, frozen=True):
 
 
 class Probes:
-    """The endpoints, by name."""
+    """The endpoints of health, readiness, metrics, version and models."""
 
     def __init__(self, served: Served, metrics: Metrics, stall_s: float) -> None:
         self._served = served
@@ -125,7 +125,7 @@ class Probes:
         return json_response(ModelList("list", data))
 
     async def model(self, request: Request) -> Response:
-        """One of them, or 404."""
+        """One model, or 404."""
         name: str = request.path_params["model"]
         return json_response(self._model(self._served.model(name)))
 

@@ -38,6 +38,7 @@ from quickstep.server.anthropic.response_types import (
     InputDelta,
     MessageBlock,
     MessageDeltaEvent,
+    MessageOutputDetails,
     MessageResponse,
     MessageStart,
     MessageStop,
@@ -123,10 +124,10 @@ _HARMLESS_BETAS = frozenset(
 
 
 class Messages:
-    """The API."""
+    """The adapter of the API."""
 
     def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
-        """Validate. Raises RequestError."""
+        """Parse and validate a body. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, MessagesRequest)
         served.model(fields.model)
@@ -139,7 +140,7 @@ class Messages:
         shared = SamplingFields(
             model=fields.model,
             stop=fields.stop_sequences,
-            thinking_budget=_budget(fields, served, reader),
+            thinking_budget=_reasoning_budget(fields, served, reader),
             **same,
         )
         request = conversation_request(
@@ -168,17 +169,17 @@ class CountTokens:
         self._served = served
 
     async def answer(self, request: Request) -> Response:
-        """The count. Raises RequestError."""
+        """Return the number of tokens. Raises RequestError."""
         body = body_of(request)
         served = self._served
         reader = FieldReader(served.field_rules)
-        conversation = await served.lanes.parse(len(body), lambda: self._asked(body, reader))
+        conversation = await served.lanes.parse(len(body), lambda: self._parse(body, reader))
         report_ignored(request, reader.ignored)
         prompts = [conversation.prompt]
         (ids,) = await prompts_ids(served.engine, prompts, served.lanes, max_len=None)
         return json_response(TokenCount(len(ids)))
 
-    def _asked(self, body: bytes, reader: FieldReader) -> Conversation:
+    def _parse(self, body: bytes, reader: FieldReader) -> Conversation:
         fields = reader.decode(body, CountTokensRequest)
         self._served.model(fields.model)
         return _conversation(fields, self._served, reader, len(body))
@@ -207,18 +208,18 @@ def _conversation(
     return Conversation(
         messages,
         num_chars=num_chars,
-        offered=_offered(fields, served, reader),
-        grammar=_asked(fields),
-        extra=_thinking(fields, served, reader),
+        offered=_offered_tools(fields, served, reader),
+        grammar=_requested_grammar(fields),
+        extra=_template_variables(fields, served, reader),
         add_generation_prompt=not continued,
         continued=continued,
     )
 
 
-def _offered(fields: CountTokensRequest, served: Served, reader: FieldReader) -> OfferedTools:
+def _offered_tools(fields: CountTokensRequest, served: Served, reader: FieldReader) -> OfferedTools:
     functions = [
-        _function(reader.convert(tool, CustomToolSpec, f"tools[{at}]"), f"tools[{at}]")
-        for at, tool in enumerate(fields.tools or ())
+        _function(reader.convert(tool, CustomToolSpec, f"tools[{index}]"), f"tools[{index}]")
+        for index, tool in enumerate(fields.tools or ())
         if not is_left_out(tool, "custom", reader)
     ]
     match fields.tool_choice:
@@ -230,8 +231,8 @@ def _offered(fields: CountTokensRequest, served: Served, reader: FieldReader) ->
             choice = ToolChoice(must_call=True)
         case _:
             choice = ToolChoice()
-    told = fields.tool_choice
-    one_call = told is not None and told.disable_parallel_tool_use is True
+    requested = fields.tool_choice
+    one_call = requested is not None and requested.disable_parallel_tool_use is True
     return offer(functions, choice, one_call, served)
 
 
@@ -240,7 +241,7 @@ def _function(spec: CustomToolSpec, path: str) -> Function:
     return Function(spec.name, spec.description, spec.input_schema, strict, path, "input_schema")
 
 
-def _asked(fields: CountTokensRequest) -> RequestedGrammar | None:
+def _requested_grammar(fields: CountTokensRequest) -> RequestedGrammar | None:
     config = fields.output_config
     if config is None or config.format is None:
         return None
@@ -249,24 +250,26 @@ def _asked(fields: CountTokensRequest) -> RequestedGrammar | None:
     )
 
 
-def _thinking(fields: CountTokensRequest, served: Served, reader: FieldReader) -> Mapping[str, Any]:
-    """What the template is told of the reasoning; a mode that it does not have is reported."""
+def _template_variables(
+    fields: CountTokensRequest, served: Served, reader: FieldReader
+) -> Mapping[str, Any]:
+    """The template's variables for reasoning; a mode that it does not have is reported."""
     thinking, config = fields.thinking, fields.output_config
     effort = None if config is None else config.effort
-    told = effort_in_template(effort, "output_config.effort", served, reader)
+    variables = effort_in_template(effort, "output_config.effort", served, reader)
     if thinking is None:
-        return told
+        return variables
     if isinstance(thinking, DisabledThinking):
-        return {**told, "enable_thinking": False}
+        return {**variables, "enable_thinking": False}
     if isinstance(thinking, BetweenToolsThinking) or served.formats.reasoning is None:
         kind = thinking.__struct_config__.tag
         reader.ignore("thinking", f"{served.engine.model_name} has no mode {kind}")
-        return told
-    return {**told, "enable_thinking": True}
+        return variables
+    return {**variables, "enable_thinking": True}
 
 
-def _budget(fields: MessagesRequest, served: Served, reader: FieldReader) -> int | None:
-    """The tokens of the reasoning; reported where it has no tags. Raises RequestError."""
+def _reasoning_budget(fields: MessagesRequest, served: Served, reader: FieldReader) -> int | None:
+    """The reasoning's token limit; reported if the model has no tags. Raises RequestError."""
     thinking = fields.thinking
     if not isinstance(thinking, EnabledThinking):
         return None
@@ -279,7 +282,7 @@ def _budget(fields: MessagesRequest, served: Served, reader: FieldReader) -> int
         )
     reasoning = served.formats.reasoning
     if reasoning is None:
-        return None  # which is reported of `thinking`
+        return None  # `thinking` is reported already
     if not reasoning.opening:
         name = served.engine.model_name
         reader.ignore("thinking.budget_tokens", f"{name} sets no reasoning apart by tags")
@@ -288,7 +291,7 @@ def _budget(fields: MessagesRequest, served: Served, reader: FieldReader) -> int
 
 
 class _MessagesWriter:
-    """One message, complete or as Anthropic's events."""
+    """Writes one message, complete or as Anthropic's events."""
 
     def __init__(
         self, served: Served, marks_cache: bool, generation: Generation, head: Head
@@ -301,17 +304,17 @@ class _MessagesWriter:
         self._id = f"msg_{uuid.uuid4().hex[:24]}"
 
     def opening(self) -> Iterator[bytes]:
-        """The empty message."""
+        """The events of the empty message."""
         yield _event(MessageStart(self._message()))
         yield _event(Ping())
 
     def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
-        """What the delta changes of the blocks."""
+        """The events for what the delta changes in the blocks."""
         for change in self._blocks.feed(item.delta):
             yield from _block_events(change)
 
     def ending(self) -> Iterator[bytes]:
-        """Why it ended, and the usage."""
+        """The events with the stop reason and the usage."""
         message = self._message()
         stop = StopDetails(message.stop_reason, message.stop_sequence)
         yield _event(MessageDeltaEvent(stop, message.usage))
@@ -322,7 +325,7 @@ class _MessagesWriter:
         yield event_frame("error", anthropic_shape(error_facts(error))[1])
 
     def collect(self, item: ChoiceDelta) -> None:
-        """The same blocks, without events."""
+        """Add a delta to the blocks, without events."""
         self._blocks.feed(item.delta)
 
     def complete(self) -> MessageResponse:
@@ -330,7 +333,7 @@ class _MessagesWriter:
         return self._message([_content(block) for block in self._blocks.blocks])
 
     def _message(self, content: list[MessageBlock] | None = None) -> MessageResponse:
-        reason, sequence = self._stop()
+        reason, sequence = self._stop_reason()
         return MessageResponse(
             id=self._id,
             model=self._generation.request.model,
@@ -340,7 +343,7 @@ class _MessagesWriter:
             usage=self._usage(),
         )
 
-    def _stop(self) -> tuple[str | None, str | None]:
+    def _stop_reason(self) -> tuple[str | None, str | None]:
         last = self._blocks.last
         if last is None or last.finish_reason is None:
             return None, None
@@ -353,16 +356,18 @@ class _MessagesWriter:
         usage = self._generation.usage
         num_read, num_written = usage.num_cached_tokens, 0
         if self._block_size is not None:
-            # the last token is computed in any case, so that its block is never read
-            num_whole = (usage.num_prompt_tokens - 1) // self._block_size * self._block_size
-            num_written = max(0, num_whole - num_read)
+            # the last token is always computed, so its block is never read
+            num_in_full_blocks = (
+                (usage.num_prompt_tokens - 1) // self._block_size * self._block_size
+            )
+            num_written = max(0, num_in_full_blocks - num_read)
         return MessageUsage(
             input_tokens=usage.num_prompt_tokens - num_read - num_written,
             output_tokens=usage.num_output_tokens,
             cache_read_input_tokens=num_read,
             cache_creation_input_tokens=num_written,
             cache_creation=CacheCreation(ephemeral_5m_input_tokens=num_written),
-            output_tokens_details={"thinking_tokens": self._blocks.num_reasoning_tokens},
+            output_tokens_details=MessageOutputDetails(self._blocks.num_reasoning_tokens),
         )
 
 
@@ -379,7 +384,7 @@ def _content(block: Block) -> MessageBlock:
 
 
 def _signature(block: Block) -> str:
-    """A digest of the reasoning: nothing verifies it, but clients send back signed blocks only."""
+    """A digest of the reasoning. No one verifies it, but clients send back signed blocks only."""
     return hashlib.sha256(block.text.encode()).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""The JSON bodies of Anthropic's Messages API, as msgspec types: the whole schema.
+"""The JSON bodies of Anthropic's Messages API, as msgspec types: all fields.
 
-Read by `anthropic` and `anthropic_messages`, and by nothing else. What the server does not do is
-declared as well, with its class (`field_classes`).
+`endpoint` and `turns` read them. Fields that have no effect here are declared as well, with their
+class (`schema/field_classes.py`).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _TEMPLATE = effect("Given to the chat template.")
 
 
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="ephemeral"):
-    """A mark where a prefix ends. Every prefix is cached without it, and for no fixed time."""
+    """A mark at the end of a prefix. Every prefix is cached without it, without a lifetime."""
 
     ttl: Annotated[Literal["5m", "1h"] | None, note("prefixes are cached for no fixed time")] = None
 
 
 class PlainBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="text"):
-    """A piece of text."""
+    """A block of text."""
 
     text: Annotated[str, effect("The text; blocks are joined by line ends.")]
     cache_control: Annotated[CacheControl | None, _MARK] = None
@@ -58,31 +58,31 @@ class PlainBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="t
 
 
 class OpaqueBlock(msgspec.Struct, frozen=True, tag="image"):
-    """An image: known, so that it is refused in words."""
+    """An image: declared so that the error names it."""
 
     refused_form: ClassVar[str] = "the model reads text only"
 
 
 class DocumentBlock(OpaqueBlock, frozen=True, tag="document"):
-    """A document: known, so that it is refused in words."""
+    """A document: declared so that the error names it."""
 
     refused_form: ClassVar[str] = "the model reads text only"
 
 
 class SearchResultBlock(OpaqueBlock, frozen=True, tag="search_result"):
-    """A search result: known, so that it is refused in words."""
+    """A search result: declared so that the error names it."""
 
     refused_form: ClassVar[str] = "the model reads text only"
 
 
 class RedactedThinkingBlock(OpaqueBlock, frozen=True, tag="redacted_thinking"):
-    """Reasoning that only Anthropic can read: known, so that it is refused in words."""
+    """Reasoning that only Anthropic can read: declared so that the error names it."""
 
     refused_form: ClassVar[str] = "only Anthropic can read it"
 
 
 class ThinkingBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="thinking"):
-    """Earlier reasoning. This server signs nothing, so any signature is fine."""
+    """Earlier reasoning. This server verifies no signatures and accepts any."""
 
     thinking: Annotated[str, effect("Given to the chat template, which may leave it out.")]
     signature: Annotated[str | None, note("this server signs nothing")] = None
@@ -102,7 +102,7 @@ class ToolUseBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=
 
 
 class ToolResultBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="tool_result"):
-    """What a tool gave back; `is_error` makes the model read `Error: ` before it."""
+    """The result of a tool; with `is_error`, the model reads `Error: ` before it."""
 
     tool_use_id: Annotated[str, _TEMPLATE]
     content: Annotated[
@@ -121,7 +121,7 @@ AssistantBlock = PlainBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlo
 class UserTurn(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="user", tag_field="role"
 ):
-    """What the user says, and the results of tools."""
+    """The user's text and the results of tools."""
 
     content: Annotated[
         str | list[UserBlock], effect("What the user says, and the results of tools.")
@@ -131,7 +131,7 @@ class UserTurn(
 class AssistantTurn(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="assistant", tag_field="role"
 ):
-    """What the model said and called."""
+    """The model's text, reasoning and calls."""
 
     content: Annotated[
         str | list[AssistantBlock],
@@ -153,7 +153,7 @@ Turn = UserTurn | AssistantTurn | SystemTurn
 
 
 class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A tool of the client's."""
+    """A tool that the client defines."""
 
     name: Annotated[str, effect("The name in a call; each one once.")]
     input_schema: Annotated[
@@ -171,29 +171,31 @@ class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     allowed_callers: Annotated[
         list[str] | None, refused("only the model calls", passes=(["direct"],))
     ] = None
-    defer_loading: Annotated[bool | None, hint("every tool is shown", passes=(False,))] = None
+    defer_loading: Annotated[bool | None, hint("every tool is in the prompt", passes=(False,))] = (
+        None
+    )
     eager_input_streaming: Annotated[
         bool | None, hint("arguments are sent as the model writes them", passes=(False,))
     ] = None
     input_examples: Annotated[
-        list[Any] | None, hint("templates have no place for examples", passes=([],))
+        list[Any] | None, hint("templates do not render examples", passes=([],))
     ] = None
 
 
 class AutoChoice(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="auto"):
-    """The model may call."""
+    """The model may call tools."""
 
     disable_parallel_tool_use: Annotated[bool | None, _ONE_CALL] = None
 
 
 class AnyChoice(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="any"):
-    """The model has to call."""
+    """The model must call a tool."""
 
     disable_parallel_tool_use: Annotated[bool | None, _ONE_CALL] = None
 
 
 class AnyTool(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="tool"):
-    """The model has to call this one."""
+    """The model must call this tool."""
 
     name: Annotated[str, effect("The tool that has to be called.")]
     disable_parallel_tool_use: Annotated[
@@ -206,7 +208,7 @@ class NoChoice(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="non
 
 
 class EnabledThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="enabled"):
-    """Reasoning within a budget of tokens."""
+    """Reasoning within a token budget."""
 
     budget_tokens: Annotated[
         int,
@@ -217,37 +219,37 @@ class EnabledThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, t
     ]
     display: Annotated[
         Literal["summarized", "omitted"] | None,
-        hint("the reasoning is shown", passes=("summarized",)),
+        hint("the reasoning is in the response", passes=("summarized",)),
     ] = None
 
 
 class AdaptiveThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="adaptive"):
-    """Reasoning as long as the model likes."""
+    """Reasoning without a token budget."""
 
     display: Annotated[
         Literal["summarized", "omitted"] | None,
-        hint("the reasoning is shown", passes=("summarized",)),
+        hint("the reasoning is in the response", passes=("summarized",)),
     ] = None
 
 
 class DisabledThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="disabled"):
-    """No reasoning, where the template can turn it off."""
+    """No reasoning, if the template can turn it off."""
 
 
 class BetweenToolsThinking(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="between_tools"
 ):
-    """Reasoning between calls only: known, so that it is refused in words."""
+    """Reasoning between calls only: declared so that the error names it."""
 
 
 class JsonOutput(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
-    """Output that fits a JSON schema."""
+    """Output that matches a JSON schema."""
 
     schema: Annotated[dict[str, Any], effect("The JSON schema that the answer fits.")]
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The form of the answer."""
+    """The format of the output and the reasoning effort."""
 
     effort: Annotated[
         str | None,
@@ -260,7 +262,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class RequestMetadata(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """`user_id`: whom the work is accounted to."""
+    """`user_id`: the tenant that the request is counted for."""
 
     user_id: Annotated[
         str | None, effect("To whom the work is accounted, below the name of the API key.")
@@ -289,7 +291,7 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
     ] = None
     output_config: Annotated[OutputConfig | None, effect("The form of the answer.")] = None
     cache_control: Annotated[CacheControl | None, _MARK] = None
-    context_management: Annotated[Any, hint("the conversation is taken as it is")] = None
+    context_management: Annotated[Any, hint("the conversation is used unchanged")] = None
     mcp_servers: Annotated[
         list[dict[str, Any]] | None, hint("the server makes no outbound requests", passes=([],))
     ] = None

@@ -18,6 +18,7 @@ __all__ = [
     "InputDelta",
     "MessageBlock",
     "MessageDeltaEvent",
+    "MessageOutputDetails",
     "MessageResponse",
     "MessageStart",
     "MessageStop",
@@ -35,15 +36,21 @@ __all__ = [
 
 
 class CacheCreation(msgspec.Struct, frozen=True):
-    """Tokens that the prefix cache did not hold, by how long Anthropic would keep them."""
+    """Tokens added to the prefix cache, by Anthropic's lifetimes."""
 
     ephemeral_5m_input_tokens: int
     ephemeral_1h_input_tokens: int = 0
 
 
+class MessageOutputDetails(msgspec.Struct, frozen=True):
+    """Details of the generated tokens."""
+
+    thinking_tokens: int
+
+
 class MessageUsage(msgspec.Struct, kw_only=True, frozen=True):
-    """Tokens of the request. Three numbers are the input: what was read from the prefix cache,
-    what was added to it (where the request marks a prefix), and the rest.
+    """Tokens of the request. The input is the sum of three counts: tokens read from the prefix
+    cache, tokens added to it (if the request marks a prefix), and the others.
     """
 
     input_tokens: int
@@ -53,26 +60,26 @@ class MessageUsage(msgspec.Struct, kw_only=True, frozen=True):
     cache_creation: CacheCreation = CacheCreation(0)
     inference_geo: None = None
     server_tool_use: None = None
-    output_tokens_details: dict[str, int] | None = None
+    output_tokens_details: MessageOutputDetails | None = None
     service_tier: Literal["standard"] = "standard"
 
 
 class TextContent(msgspec.Struct, frozen=True, tag="text"):
-    """Text."""
+    """A block of text."""
 
     text: str
     citations: None = None
 
 
 class ThinkingContent(msgspec.Struct, frozen=True, tag="thinking"):
-    """Reasoning. The signature is a digest of it: clients drop blocks that have none."""
+    """A block of reasoning. The signature is its digest: clients drop blocks without one."""
 
     thinking: str
     signature: str = ""
 
 
 class ToolUseContent(msgspec.Struct, frozen=True, tag="tool_use"):
-    """A call."""
+    """A block with a tool call."""
 
     id: str
     name: str
@@ -83,7 +90,7 @@ MessageBlock = TextContent | ThinkingContent | ToolUseContent
 
 
 class MessageResponse(msgspec.Struct, kw_only=True, frozen=True, tag="message"):
-    """A message of the model's."""
+    """A message of the model."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -96,7 +103,7 @@ class MessageResponse(msgspec.Struct, kw_only=True, frozen=True, tag="message"):
 
 
 class TokenCount(msgspec.Struct, frozen=True):
-    """What a request's input would count."""
+    """The number of tokens of a request's input."""
 
     input_tokens: int
 
@@ -108,7 +115,7 @@ class MessageStart(msgspec.Struct, frozen=True, tag="message_start"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Keeps the connection open."""
+    """An event without content, which keeps the connection open."""
 
 
 class BlockStart(msgspec.Struct, frozen=True, tag="content_block_start"):
@@ -119,13 +126,13 @@ class BlockStart(msgspec.Struct, frozen=True, tag="content_block_start"):
 
 
 class TextDelta(msgspec.Struct, frozen=True, tag="text_delta"):
-    """A piece of a text."""
+    """New text."""
 
     text: str
 
 
 class ThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta"):
-    """A piece of the reasoning."""
+    """New text of the reasoning."""
 
     thinking: str
 
@@ -137,13 +144,13 @@ class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta"):
 
 
 class InputDelta(msgspec.Struct, frozen=True, tag="input_json_delta"):
-    """A piece of the JSON of a call's arguments."""
+    """New text of the JSON of a call's arguments."""
 
     partial_json: str
 
 
 class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta"):
-    """A block grows."""
+    """A block gets new text."""
 
     index: int
     delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta

@@ -1,7 +1,7 @@
-"""Anthropic's turns of blocks, as the messages that chat templates read.
+"""Turns Anthropic's messages of blocks into the messages that chat templates read.
 
-A block that a template has no place for is refused with its path. One turn may become several
-messages: every tool result is one of its own.
+A block that the template cannot render is refused with its path. One turn may become several
+messages: each tool result is a message.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _Message = dict[str, Any]
 
 
 def template_messages(fields: CountTokensRequest, served: Served) -> tuple[_Message, ...]:
-    """The system prompt and all turns. Raises RequestError with the path of what is refused."""
+    """The system prompt and all turns. Raises RequestError with the path of a refused block."""
     if not fields.messages:
         raise RequestError("messages is an empty list", param="messages")
     messages: list[_Message] = []
     if fields.system is not None:
         messages.append({"role": "system", "content": _text(fields.system, "system")})
-    for place, turn in enumerate(fields.messages):
-        messages += _turn(turn, f"messages[{place}].content", served)
+    for index, turn in enumerate(fields.messages):
+        messages += _turn(turn, f"messages[{index}].content", served)
     if begins_answer(fields):
         check_continues(messages[-1], f"messages[{len(fields.messages) - 1}]")
     return tuple(messages)
 
 
 def begins_answer(fields: CountTokensRequest) -> bool:
-    """Whether the last turn is the beginning of the assistant's answer."""
+    """Whether the last turn is the beginning of the assistant's response."""
     return isinstance(fields.messages[-1], AssistantTurn)
 
 
 def marks_cache(fields: CountTokensRequest) -> bool:
-    """Whether the client marks a prefix to be cached. All are; it wants to be told what was."""
+    """Whether the client marks a prefix to cache. All are cached; a mark requests the counts."""
     return (
         fields.cache_control is not None
         or any(tool.get("cache_control") is not None for tool in fields.tools or ())
@@ -61,7 +61,7 @@ def marks_cache(fields: CountTokensRequest) -> bool:
 
 
 def _is_marked(content: object) -> bool:
-    """Whether one of the blocks, or of the blocks in a tool's result, carries a mark."""
+    """Whether one of the blocks, or of the blocks of a tool result, has a mark."""
     return isinstance(content, list) and any(
         getattr(block, "cache_control", None) is not None
         or (isinstance(block, ToolResultBlock) and _is_marked(block.content))
@@ -80,23 +80,23 @@ def _turn(turn: Turn, path: str, served: Served) -> list[_Message]:
 
 
 def _user(turn: UserTurn, path: str) -> list[_Message]:
-    """Text that stands together is one message."""
+    """The messages of a turn; adjacent text blocks are one message."""
     if isinstance(turn.content, str):
         return [{"role": "user", "content": turn.content}]
     messages: list[_Message] = []
     texts: list[str] = []
     for index, block in enumerate(turn.content):
-        place = f"{path}[{index}]"
+        block_path = f"{path}[{index}]"
         if isinstance(block, ToolResultBlock):
-            messages += _said(texts)
+            messages += _text_message(texts)
             texts = []
-            messages.append(_tool_result(block, place))
+            messages.append(_tool_result(block, block_path))
         else:
-            texts.append(_plain(block, place))
-    return messages + _said(texts)
+            texts.append(_plain(block, block_path))
+    return messages + _text_message(texts)
 
 
-def _said(texts: Sequence[str]) -> list[_Message]:
+def _text_message(texts: Sequence[str]) -> list[_Message]:
     return [{"role": "user", "content": "\n".join(texts)}] if texts else []
 
 
@@ -114,21 +114,21 @@ def _assistant(turn: AssistantTurn, path: str, served: Served) -> _Message:
     thoughts: list[str] = []
     calls: list[_Message] = []
     for index, block in enumerate(turn.content):
-        place = f"{path}[{index}]"
+        block_path = f"{path}[{index}]"
         if isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
-            check_shows_calls(served, place)
-            calls.append(_tool_use(block, place))
+            check_shows_calls(served, block_path)
+            calls.append(_tool_use(block, block_path))
         else:
-            texts.append(_plain(block, place))
+            texts.append(_plain(block, block_path))
     message: _Message = {"role": "assistant", "content": "\n".join(texts)}
     if calls:
         message["tool_calls"] = calls
         message["content"] = message["content"] or None
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
-        if not message["content"]:  # gpt-oss's name of it, beside calls only
+        if not message["content"]:  # gpt-oss's name of it, with calls only
             message["thinking"] = message["reasoning_content"]
     return message
 

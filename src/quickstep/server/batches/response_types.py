@@ -1,4 +1,4 @@
-"""The JSON answers of `/v1/files` and `/v1/batches`: OpenAI's objects."""
+"""The JSON responses of `/v1/files` and `/v1/batches`: OpenAI's objects."""
 
 from __future__ import annotations
 

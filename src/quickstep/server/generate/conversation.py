@@ -21,7 +21,7 @@ from quickstep.server.generate.tools import OfferedTools, with_answer
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import RequestLimits
 from quickstep.server.schema.field_reader import FieldReader
-from quickstep.types import Request, SamplingParams
+from quickstep.types import Request
 
 __all__ = [
     "Conversation",
@@ -31,7 +31,6 @@ __all__ = [
     "conversation_request",
     "effort_in_template",
     "past_call",
-    "renamed_sampling",
     "tenant_of",
     "verbosity_in_template",
 ]
@@ -97,7 +96,7 @@ def conversation_request(
         model=served.model(fields.model),
         prompts=(conversation.prompt,),
         request=Request(
-            sampling=renamed_sampling(fields, served, values, renamed),
+            sampling=sampling_params(fields, served, values, renamed),
             priority=fields.priority or 0,
             timeout_s=deadline_of(fields),
             cache_salt=label("cache_salt", fields.cache_salt, served.limits),
@@ -106,20 +105,6 @@ def conversation_request(
         prompt_field=prompt_field,
         grammar_field="" if grammar is None else grammar.field,
     )
-
-
-def renamed_sampling(
-    fields: SamplingFields, served: Served, own: Mapping[str, Any], renamed: Mapping[str, str]
-) -> SamplingParams:
-    """The sampling parameters. Raises RequestError that names the client's field (`renamed`)."""
-    try:
-        return sampling_params(fields, served, own, renamed)
-    except RequestError as error:
-        given = renamed.get(error.param or "")
-        if given is None or error.param is None:
-            raise
-        message = str(error).replace(error.param, given, 1)
-        raise RequestError(message, param=given, status=error.status) from None
 
 
 def check_shows_calls(served: Served, path: str) -> None:

@@ -66,6 +66,18 @@ def sampling_params(
     `own` overrides all: the fields that the API resolved itself (`max_tokens`, `logprobs`);
     `renamed` maps their names to the client's.
     """
+    try:
+        return SamplingParams(**{**_values(fields, served), **own})
+    except RequestError as error:
+        client_name = renamed.get(error.param or "")
+        if error.param is None or client_name is None:
+            raise
+        message = str(error).replace(error.param, client_name, 1)
+        raise RequestError(message, param=client_name, status=error.status) from None
+
+
+def _values(fields: SamplingFields, served: Served) -> dict[str, Any]:
+    """The values of the checkpoint, the preset and the client, within the bounds of the API."""
     limits, vocab_size = served.limits, served.engine.tokenizer.vocab_size
     values: dict[str, Any] = {
         **served.engine.default_sampling,
@@ -81,13 +93,7 @@ def sampling_params(
         bounded(name, len(ids), limits.stop_token_ids, "entries")
         values[name] = token_ids_of(name, ids, vocab_size)
     bounded("n", fields.n or 1, limits.n)
-    try:
-        return SamplingParams(**{**values, **own})
-    except RequestError as error:
-        param = error.param or ""
-        given = renamed.get(param, param)
-        message = str(error).replace(param, given, 1) if given != param else str(error)
-        raise RequestError(message, param=given or None) from None
+    return values
 
 
 def bounded(name: str, value: int, limit: int, unit: str = "") -> None:

@@ -61,13 +61,13 @@ _NO_SLOT = -1  # the slots of the scheduler are not public
 
 
 class LlamaCpp:
-    """The API."""
+    """The adapter of `/completion`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
 
     def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
-        """Validate. Raises RequestError."""
+        """Parse and validate a body. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, LlamaCompletionRequest)
         bounded("response_fields", len(fields.response_fields or ()), 64, "entries")
@@ -96,11 +96,11 @@ class _LlamaWriter:
         self._first_s: dict[int, float] = {}
 
     def opening(self) -> Iterator[bytes]:
-        """Nothing."""
+        """A stream has no chunks before the first delta."""
         return iter(())
 
     def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
-        """New text and tokens, then the end of a completion."""
+        """The chunk of new text and tokens, and the last chunk of a completion that ends."""
         self.collect(item)
         choice, delta = self._generation.choices[item.choice], item.delta
         if delta.text or delta.token_ids:
@@ -118,10 +118,10 @@ class _LlamaWriter:
                 )
             )
         if delta.finish_reason is not None:
-            yield data_frame(self._shown(self._completion(choice, content="", tokens=[])))
+            yield data_frame(self._selected_fields(self._completion(choice, content="", tokens=[])))
 
     def ending(self) -> Iterator[bytes]:
-        """Nothing."""
+        """A stream ends with the last chunks of its completions."""
         return iter(())
 
     def failure(self, error: Exception) -> Iterator[bytes]:
@@ -130,17 +130,17 @@ class _LlamaWriter:
         yield data_frame(body)
 
     def collect(self, item: ChoiceDelta) -> None:
-        """When the first token came."""
+        """Record the time of the first token."""
         self._first_s.setdefault(item.choice, self._clock())
 
     def complete(self) -> object:
         """The completion, or the list of them."""
-        shown = []
+        completions = []
         for choice in self._generation.choices:
             tokens = list(choice.token_ids) if self._fields.return_tokens else []
             completion = self._completion(choice, "".join(choice.text), tokens)
-            shown.append(self._shown(completion))
-        return shown[0] if len(shown) == 1 else shown
+            completions.append(self._selected_fields(completion))
+        return completions[0] if len(completions) == 1 else completions
 
     def _prompt(self, choice: Choice) -> Sequence[int]:
         return self._generation.prompt_token_ids(choice)
@@ -174,33 +174,33 @@ class _LlamaWriter:
             completion_probabilities=(UNSET if in_stream else self._probabilities(choice.logprobs)),
         )
 
-    def _shown(self, completion: LlamaCompletion) -> object:
-        """All of it, or the fields that were asked for; `a/b` is a field of a field."""
+    def _selected_fields(self, completion: LlamaCompletion) -> object:
+        """The completion, or only its `response_fields`; `a/b` is a field of a field."""
         paths = self._fields.response_fields
         if not paths:
             return completion
-        whole = msgspec.to_builtins(completion)
-        found: dict[str, Any] = {}
+        fields = msgspec.to_builtins(completion)
+        selected: dict[str, Any] = {}
         for path in paths:
-            place: Any = whole
+            value: Any = fields
             for name in path.split("/"):
-                place = place.get(name, UNSET) if isinstance(place, dict) else UNSET
-            if place is not UNSET:
-                found[path] = place
-        return found
+                value = value.get(name, UNSET) if isinstance(value, dict) else UNSET
+            if value is not UNSET:
+                selected[path] = value
+        return selected
 
     def _stopping_word(self, choice: Choice, text: str) -> str:
-        """The stop string that ended it: what the tokens say behind the text."""
+        """The stop string that ended the completion: the tokens' text continues with it."""
         if choice.finish_reason is not FinishReason.STOP_STRING:
             return ""
-        said = self._tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+        decoded = self._tokenizer.decode(choice.token_ids, skip_special_tokens=True)
         for stop in self._generation.request.sampling.stop:
-            if said.startswith(stop, len(text)):
+            if decoded.startswith(stop, len(text)):
                 return stop
         return ""
 
     def _timings(self, choice: Choice) -> LlamaTimings:
-        """The engine's own once it has ended, until then what the clock says here."""
+        """The engine's timings after the end; before it, timings by this process's clock."""
         num_prompt, num_predicted = len(self._prompt(choice)), len(choice.token_ids)
         timings = choice.timings
         if timings is None or timings.first_token_s is None:
@@ -229,14 +229,14 @@ class _LlamaWriter:
             return UNSET
         return [
             LlamaToken(
-                *self._named(item.token_id),
+                *self._token(item.token_id),
                 item.logprob,
-                [LlamaTopToken(*self._named(each), logprob) for each, logprob in item.top],
+                [LlamaTopToken(*self._token(each), logprob) for each, logprob in item.top],
             )
             for item in logprobs
         ]
 
-    def _named(self, token_id: int) -> tuple[int, str, list[int]]:
+    def _token(self, token_id: int) -> tuple[int, str, list[int]]:
         data = self._tokenizer.token_bytes(token_id)
         return token_id, data.decode(errors="replace"), list(data)
 
@@ -288,7 +288,7 @@ def _stop_type(reason: FinishReason | None) -> Literal["none", "eos", "limit", "
 
 
 def _ratio(value: float, of: float) -> float:
-    """0 where there is nothing to divide by: JSON has no infinity."""
+    """`value / of`, 0 if `of` is 0: JSON has no infinity."""
     return value / of if of > 0 else 0.0
 
 

@@ -1,8 +1,8 @@
-"""From llama.cpp's `/completion` body to the internal request; what we do not do is refused here.
+"""From llama.cpp's `/completion` body to the internal request; unsupported values are refused here.
 
-Two fields read as llama.cpp means them, though ours differ: penalties look back over the whole
-context (`repeat_last_n` is -1, or 0 for none), and the samplers stand in our fixed order, of which
-`samplers` may leave out any.
+Two fields have fewer values than llama.cpp's: penalties look back over the complete context
+(`repeat_last_n` is -1, or 0 for no penalties), and the order of the samplers is fixed; `samplers`
+may omit any of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAMPLERS = ("penalties", "dry", "temperature", "top_k", "typ_p", "top_p", "min_p
 _OTHER_NAMES = MappingProxyType(
     {"typical_p": "typ_p", "typical": "typ_p", "top-k": "top_k", "top-p": "top_p", "min-p": "min_p"}
 )
-# sampler -> what switches it off
+# sampler -> the values that switch it off
 _OFF: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         "penalties": {
@@ -54,7 +54,7 @@ _OFF: Mapping[str, Mapping[str, float]] = MappingProxyType(
 )
 _SAME_NAME = ("model", "temperature", "top_k", "top_p", "min_p", "stop", "ignore_eos")
 _PENALTIES = ("presence_penalty", "frequency_penalty")
-# what `SamplingParams` calls as llama.cpp does
+# fields with the same name in `SamplingParams`
 _OWN = (
     "typical_p",
     "dry_multiplier",
@@ -84,7 +84,7 @@ def llama_request(fields: LlamaCompletionRequest, served: Served) -> ParsedReque
         prompts=_prompts(fields, served),
         request=Request(
             sampling=_sampling(fields, grammar, served),
-            # a salt of its own, so that nothing is found in the cache
+            # a unique salt, so that no cached prefix matches
             cache_salt=secrets.token_hex(8) if fields.cache_prompt is False else "",
         ),
         stream=bool(fields.stream),
@@ -114,26 +114,26 @@ def _sampling(
     dry = _dry(fields)
     own |= {name: value for name, value in dry.items() if name != "dry_multiplier"}
     sampling = sampling_params(SamplingFields(**shared), served, own, renamed)
-    # switched off last: what has no effect has to be right all the same
-    off = dry | switched_off_penalties(fields) | _left_out(fields, served)
+    # switched off last: values without effect are validated, too
+    off = dry | switched_off_penalties(fields) | _omitted_samplers(fields, served)
     return replace(sampling, **off)
 
 
 def _max_tokens(fields: LlamaCompletionRequest, served: Served) -> dict[str, int | None]:
-    """`n_predict` or, as some clients say, `max_tokens`; -1 is no limit, and so is silence."""
-    asked = fields.n_predict if fields.max_tokens is None else fields.max_tokens
+    """`n_predict` or `max_tokens`, which some clients send; -1 and None mean no limit."""
+    limit = fields.n_predict if fields.max_tokens is None else fields.max_tokens
     if None not in (fields.n_predict, fields.max_tokens) and fields.n_predict != fields.max_tokens:
         raise RequestError(
             f"n_predict is {fields.n_predict} and max_tokens is {fields.max_tokens}; send one",
             param="max_tokens",
         )
-    if asked is None and "max_tokens" in served.engine.default_sampling:
+    if limit is None and "max_tokens" in served.engine.default_sampling:
         return {}
-    return {"max_tokens": None if asked in (None, -1) else asked}
+    return {"max_tokens": None if limit in (None, -1) else limit}
 
 
 def _dry(fields: LlamaCompletionRequest) -> dict[str, Any]:
-    """How far DRY looks back: -1 for the whole context, 0 for not at all."""
+    """DRY's breakers and how far it looks back: -1 for the complete context, 0 for off."""
     own: dict[str, Any] = {}
     if fields.dry_sequence_breakers is not None:
         bounded("dry_sequence_breakers", len(fields.dry_sequence_breakers), 64, "entries")
@@ -141,7 +141,7 @@ def _dry(fields: LlamaCompletionRequest) -> dict[str, Any]:
     if fields.dry_penalty_last_n == 0:
         own["dry_multiplier"] = 0.0
     elif fields.dry_penalty_last_n is not None:
-        # below -1 it is refused by its range
+        # values below -1 are refused by the range of `dry_range`
         own["dry_range"] = 0 if fields.dry_penalty_last_n == -1 else fields.dry_penalty_last_n
     return own
 
@@ -151,7 +151,7 @@ class LookBack(Protocol):
 
     @property
     def repeat_last_n(self) -> int | None:
-        """Tokens; -1 for the whole context, 0 for none."""
+        """Tokens; -1 for the complete context, 0 for no penalties."""
 
     @property
     def repeat_penalty(self) -> float | None:
@@ -167,9 +167,10 @@ class LookBack(Protocol):
 
 
 def switched_off_penalties(fields: LookBack, field: str = "repeat_last_n") -> dict[str, float]:
-    """The penalties look back over everything; 0 switches them off, other lengths we do not do.
+    """The values that switch the penalties off if they look back over 0 tokens.
 
-    Raises RequestError that names the client's `field`.
+    Raises RequestError that names the client's `field` if they look back over a part of the
+    context, which is not supported.
     """
     look_back = fields.repeat_last_n
     if look_back == 0:
@@ -186,8 +187,8 @@ def switched_off_penalties(fields: LookBack, field: str = "repeat_last_n") -> di
     return {}
 
 
-def _left_out(fields: LlamaCompletionRequest, served: Served) -> dict[str, float]:
-    """What switches off the samplers that `samplers` does not name. Raises RequestError."""
+def _omitted_samplers(fields: LlamaCompletionRequest, served: Served) -> dict[str, float]:
+    """The values that switch off the samplers that `samplers` omits. Raises RequestError."""
     if fields.samplers is None:
         return {}
     bounded("samplers", len(fields.samplers), 32, "entries")
@@ -201,9 +202,9 @@ def _left_out(fields: LlamaCompletionRequest, served: Served) -> dict[str, float
     temperature = fields.temperature
     if temperature is None:
         temperature = served.engine.default_sampling.get("temperature", 1.0)
-    # where the temperature stands matters only if it changes anything but the argmax
-    is_still = "temperature" not in names or temperature in (0.0, 1.0)
-    order = [name for name in names if not (is_still and name == "temperature")]
+    # the position of the temperature matters only if it changes more than the argmax
+    is_neutral = "temperature" not in names or temperature in (0.0, 1.0)
+    order = [name for name in names if not (is_neutral and name == "temperature")]
     if order != sorted(set(order), key=SAMPLERS.index):
         raise RequestError(
             f"samplers is in the order {', '.join(names)}; it is fixed: {', '.join(SAMPLERS)}",
@@ -217,15 +218,15 @@ def _left_out(fields: LlamaCompletionRequest, served: Served) -> dict[str, float
 
 
 def _logit_bias(fields: LlamaCompletionRequest, served: Served) -> dict[int, float]:
-    """Pairs or an object, of ids or of texts whose tokens are meant; `false` bans."""
-    given = fields.logit_bias or []
-    pairs = list(given.items()) if isinstance(given, dict) else given
+    """The bias by token id, from pairs or an object of ids or texts; `false` bans a token."""
+    entries = fields.logit_bias or []
+    pairs = list(entries.items()) if isinstance(entries, dict) else entries
     bounded("logit_bias", len(pairs), served.limits.logit_bias, "entries")
     tokenizer = served.engine.tokenizer
     by_id: dict[int, float] = {}
     for key, value in pairs:
         bias = _bias(key, value)
-        if isinstance(given, dict) and isinstance(key, str) and key.isascii() and key.isdigit():
+        if isinstance(entries, dict) and isinstance(key, str) and key.isascii() and key.isdigit():
             key = int(key[:20])
         if isinstance(key, str):
             bounded("logit_bias", len(key), served.limits.stop_chars, "characters in one text")
@@ -254,7 +255,7 @@ def _bias(key: int | str, value: float | bool) -> float:
 
 
 def _grammar(fields: LlamaCompletionRequest) -> tuple[Grammar | None, str]:
-    """The grammar that the output must match, and the field that asked for it."""
+    """The grammar that the output must match, and the field that requests it."""
     if fields.grammar and fields.json_schema is not None:
         raise RequestError("grammar and json_schema both constrain the output", param="grammar")
     if fields.json_schema is not None:
@@ -267,7 +268,7 @@ def _grammar(fields: LlamaCompletionRequest) -> tuple[Grammar | None, str]:
 def _prompts(
     fields: LlamaCompletionRequest, served: Served
 ) -> tuple[TextPrompt | TokenPrompt, ...]:
-    """One prompt, or several in a list without a bare number."""
+    """One prompt, or several in a list that contains no number."""
     prompt = fields.prompt
     if not isinstance(prompt, list):
         return (_text(prompt),)
@@ -290,12 +291,12 @@ def _text(prompt: str | PromptObject) -> TextPrompt:
 
 
 def _mixed(parts: list[Any], served: Served) -> TokenPrompt:
-    """Ids as they are, texts tokenised; a text at the start brings what begins a prompt."""
+    """A prompt of token ids and texts; a text at the start gets the tokens that begin a prompt."""
     tokenizer = served.engine.tokenizer
     ids: list[int] = []
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if isinstance(part, str):
-            ids += tokenizer.encode(part, place == 0)
+            ids += tokenizer.encode(part, index == 0)
         elif isinstance(part, int):
             ids += token_ids_of("prompt", [part], tokenizer.vocab_size)
         else:

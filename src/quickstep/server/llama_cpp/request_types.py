@@ -1,4 +1,4 @@
-"""The JSON body of llama.cpp's `/completion`, as msgspec types: its whole schema."""
+"""The JSON body of llama.cpp's `/completion`, as msgspec types: all fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LlamaCompletionRequest", "PromptObject"]
 
 
 class PromptObject(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A prompt with media; a text alone is fine."""
+    """A prompt with media, of which only the text is supported."""
 
     prompt_string: Annotated[str, effect("The text.")]
     multimodal_data: Annotated[
@@ -25,7 +25,7 @@ Prompt = str | PromptObject | list[PromptPart]
 
 
 class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """The body of `/completion`. A flat list in `prompt` with a number in it is one prompt."""
+    """The body of `/completion`. A `prompt` list that contains a number is one prompt."""
 
     prompt: Annotated[
         str | PromptObject | list[int | str | PromptObject | list[PromptPart]],
@@ -104,7 +104,7 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
     ] = None
     mirostat: Annotated[int | None, refused("there is no Mirostat sampler", passes=(0,))] = None
     dynatemp_range: Annotated[
-        float | None, refused("the temperature does not move", passes=(0.0,))
+        float | None, refused("there is no dynamic temperature", passes=(0.0,))
     ] = None
     top_n_sigma: Annotated[
         float | None, refused("there is no top-n-sigma sampler", passes=(-1.0, 0.0))
@@ -121,7 +121,7 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
         refused("the context does not shift; a completion ends at its limit", passes=(0,)),
     ] = None
     n_cache_reuse: Annotated[
-        int | None, hint("prefixes are shared in whole blocks, without shifting", passes=(0,))
+        int | None, hint("prefixes are shared in complete blocks, without shifting", passes=(0,))
     ] = None
     t_max_predict_ms: Annotated[int | None, refused("use n_predict", passes=(0, -1))] = None
     id_slot: Annotated[int | None, hint("the scheduler chooses the slot", passes=(-1,))] = None
@@ -129,7 +129,7 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
         bool | None, refused("log probabilities are of the raw logits", passes=(False,))
     ] = None
     return_progress: Annotated[
-        bool | None, refused("the prompt's progress is not told", passes=(False,))
+        bool | None, refused("the prompt's progress is not reported", passes=(False,))
     ] = None
     sse_ping_interval: Annotated[int | None, hint("the operator sets it")] = None
     image_data: Annotated[list[Any] | None, refused("the model reads text only", passes=([],))] = (

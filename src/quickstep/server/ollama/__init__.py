@@ -1,1 +1,1 @@
-"""Ollama's API: its requests, its answers, and the routes below `/api`."""
+"""Ollama's API: its request types, its response types, and the routes below `/api`."""

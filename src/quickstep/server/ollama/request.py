@@ -18,11 +18,10 @@ from quickstep.server.generate.conversation import (
     conversation_request,
     effort_in_template,
     past_call,
-    renamed_sampling,
 )
 from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.generate.prompts import InfillPrompt, TextPrompt, infill_markers
-from quickstep.server.generate.sampling import num_alternatives
+from quickstep.server.generate.sampling import num_alternatives, sampling_params
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.generate.tools import ToolChoice, functions_of, offer
 from quickstep.server.llama_cpp.request import switched_off_penalties
@@ -129,7 +128,7 @@ def _of_text(
     request = ParsedRequest(
         model=fields.model,
         prompts=(prompt,),
-        request=Request(sampling=renamed_sampling(shared, served, own, _RENAMED)),
+        request=Request(sampling=sampling_params(shared, served, own, _RENAMED)),
         grammar_field="" if requested is None else requested.field,
     )
     return _finished(request, fields)

@@ -133,7 +133,7 @@ class OllamaGenerateFields(
         bool | None, hint("a conversation that is too long is refused", passes=(False,))
     ] = None
     shift: Annotated[
-        bool | None, hint("the context does not shift; an answer ends there", passes=(False,))
+        bool | None, hint("the context does not shift; generation ends there", passes=(False,))
     ] = None
 
 

@@ -81,11 +81,11 @@ class Completions:
         logprobs = num_alternatives("logprobs", fields.logprobs, served)
         requested = requested_output(fields, served, logprobs, bool(fields.echo))
         max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-        asked = requested_grammar(fields)
+        grammar = requested_grammar(fields)
         own = own_values(fields, served, requested, len(prompts), fields.best_of)
         own["max_tokens"] = max_tokens
-        if asked is not None:
-            own["grammar"] = asked.grammar
+        if grammar is not None:
+            own["grammar"] = grammar.grammar
         sampling = sampling_params(fields, served, own, {})
         beams = beam_params(fields, served, sampling, fields.best_of)
         return ParsedRequest(
@@ -98,7 +98,7 @@ class Completions:
                 tenant=label("user", fields.user, served.limits),
                 cache_salt=label("cache_salt", fields.cache_salt, served.limits),
             ),
-            grammar_field="" if asked is None else asked.field,
+            grammar_field="" if grammar is None else grammar.field,
             requested_output=requested,
             num_kept=None if beams or sampling.n == (fields.n or 1) else fields.n or 1,
             beams=beams,
@@ -273,7 +273,7 @@ class CompletionRendering:
 
     def _length_in(self, text: str, token_id: int, token: str, offset: int) -> int:
         """Characters that a token has in `text`: none if it is only special, without the space
-        that a text's first word loses.
+        that the start of a text loses.
         """
         if self._tokenizer.is_special(token_id) and not text.startswith(token, offset):
             return 0

@@ -1,7 +1,7 @@
 """`/v1/embeddings`: texts or token ids in, a vector of length 1 for each out.
 
 The prompts are submitted together, so that they share steps; the answer waits for all of them.
-When the client goes away, what still runs is aborted.
+When the client disconnects, running requests are aborted.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = ["Embeddings"]
 
 # Larger answers, in numbers, are written in a thread.
 _INLINE_NUMBERS = 16_384
-_SAMPLING = SamplingParams(max_tokens=1)  # of which nothing is drawn
+_SAMPLING = SamplingParams(max_tokens=1)  # of which nothing is sampled
 
 
 class Embeddings:
-    """The endpoint."""
+    """Embeds texts and token ids."""
 
     def __init__(self, served: Served, metrics: Metrics) -> None:
         self._served = served
@@ -65,7 +65,7 @@ class Embeddings:
     async def answer_line(
         self, body: bytes, caller: str = "", added_priority: int = 0
     ) -> LineResult:
-        """The JSON answer to a body that came some other way than HTTP: a line of a batch."""
+        """The JSON response to one line of a batch."""
         reader = FieldReader(self._served.field_rules)
         answer = await self._embed(body, reader, caller, added_priority)
         return LineResult(answer, reader.ignored)
@@ -86,8 +86,8 @@ class Embeddings:
         truncates: bool = False,
         input_field: str = "input",
     ) -> EmbeddingList:
-        """The vectors of `prompts`, of which only the beginnings are read where they are too long,
-        if `truncates`. Raises RequestError that names `input_field`, EngineError.
+        """The vectors of `prompts`; with `truncates`, only the beginning of a prompt that is too
+        long is read. Raises RequestError that names `input_field`, EngineError.
         """
         served = self._served
         longest = served.engine.max_model_len
@@ -184,7 +184,7 @@ def _prompts(fields: EmbeddingRequest, served: Served) -> list[TextPrompt | Toke
 
 
 def _beginning(prompt: TextPrompt | TokenPrompt, served: Served) -> TextPrompt | TokenPrompt:
-    """So much of a text as can make the longest prompt, so that no more is tokenised."""
+    """As much of a text as fits the longest prompt, so that no more is tokenised."""
     longest = served.engine.max_model_len
     if isinstance(prompt, TokenPrompt):
         return prompt

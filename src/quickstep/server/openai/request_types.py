@@ -1,4 +1,4 @@
-"""The JSON bodies of OpenAI's requests, as msgspec types: the whole schema, nothing beside it.
+"""The JSON bodies of OpenAI's requests, as msgspec types: the complete schema.
 
 `decode` turns bytes into a typed request or a `RequestError` that names the field. Every field of
 OpenAI's schema is declared here with its class (`field_classes`), so that what we do not do is
@@ -56,11 +56,11 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """`stream_options`: a usage chunk at the end, or the running usage in every chunk (vLLM)."""
 
     include_usage: Annotated[
-        bool | None, effect("The last chunk tells the usage and has no choices.")
+        bool | None, effect("The last chunk has the usage and no choices.")
     ] = None
-    continuous_usage_stats: Annotated[
-        bool | None, effect("Every chunk tells the usage so far.")
-    ] = None
+    continuous_usage_stats: Annotated[bool | None, effect("Every chunk has the usage so far.")] = (
+        None
+    )
     include_obfuscation: Annotated[bool | None, hint("chunks are not padded", passes=(False,))] = (
         None
     )
@@ -75,7 +75,7 @@ class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, 
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A named schema. It is enforced whatever `strict` says; name and description are notes."""
+    """A named schema. It is enforced whatever `strict` is; name and description are notes."""
 
     name: Annotated[str, note("for readers of the request")]
     description: Annotated[str | None, note("for readers of the request")] = None
@@ -83,7 +83,7 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         dict[str, Any] | None,
         effect("The JSON schema that the output fits; a keyword that cannot be enforced is 400."),
     ] = None
-    strict: Annotated[bool | None, note("the schema is enforced whatever is said here")] = None
+    strict: Annotated[bool | None, note("the schema is enforced in any case")] = None
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
@@ -104,7 +104,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, frozen=True)
     ] = None
     json_object: Annotated[bool | None, effect("The output is a JSON object.")] = None
     regex: Annotated[
-        str | None, effect("The whole output matches this regular expression (Rust's syntax).")
+        str | None, effect("The complete output matches this regular expression (Rust's syntax).")
     ] = None
     choice: Annotated[list[str] | None, effect("The output is one of these texts.")] = None
     grammar: Annotated[
@@ -114,15 +114,14 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, frozen=True)
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """What completions, chat and responses share. Here inheritance declares fields only."""
+    """The fields that completions, chat and responses share."""
 
     model: Annotated[str | None, _MODEL] = None
     n: int | None = None
     preset: Annotated[
         str | None,
         effect(
-            "Sets temperature and top_p for a kind of task; what the request says itself goes "
-            "first."
+            "Sets temperature and top_p for a kind of task; the request's own fields override it."
         ),
     ] = None
     temperature: float | None = None
@@ -153,20 +152,21 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: Annotated[
-        ResponseFormat | None, effect("Enforces the form of the whole output by a grammar.")
+        ResponseFormat | None, effect("Enforces the form of the output by a grammar.")
     ] = None
     structured_outputs: Annotated[
         StructuredOutputs | None,
-        effect("Enforces the form of the whole output by one of several grammars."),
+        effect("Enforces the form of the output by one of several grammars."),
     ] = None
     stream: Annotated[
         bool | None, effect("Sends the answer as server-sent events while it is generated.")
     ] = None
     stream_options: Annotated[
-        StreamOptions | None, effect("What the stream tells beside the text; needs stream: true.")
+        StreamOptions | None,
+        effect("What the stream contains in addition to the text; needs stream: true."),
     ] = None
     user: Annotated[
-        str | None, effect("To whom the work is accounted, below the name of the API key.")
+        str | None, effect("The account of the request, below the name of the API key.")
     ] = None
     priority: Annotated[
         int | None,
@@ -191,7 +191,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
 
 
 class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """What completions and chat ask for beside the text, by vLLM's names."""
+    """The fields that completions and chat share, by vLLM's names."""
 
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
@@ -206,7 +206,7 @@ class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, fro
         effect("Reads only so many of the prompt's last tokens; -1 leaves room for the answer."),
     ] = None
     use_beam_search: Annotated[
-        bool | None, effect("Searches the n likeliest texts instead of drawing.")
+        bool | None, effect("Beam search of the n likeliest texts instead of sampling.")
     ] = None
     length_penalty: Annotated[
         float | None,
@@ -231,17 +231,16 @@ class CompletionRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, 
         effect("Whether the tokenizer adds its special tokens to the prompt; true if not given."),
     ] = None
     best_of: Annotated[
-        int | None, effect("Draws this many and answers with the n of the highest mean logprob.")
+        int | None, effect("Samples this many and returns the n of the highest mean logprob.")
     ] = None
     echo: Annotated[
         bool | None,
-        effect("The prompt stands before the text, with its logprobs if they are asked for."),
+        effect("The prompt comes before the text, with its logprobs if they are requested."),
     ] = None
     suffix: Annotated[
         str | None,
         effect(
-            "The text between prompt and suffix is asked for; 400 if the model has no tokens for "
-            "that."
+            "Requests the text between prompt and suffix; 400 if the model has no tokens for that."
         ),
     ] = None
     prompt_embeds: Annotated[Any, refused("send text or token ids")] = None
@@ -260,19 +259,19 @@ class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="
 
 
 class MediaPart(msgspec.Struct, frozen=True, tag="image_url"):
-    """An image: known, so that it is refused in words."""
+    """An image: declared, so that the refusal names it."""
 
     refused_form: ClassVar[str] = "the model reads text only"
 
 
 class AudioPart(msgspec.Struct, frozen=True, tag="input_audio"):
-    """A sound: known, so that it is refused in words."""
+    """A sound: declared, so that the refusal names it."""
 
     refused_form: ClassVar[str] = "the model reads text only"
 
 
 class FilePart(msgspec.Struct, frozen=True, tag="file"):
-    """A file: known, so that it is refused in words."""
+    """A file: declared, so that the refusal names it."""
 
     refused_form: ClassVar[str] = "the model reads text only"
 
@@ -302,9 +301,9 @@ class DeveloperMessage(
 class UserMessage(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="user", tag_field="role"
 ):
-    """What the user says."""
+    """A message of the user."""
 
-    content: Annotated[Content, effect("What the user says.")]
+    content: Annotated[Content, effect("The user's message.")]
     name: Annotated[str | None, _TEMPLATE] = None
 
 
@@ -329,10 +328,10 @@ class ToolCall(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=
 class AssistantMessage(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="assistant", tag_field="role"
 ):
-    """What the model said. The null fields are there when a client sends back what it got."""
+    """A message of the model. Fields that are null in a response may be sent back."""
 
     content: Annotated[
-        Content | None, effect("What the model said; null beside tool_calls only.")
+        Content | None, effect("The model's message; may be null with tool_calls.")
     ] = None
     name: Annotated[str | None, _TEMPLATE] = None
     tool_calls: Annotated[
@@ -352,9 +351,9 @@ class AssistantMessage(
 class ToolMessage(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="tool", tag_field="role"
 ):
-    """What a tool gave back."""
+    """The result of a tool."""
 
-    content: Annotated[Content, effect("What the tool gave back.")]
+    content: Annotated[Content, effect("The tool's result.")]
     tool_call_id: Annotated[str, _TEMPLATE]
     name: Annotated[str | None, _TEMPLATE] = None
 
@@ -362,7 +361,7 @@ class ToolMessage(
 class FunctionMessage(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="function", tag_field="role"
 ):
-    """The deprecated form of `tool`: known, so that it is refused in words."""
+    """The deprecated form of `tool`: declared, so that the refusal names it."""
 
     refused_form: ClassVar[str] = "it is deprecated; send role tool"
 
@@ -388,7 +387,7 @@ class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     parameters: Annotated[
         dict[str, Any] | None,
         effect(
-            "The JSON schema of the arguments, shown to the model and enforced where a call is."
+            "The JSON schema of the arguments, part of the prompt, and enforced where a call is."
         ),
     ] = None
     strict: Annotated[
@@ -409,7 +408,7 @@ class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen
         list[Message], effect("The conversation, as the model's chat template writes it.")
     ]
     max_completion_tokens: Annotated[
-        int | None, effect("OpenAI's later name of max_tokens; both may stand if they agree.")
+        int | None, effect("OpenAI's later name of max_tokens; both may be sent if they agree.")
     ] = None
     logprobs: Annotated[
         bool | None, effect("Gives the chosen tokens' logprobs, of the raw logits.")
@@ -435,14 +434,12 @@ class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, effect("Further variables for the chat template.")
     ] = None
-    metadata: Annotated[dict[str, str] | None, effect("Stands in the answer as it was sent.")] = (
-        None
-    )
+    metadata: Annotated[dict[str, str] | None, effect("The response repeats it.")] = None
     safety_identifier: Annotated[str | None, effect("OpenAI's later name of user.")] = None
     prompt_cache_key: Annotated[str | None, hint("one engine has every prefix in its reach")] = None
-    tools: Annotated[
-        list[dict[str, Any]] | None, effect("Functions that the model is shown and may call.")
-    ] = None
+    tools: Annotated[list[dict[str, Any]] | None, effect("Functions that the model may call.")] = (
+        None
+    )
     tool_choice: Annotated[
         str | dict[str, Any] | None,
         effect("Whether calls are possible, forbidden, or enforced by a grammar."),
@@ -507,7 +504,7 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
         int | None, effect("Keeps the first ones and scales them to length 1 again.")
     ] = None
     user: Annotated[
-        str | None, effect("To whom the work is accounted, below the name of the API key.")
+        str | None, effect("The account of the request, below the name of the API key.")
     ] = None
     pooling: Annotated[
         Literal["mean", "last"] | None,
@@ -551,7 +548,7 @@ def decode(body: bytes, schema: type[_Schema]) -> _Schema:
 
 
 def decode_values(values: Mapping[str, object], schema: type[_Schema]) -> _Schema:
-    """The typed fields of a query or a form, whose numbers are texts. Raises RequestError."""
+    """The typed fields of a query or a form, in which numbers are strings. Raises RequestError."""
     try:
         return msgspec.convert(dict(values), schema, strict=False)
     except msgspec.ValidationError as error:

@@ -58,7 +58,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """A token that could have stood there."""
+    """An alternative to a token."""
 
     token: str
     logprob: float
@@ -97,7 +97,7 @@ class AnsweredToolCall(msgspec.Struct, frozen=True):
 
 
 class AnsweredMessage(msgspec.Struct, frozen=True):
-    """What the model said."""
+    """The model's message."""
 
     role: Literal["assistant"]
     content: str | None
@@ -108,7 +108,7 @@ class AnsweredMessage(msgspec.Struct, frozen=True):
 
 
 class RankedLogprob(msgspec.Struct, frozen=True):
-    """A token of the prompt, or one that could have stood there."""
+    """A token of the prompt, or an alternative to one."""
 
     logprob: float
     rank: int | None
@@ -116,7 +116,7 @@ class RankedLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One of n messages. `seed` reproduces it alone."""
+    """One of n messages. A request with its `seed` and n 1 reproduces it."""
 
     index: int
     message: AnsweredMessage
@@ -240,7 +240,7 @@ class TextLogprobs(msgspec.Struct, frozen=True):
 
 
 class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One of n texts of a prompt. `seed` reproduces it alone."""
+    """One of n texts of a prompt. A request with its `seed` and n 1 reproduces it."""
 
     index: int
     text: str

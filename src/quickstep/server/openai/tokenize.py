@@ -129,7 +129,7 @@ class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=T
 
 
 class TokenPiece(msgspec.Struct, frozen=True):
-    """A token (llama.cpp's `with_pieces`): its text, or its bytes if they are no whole text."""
+    """A token (llama.cpp's `with_pieces`): its text, or its bytes if they are not valid UTF-8."""
 
     id: int
     piece: str | list[int]
@@ -172,13 +172,13 @@ class RenderedPrompt(msgspec.Struct, frozen=True):
 
 
 class Tokenizing:
-    """The endpoints, by name."""
+    """The endpoints that tokenize, detokenize and render."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
 
     def routes(self) -> list[ApiRoute]:
-        """All of them."""
+        """The routes of the tokenizer and the chat template."""
         return [
             ApiRoute(
                 "POST",

@@ -49,7 +49,7 @@ from quickstep.server.responses.request_types import (
     SchemaFormat,
 )
 from quickstep.server.responses.store import ResponseStore
-from quickstep.server.responses.writer import ResponsesWriter, Turn
+from quickstep.server.responses.writer import ResponseContext, ResponsesWriter
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import Grammar
 
@@ -101,7 +101,7 @@ class Responses:
         renamed = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
         request = conversation_request(conversation, fields, served, own, renamed, "input")
         _check_labels(fields, limits)
-        turn = Turn(
+        context = ResponseContext(
             fields,
             messages=messages,
             input_items=listed_items(items),
@@ -114,7 +114,7 @@ class Responses:
                 request.request, tenant=tenant_of(fields.user, fields.safety_identifier, limits)
             ),
             ignored=reader.ignored,
-            writer=partial(ResponsesWriter, served, turn),
+            writer=partial(ResponsesWriter, served, context),
             **stream_flags(fields, served),
         )
 

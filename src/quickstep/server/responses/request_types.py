@@ -1,8 +1,8 @@
-"""The JSON body of OpenAI's Responses API, as msgspec types: the whole schema.
+"""The JSON body of OpenAI's Responses API, as msgspec types: all fields.
 
-Read by `responses` and `responses_input`, and by nothing else. The sampling fields beyond OpenAI's
-are those of chat. What the server does not do is declared as well, with its class
-(`field_classes`).
+`endpoint`, `input_items` and `writer` read them. The sampling fields beyond OpenAI's are those of
+chat. Fields that have no effect here are declared as well, with their class
+(`schema/field_classes.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 class InputTextPart(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="input_text", omit_defaults=True
 ):
-    """A piece of a message to the model."""
+    """A text part of a message to the model."""
 
     text: Annotated[str, effect("The text; parts are joined by line ends.")]
     prompt_cache_breakpoint: Annotated[
@@ -58,7 +58,7 @@ class InputTextPart(
 class OutputTextPart(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="output_text", omit_defaults=True
 ):
-    """A piece of a message of the model's; notes about it come back as they were given."""
+    """A text part of a message of the model; annotations and logprobs have no effect."""
 
     text: Annotated[str, effect("The text, as the model wrote it.")]
     annotations: Annotated[
@@ -72,25 +72,25 @@ class OutputTextPart(
 
 
 class OutputRefusalPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="refusal"):
-    """A refusal of the model's; the template sees its text."""
+    """A refusal of the model; the template gets its text."""
 
     refusal: Annotated[str, effect("Read by the template as text.")]
 
 
 class InputImagePart(msgspec.Struct, frozen=True, tag="input_image"):
-    """An image: known, so that it is refused in words."""
+    """An image: declared so that the error names it."""
 
     refused_form: ClassVar[str] = "the model reads text only"
 
 
 class InputFilePart(msgspec.Struct, frozen=True, tag="input_file"):
-    """A file: known, so that it is refused in words."""
+    """A file: declared so that the error names it."""
 
     refused_form: ClassVar[str] = "the model reads text only"
 
 
 class InputAudioPart(msgspec.Struct, frozen=True, tag="input_audio"):
-    """A sound: known, so that it is refused in words."""
+    """Audio: declared so that the error names it."""
 
     refused_form: ClassVar[str] = "the model reads text only"
 
@@ -106,7 +106,7 @@ InputPart = (
 
 
 class MessageItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """A message of anybody's; `type` may be left out. Id and status say nothing to the model."""
+    """A message; `type` may be omitted. The model does not see the id and the status."""
 
     role: Annotated[
         Literal["user", "assistant", "system", "developer"],
@@ -116,11 +116,11 @@ class MessageItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     type: Annotated[Literal["message"], effect("May be left out.")] = "message"
     id: Annotated[str | None, _ITEM_ID] = None
     status: Annotated[Status | None, _ITEM_STATUS] = None
-    phase: Annotated[str | None, hint("the model writes in no phases")] = None
+    phase: Annotated[str | None, hint("the model has no phases")] = None
 
 
 class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """An earlier call of the model's."""
+    """An earlier call of the model."""
 
     type: Annotated[Literal["function_call"], effect("Says that this is an earlier call.")]
     call_id: Annotated[str, _TEMPLATE]
@@ -135,7 +135,7 @@ class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class FunctionCallOutputItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What the function gave back."""
+    """The result of a function call."""
 
     type: Annotated[Literal["function_call_output"], effect("Says that this is a call's result.")]
     call_id: Annotated[str, _TEMPLATE]
@@ -148,19 +148,19 @@ class FunctionCallOutputItem(msgspec.Struct, forbid_unknown_fields=True, frozen=
 
 
 class SummaryPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="summary_text"):
-    """A piece of a summary of the reasoning."""
+    """A part of a summary of the reasoning."""
 
     text: Annotated[str, effect("The text.")]
 
 
 class ReasoningPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="reasoning_text"):
-    """A piece of the reasoning."""
+    """A part of the reasoning."""
 
     text: Annotated[str, effect("The text.")]
 
 
 class ReasoningItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Earlier reasoning: its content, else what `encrypted_content` holds, else its summary."""
+    """Earlier reasoning: its content, else its `encrypted_content`, else its summary."""
 
     type: Annotated[Literal["reasoning"], effect("Says that this is earlier reasoning.")]
     id: Annotated[str | None, _ITEM_ID] = None
@@ -192,14 +192,16 @@ class FunctionToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     allowed_callers: Annotated[
         list[str] | None, refused("only the model calls", passes=(["direct"],))
     ] = None
-    defer_loading: Annotated[bool | None, hint("every tool is shown", passes=(False,))] = None
+    defer_loading: Annotated[bool | None, hint("every tool is in the prompt", passes=(False,))] = (
+        None
+    )
     output_schema: Annotated[
         dict[str, Any] | None, hint("what a function gives back is not checked")
     ] = None
 
 
 class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
-    """Output that fits a JSON schema. It is enforced whatever `strict` says."""
+    """Output that matches a JSON schema, which is enforced for any value of `strict`."""
 
     name: Annotated[str, effect("Stands in the answer, and changes nothing else.")]
     schema: Annotated[
@@ -215,7 +217,7 @@ class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The form of the answer."""
+    """The format and the verbosity of the output."""
 
     format: Annotated[
         TextFormat | JsonObjectFormat | SchemaFormat | None,
@@ -229,16 +231,18 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """How to reason: what asks for nothing passes."""
+    """The reasoning effort; the other fields have no effect."""
 
     effort: Annotated[
         str | None,
         effect("Turns reasoning off (none), or sets the level where the chat template has one."),
         hint("the model has no such level", conditional=True),
     ] = None
-    summary: Annotated[str | None, hint("the reasoning is given as it is")] = None
-    generate_summary: Annotated[str | None, hint("the reasoning is given as it is")] = None
-    context: Annotated[str | None, hint("the reasoning is given as it is", passes=("auto",))] = None
+    summary: Annotated[str | None, hint("the reasoning is returned unchanged")] = None
+    generate_summary: Annotated[str | None, hint("the reasoning is returned unchanged")] = None
+    context: Annotated[
+        str | None, hint("the reasoning is returned unchanged", passes=("auto",))
+    ] = None
     mode: Annotated[str | None, hint("the model has one mode", passes=("standard",))] = None
 
 
@@ -316,11 +320,11 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     ] = None
     access_programs: Annotated[Any, refused("there are no access programs")] = None
     max_tokens: Annotated[int | None, refused("send max_output_tokens")] = None
-    n: Annotated[int | None, refused("a response is one answer", passes=(1,))] = None
+    n: Annotated[int | None, refused("a response has one output", passes=(1,))] = None
     response_format: Annotated[ResponseFormat | None, refused("send text.format")] = None
     background: Annotated[Any, refused("a response ends with its request", passes=(False,))] = None
     background_options: Annotated[Any, refused("a response ends with its request")] = None
-    context_management: Annotated[Any, hint("the input is taken as it is", passes=([],))] = None
+    context_management: Annotated[Any, hint("the input is used unchanged", passes=([],))] = None
     conversation: Annotated[Any, refused("send previous_response_id")] = None
     image: Annotated[Any, refused("the model reads text only")] = None
     moderation: Annotated[Any, refused("there is no moderation model")] = None
@@ -340,7 +344,7 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
 
 
 class InputItemsQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The query of `GET /v1/responses/{id}/input_items`; what `include` adds is there already."""
+    """The query of `GET /v1/responses/{id}/input_items`; `include` has no effect."""
 
     after: str | None = None
     include: str | None = None

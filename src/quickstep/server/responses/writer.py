@@ -67,13 +67,13 @@ from quickstep.server.responses.response_types import (
 from quickstep.server.responses.store import StoredResponse
 from quickstep.types import TokenLogprobs
 
-__all__ = ["ResponsesWriter", "Turn"]
+__all__ = ["ResponseContext", "ResponsesWriter"]
 
 _ITEM_PREFIX = {BlockKind.REASONING: "rs_", BlockKind.TEXT: "msg_", BlockKind.CALL: "fc_"}
 _CONTENT_INDEX = 0  # an item has one part
 
 
-class Turn(msgspec.Struct, frozen=True):
+class ResponseContext(msgspec.Struct, frozen=True):
     """What the writer needs of a request, in addition to its generation.
 
     Attributes:
@@ -93,9 +93,11 @@ class Turn(msgspec.Struct, frozen=True):
 class ResponsesWriter:
     """Writes one response."""
 
-    def __init__(self, served: Served, turn: Turn, generation: Generation, head: Head) -> None:
+    def __init__(
+        self, served: Served, context: ResponseContext, generation: Generation, head: Head
+    ) -> None:
         self._served = served
-        self._turn = turn
+        self._context = context
         self._generation = generation
         self._head = head
         (choice,) = generation.choices
@@ -150,10 +152,10 @@ class ResponsesWriter:
         reason = self._blocks.finish_reason
         is_complete = reason is not None and reason.openai == "stop"
         response = self._response("completed" if is_complete else "incomplete")
-        if self._turn.store is not None:
+        if self._context.store is not None:
             output = [_as_input(block) for block in self._blocks.blocks]
-            messages = (*self._turn.messages, *template_messages(output, self._served))
-            self._turn.store(StoredResponse(response, messages, self._turn.input_items))
+            messages = (*self._context.messages, *template_messages(output, self._served))
+            self._context.store(StoredResponse(response, messages, self._context.input_items))
         return response
 
     def _begin_events(self, block: Block) -> Iterator[bytes]:
@@ -271,7 +273,7 @@ class ResponsesWriter:
             )
         if block.kind is BlockKind.REASONING:
             content = [] if has_begun else [ReasoningText(text)]
-            seal = sealed(text) if self._turn.seals and not has_begun else None
+            seal = sealed(text) if self._context.seals and not has_begun else None
             return ReasoningOutput(
                 id=item_id, content=content, encrypted_content=seal, status=status
             )
@@ -294,7 +296,7 @@ class ResponsesWriter:
     def _response(
         self, status: ResponseStatus, error: ResponseError | None = None
     ) -> ResponseObject:
-        fields, request = self._turn.fields, self._generation.request
+        fields, request = self._context.fields, self._generation.request
         has_begun = status == "in_progress"
         return ResponseObject(
             id=self._id,
@@ -318,7 +320,7 @@ class ResponsesWriter:
                 None if fields.reasoning is None else fields.reasoning.effort
             ),
             safety_identifier=fields.safety_identifier,
-            store=self._turn.store is not None,
+            store=self._context.store is not None,
             temperature=request.sampling.temperature,
             text=_text_settings(fields),
             tool_choice="auto" if fields.tool_choice is None else fields.tool_choice,

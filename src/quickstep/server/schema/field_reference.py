@@ -91,7 +91,7 @@ def form_refusal(struct: type[msgspec.Struct]) -> str | None:
 
 
 class SchemaFacts(msgspec.Struct, frozen=True):
-    """What the document says of one server. `vocab_size` None leaves token ids open."""
+    """The bounds and names of one server. `vocab_size` None leaves token ids unbounded."""
 
     limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
     vocab_size: int | None = None

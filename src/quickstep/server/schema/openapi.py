@@ -83,7 +83,7 @@ _STATUSES: Mapping[int, str] = {
     408: "The body came too slowly, or an embedding took longer than timeout_s.",
     413: "The body is too large.",
     414: "The URL is too long.",
-    415: "The body is not said to be JSON.",
+    415: "The content type is not JSON.",
     431: "The headers are too large.",
     429: "Too many requests wait; retry after the header's seconds.",
     500: "The server failed on this request.",
@@ -101,7 +101,7 @@ _KEYWORDS: Mapping[str, frozenset[str]] = {
     "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
 }
 
-# What holds where neither the request nor the checkpoint's generation_config.json says anything;
+# The defaults if neither the request nor the checkpoint's generation_config.json sets a value;
 # each API has a max_tokens of its own.
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -134,7 +134,7 @@ TOOL_TYPES: Mapping[type[msgspec.Struct], str] = MappingProxyType(
 
 
 def openapi_document(routes: Sequence[ApiRoute], facts: SchemaFacts) -> dict[str, Any]:
-    """The whole document, as plain JSON values."""
+    """The complete document, as plain JSON values."""
     types = {
         struct
         for route in routes
@@ -177,9 +177,9 @@ def _paths(
 def _operation(
     route: ApiRoute, path: str, names: Mapping[type, str], facts: SchemaFacts
 ) -> dict[str, Any]:
-    words = re.findall(r"\w+", _PATH_PARAMETER.sub(r"\1", path))
+    parts = re.findall(r"\w+", _PATH_PARAMETER.sub(r"\1", path))
     operation: dict[str, Any] = {
-        "operationId": "_".join([route.method.lower(), *words]),
+        "operationId": "_".join([route.method.lower(), *parts]),
         "summary": route.summary,
         "parameters": [*_path_parameters(path), *_query_parameters(route, facts)],
         "responses": _responses(route, names),
@@ -228,16 +228,16 @@ def _responses(route: ApiRoute, names: Mapping[type, str]) -> dict[str, Any]:
         answer["application/json"] = {"schema": _typed(route.response, names)}
     if route.streams:
         events = [_ref(names[event]) for event in (*route.events, _error(route))]
-        told = {"anyOf": events} if route.events else {"type": "object"}
-        # 3.1 has no word for the schema of one event's data; 3.2's is not widely read yet
-        answer[route.stream_type] = {"x-events": told}
+        events_schema = {"anyOf": events} if route.events else {"type": "object"}
+        # 3.1 has no keyword for the schema of one event's data; 3.2's is not widely supported yet
+        answer[route.stream_type] = {"x-events": events_schema}
     if not answer:
         answer[route.content_type] = {"schema": {"type": "string"}}
     error = {"application/json": {"schema": _ref(names[_error(route)])}}
     responses: dict[str, Any] = {"200": {"description": route.summary, "content": answer}}
     for status, description in _STATUSES.items():
-        shown = OVERLOADED if status == 503 and _error(route) is MessagesError else status
-        responses[str(shown)] = {"description": description, "content": error}
+        reported = OVERLOADED if status == 503 and _error(route) is MessagesError else status
+        responses[str(reported)] = {"description": description, "content": error}
     if route.is_probe and route.response is not None:
         both = {"anyOf": [_typed(route.response, names), _ref(names[_error(route)])]}
         responses["503"]["content"] = {"application/json": {"schema": both}}
@@ -298,7 +298,7 @@ def _other_tool(known: str) -> dict[str, Any]:
 
 
 def _refine(schema: dict[str, Any], struct: type[msgspec.Struct], facts: SchemaFacts) -> None:
-    """Add to a struct's schema what its types cannot say."""
+    """Add effects, bounds and refusals to a struct's schema."""
     properties = schema.get("properties", {})
     if schema.get("additionalProperties") is False and not facts.field_rules.refuse_unknown:
         schema["additionalProperties"] = True  # unknown fields are dropped and reported
@@ -370,7 +370,7 @@ class ApiDocument(msgspec.Struct, frozen=True):
 
 
 class ApiPages:
-    """The two endpoints. `routes` may grow until the first request."""
+    """The endpoints `/openapi.json` and `/docs`. `routes` may grow until the first request."""
 
     def __init__(self, routes: Sequence[ApiRoute], served: Served) -> None:
         self._routes = routes
@@ -391,7 +391,7 @@ class ApiPages:
         return Response(self._document, media_type="application/json")
 
     async def page(self, _: Request) -> Response:
-        """The page that shows the document."""
+        """The page that displays the document."""
         file = resources.files("quickstep.server") / "pages" / "docs.html"
         return HTMLResponse(file.read_text(encoding="utf-8"))
 
@@ -418,7 +418,7 @@ def field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def branches(declared: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type alone."""
+    """The members of a union, or the type itself."""
     return get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
 
 
