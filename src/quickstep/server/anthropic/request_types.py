@@ -158,9 +158,7 @@ class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     name: Annotated[str, effect("The name in a call; each one once.")]
     input_schema: Annotated[
         dict[str, Any],
-        effect(
-            "The JSON schema of the arguments, shown to the model and enforced where a call is."
-        ),
+        effect("The JSON schema of the arguments; enforced if the call itself is enforced."),
     ]
     description: Annotated[str | None, effect("Included in the prompt.")] = None
     type: Annotated[Literal["custom"] | None, effect("May be left out.")] = None
@@ -277,16 +275,14 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
         list[Turn], effect("The conversation, as the model's chat template writes it.")
     ]
     system: Annotated[str | list[PlainBlock] | None, effect("Instructions for the model.")] = None
-    tools: Annotated[
-        list[dict[str, Any]] | None, effect("Tools that the model is shown and may call.")
-    ] = None
+    tools: Annotated[list[dict[str, Any]] | None, effect("Tools that the model may call.")] = None
     tool_choice: Annotated[
         AutoChoice | AnyChoice | AnyTool | NoChoice | None,
         effect("Whether calls are possible, forbidden, or enforced by a grammar."),
     ] = None
     thinking: Annotated[
         EnabledThinking | AdaptiveThinking | DisabledThinking | BetweenToolsThinking | None,
-        effect("Whether the model reasons, where its template can be told."),
+        effect("Whether the model reasons, if its template has a setting for it."),
         hint("the model has no such mode", conditional=True),
     ] = None
     output_config: Annotated[OutputConfig | None, effect("The form of the answer.")] = None

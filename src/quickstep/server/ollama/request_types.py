@@ -182,9 +182,9 @@ class OllamaChatRequest(
             " that the model is loaded. An assistant's text at the end is continued."
         ),
     ] = None
-    tools: Annotated[
-        list[dict[str, Any]] | None, effect("Functions that the model is shown and may call.")
-    ] = None
+    tools: Annotated[list[dict[str, Any]] | None, effect("Functions that the model may call.")] = (
+        None
+    )
 
 
 class OllamaGenerateRequest(
@@ -198,8 +198,7 @@ class OllamaGenerateRequest(
     suffix: Annotated[
         str | None,
         effect(
-            "The text between prompt and suffix is asked for; 400 if the model has no tokens for "
-            "that."
+            "The model writes the text between prompt and suffix; 400 if it has no tokens for that."
         ),
     ] = None
     system: Annotated[str | None, effect("Instructions for the model.")] = None

@@ -182,9 +182,7 @@ class FunctionToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     description: Annotated[str | None, effect("Included in the prompt.")] = None
     parameters: Annotated[
         dict[str, Any] | None,
-        effect(
-            "The JSON schema of the arguments, shown to the model and enforced where a call is."
-        ),
+        effect("The JSON schema of the arguments; enforced if the call itself is enforced."),
     ] = None
     strict: Annotated[
         bool | None, effect("Whether arguments have to fit where the model may choose to call.")
@@ -293,7 +291,7 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     text: Annotated[TextConfig | None, effect("The form of the answer.")] = None
     reasoning: Annotated[
         ReasoningConfig | None,
-        effect("How much the model reasons, where its template can be told."),
+        effect("How much the model reasons, if its template has a setting for it."),
     ] = None
     include: Annotated[
         list[str] | None,
@@ -302,9 +300,9 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
             " in a form to hand back."
         ),
     ] = None
-    tools: Annotated[
-        list[dict[str, Any]] | None, effect("Functions that the model is shown and may call.")
-    ] = None
+    tools: Annotated[list[dict[str, Any]] | None, effect("Functions that the model may call.")] = (
+        None
+    )
     tool_choice: Annotated[
         str | dict[str, Any] | None,
         effect("Whether calls are possible, forbidden, or enforced by a grammar."),
