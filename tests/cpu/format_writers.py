@@ -1,7 +1,7 @@
-"""Matrices written in the formats of quantised checkpoints: literal loops after their documents.
+"""Matrices written in the formats of quantized checkpoints: literal loops after their documents.
 
 Each writer draws quantized values, scales and zero points, packs them word by word, and gives the
-tensors to store (by what follows the module's name) beside the weights that they mean, from the
+tensors to store (by what follows the module's name) and the weights that they mean, from the
 format's own formula.
 """
 
@@ -29,7 +29,7 @@ FP4 = (
 
 @dataclass
 class Written:
-    """Tensors by suffix (`.qweight`), and the matrix [N, C] that they stand for, in float32."""
+    """Tensors by suffix (`.qweight`), and the matrix [N, C] of their values, in float32."""
 
     tensors: dict[str, Tensor]
     weight: Tensor

@@ -124,7 +124,7 @@ def sizes(**changes: object) -> dict[str, object]:
 
 
 def byte_vocabulary(count: int) -> dict[str, object]:
-    """A tokenizer of bytes alone, an end token behind them, padded to `count`."""
+    """A tokenizer of bytes only and an end token, padded to `count`."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     tokens = [chr(b) for b in printable] + [chr(0x100 + n) for n in range(len(others))]

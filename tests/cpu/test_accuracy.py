@@ -72,7 +72,7 @@ class OneMatrix:
         return self.weight
 
 
-def quantised(weight: torch.Tensor, scheme: str) -> None:
+def quantized(weight: torch.Tensor, scheme: str) -> None:
     source = QuantizingSource(
         OneMatrix(weight), SCHEMES[scheme], frozenset(("head",)), reference_ops()
     )
@@ -85,7 +85,7 @@ def test_weights_that_round_well_give_no_warning(scheme: str) -> None:
     weight = torch.randn(80, 256, generator=torch.Generator().manual_seed(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        quantised(weight, scheme)
+        quantized(weight, scheme)
 
 
 def test_weights_that_rounding_destroys_give_a_warning_that_names_them() -> None:
@@ -95,7 +95,7 @@ def test_weights_that_rounding_destroys_give_a_warning_that_names_them() -> None
     weight[:, ::32] = 8.0
     weight *= torch.where(torch.arange(256) % 2 == 0, 1.0, -1.0)
     with pytest.warns(RuntimeWarning, match=r"int4 changes layer by \d+%"):
-        quantised(weight, "int4")
+        quantized(weight, "int4")
 
 
 def test_the_command_prints_text_and_layers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""ggml's block types as quantized values: the same weights as ggml's own package dequantises."""
+"""ggml's block types as quantized values: the same weights as ggml's own package dequantizes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _elements(kind: Kind) -> int:
 
 
 @pytest.mark.parametrize("kind", SCALES_AT, ids=lambda kind: kind.name)
-def test_codes_mean_what_ggml_dequantises(kind: Kind) -> None:
+def test_quantized_values_are_those_of_ggml(kind: Kind) -> None:
     rows = random_blocks(kind, OUTPUTS, INPUTS)
     weight = decoded(kind, rows)
     assert int(weight.quants.max()) < 2**weight.bits

@@ -237,7 +237,7 @@ def test_the_engine_answers_alone_as_in_a_batch(llama: tuple[Path, dict[str, Ten
     assert [(o.token_ids, o.logprobs) for o in together] == [
         (o.token_ids, o.logprobs) for o in alone
     ]
-    assert plan is not None and plan.rows[0].detail.endswith("as the checkpoint has quantised them")
+    assert plan is not None and plan.rows[0].detail.endswith("as the checkpoint has quantized them")
 
 
 def test_a_directory_with_one_file_is_that_file(llama: tuple[Path, dict[str, Tensor]]) -> None:
@@ -295,10 +295,10 @@ def test_a_cut_file_is_refused_wherever_it_ends(
             read_spec(cut)
 
 
-def test_a_checkpoint_in_codes_is_not_quantised_again(
+def test_a_checkpoint_in_codes_is_not_quantized_again(
     llama: tuple[Path, dict[str, Tensor]],
 ) -> None:
-    with pytest.raises(ConfigError, match=r"quantised already \(gguf\)"):
+    with pytest.raises(ConfigError, match=r"quantized already \(gguf\)"):
         load(llama[0], quantization="int8")
 
 

@@ -1,4 +1,4 @@
-"""On-the-fly quantisation: quantized values near the weights, one rule for all matrices, exact
+"""On-the-fly quantization: quantized values near the weights, one rule for all matrices, exact
 engines.
 """
 
@@ -162,7 +162,7 @@ def test_native_rounding_is_the_reference_s(form: MatrixFormat, dtype: torch.dty
 
 
 class Stored:
-    """A source with one matrix in quantized values already, as a quantised checkpoint has them."""
+    """A source with one matrix in quantized values already, as a quantized checkpoint has them."""
 
     def __init__(self) -> None:
         self.quantized = quantize(torch.randn(8, 32), MatrixFormat(4, 16))
@@ -208,17 +208,17 @@ def test_tied_embeddings_are_held_once() -> None:
         assert weights.embed_tokens is weights.lm_head
 
 
-def test_the_fingerprint_names_the_quantisation() -> None:
+def test_the_fingerprint_names_the_quantization() -> None:
     assert len({demo(name).fingerprint for name in (None, "int8", "int4")}) == 3
 
 
-def test_an_unknown_quantisation_is_refused() -> None:
+def test_an_unknown_quantization_is_refused() -> None:
     with pytest.raises(ConfigError, match="--quantization is 'int3', it must be int8, int8-g32, "):
         LoadConfig(quantization="int3")
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_experts_are_quantised_and_their_router_is_not(quantization: str) -> None:
+def test_experts_are_quantized_and_their_router_is_not(quantization: str) -> None:
     spec = parse_spec(TINY)
     draw = RandomValues(torch.float32, CPU, 0, quantization)
     model = random_model(spec, reference_ops(), draw, 256)

@@ -1,4 +1,4 @@
-"""Models from quantised checkpoints: near what they mean, exact in batches, counted right."""
+"""Models from quantized checkpoints: near what they mean, exact in batches, counted right."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ def test_the_plan_counts_what_the_weights_take(case: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_codes_are_not_rounded_again_on_request(quantization: str, tmp_path: Path) -> None:
     write_quantized(tmp_path, AWQ | {"group_size": 32}, writers.awq(32))
-    with pytest.raises(ConfigError, match=r"quantised already \(awq\)"):
+    with pytest.raises(ConfigError, match=r"quantized already \(awq\)"):
         load(tmp_path, quantization)
 
 
-def test_the_fallback_refuses_quantised_checkpoints(tmp_path: Path) -> None:
+def test_the_fallback_refuses_quantized_checkpoints(tmp_path: Path) -> None:
     config = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]}
     config |= {"quantization_config": GPTQ | {"bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="only unquantised checkpoints"):
+    with pytest.raises(ConfigError, match="only unquantized checkpoints"):
         read_fallback_spec(tmp_path, "GPTNeoXForCausalLM", "")
 
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: every matrix comes out as the format's formula says, or is refused."""
+"""Quantized checkpoints: every matrix comes out as the format's formula says, or is refused."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize(
     ("quantization", "named"),
     [
-        ({"quant_method": "fp8"}, "quantised by fp8"),
+        ({"quant_method": "fp8"}, "quantized by fp8"),
         ({"quant_method": "mxfp4"}, "mxfp4"),
         ({"bits": 4}, "an unnamed method"),
         (AWQ | {"bits": 3}, "AWQ of 3 bits"),

@@ -53,10 +53,10 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 def test_offline_never_asks_the_network_and_says_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[bool] = []
+    calls: list[bool] = []
 
     def absent(name: str, *, local_files_only: bool, **_: object) -> str:
-        asked.append(local_files_only)
+        calls.append(local_files_only)
         raise LocalEntryNotFoundError(name)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", absent)
@@ -65,28 +65,28 @@ def test_offline_never_asks_the_network_and_says_how_to_go_on(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="offline mode is on"):
         find_checkpoint(LoadConfig(model="org/model"))
-    assert asked == [True, True]
+    assert calls == [True, True]
 
 
 def test_a_hub_id_downloads_no_pickle_and_no_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, object] = {}
+    calls: dict[str, object] = {}
 
     def download(name: str, **options: object) -> str:
-        asked.update(options, name=name)
+        calls.update(options, name=name)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     found = find_checkpoint(LoadConfig(model="org/model", revision="v2"))
     assert (found.path, found.name) == (tmp_path, "org/model")
-    assert (asked["name"], asked["revision"], asked["local_files_only"]) == (
+    assert (calls["name"], calls["revision"], calls["local_files_only"]) == (
         "org/model",
         "v2",
         False,
     )
-    patterns = asked["allow_patterns"]
+    patterns = calls["allow_patterns"]
     assert isinstance(patterns, list)
     endings = {pattern.rsplit(".", 1)[-1] for pattern in patterns}
     assert endings.isdisjoint({"bin", "pt", "pth", "ckpt", "pkl", "py"})

@@ -84,7 +84,7 @@ class DependsOnChunks(PagedHashModel):
 
 
 class ForgetsToReadSharedBlocks(PagedHashModel):
-    """A row that starts behind a cached prefix sees its first block as zeros."""
+    """A row that starts after a cached prefix sees its first block as zeros."""
 
     def every_token(self, batch, kv):
         hidden = super().every_token(batch, kv)

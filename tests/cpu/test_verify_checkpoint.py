@@ -112,9 +112,9 @@ def test_the_command_exits_1_on_a_mismatch_and_shows_the_first(checkpoint, capsy
     monkeypatch.setattr(resolve, "resolve_ops", lambda *_: table)
     flags = ["--requests", "8", "--threads", "1", "--dtype", "float32"]
     assert main(["verify", str(checkpoint), *flags]) == 1
-    shown = capsys.readouterr().out
-    assert "first mismatch: r" in shown
-    assert " 0 mismatches" not in shown
+    output = capsys.readouterr().out
+    assert "first mismatch: r" in output
+    assert " 0 mismatches" not in output
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,6 @@ def test_the_command_exits_1_on_a_mismatch_and_shows_the_first(checkpoint, capsy
 def test_bad_input_exits_2_with_one_sentence(arguments, checkpoint, capsys):
     model = [] if arguments[0].startswith("/") else [str(checkpoint)]
     assert main(["verify", *model, *arguments]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert len(shown.err.strip().splitlines()) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert len(output.err.strip().splitlines()) == 1

@@ -69,10 +69,10 @@ def test_one_mismatch_fails_the_command_and_its_format_is_named(
     monkeypatch.setattr(resolve, "resolve_ops", lambda *_: table)
     flags = ["--requests", "4", "--threads", "1", "--formats", "fp32/auto,fp16/auto"]
     assert main(["verify", str(checkpoint), *flags]) == 1
-    shown = capsys.readouterr().out
-    assert "fp16 over auto KV: first mismatch" in shown
-    assert "fp32 over auto KV" not in shown
-    assert "2 formats" in shown
+    output = capsys.readouterr().out
+    assert "fp16 over auto KV: first mismatch" in output
+    assert "fp32 over auto KV" not in output
+    assert "2 formats" in output
 
 
 def bits_of_halves_depend_on_rows(ops: OpTable) -> OpTable:

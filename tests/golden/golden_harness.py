@@ -24,7 +24,7 @@ NUM_NEW = 32
 def load(
     path: Path, max_model_len: int | None = None, dtype: str = "auto", ops: OpTable | None = None
 ) -> Model:
-    """With the op table that an engine would use, unless told otherwise."""
+    """With the op table that an engine would use, by default."""
     table = ops or resolve_ops(torch.device("cpu"))
     options = LoadConfig(model=str(path), dtype=dtype, device="cpu")
     checkpoint, spec = Checkpoint(path, "golden"), read_spec(path)

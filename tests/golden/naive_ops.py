@@ -79,10 +79,10 @@ def paged_attention(
         if params.softcap is not None:
             scores = torch.tanh(scores / params.softcap) * params.softcap
         at = layout.positions[start:stop].unsqueeze(1)
-        behind = at - torch.arange(context_len).unsqueeze(0)
-        visible = behind >= 0
+        distance = at - torch.arange(context_len).unsqueeze(0)
+        visible = distance >= 0
         if params.window is not None:
-            visible &= behind < params.window
+            visible &= distance < params.window
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             column = sinks.view(-1, 1, 1).expand(-1, stop - start, 1)

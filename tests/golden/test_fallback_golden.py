@@ -100,7 +100,7 @@ def test_an_architecture_without_replaceable_attention_is_refused(tmp_path: Path
         load(tmp_path)
 
 
-def test_quantisation_of_a_fallback_is_refused(tmp_path: Path) -> None:
+def test_quantization_of_a_fallback_is_refused(tmp_path: Path) -> None:
     Case("gpt2", "GPT2", {"num_key_value_heads": None}).save(tmp_path)
     options = LoadConfig(model=str(tmp_path), device="cpu", quantization="int8")
     checkpoint, spec = Checkpoint(tmp_path, "golden"), read_spec(tmp_path)

@@ -45,15 +45,15 @@ def save_mxfp4(path: Path, case: Case = GPT_OSS) -> transformers.PreTrainedModel
     """A checkpoint as OpenAI released it; gives what transformers makes of it, in float32."""
     model = case.save(path).bfloat16()
     model.save_pretrained(path)
-    draws = torch.Generator().manual_seed(7)
+    rng = torch.Generator().manual_seed(7)
     tensors = load_file(path / "model.safetensors")
     whole = dict(tensors)
     for layer, part in ((i, part) for i in range(3) for part in EXPERTS):
         name = f"model.layers.{layer}.mlp.experts.{part}"
         experts, inputs, outputs = tensors.pop(name).shape
         shape = (experts, outputs, inputs // 32)
-        blocks = torch.randint(0, 256, (*shape, 16), generator=draws, dtype=torch.uint8)
-        scales = torch.randint(121, 125, shape, generator=draws, dtype=torch.uint8)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=rng, dtype=torch.uint8)
+        scales = torch.randint(121, 125, shape, generator=rng, dtype=torch.uint8)
         tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
         whole[name] = convert_moe_packed_tensors(blocks, scales)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

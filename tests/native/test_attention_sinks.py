@@ -1,6 +1,6 @@
 """Attention with sinks: a logit in the denominator of a head's queries, without a value.
 
-How near the results are to float64, and that their bits depend on nothing beside a query, is
+How near the results are to float64, and that their bits depend on nothing next to a query, is
 checked with all other attention (`op_checks.cases`); here, that those checks would find a sink
 that is left out, counted twice or in the wrong place, and what a sink means at its limits.
 """

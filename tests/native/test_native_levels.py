@@ -1,4 +1,4 @@
-"""ISA levels beside each other: integer products have one result, whatever computes them."""
+"""ISA levels compared: integer products have one result, whatever computes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quickstep.ops.table import OpTable, QuantizedWeight
 # All but the last have fused multiply-adds, which the float part of a low-bit product is made of.
 FUSED = native_status().levels[:-1] if native_status().isa != "neon" else native_status().levels
 
-# sub-block scales stand in groups of 4 bits, 32 inputs at a time
+# sub-block scales are in groups of 4 bits, 32 inputs at a time
 FORMS = [
     *product((4, 8), (None, 16, 48, 64, 128), ("", "zeros")),
     *product((4,), (64, 128), ("sub_scales",)),

@@ -21,12 +21,12 @@ def table():
     return found
 
 
-def drawn(shape, dtype=torch.bfloat16, seed=0):
+def random_tensor(shape, dtype=torch.bfloat16, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def rows_in_file(path, rows, before=b"\x7f" * 13):
-    """The rows of a tensor in a file of their own, at an odd offset, with more behind them."""
+    """The rows of a tensor in a file of their own, at an odd offset, before other bytes."""
     path.write_bytes(before + rows.contiguous().view(torch.uint8).numpy().tobytes() + b"more")
     return StoredRows(path, len(before), rows.shape[0])
 
@@ -43,8 +43,11 @@ def stored(directory, weight, cut, rounding=None):
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize(("num_outputs", "cut"), [(1, 0), (77, 30), (1000, 999)])
 def test_a_matrix_from_files_is_the_packed_tensor(table, tmp_path, dtype, num_outputs, cut):
-    weight, bias = drawn((num_outputs, NUM_INPUTS), dtype), drawn((num_outputs,), dtype, 1)
-    x = drawn((5, NUM_INPUTS), dtype, 2)
+    weight, bias = (
+        random_tensor((num_outputs, NUM_INPUTS), dtype),
+        random_tensor((num_outputs,), dtype, 1),
+    )
+    x = random_tensor((5, NUM_INPUTS), dtype, 2)
     loaded = table.load_linear(stored(tmp_path, weight, cut), bias)
     assert torch.equal(table.linear(x, loaded), table.linear(x, table.pack_linear(weight, bias)))
 
@@ -53,7 +56,7 @@ def test_a_matrix_from_files_is_the_packed_tensor(table, tmp_path, dtype, num_ou
     "form", [(8, None, False, False), (4, 32, True, False), (4, 64, False, True)]
 )
 def test_a_matrix_rounded_from_files_is_the_rounded_tensor(table, tmp_path, form):
-    weight, x = drawn((150, NUM_INPUTS)), drawn((5, NUM_INPUTS), seed=2)
+    weight, x = random_tensor((150, NUM_INPUTS)), random_tensor((5, NUM_INPUTS), seed=2)
     errors = []
     rounding = Rounding(*form, 1, errors.append)
     loaded = table.load_linear(stored(tmp_path, weight, 70, rounding), None)
@@ -66,7 +69,7 @@ def test_a_matrix_rounded_from_files_is_the_rounded_tensor(table, tmp_path, form
 
 
 def test_a_file_that_ends_within_the_matrix_is_refused_by_name(table, tmp_path):
-    whole = stored(tmp_path, drawn((1000, NUM_INPUTS)), 500)
+    whole = stored(tmp_path, random_tensor((1000, NUM_INPUTS)), 500)
     file = whole.parts[1].file
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ConfigError, match=r"part1 ended within a tensor"):
@@ -74,7 +77,7 @@ def test_a_file_that_ends_within_the_matrix_is_refused_by_name(table, tmp_path):
 
 
 def test_a_file_that_is_gone_is_refused_by_name(table, tmp_path):
-    whole = stored(tmp_path, drawn((8, NUM_INPUTS)), 4)
+    whole = stored(tmp_path, random_tensor((8, NUM_INPUTS)), 4)
     whole.parts[0].file.unlink()
     with pytest.raises(ConfigError, match=r"part0 cannot be read"):
         table.load_linear(whole, None)

@@ -133,12 +133,12 @@ def thread_ids() -> set[int]:
 
 def test_pinned_workers_stay_on_their_cpus_and_the_calling_thread_is_free() -> None:
     allowed = sorted(os.sched_getaffinity(0))
-    asked = (allowed[0], *(allowed[i % len(allowed)] for i in (1, 2)))
+    cpus = (allowed[0], *(allowed[i % len(allowed)] for i in (1, 2)))
     before = thread_ids()
-    ops = load_native(3, places=lambda _: ThreadPlaces(asked))
+    ops = load_native(3, places=lambda _: ThreadPlaces(cpus))
     assert ops is not None
     workers = sorted(thread_ids() - before)
-    assert [os.sched_getaffinity(tid) for tid in workers] == [{cpu} for cpu in asked[1:]]
+    assert [os.sched_getaffinity(tid) for tid in workers] == [{cpu} for cpu in cpus[1:]]
     assert os.sched_getaffinity(0) == set(allowed)
     x, weight = inputs()
     assert bits(ops.linear(x, ops.pack_linear(weight, None))) == expected()

@@ -1,4 +1,4 @@
-"""A grammar behind the reasoning, sampled by native kernels in the bundled model."""
+"""A grammar after the reasoning, sampled by native kernels in the bundled model."""
 
 from __future__ import annotations
 

@@ -164,8 +164,8 @@ def check_requantization(weights: CheckpointWeights, quantization: str | None) -
     """
     if quantization is not None and weights.storage is not None and weights.quantized:
         raise ConfigError(
-            f"--quantization is {quantization}, but the checkpoint is quantised already "
-            f"({weights.storage.name}); leave the option out, or load the unquantised checkpoint"
+            f"--quantization is {quantization}, but the checkpoint is quantized already "
+            f"({weights.storage.name}); leave the option out, or load the unquantized checkpoint"
         )
 
 
@@ -302,7 +302,7 @@ class _Packing:
         gate, up, down = naming.expert_parts
         gates = (gate,) if naming.fused_experts else (gate, up)
         bias = self._reader.tensor(f"{start}{naming.router}.bias") if moe.biases else None
-        # never quantised: the choice of a token's experts depends on small differences
+        # never quantized: the choice of a token's experts depends on small differences
         router = self._ops.pack_linear(self._reader.tensor(f"{start}{naming.router}.weight"), bias)
         experts = []
         for index in range(moe.num_experts):

@@ -1,6 +1,6 @@
 """What `--quantization` means, weight by weight: bits, groups, bytes. Standard library only.
 
-A matrix has a symmetric scale per output and group of inputs; the kernels quantise activations per
+A matrix has a symmetric scale per output and group of inputs; the kernels quantize activations per
 token and the same groups. `int4` has groups of 128 whose parts of 16 inputs multiply the scale by
 an odd number up to 15. Where a scheme's group size does not divide a matrix's inputs, a half or a
 quarter of it may; where none does, the matrix has 8 bits and one scale per output. Embeddings and

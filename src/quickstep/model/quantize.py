@@ -1,7 +1,7 @@
-"""On-the-fly quantisation: a `TensorSource` whose matrices come out as quantized values.
+"""On-the-fly quantization: a `TensorSource` whose matrices come out as quantized values.
 
 The quantized values are a function of the weight and its format only (`OpTable.quantize`).
-Matrices are quantised when the loader reads them, so that at most one is in memory twice.
+Matrices are quantized when the loader reads them, so that at most one is in memory twice.
 
 The rounding error of a matrix is measured on a sample of its rows. An error above that of trained
 models' weights is a warning, so that no perplexity doubles without a message.
@@ -32,7 +32,7 @@ _SAMPLED_ROWS = 64
 
 
 class QuantizingSource:
-    """Quantises the results of `linear`; `outer` names the embeddings and the output projection."""
+    """Quantizes the results of `linear`; `outer` names the embeddings and the output projection."""
 
     def __init__(
         self,

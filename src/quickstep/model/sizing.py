@@ -45,10 +45,10 @@ _MIN_STEP_TOKENS = 64
 
 
 class ElementBytes(msgspec.Struct, frozen=True):
-    """Bytes per element: of the model's dtype (activations, weights that are not quantised), and of
+    """Bytes per element: of the model's dtype (activations, weights that are not quantized), and of
     the op table's scratch (`OpTable.scratch_bytes`). `quantization` is `--quantization`, `kv_dtype`
     is `CacheConfig.kv_dtype`; `weights` are the bytes of all weights of a checkpoint that is
-    quantised already.
+    quantized already.
     """
 
     dtype: int
@@ -274,7 +274,7 @@ def _rows(
     kv_bytes = num_blocks * block_size * per_token
     held = f"x {elements.quantization or f'{elements.dtype} bytes'}"
     if elements.weights is not None:
-        held = "as the checkpoint has quantised them"
+        held = "as the checkpoint has quantized them"
     detail = f"{num_parameters(spec) / 1e9:.3f} B parameters {held}"
     return (
         MemoryRow("weights", weights, detail),

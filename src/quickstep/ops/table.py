@@ -219,7 +219,7 @@ class OpTable(msgspec.Struct, frozen=True):
         name: Kernel set, part of `system_fingerprint`: `reference`, `native-avx512`.
         pack_linear: (weight [N, C], bias [N] | None) -> LinearWeight. Called once at load.
         pack_quantized: (QuantizedWeight, bias [N] | None) -> LinearWeight, for activations of any
-            dtype; `linear` then quantises them as well, per token and group of the weight.
+            dtype; `linear` then quantizes them as well, per token and group of the weight.
         quantize: On-the-fly rounding, row by row. Called once at load.
         linear: (x [T, C], LinearWeight) -> [T, N] in x's dtype; fp32 accumulation in one order.
         embedding: (token_ids [T], weight [V, C] or LinearWeight, dtype) -> [T, C]: rows of the

@@ -2,7 +2,7 @@
 
 Equal fingerprints promise equal bits for equal requests. Checkpoints up to 64 MiB are hashed
 completely. Larger ones are hashed by config, headers (names, shapes, offsets) and sixteen 4 KiB
-windows of every tensor, ends included: another training, merge or quantisation changes every
+windows of every tensor, ends included: another training, merge or quantization changes every
 tensor, so it is detected; an edit of a few bytes elsewhere in a large tensor is not.
 """
 

@@ -50,7 +50,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
     """What a native checkpoint holds.
 
     Attributes:
-        storage: The format of quantised matrices; None if no matrix is quantised.
+        storage: The format of quantized matrices; None if no matrix is quantized.
         shapes: All tensors that the architecture needs, as it sees them.
         experts: How the files hold experts that share one tensor; None where each has its own.
     """

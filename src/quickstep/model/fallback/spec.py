@@ -85,8 +85,8 @@ def _refuse(name: str, values: Mapping[str, Any]) -> None:
         raise ConfigError(f"architecture {name!r} has an encoder; only decoders can be served")
     if values.get("quantization_config"):
         raise ConfigError(
-            f"the checkpoint is quantised, and architecture {name!r} runs through transformers, "
-            "where only unquantised checkpoints are served; use the unquantised one"
+            f"the checkpoint is quantized, and architecture {name!r} runs through transformers, "
+            "where only unquantized checkpoints are served; use the unquantized one"
         )
     kinds = {str(kind) for kind in values.get("layer_types") or ()}
     strange = sorted(kinds - {"full_attention", "sliding_attention"})

@@ -54,7 +54,7 @@ class AwqStorage:
         if kept is not None:
             raise ConfigError(
                 f"{_SOURCE} lists {kept!r} under modules_to_not_convert, but the files hold "
-                f"{module} quantised"
+                f"{module} quantized"
             )
         outputs, inputs = shape
         groups = inputs // checked_group(module, self._group_size, inputs)

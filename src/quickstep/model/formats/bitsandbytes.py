@@ -1,9 +1,9 @@
-"""bitsandbytes checkpoints: nf4 and fp4 with or without double quantisation, and int8.
+"""bitsandbytes checkpoints: nf4 and fp4 with or without double quantization, and int8.
 
 4 bits:  weight [N*C/2, 1] uint8, the first of two in the high half; a quantized value names one of
 the 16
          values of `weight.quant_map`, times the `absmax` of its block of 64 in row order. Double
-         quantisation stores absmax as quantized values of `nested_quant_map` times `nested_absmax`,
+         quantization stores absmax as quantized values of `nested_quant_map` times `nested_absmax`,
          plus an offset. The sizes are in JSON in `weight.quant_state.bitsandbytes__nf4`.
 8 bits:  weight [N, C] int8, `SCB` [N]; w = quant * SCB / 127.
 

@@ -85,7 +85,7 @@ def read_schemes(config: Mapping[str, object]) -> Schemes:
     _refuse(fields)
     groups = fields.mapping("config_groups")
     if not groups:
-        raise ConfigError(f"{_SOURCE} has no config_groups, so it is not known what is quantised")
+        raise ConfigError(f"{_SOURCE} has no config_groups, so it is not known what is quantized")
     form = fields.text("format")
     schemes = tuple(_scheme(str(name), group, form) for name, group in groups.items())
     return Schemes(schemes, _texts(fields.sequence("ignore")))
@@ -99,7 +99,7 @@ def _refuse(fields: ConfigFields) -> None:
             f"{_SOURCE} has sparse weights ({sparsity['format']}); dense is supported"
         )
     for name, what in (
-        ("kv_cache_scheme", "a quantised KV cache"),
+        ("kv_cache_scheme", "a quantized KV cache"),
         ("transform_config", "rotated weights"),
     ):
         if fields.mapping(name):
@@ -113,7 +113,7 @@ def _scheme(name: str, group: object, outer_format: str) -> WeightScheme:
     fields = ConfigFields(group, {"format": outer_format}, where)
     weights = fields.mapping("weights")
     if weights is None:
-        raise ConfigError(f"{where} quantises no weights; only that is supported")
+        raise ConfigError(f"{where} quantizes no weights; only that is supported")
     form = fields.text("format")
     weight_fields = ConfigFields(
         weights, {"type": "int", "symmetric": True, "strategy": "channel"}, f"{where} weights"
@@ -264,7 +264,7 @@ class CompressedTensorsStorage:
         scheme = self._schemes.of(module)
         if scheme is None:
             raise ConfigError(
-                f"{module} is stored quantised, but no group of config.json's quantization_config "
+                f"{module} is stored quantized, but no group of config.json's quantization_config "
                 "has it among its targets"
             )
         return scheme

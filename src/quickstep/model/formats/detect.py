@@ -26,7 +26,7 @@ _METHODS = (
 
 
 def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStorage | None:
-    """The format of a checkpoint; None if no matrix is quantised.
+    """The format of a checkpoint; None if no matrix is quantized.
 
     Raises:
         ConfigError: A format, or a variant of one, that is not supported.
@@ -56,7 +56,7 @@ def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStor
 
         return BitsAndBytesStorage(found, files)
     raise ConfigError(
-        f"the checkpoint is quantised by {method or 'an unnamed method'}, which is not supported; "
+        f"the checkpoint is quantized by {method or 'an unnamed method'}, which is not supported; "
         f"supported are {_METHODS}"
     )
 

@@ -97,8 +97,8 @@ def find_fused_experts(spec: ModelSpec, stored_as: Mapping[str, object]) -> Fuse
     method = str(stored_as.get("quant_method", "")).lower()
     if stored_as and method != "mxfp4":
         raise ConfigError(
-            f"the checkpoint is quantised by {method or 'an unnamed method'}; of "
-            f"{spec.architecture} those are supported that are not quantised or are mxfp4"
+            f"the checkpoint is quantized by {method or 'an unnamed method'}; of "
+            f"{spec.architecture} those are supported that are not quantized or are mxfp4"
         )
     strange = sorted(set(stored_as) - _MXFP4_KEYS)
     if strange:

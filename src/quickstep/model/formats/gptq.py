@@ -7,7 +7,7 @@ The files of `checkpoint_format: gptq` (and those without one) hold each zero po
 modulo 2**bits; those of `gptq_v2` hold it as it is.
 
 Act-order (`desc_act`) scatters the groups over the inputs, as in `g_idx`. No product here gathers
-its activations, so such a matrix is dequantised and rounded again, to 8 bits in groups of 32: an
+its activations, so such a matrix is dequantized and rounded again, to 8 bits in groups of 32: an
 error of about 0.4 % of a group's weights, where its own 4 bits cost ten times that. A `g_idx` in
 order, as files with static groups have it, changes nothing. compressed-tensors uses the same.
 """

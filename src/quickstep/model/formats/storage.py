@@ -1,4 +1,4 @@
-"""What a format of quantised checkpoints is: which tensors hold a matrix, and its quantized values.
+"""What a format of quantized checkpoints is: which tensors hold a matrix, and its quantized values.
 
 One storage per format, over the tensor files of one checkpoint; `detect.find_storage` picks it,
 `quantized_reader.QuantizedReader` and `sizing` ask it matrix by matrix. A matrix is named as the
@@ -66,7 +66,7 @@ def checked_group(name: str, group_size: int | None, num_inputs: int) -> int:
         return num_inputs
     if group_size < _LEAST_GROUP or group_size % _LEAST_GROUP or num_inputs % group_size:
         raise ConfigError(
-            f"{name} is quantised in groups of {group_size} of its {num_inputs} inputs; supported "
+            f"{name} is quantized in groups of {group_size} of its {num_inputs} inputs; supported "
             f"are multiples of {_LEAST_GROUP} that divide the inputs, and all inputs (-1)"
         )
     return group_size
