@@ -57,7 +57,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
                 raise RequestError(f"{name} is {value}, it must be at least 1", param=name)
         if self.temperature not in (0, 1):
             raise RequestError(
-                f"temperature is {self.temperature}, beam search takes 0 or 1: it draws nothing",
+                f"temperature is {self.temperature}, beam search takes 0 or 1: it samples nothing",
                 param="temperature",
             )
         if not abs(self.length_penalty) <= _MAX_PENALTY:

@@ -26,7 +26,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     Attributes:
         index: Which of the n sequences.
-        text: New text in whole characters; empty while a character or a stop is undecided.
+        text: New text in complete characters; empty while a character or a stop is undecided.
         token_ids: New tokens, an end token included.
         logprobs: One per new token, if requested.
         finish_reason: Set on the last delta of a sequence, as are `stop_reason` and `timings`.
