@@ -16,7 +16,7 @@ from quickstep.engine.tool_calls.answer_grammar import answer_grammar
 from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, message_grammar
 from quickstep.engine.tool_calls.harmony import HARMONY_MARKERS, HARMONY_SPELLING
 from quickstep.engine.tool_calls.reader import MessageParser
-from quickstep.runtime.constraints.closing_search import ClosingSearch
+from quickstep.runtime.sampling.closing_search import ClosingSearch
 from quickstep.runtime.sampling.sampler import Sample, sample_row
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import TokenForms

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import quickstep
 from quickstep.engine.grammar.grammars import GrammarCompiler
 from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.runtime.constraints.closing import ClosingGuard, ClosingStart
+from quickstep.runtime.sampling.grammar import ClosingGuard, ClosingStart
 from quickstep.runtime.sampling.sampler import Sample, sample_row
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import TokenForms

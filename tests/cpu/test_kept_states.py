@@ -11,8 +11,8 @@ from msgspec.structs import replace
 import quickstep
 from quickstep.engine.grammar.grammars import GrammarCompiler
 from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.runtime.constraints.closing_search import ClosingSearch
-from quickstep.runtime.sampling import dry
+from quickstep.runtime.sampling import penalties
+from quickstep.runtime.sampling.closing_search import ClosingSearch
 from quickstep.runtime.sampling.sampler import Sample, sample_row
 from quickstep.runtime.slots import SlotTable
 from quickstep.sampling_params import TokenForms
@@ -55,9 +55,9 @@ def sampled(slot, num_tokens):
 def work(monkeypatch):
     """Names of the expensive parts of a state that was built or searched."""
     done = []
-    search, matches = ClosingSearch.ending, dry._suffix_matches
+    search, matches = ClosingSearch.ending, penalties._suffix_matches
     monkeypatch.setattr(ClosingSearch, "ending", lambda s: done.append("search") or search(s))
-    monkeypatch.setattr(dry, "_suffix_matches", lambda t: done.append("dry") or matches(t))
+    monkeypatch.setattr(penalties, "_suffix_matches", lambda t: done.append("dry") or matches(t))
     return done
 
 

@@ -18,7 +18,7 @@ from quickstep.engine.text.token_forms import TokenFormFinder
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS, message_grammar
 from quickstep.engine.tool_calls.reader import MessageParser
-from quickstep.runtime.constraints.reasoning import Place, ReasoningTracker
+from quickstep.runtime.sampling.reasoning import Place, ReasoningTracker
 from quickstep.runtime.sampling.sampler import Sample, sample_row
 from quickstep.sampling_params import ReasoningTokens
 from quickstep.types import Grammar, SamplingParams
@@ -216,17 +216,17 @@ TOKENS = ReasoningTokens(b"<think>", b"</think>", (2,), PIECES)
         ([], Place.BEFORE),
         ([8, 8], Place.BEFORE),
         ([8, 1], Place.INSIDE),
-        ([0, 1], Place.BEHIND),
+        ([0, 1], Place.AFTER),
         ([1, 2], Place.GAP),
         ([1, 3, 4], Place.GAP),
         ([1, 3, 3, 4], Place.GAP),
         ([1, 3, 0, 4], Place.INSIDE),
-        ([1, 9, 7, 6], Place.BEHIND),
+        ([1, 9, 7, 6], Place.AFTER),
         ([1, 9, 7, 0], Place.INSIDE),
         ([1, 2, 8], Place.GAP),
-        ([1, 2, 8, 8], Place.BEHIND),
-        ([1, 2, 0], Place.BEHIND),
-        ([1, 10], Place.BEHIND),
+        ([1, 2, 8, 8], Place.AFTER),
+        ([1, 2, 0], Place.AFTER),
+        ([1, 10], Place.AFTER),
     ],
 )
 def test_the_tags_are_found_in_the_text_however_it_is_cut_into_tokens(outputs, place):
@@ -248,9 +248,9 @@ def test_the_tracker_agrees_with_the_parser_of_the_text(outputs, is_open):
     opened = is_open or body.startswith(TAGS[0])
     inside = body.removeprefix(TAGS[0]) if not is_open else text
     if not opened:
-        expected = {Place.BEFORE} if TAGS[0].startswith(body) else {Place.BEHIND}
+        expected = {Place.BEFORE} if TAGS[0].startswith(body) else {Place.AFTER}
     elif TAGS[1] in inside:
-        expected = {Place.GAP, Place.BEHIND}
+        expected = {Place.GAP, Place.AFTER}
     else:
         expected = {Place.INSIDE}
     assert tracker.place in expected

@@ -14,12 +14,11 @@ from test_sampler import VOCAB, logits_of, state_of, token_of
 from test_sampler_law import LOGITS, NUM_DRAWS, assert_follows
 
 from quickstep.errors import RequestError
-from quickstep.runtime.constraints.reasoning import ThinkingBudget
-from quickstep.runtime.sampling import dry
-from quickstep.runtime.sampling.bad_words import BadWords
-from quickstep.runtime.sampling.dry import DryPenalty
+from quickstep.runtime.sampling import penalties
 from quickstep.runtime.sampling.filters import kept_token_ids
 from quickstep.runtime.sampling.noise import chance
+from quickstep.runtime.sampling.penalties import BadWords, DryPenalty
+from quickstep.runtime.sampling.reasoning import ThinkingBudget
 from quickstep.runtime.sampling.sampler import Sample, sample, sample_row
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import ReasoningTokens, TokenForms
@@ -88,15 +87,17 @@ def test_dry_agrees_with_the_slow_reference_however_the_tokens_came(
 @given(letters, letters, st.integers(1, 30))
 def test_matches_with_the_end_are_the_same_however_they_are_found(first, then, times):
     tokens = (first + then) * times
-    expected = dry._prefix_matches(tokens[::-1])[:0:-1]
-    assert dry._suffix_matches(np.array(tokens, dtype=np.int64)).tolist() == expected
+    expected = penalties._prefix_matches(tokens[::-1])[:0:-1]
+    assert penalties._suffix_matches(np.array(tokens, dtype=np.int64)).tolist() == expected
 
 
 def test_a_text_without_long_repetitions_is_compared_without_a_loop(monkeypatch):
-    monkeypatch.setattr(dry, "_prefix_matches", lambda tokens: pytest.fail("it was looped over"))
+    monkeypatch.setattr(
+        penalties, "_prefix_matches", lambda tokens: pytest.fail("it was looped over")
+    )
     text = np.random.default_rng(1).integers(0, 500, 20_000)
     text[5_000:5_040] = text[-40:]
-    assert dry._suffix_matches(text)[5_039] == 40
+    assert penalties._suffix_matches(text)[5_039] == 40
     monkeypatch.setattr(DryPenalty, "_breaks_at", lambda *_: pytest.fail("it was looped over"))
     assert DryPenalty(SamplingParams(dry_multiplier=1.0), ((7, 501),), text.tolist(), 502)
 

@@ -19,7 +19,7 @@ from quickstep.engine.text.token_texts import TokenTexts
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
-from quickstep.runtime.constraints.reasoning import Place, ReasoningTracker
+from quickstep.runtime.sampling.reasoning import Place, ReasoningTracker
 from quickstep.types import Grammar, SamplingParams
 
 DEMO = Path(quickstep.__file__).parent / "bundled" / "demo"
@@ -109,7 +109,7 @@ def test_the_prompts_end_tells_whether_the_reasoning_is_open(text, is_open):
     assert found.closing_ids == ids_of("</think>")
     for beside in ("so.</think>\n\n", "\n</think>Yes", "</think> "):
         tracker = ReasoningTracker(replace(found, starts_open=True), ids_of("It is " + beside))
-        assert tracker.place in (Place.GAP, Place.BEHIND)
+        assert tracker.place in (Place.GAP, Place.AFTER)
 
 
 def test_a_grammar_follows_reasoning_unless_the_prompt_has_closed_it():

@@ -11,12 +11,12 @@ from paged_hash_model import PagedHashModel
 
 from quickstep.config import CacheConfig
 from quickstep.errors import ConfigError, EngineError
-from quickstep.runtime import batch, slots
+from quickstep.runtime import slots
 from quickstep.runtime.pooling import Pool
 from quickstep.runtime.sampling import sampler
+from quickstep.runtime.sampling.logprobs import PromptScorer
 from quickstep.runtime.sampling.noise import noise_bits
 from quickstep.runtime.sampling.penalties import Penalties
-from quickstep.runtime.sampling.prompt_logprobs import PromptScorer
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.sampling_params import GrammarKind
 from quickstep.types import Pooling, SamplingParams
@@ -134,10 +134,10 @@ def test_penalties_lost_in_preemption_are_caught(monkeypatch):
 
 
 def test_an_overlapped_step_that_reads_a_stale_token_is_caught(monkeypatch):
-    def stale(row, slot):
+    def stale(slot, row):
         return row.token_ids or (0,) * row.num_tokens
 
-    monkeypatch.setattr(batch, "input_tokens", stale)
+    monkeypatch.setattr(slots.Slot, "input_tokens", stale)
     report = verified(PagedHashModel())
     overlapping = {"overlapped", "paused", "all together"}
     assert {name for name, counts in report.scenarios.items() if counts.mismatches} == overlapping

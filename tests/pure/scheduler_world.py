@@ -117,7 +117,7 @@ class HalvesPolicy:
     phases: tuple[Phase, Phase] = (Phase.PREFILL, Phase.DECODE)
 
     def tokens(self, phase: Phase, view: StepView, cost_model: CostModel) -> int:
-        return (view.room + 1) // 2 if phase is Phase.PREFILL else view.room
+        return (view.num_tokens_left + 1) // 2 if phase is Phase.PREFILL else view.num_tokens_left
 
     def wakeup(self, view: StepView) -> float | None:
         return None

@@ -96,7 +96,7 @@ def test_the_least_recently_used_chain_goes_first_and_its_tail_before_its_head()
 def test_a_shared_block_lives_until_its_last_holder_releases_it() -> None:
     pool = KVBlockPool(2, 1)
     blocks = fill(pool, (1,))
-    pool.take(blocks)
+    pool.acquire(blocks)
     pool.release(blocks)
     assert pool.stats().num_used == 1
     pool.check([blocks])
@@ -232,7 +232,7 @@ class PoolMachine(RuleBasedStateMachine):
         needed = -(-len(tokens) // 2) - len(found)
         if needed > self.pool.num_free_besides(found):
             return
-        self.pool.take(found)
+        self.pool.acquire(found)
         table = [*found, *self.pool.allocate(needed)]
         parent: BlockKey | ChainRoot = BASE
         all_digests: list[bytes] = []

@@ -60,12 +60,9 @@ _MODULES = (
     "block_pool",
     "cost_model",
     "sequence",
-    "setup_cost",
     "step",
-    "batch",
-    "waiting",
+    "queues",
     "accounting",
-    "intake",
     "policies",
     "scheduler",
 )
@@ -89,7 +86,7 @@ _BUGS = {
         "tuple(residency.blocks[len(hits) :]))",
     ),
     "released-twice": (
-        "batch",
+        "queues",
         "self._pool.release(residency.blocks)",
         "self._pool.release(residency.blocks * 2)",
     ),
@@ -99,12 +96,12 @@ _BUGS = {
         "            self._ref_counts[block_id] = 0\n",
     ),
     "one-block-too-few": (
-        "batch",
+        "queues",
         "self._blocks_for(residency.planned + 1)",
         "self._blocks_for(residency.planned)",
     ),
     "partial-block-registered": (
-        "batch",
+        "queues",
         "num_full = min(residency.planned, len(sequence.token_ids)) // block_size\n        if not",
         "num_full = -(-min(residency.planned, len(sequence.token_ids)) // block_size)\n"
         "        if not",
@@ -139,7 +136,7 @@ _BUGS = {
         "ChainRoot(request.adapter, request.cache_salt)",
         'ChainRoot(request.adapter, "")',
     ),
-    "planned-row-preempted": ("batch", "if not is_placed(one)", "if True"),
+    "planned-row-preempted": ("queues", "if not has_row(one)", "if True"),
     "limit-overrun-by-overlap": (
         "scheduler",
         "sequence.num_outputs + residency.pending",
@@ -147,7 +144,7 @@ _BUGS = {
     ),
     "evicted-block-stays-indexed": (
         "block_pool",
-        "        self._withdraw(block_id, key)\n        self._num_evictions",
+        "        self._unindex(block_id, key)\n        self._num_evictions",
         "        self._num_evictions",
     ),
     "admitted-with-tokens-in-flight": (
@@ -155,7 +152,7 @@ _BUGS = {
         "if sequence is None or sequence.num_pending:",
         "if sequence is None:",
     ),
-    "hit-without-reference": ("batch", "        self._pool.take(hits)\n", ""),
+    "hit-without-reference": ("queues", "        self._pool.acquire(hits)\n", ""),
     "tokens-after-the-end": (
         "scheduler",
         "if sequence.state is SequenceState.FINISHED or residency.invalidated:",
@@ -172,20 +169,20 @@ _BUGS = {
         "return max(0, self._num_scored_tokens + 1)",
     ),
     "mean-from-the-cache": ("sequence", "if self.request.pooling is Pooling.MEAN:", "if False:"),
-    "prompt-only-goes-on": ("intake", "if request.prompt_only:", "if False:"),
+    "prompt-only-goes-on": ("scheduler", "if request.prompt_only:", "if False:"),
     "paused-goes-on": ("scheduler", "            and not sequence.is_paused\n", ""),
     "paused-prompt-goes-on": ("sequence", "return 0 if self.is_paused else max(", "return max("),
     "paused-is-admitted": (
-        "waiting",
+        "queues",
         "return None if first is None or first.is_paused else first",
         "return first",
     ),
     "paused-blocks-the-queue": (
-        "waiting",
-        "return sequence.rank",
-        "return (False, *sequence.rank[1:])",
+        "queues",
+        "insort(self._sequences, sequence, key=_rank)",
+        "insort(self._sequences, sequence, key=lambda one: (False, *one.rank[1:]))",
     ),
-    "paused-holds-its-room": ("scheduler", "        self._make_way(draft, now)\n", ""),
+    "paused-holds-its-room": ("scheduler", "        self._preempt_for_waiting(draft, now)\n", ""),
     "resumed-in-part": (
         "scheduler",
         "in self._requests.get(request_id, ()):\n            runs",
@@ -193,11 +190,11 @@ _BUGS = {
     ),
     "hits-outlive-their-blocks": (
         "block_pool",
-        "if withdrawn_at[block_id] > known.version:",
+        "if unindexed_at[block_id] > known.version:",
         "if False:",
     ),
     "victims-without-need": (
-        "batch",
+        "queues",
         "lower[:num] for num in counts if self._fits(sequence, hits, lower[:num])",
         "lower for num in counts",
     ),

@@ -13,12 +13,14 @@ from quickstep.types import Phase
 COSTS = LinearCostModel(Coefficients(0.010, token_s=0.001, row_s=0.0, kv_token_s=0.0, pair_s=0.0))
 
 
-def view(num_decodes: int = 0, num_prefill_tokens: int = 0, room: int = 1000) -> StepView:
+def view(
+    num_decodes: int = 0, num_prefill_tokens: int = 0, num_tokens_left: int = 1000
+) -> StepView:
     return StepView(
         now=0.0,
         decode=StepLoad(num_decodes, num_decodes, 10 * num_decodes),
         prefill=StepLoad(num_prefill_tokens, min(1, num_prefill_tokens), num_prefill_tokens),
-        room=room,
+        num_tokens_left=num_tokens_left,
         prefill_start=0,
         num_running=num_decodes,
         num_waiting=1,
@@ -54,13 +56,13 @@ def test_mixed_takes_fewer_tokens_of_a_prompt_that_is_scored() -> None:
 def test_mixed_counts_the_prompts_that_are_placed() -> None:
     policy = MixedPolicy(inter_token_target_s=0.100, min_prefill_tokens=16)
     seen = view(num_decodes=20)
-    placed = replace(seen, prefill=StepLoad.of_span(0, 50), room=930)
+    placed = replace(seen, prefill=StepLoad.of_span(0, 50), num_tokens_left=930)
     assert policy.tokens(Phase.PREFILL, placed, COSTS) == 20
-    full = replace(seen, prefill=StepLoad.of_span(0, 70), room=910)
+    full = replace(seen, prefill=StepLoad.of_span(0, 70), num_tokens_left=910)
     assert policy.tokens(Phase.PREFILL, full, COSTS) == 0
 
 
-def test_mixed_takes_all_the_room_when_nobody_decodes() -> None:
+def test_mixed_takes_all_tokens_when_no_row_decodes() -> None:
     policy = MixedPolicy(inter_token_target_s=0.100)
     assert policy.tokens(Phase.PREFILL, view(), COSTS) == 1000
 
@@ -68,7 +70,7 @@ def test_mixed_takes_all_the_room_when_nobody_decodes() -> None:
 def test_mixed_never_starves_prefill() -> None:
     policy = MixedPolicy(inter_token_target_s=0.001, min_prefill_tokens=16, least_stretch=1.0)
     assert policy.tokens(Phase.PREFILL, view(num_decodes=20), COSTS) == 16
-    assert policy.tokens(Phase.PREFILL, view(num_decodes=20, room=3), COSTS) == 3
+    assert policy.tokens(Phase.PREFILL, view(num_decodes=20, num_tokens_left=3), COSTS) == 3
 
 
 @pytest.mark.parametrize("num_decodes", [1, 20, 70, 200])
@@ -81,10 +83,10 @@ def test_mixed_lets_a_step_take_twice_what_its_decode_rows_take(num_decodes: int
     assert COSTS.seconds(seen.decode + StepLoad.of_span(0, chunk + 1)) > bound_s
 
 
-def test_mixed_gives_decode_all_the_room() -> None:
+def test_mixed_gives_decode_all_tokens() -> None:
     policy = MixedPolicy(inter_token_target_s=0.001)
     assert policy.phases == (Phase.DECODE, Phase.PREFILL)
-    assert policy.tokens(Phase.DECODE, view(room=7), COSTS) == 7
+    assert policy.tokens(Phase.DECODE, view(num_tokens_left=7), COSTS) == 7
 
 
 def test_prefill_first_decodes_only_without_prompts() -> None:

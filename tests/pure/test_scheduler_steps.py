@@ -14,7 +14,7 @@ from quickstep.config import PolicyName
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.scheduler import Scheduler
 from quickstep.core.sequence import Sequence, sequence_seed
-from quickstep.core.setup_cost import setup_us
+from quickstep.core.step import setup_us
 from quickstep.errors import EngineError
 from quickstep.types import FinishReason, Grammar, Phase, StepResult
 
@@ -364,7 +364,7 @@ def test_expensive_set_ups_are_spread_over_steps(
     request = structs.replace(plain, sampling=replace(plain.sampling, ignore_eos=False, **sampling))
     price_us = setup_us(Sequence(request, 0, 0, 0.0, 1.0))
     assert price_us > 5 * setup_us(Sequence(plain, 0, 0, 0.0, 1.0))
-    monkeypatch.setattr("quickstep.core.scheduler.MAX_SETUP_US", 2.5 * price_us)
+    monkeypatch.setattr("quickstep.core.step.MAX_SETUP_US", 2.5 * price_us)
     world = World(Setup(num_blocks=200, max_num_seqs=16, max_num_batched_tokens=400))
     world.add(request)
     world.drain()
@@ -373,7 +373,7 @@ def test_expensive_set_ups_are_spread_over_steps(
 
 
 def test_a_set_up_above_the_limit_is_alone_in_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quickstep.core.scheduler.MAX_SETUP_US", 1e-3)
+    monkeypatch.setattr("quickstep.core.step.MAX_SETUP_US", 1e-3)
     world = World(Setup(num_blocks=200, max_num_seqs=16, max_num_batched_tokens=400))
     world.add(ask("a", n=3))
     world.add(ask("b"))

@@ -11,8 +11,7 @@ from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import Coefficients, LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
-from quickstep.sim.clock import ClockExecutor, VirtualClock
-from quickstep.sim.simulate import Arrival, Simulation, simulate
+from quickstep.sim.simulate import Arrival, ClockExecutor, Simulation, VirtualClock, simulate
 from quickstep.types import FinishReason, Phase, Request, SamplingParams, StepPlan, StepRow
 
 # 10 ms a step and 1 ms a token: easy to add up by hand.

@@ -13,7 +13,7 @@ from client import CHAT, COMPLETIONS, client_of
 from fake_engine import FakeEngine
 from live_server import live_server
 
-from quickstep.core.intake import Limits
+from quickstep.core.scheduler import SequenceLimits
 from quickstep.engine.requests import check_token_ids
 from quickstep.errors import RequestError
 from quickstep.server.app import create_app
@@ -81,7 +81,7 @@ def test_openais_client_finds_the_code() -> None:
 
 
 def test_the_engine_and_the_scheduler_refuse_alike() -> None:
-    limits = Limits(max_model_len=8, pool_tokens=64, max_num_seqs=1, max_waiting=None)
+    limits = SequenceLimits(max_model_len=8, pool_tokens=64, max_num_seqs=1, max_waiting=None)
     ids = tuple(range(8))
     with pytest.raises(RequestError) as scheduler:
         limits.check(Request("a", ids, SamplingParams()), num_waiting=0)
@@ -92,7 +92,7 @@ def test_the_engine_and_the_scheduler_refuse_alike() -> None:
 
 
 def test_what_the_cache_cannot_hold_has_the_same_code() -> None:
-    limits = Limits(max_model_len=64, pool_tokens=8, max_num_seqs=1, max_waiting=None)
+    limits = SequenceLimits(max_model_len=64, pool_tokens=8, max_num_seqs=1, max_waiting=None)
     with pytest.raises(RequestError, match="--num-blocks") as refused:
         limits.check(Request("a", tuple(range(8)), SamplingParams()), num_waiting=0)
     assert refused.value.code == "context_length_exceeded"

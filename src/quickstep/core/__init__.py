@@ -1,1 +1,1 @@
-"""Layer 1, standard library only: sequences, block pool, policies, scheduler, cost model."""
+"""Layer 1: sequences, block pool, policies, scheduler, cost model; no tensors, clocks, threads."""

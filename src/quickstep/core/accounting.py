@@ -1,7 +1,7 @@
-"""Where a step's seconds go: shares of sequences, the step log's line, and the counts of `stats`.
+"""Accounting of a step's seconds: per sequence, in the step log, and in the counts of `stats`.
 
-Every measured second is booked once: fsum of `device_s` over all sequences + `unclaimed_s` =
-`busy_s`, up to float rounding. Pure functions and plain data; `core.scheduler` keeps the totals.
+Every measured second is counted once: fsum of `device_s` over all sequences + `unclaimed_s` =
+`busy_s`, up to float rounding. Pure functions and plain data; `core.scheduler` owns the totals.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["SchedulerStats", "Totals", "charge", "step_record"]
 
 
 class Totals(msgspec.Struct):
-    """Counts since the start. The scheduler owns the live one and hands out copies.
+    """Counts since the start. The scheduler owns them and returns copies.
 
     Attributes:
-        num_prompt_tokens: Of added requests, once a request.
+        num_prompt_tokens: Of added requests, counted once per request.
         prefix_query_tokens: Prompt tokens of sequences when first admitted.
         prefix_hit_tokens: Those of them found in the prefix cache.
-        num_pauses: Of live requests.
+        num_pauses: Pauses of live requests.
         busy_s: Measured seconds of all committed steps.
-        unclaimed_s: Seconds of steps in which no row's sequence was alive any more (a tail of
-            overlap, an abort in flight); part of `busy_s` that nobody is charged.
+        unclaimed_s: Seconds of steps in which no row's sequence was alive any more (the last
+            overlapped step, an abort in flight); the part of `busy_s` that no sequence is charged.
     """
 
     num_steps: int = 0
@@ -43,13 +43,13 @@ class Totals(msgspec.Struct):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True):
-    """The scheduler at one moment. A sequence is counted once, a paused one as that alone.
+    """The scheduler's state. A sequence is counted once, a paused one only in `num_paused`.
 
     Attributes:
         num_waiting: Sequences never admitted yet.
         num_preempted: Sequences that wait to be admitted again.
         num_in_flight: Steps planned and not committed.
-        num_paused: Sequences whose reader is behind; resident or not.
+        num_paused: Sequences whose client reads too slowly; resident or not.
     """
 
     num_waiting: int
@@ -62,10 +62,10 @@ class SchedulerStats(msgspec.Struct, frozen=True):
 
 
 def charge(rows: tuple[FlightRow, ...], seconds: float, cost_model: CostModel) -> float:
-    """Share a step's seconds over its rows; returns what no row could be charged for.
+    """Divide a step's seconds among its sequences; returns the seconds that none was charged.
 
-    Shares follow the predicted marginal cost of each row: what the step would save without it. A
-    row whose sequence ended while it ran is nobody's any more, so the others bear it.
+    In proportion to the predicted marginal cost of each row: what the step would save without it.
+    A row whose sequence ended while it ran is charged to the others.
     """
     alive = [entry for entry in rows if entry.sequence.state is not SequenceState.FINISHED]
     if len(alive) == 1:
@@ -75,18 +75,23 @@ def charge(rows: tuple[FlightRow, ...], seconds: float, cost_model: CostModel) -
     weights = [cost_model.seconds(StepLoad.of_row(entry.row)) - idle_s for entry in alive]
     if not sum(weights) > 0.0:
         weights = [float(entry.row.num_tokens) for entry in alive]
-    whole = sum(weights)
+    total = sum(weights)
     for entry, weight in zip(alive, weights, strict=True):
-        entry.sequence.device_s += seconds * (weight / whole)
+        entry.sequence.device_s += seconds * (weight / total)
     return 0.0 if alive else seconds
 
 
 def step_record(
-    step: InFlightStep, seconds: float, now: float, free_waiting_running: tuple[int, int, int]
+    step: InFlightStep,
+    seconds: float,
+    now: float,
+    *,
+    num_free_blocks: int,
+    num_waiting: int,
+    num_running: int,
 ) -> StepRecord:
-    """The line of the step log; the last argument is the state after the commit."""
+    """The line of the step log; the keyword arguments are the state after the commit."""
     decode, prefill = step.decode_load, step.prefill_load
-    num_free_blocks, num_waiting, num_running = free_waiting_running
     return StepRecord(
         step.plan.step_id,
         step.planned_at_s,

@@ -1,16 +1,16 @@
-"""The paged KV cache's book-keeping: which block is whose, and which content it holds.
+"""The block pool of the paged KV cache: references to each block, and its registered content.
 
     free ──allocate──> used (ref count > 0) ──release──> free      (content unknown)
                         ^  └──────release──> cached (content registered, ref count 0)
-                        └────────take──────────┘   └──allocate, least recently used first──> used
+                        └───────acquire────────┘   └──allocate, least recently used first──> used
 
 Ids only, never tensors. Owned and called by `core.scheduler`. Executors run plans in order, so a
-block may be released, or registered before it is written, while steps that touch it are in flight:
-whoever gets it next reads and writes it in a later step. Nothing is pinned here.
+block may be released, or registered before it is written, while steps that use it are in flight:
+its next holder reads and writes it in a later step. Blocks are never pinned.
 
 Full blocks are identified by a hash chain from the adapter and salt through the token ids. A digest
-finds a candidate block; it never decides. A hit is decided by `BlockKey`: equal token ids under the
-*same* parent, so two prefixes share KV only if every token before is equal too.
+only finds a candidate block. `BlockKey` decides whether it is a hit: equal token ids under the
+*same* parent, so two prefixes share KV only if all tokens before are equal too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PoolStats(msgspec.Struct, frozen=True):
 
 
 class PrefixHits(msgspec.Struct, frozen=True):
-    """What a lookup found, and the pool's version at that moment: the next lookup starts here."""
+    """The result of a lookup and the pool's version at that moment; the next lookup starts here."""
 
     block_ids: tuple[int, ...]
     version: int
@@ -64,14 +64,14 @@ Digest = Callable[[bytes, Sequence[int]], bytes]
 
 
 class ChainRoot(msgspec.Struct, frozen=True):
-    """What separates prefix caches: KV depends on the adapter, and tenants may not share."""
+    """Separates prefix caches: KV depends on the adapter, and tenants may not share blocks."""
 
     adapter: str = ""
     cache_salt: str = ""
 
 
 class BlockKey(msgspec.Struct, frozen=True, eq=False):
-    """The content of one registered block. Compared by identity: two equal keys are one object."""
+    """The content of one registered block. Compared by identity: equal keys are one object."""
 
     parent: BlockKey | ChainRoot
     token_ids: tuple[int, ...]
@@ -88,7 +88,7 @@ def root_digest(root: ChainRoot) -> bytes:
 
 
 def chain_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The digest of a block of `token_ids` behind `parent`."""
+    """The digest of a block of `token_ids` after `parent`."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=_DIGEST_BYTES).digest()
 
 
@@ -116,7 +116,7 @@ class KVBlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._version = 0  # how often a block lost its content's key
-        self._withdrawn_at = [0] * num_blocks  # the version at which each block last did
+        self._unindexed_at = [0] * num_blocks  # the version at which each block last did
         self._num_hits = 0
         self._num_evictions = 0
 
@@ -126,18 +126,18 @@ class KVBlockPool:
         return len(self._free) + len(self._cached)
 
     def num_free_besides(self, block_ids: Iterable[int]) -> int:
-        """Blocks left to `allocate` once `block_ids` (hits of a lookup) have been taken."""
+        """How many blocks `allocate` could give after `block_ids` (hits) have been acquired."""
         return self.num_free - sum(1 for block_id in block_ids if not self._ref_counts[block_id])
 
     def num_free_without(self, held: Counter[int], block_ids: Iterable[int]) -> int:
-        """`num_free_besides(block_ids)`, had the references that `held` counts been given back."""
-        taken = set(block_ids)
+        """`num_free_besides(block_ids)`, if the references that `held` counts were released."""
+        acquired = set(block_ids)
         num_freed = sum(
             1
             for block_id, count in held.items()
-            if count == self._ref_counts[block_id] and block_id not in taken
+            if count == self._ref_counts[block_id] and block_id not in acquired
         )
-        return self.num_free_besides(taken) + num_freed
+        return self.num_free_besides(acquired) + num_freed
 
     def extend_digests(
         self, digests: list[bytes], root: ChainRoot, token_ids: Sequence[int], num_blocks: int
@@ -157,9 +157,9 @@ class KVBlockPool:
     ) -> PrefixHits:
         """The blocks that hold the longest cached prefix of `token_ids`; at most one a digest.
 
-        `known` is what an earlier lookup of the same tokens found: blocks that have kept their
-        content since are hits still, and are not compared again. Content that has come in between
-        can only make the prefix longer, since equal content is never registered twice.
+        `known` is the result of an earlier lookup of the same tokens: blocks that have kept their
+        content are still hits and are not compared again. Content that was registered since can
+        only make the prefix longer, because equal content is never registered twice.
         """
         hits = list(known.block_ids[: min(self._num_kept(known), len(digests))])
         last_key = self._keys[hits[-1]] if hits else None
@@ -180,14 +180,14 @@ class KVBlockPool:
         """How many leading blocks of `known` have kept their content."""
         if known.version == self._version:
             return len(known.block_ids)
-        withdrawn_at = self._withdrawn_at
+        unindexed_at = self._unindexed_at
         for index, block_id in enumerate(known.block_ids):
-            if withdrawn_at[block_id] > known.version:
+            if unindexed_at[block_id] > known.version:
                 return index
         return len(known.block_ids)
 
-    def take(self, block_ids: Sequence[int]) -> None:
-        """Share blocks that a lookup found: cached ones become used again."""
+    def acquire(self, block_ids: Sequence[int]) -> None:
+        """Add a reference to blocks that a lookup found: cached ones become used again."""
         for block_id in block_ids:
             if not self._ref_counts[block_id]:
                 del self._cached[block_id]
@@ -195,23 +195,23 @@ class KVBlockPool:
         self._num_hits += len(block_ids)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks of unknown content, evicting cached ones only when none is free.
+        """Allocate `count` blocks of unknown content; evicts cached ones only when none is free.
 
         Raises:
             OutOfBlocks: Fewer are free; nothing was allocated.
         """
         if count > self.num_free:
             raise OutOfBlocks(f"{count} KV blocks are needed, {self.num_free} are free")
-        taken: list[int] = []
+        block_ids: list[int] = []
         for _ in range(count):
             block_id = self._free.pop() if self._free else self._evict()
             self._ref_counts[block_id] = 1
-            taken.append(block_id)
-        return taken
+            block_ids.append(block_id)
+        return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give one reference of each block back."""
-        # The tail first: the end of a chain is the least likely to be shared, so it goes first.
+        """Remove one reference from each block."""
+        # The tail first: the end of a chain is the least likely to be shared, so evict it first.
         for block_id in reversed(block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id]:
@@ -231,7 +231,7 @@ class KVBlockPool:
         """Index a full used block by its content, and return the key for its children.
 
         If the content is indexed already, that block stays and its key is returned. Other content
-        under the same digest (a collision, or a chain whose parent was evicted) makes way.
+        under the same digest (a collision, or a chain whose parent was evicted) is replaced.
         """
         holder = self._index.get(digest)
         if holder is not None:
@@ -245,12 +245,12 @@ class KVBlockPool:
         return key
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Withdraw the content of blocks: later lookups miss them, who holds them keeps them."""
+        """Remove blocks from the index: later lookups miss them, their holders keep them."""
         for block_id in block_ids:
             key = self._keys[block_id]
             if key is None:
                 continue
-            self._withdraw(block_id, key)
+            self._unindex(block_id, key)
             if block_id in self._cached:
                 del self._cached[block_id]
                 self._free.append(block_id)
@@ -263,11 +263,11 @@ class KVBlockPool:
         )
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise AssertionError unless the books agree with the block tables of all holders."""
+        """Raise AssertionError unless the state agrees with the block tables of all holders."""
         held: Counter[int] = Counter()
         for table in tables:
             held.update(table)
-            assert len(set(table)) == len(table), f"a block stands twice in the table {table}"
+            assert len(set(table)) == len(table), f"a block is twice in the table {table}"
         for block_id, count in enumerate(self._ref_counts):
             assert count == held[block_id], (
                 f"block {block_id} has {count} references, {held[block_id]} tables hold it"
@@ -289,15 +289,15 @@ class KVBlockPool:
         block_id, _ = self._cached.popitem(last=False)
         key = self._keys[block_id]
         assert key is not None, f"block {block_id} is cached without a key"
-        self._withdraw(block_id, key)
+        self._unindex(block_id, key)
         self._num_evictions += 1
         return block_id
 
-    def _withdraw(self, block_id: int, key: BlockKey) -> None:
+    def _unindex(self, block_id: int, key: BlockKey) -> None:
         del self._index[key.digest]
         self._keys[block_id] = None
         self._version += 1
-        self._withdrawn_at[block_id] = self._version
+        self._unindexed_at[block_id] = self._version
 
     def _block_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
         start = index * self.block_size

@@ -1,8 +1,9 @@
 """Step-time model: seconds = fixed + per token + per row + per KV token read + per attended pair +
 per scored prompt position.
 
-Fitted from measured steps while the engine runs; sizes prefill chunks, shares a step's seconds over
-its rows, and drives the simulator. Deterministic: the same observations give the same predictions.
+Fitted from measured steps while the engine runs; it sizes prefill chunks, divides a step's seconds
+among its rows, and drives the simulator. Deterministic: the same observations give the same
+predictions.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ _MIN_SECONDS = 1e-9
 _MAX_SECONDS = 1e5
 _LOGIT_S = 1e-9  # to compute a logit of a scored position, and its part of the log-probability
 
-# How fast the pace follows a step, and how far a single step may pull it. Replayed on steps of a
-# shared machine, whose speed halves within seconds: a mean error of 0.12 beside 0.19 without.
+# How fast the pace follows a step, and how much a single step may change it. Replayed on steps of a
+# shared machine, whose speed halves within seconds: a mean error of 0.12, and 0.19 without.
 _PACE_GAIN = 0.3
-_PACE_REACH = 1.5
+_MAX_PACE_RATIO = 1.5
 
 
 class StepLoad(msgspec.Struct, frozen=True):
-    """What a step costs by: its tokens, rows, the KV tokens that its attention reads, the pairs of
-    a token and a position that it sees, and the positions whose logits score the prompt. A decode
-    row has as many KV tokens as pairs; in a chunk of prefill the pairs grow with its tokens times
-    the context before it. A scored position costs by the vocabulary, which a model has one of.
+    """What the cost of a step depends on: its tokens, rows, the KV tokens that its attention reads,
+    the pairs of a token and a position that it attends to, and the positions whose logits score the
+    prompt. A decode row has as many KV tokens as pairs; in a chunk of prefill the pairs grow with
+    its tokens times the context before it. The cost of a scored position depends on the size of the
+    model's vocabulary.
     """
 
     num_tokens: int = 0
@@ -52,11 +54,11 @@ class StepLoad(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of_plan(plan: StepPlan) -> StepLoad:
-        """The load of a whole step."""
+        """The load of all rows of a step."""
         return sum((StepLoad.of_row(row) for row in plan.rows), start=StepLoad())
 
     def __add__(self, other: StepLoad) -> StepLoad:
-        if not self.num_rows or not other.num_rows:  # a load without rows is none
+        if not self.num_rows or not other.num_rows:  # a load without rows is empty
             return self if self.num_rows else other
         return StepLoad(
             self.num_tokens + other.num_tokens,
@@ -71,15 +73,16 @@ class CostModel(Protocol):
     """Predicts step seconds; learns from measured ones."""
 
     def seconds(self, load: StepLoad) -> float:
-        """Predicted duration of a step. A question: changes nothing."""
+        """Predicted duration of a step. Changes nothing."""
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a measured step."""
 
 
 class Coefficients(msgspec.Struct, frozen=True):
-    """Seconds per step, token, row, KV token, pair and scored position. The defaults are a small
-    CPU model with a vocabulary of 50,000.
+    """Seconds per step, token, row, KV token, pair and scored position.
+
+    The defaults are those of a small model on a CPU with a vocabulary of 50,000.
     """
 
     step_s: float = 2e-3
@@ -99,12 +102,12 @@ class LinearCostModel:
     """Non-negative recursive least squares of relative errors, with forgetting.
 
     Each observation is divided by its measured seconds, so that decode steps count as much as long
-    prefills and a hiccup weighs little. The normal equations decay by `forgetting` per step and
-    are kept solvable by a weak prior at the start values. The first observation scales them all:
-    they say what costs how much more than what, the machine says how fast it is.
+    prefills and an outlier weighs little. The normal equations decay by `forgetting` per step and
+    stay solvable through a weak prior at the start values. The first observation scales all start
+    values: only their proportions are assumed, the machine's speed is measured.
 
-    The fit tells what costs how much over hundreds of steps; a machine may be slower for the next
-    ten (neighbours, heat). So predictions are the fit times a pace, which follows the last steps.
+    The fit follows hundreds of steps; a machine may be slower for the next ten (other processes,
+    heat). So predictions are the fit times a pace, which follows the last steps.
     """
 
     def __init__(self, start: Coefficients | None = None, forgetting: float = 0.99) -> None:
@@ -126,7 +129,7 @@ class LinearCostModel:
 
     @property
     def coefficients(self) -> Coefficients:
-        """The fit so far."""
+        """The current fit."""
         return Coefficients(*self._weights)
 
     def seconds(self, load: StepLoad) -> float:
@@ -145,7 +148,7 @@ class LinearCostModel:
         )
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn from a measured step; times that no step can take are left out."""
+        """Learn from a measured step; impossible durations are ignored."""
         if not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
             return
         if not self._is_scaled:
@@ -191,7 +194,7 @@ class LinearCostModel:
         )
         self._sweep()
         ratio = seconds / max(self._fitted(load), _MIN_SECONDS)
-        bounded = min(_PACE_REACH, max(1.0 / _PACE_REACH, ratio))
+        bounded = min(_MAX_PACE_RATIO, max(1.0 / _MAX_PACE_RATIO, ratio))
         self._pace += _PACE_GAIN * (bounded - self._pace)
 
     def _scale(self, factor: float) -> None:
@@ -236,7 +239,7 @@ class LinearCostModel:
 
 def _pull(prior: float) -> tuple[float, float]:
     """The prior pulls `weight / prior` to 1 with the strength of a thousandth of a step: features
-    that were never seen apart stay where they started.
+    that never vary separately keep the proportions of their start values.
     """
     stiffness = _STIFFNESS / prior**2 if prior > 0.0 else 0.0
     return stiffness, stiffness * prior

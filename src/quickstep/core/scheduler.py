@@ -1,31 +1,30 @@
-"""Continuous batching: which sequence computes what in the next step, and what a step gave.
+"""Continuous batching: which sequence computes what in the next step, and the result of a step.
 
     add ──> waiting ──plan──> running ──commit──> finished
                ^                 │                   ^
                └──── preempted <─┘   abort, expire, fail, from anywhere at any moment
-    pause, resume: a request's sequences are held wherever they stand
+    pause, resume: in any state; a paused sequence gets no rows
 
-Two drivers call it, the engine on real time and the simulator on a virtual clock; time comes in as
-`now`. Up to `pipeline_depth` plans are in flight, committed in order. What makes overlap simple:
-executors run plans in order, so blocks change hands while steps that use them still run, and a
-prompt block is a prefix hit for others from the moment its computation is *planned*.
+Two drivers call it, the engine in real time and the simulator on a virtual clock; time comes in as
+`now`. Up to `pipeline_depth` plans are in flight and are committed in order. Overlap is simple
+because executors run plans in order: blocks can be reused while steps that use them still run, and
+a prompt block is a prefix hit for others as soon as its computation is *planned*.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 
+import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
 from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record
-from quickstep.core.batch import Batch
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel
-from quickstep.core.intake import Limits
 from quickstep.core.policies import Policy, StepView
+from quickstep.core.queues import Deadlines, RunningBatch, WaitingQueue
 from quickstep.core.sequence import Sequence, SequenceState
-from quickstep.core.setup_cost import MAX_SETUP_US, setup_us
 from quickstep.core.step import (
     FlightRow,
     InFlightStep,
@@ -36,8 +35,7 @@ from quickstep.core.step import (
     pending_tokens,
     row_failures,
 )
-from quickstep.core.waiting import Deadlines, WaitingQueue
-from quickstep.errors import EngineError, RequestError
+from quickstep.errors import EngineError, PromptTooLong, RequestError
 from quickstep.types import (
     FinishReason,
     Phase,
@@ -49,7 +47,82 @@ from quickstep.types import (
     StepResult,
 )
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "SequenceLimits"]
+
+
+class SequenceLimits(msgspec.Struct, frozen=True):
+    """Sizes that a sequence must keep, in tokens; requests are checked when they are added.
+
+    Everything here is known beforehand, so that an admitted request can always finish: any single
+    sequence fits the pool at its longest.
+
+    Attributes:
+        max_model_len: Longest sequence the engine was started for.
+        pool_tokens: Tokens that the KV pool holds.
+        max_num_seqs: Most resident sequences.
+        max_waiting: Queued sequences beyond which requests are refused; None for no limit.
+    """
+
+    max_model_len: int
+    pool_tokens: int
+    max_num_seqs: int
+    max_waiting: int | None
+
+    @staticmethod
+    def of(config: SchedulerConfig, pool_tokens: int) -> SequenceLimits:
+        """The limits of a scheduler."""
+        return SequenceLimits(
+            config.max_model_len, pool_tokens, config.max_num_seqs, config.max_waiting
+        )
+
+    def max_outputs(self, prompt_len: int) -> int:
+        """Output tokens that fit after a prompt."""
+        return min(self.max_model_len, self.pool_tokens) - prompt_len
+
+    def output_limit(self, request: Request) -> int:
+        """Output tokens after which a sequence of `request` ends in any case."""
+        if request.prompt_only:
+            return 0
+        max_outputs = self.max_outputs(len(request.prompt_token_ids))
+        max_tokens = request.sampling.max_tokens
+        return max_outputs if max_tokens is None else min(max_outputs, max_tokens)
+
+    def check(self, request: Request, num_waiting: int) -> None:
+        """Raise RequestError for a request that cannot be served, ever or now."""
+        num_tokens = len(request.prompt_token_ids)
+        if not num_tokens:
+            raise RequestError("prompt has no tokens, it needs at least 1", param="prompt")
+        least_outputs = 0 if request.prompt_only else 1
+        if num_tokens + least_outputs > self.max_model_len:
+            raise PromptTooLong(num_tokens, self.max_model_len, num_outputs=least_outputs)
+        if num_tokens + least_outputs > self.pool_tokens:
+            raise RequestError(
+                f"prompt has {num_tokens} tokens, with {least_outputs} output tokens the KV cache "
+                f"holds {self.pool_tokens}; raise --num-blocks or shorten the prompt",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if request.sampling.n > self.max_num_seqs:
+            raise RequestError(
+                f"n is {request.sampling.n}, at most {self.max_num_seqs} sequences run at once;"
+                " lower n or raise --max-num-seqs",
+                param="n",
+            )
+        if self.max_waiting is not None and num_waiting:
+            self._check_queue(num_waiting, request.sampling.n, self.max_waiting)
+
+    def _check_queue(self, num_waiting: int, n: int, max_waiting: int) -> None:
+        """Raise RequestError unless `n` more may wait.
+
+        An empty queue accepts any request, otherwise a large `n` would never run.
+        """
+        if num_waiting + n > max_waiting:
+            more = "" if n == 1 else f" and the request adds {n}"
+            raise RequestError(
+                f"{num_waiting} sequences wait{more}, the limit is {max_waiting};"
+                " send the request again later or raise --max-waiting",
+                status=429,
+            )
 
 
 class Scheduler:
@@ -62,10 +135,10 @@ class Scheduler:
         self._pool = pool
         self._policy = policy
         self._cost_model = cost_model
-        self._limits = Limits.of(config, pool.num_blocks * pool.block_size)
+        self._limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
         self._requests: dict[str, list[Sequence]] = {}  # live sequences of each request
         self._waiting = WaitingQueue()
-        self._batch = Batch(pool, config.max_num_seqs)
+        self._batch = RunningBatch(pool, config.max_num_seqs)
         self._in_flight: deque[InFlightStep] = deque()
         self._deadlines = Deadlines()
         self._num_arrivals = 0
@@ -76,7 +149,7 @@ class Scheduler:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a KV block: what the prefix cache keeps is a multiple of it."""
+        """Tokens of a KV block; a cached prefix is a multiple of it."""
         return self._pool.block_size
 
     def add(self, request: Request, now: float) -> None:
@@ -106,7 +179,7 @@ class Scheduler:
         reason: FinishReason = FinishReason.ABORTED,
         index: int | None = None,
     ) -> tuple[SequenceOutput, ...]:
-        """End a request's sequences (or the one with `index`); what is unknown or over is ()."""
+        """End a request's sequences, or the one with `index`; () if none of them lives."""
         return tuple(
             self._finish(sequence, reason, now)
             for sequence in list(self._requests.get(request_id, ()))
@@ -114,7 +187,7 @@ class Scheduler:
         )
 
     def expire(self, now: float) -> tuple[SequenceOutput, ...]:
-        """End the sequences whose deadline has come."""
+        """End the sequences whose deadline has passed."""
         due = self._deadlines.pop_due(now)
         return tuple(self._finish(sequence, FinishReason.DEADLINE, now) for sequence in due)
 
@@ -124,14 +197,14 @@ class Scheduler:
         self._set_paused(request_id, True, now)
 
     def resume(self, request_id: str, now: float) -> None:
-        """Go on with a paused request. Like `pause`, it takes any id at any time."""
+        """Resume a paused request. Like `pause`, it accepts any id at any time."""
         self._set_paused(request_id, False, now)
 
     def _set_paused(self, request_id: str, is_paused: bool, now: float) -> None:
         for sequence in self._requests.get(request_id, ()):
             runs = sequence.state is SequenceState.RUNNING
-            place: Batch | WaitingQueue = self._batch if runs else self._waiting
-            place.set_paused(sequence, is_paused, now)
+            queue: RunningBatch | WaitingQueue = self._batch if runs else self._waiting
+            queue.set_paused(sequence, is_paused, now)
 
     # -- the next step ----------------------------------------------------------------------------
 
@@ -139,13 +212,13 @@ class Scheduler:
         """The next step, or None if nothing can be computed until something is committed."""
         if len(self._in_flight) >= self._config.pipeline_depth:
             return None
-        draft = StepDraft(room=self._config.max_num_batched_tokens)
-        self._make_way(draft, now)
+        draft = StepDraft(self._config.max_num_batched_tokens)
+        self._preempt_for_waiting(draft, now)
         for phase in self._policy.phases:
-            budget = draft.room
+            budget = draft.num_tokens_left
             if self._waiting.head or self._batch.has_prefill:  # else there is nothing to split
-                share = self._policy.tokens(phase, self._view(draft, now), self._cost_model)
-                budget = min(share, budget)
+                num_tokens = self._policy.tokens(phase, self._view(draft, now), self._cost_model)
+                budget = min(num_tokens, budget)
             elif phase is Phase.PREFILL:
                 continue
             if phase is Phase.DECODE:
@@ -158,8 +231,8 @@ class Scheduler:
         for sequence in self._batch:
             if budget < 1:
                 return
-            goes_on = self._can_decode(sequence) and not draft.holds(sequence)
-            if goes_on and self._make_room(sequence, draft, now):
+            is_due = self._can_decode(sequence) and not draft.has_row(sequence)
+            if is_due and self._free_blocks_for(sequence, draft, now):
                 self._place(draft, sequence, 1, self._batch.grow(sequence))
                 budget -= 1
 
@@ -174,7 +247,7 @@ class Scheduler:
         )
 
     def _place_prefills(self, draft: StepDraft, budget: int, now: float) -> int:
-        """Go on with prompts that are partly computed; returns what is left of the budget."""
+        """Continue prompts that are partly computed; returns the rest of the budget."""
         for sequence in self._batch:
             num_tokens = min(sequence.num_prefill_left, budget)
             if num_tokens > 0:
@@ -186,12 +259,12 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, draft: StepDraft, budget: int, now: float) -> None:
-        while budget > 0 and draft.setup_us < MAX_SETUP_US:
+        while budget > 0 and draft.may_admit:
             sequence = self._waiting.head
-            # A preempted one waits for its tokens in flight: admission needs all of them.
+            # A preempted sequence waits for its tokens in flight: admission needs all of them.
             if sequence is None or sequence.num_pending:
                 return
-            hits = self._batch.room_for(sequence)
+            hits = self._batch.hits_if_it_fits(sequence)
             if hits is None:
                 return
             start = len(hits) * self._pool.block_size
@@ -204,21 +277,24 @@ class Scheduler:
             if is_new:
                 self._totals.prefix_query_tokens += sequence.prompt_len
                 self._totals.prefix_hit_tokens += residency.planned
-            draft.admitted.append(sequence.admission())
-            draft.setup_us += setup_us(sequence)
+            draft.admit(sequence)
             num_tokens = min(residency.prefill_end - residency.planned, budget, affordable)
             self._place(draft, sequence, num_tokens, tuple(residency.blocks))
             budget -= num_tokens
 
     def _affordable(self, draft: StepDraft, sequence: Sequence, start: int, now: float) -> int:
-        """How many tokens a prompt may take from position `start` on: all the room, unless prompts
-        are scored, whose tokens cost more than the policy has reckoned with.
+        """How many tokens of a prompt the step may take from position `start` on.
+
+        All that are left in the step, unless prompts are scored: their tokens cost more than the
+        policy assumed for the phase.
         """
         scored = sequence.scored_positions
         if not scored and not draft.prefill_load.num_scored:
-            return draft.room
+            return draft.num_tokens_left
         view = self._view(draft, now, start, scored)
-        return min(self._policy.tokens(Phase.PREFILL, view, self._cost_model), draft.room)
+        return min(
+            self._policy.tokens(Phase.PREFILL, view, self._cost_model), draft.num_tokens_left
+        )
 
     def _issue(self, draft: StepDraft, now: float) -> StepPlan:
         predicted_s = self._cost_model.seconds(draft.decode_load + draft.prefill_load)
@@ -230,7 +306,7 @@ class Scheduler:
     def _place(
         self, draft: StepDraft, sequence: Sequence, num_tokens: int, new_block_ids: tuple[int, ...]
     ) -> None:
-        """Add a row to the draft; from here on others may share the blocks that it fills."""
+        """Add a row to the draft; from now on others may share the blocks that it fills."""
         residency = sequence.resident
         row = sequence.row(num_tokens, new_block_ids)
         residency.planned = row.end
@@ -238,20 +314,20 @@ class Scheduler:
         draft.add(FlightRow(sequence, residency, row))
         self._batch.register(sequence)
 
-    # -- room for it ------------------------------------------------------------------------------
+    # -- preemption -------------------------------------------------------------------------------
 
-    def _make_way(self, draft: StepDraft, now: float) -> None:
-        """Preempt paused sequences and lower priorities for the head of the queue."""
+    def _preempt_for_waiting(self, draft: StepDraft, now: float) -> None:
+        """Preempt paused sequences and those of lower priority for the head of the queue."""
         head = self._waiting.head
         if head is not None and not head.num_pending:
-            for victim in self._batch.in_the_way_of(head):
+            for victim in self._batch.victims_for(head):
                 self._preempt(victim, now)
                 draft.num_preemptions += 1
 
-    def _make_room(self, sequence: Sequence, draft: StepDraft, now: float) -> bool:
-        """Preempt who ranks behind `sequence` until it can grow; False if it must wait instead."""
-        while not self._batch.has_room_to_grow(sequence):
-            victim = self._batch.victim_behind(sequence, draft.holds)
+    def _free_blocks_for(self, sequence: Sequence, draft: StepDraft, now: float) -> bool:
+        """Preempt sequences of lower rank until `sequence` can grow; False if it must wait."""
+        while not self._batch.can_grow(sequence):
+            victim = self._batch.lowest_victim(sequence, draft.has_row)
             if victim is None:
                 return False
             self._preempt(victim, now)
@@ -259,12 +335,12 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        self._batch.leave(sequence)
+        self._batch.remove(sequence)
         sequence.preempt(now)
         self._waiting.push(sequence)
         self._totals.num_preemptions += 1
 
-    # -- what a step gave -------------------------------------------------------------------------
+    # -- the result of a step ---------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> StepOutcome:
         """Take the result of the oldest step in flight.
@@ -281,18 +357,25 @@ class Scheduler:
         outputs = self._end_failed(step, failures, now)
         self._in_flight.popleft()
         for entry, output in zip(step.rows, result.outputs, strict=True):
-            taken = self._take_output(entry, output, now)
-            if taken is not None:
-                outputs.append(taken)
+            new = self._receive(entry, output, now)
+            if new is not None:
+                outputs.append(new)
         self._totals.num_steps += 1
         self._totals.busy_s += result.seconds
-        state = (self._pool.num_free, len(self._waiting), len(self._batch))
-        return StepOutcome(tuple(outputs), step_record(step, result.seconds, now, state))
+        record = step_record(
+            step,
+            result.seconds,
+            now,
+            num_free_blocks=self._pool.num_free,
+            num_waiting=len(self._waiting),
+            num_running=len(self._batch),
+        )
+        return StepOutcome(tuple(outputs), record)
 
     def fail(self, plan: StepPlan, reason: str, now: float) -> tuple[SequenceOutput, ...]:
-        """Give up the oldest step in flight: the executor raised. Its sequences end with ERROR.
+        """Drop the oldest step in flight: the executor raised. Its sequences end with ERROR.
 
-        Sequences outside the step which share blocks that it should have filled recompute.
+        Other sequences which share blocks that the step should have filled are recomputed.
         """
         step = self._oldest(plan)
         outputs = self._end_failed(step, all_failed(step, reason), now)
@@ -307,7 +390,7 @@ class Scheduler:
     def _end_failed(
         self, step: InFlightStep, failures: RowFailures, now: float
     ) -> list[SequenceOutput]:
-        """End the sequences of failed rows, and have those that read their KV compute it again."""
+        """End the sequences of failed rows; preempt those that read their KV, to recompute it."""
         if not failures:
             return []
         failed = [step.rows[index] for index in sorted(failures)]
@@ -323,13 +406,14 @@ class Scheduler:
                 self._preempt(sequence, now)
         return outputs
 
-    def _take_output(self, entry: FlightRow, given: RowOutput, now: float) -> SequenceOutput | None:
+    def _receive(self, entry: FlightRow, output: RowOutput, now: float) -> SequenceOutput | None:
+        """Append a row's output to its sequence; returns what is to be delivered."""
         sequence, residency = entry.sequence, entry.residency
         if sequence.state is SequenceState.FINISHED or residency.invalidated:
             return None
         residency.pending -= entry.row.emits
         max_outputs = self._limits.max_outputs(sequence.prompt_len)
-        new, reason = sequence.receive(entry.row, given, now, max_outputs)
+        new, reason = sequence.receive(entry.row, output, now, max_outputs)
         self._totals.num_output_tokens += len(new.token_ids)
         if sequence.state is SequenceState.RUNNING:
             self._batch.register(sequence)
@@ -345,9 +429,9 @@ class Scheduler:
         error: str = "",
         new: SequenceOutput | None = None,
     ) -> SequenceOutput:
-        """End a sequence wherever it stands and free what it holds at once."""
+        """End a sequence in any state and free its slot and blocks at once."""
         if sequence.state is SequenceState.RUNNING:
-            self._batch.leave(sequence)
+            self._batch.remove(sequence)
         else:
             self._waiting.remove(sequence)
         timings = sequence.finish(now)
@@ -365,23 +449,23 @@ class Scheduler:
             error=error,
         )
 
-    # -- questions --------------------------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """Whether a sequence lives or a step is in flight."""
+        """Whether there is a live sequence or a step in flight."""
         return bool(self._requests or self._in_flight)
 
     def is_held(self) -> bool:
-        """Whether all live sequences are paused, so that only a `resume` brings more steps."""
+        """Whether all live sequences are paused, so that only `resume` leads to more steps."""
         return not (self._batch.num_active or self._waiting.num_active)
 
     def wakeup(self, now: float) -> float | None:
-        """When to call `expire` and `plan` again at the latest, without any event before."""
+        """When to call `expire` and `plan` again at the latest, if no event comes before."""
         times = (self._deadlines.next_s(), self._policy.wakeup(self._view(StepDraft(0), now)))
         return min((time for time in times if time is not None), default=None)
 
     def stats(self) -> SchedulerStats:
-        """State now, and totals since the start."""
+        """The current state, and totals since the start."""
         states = Counter(one.state for one in (*self._batch, *self._waiting) if not one.is_paused)
         return SchedulerStats(
             num_waiting=states[SequenceState.WAITING],
@@ -394,16 +478,16 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Raise AssertionError if the books do not agree: for tests, after any call."""
+        """Raise AssertionError unless all parts of the state agree: for tests, after any call."""
         self._batch.check()
         self._waiting.check()
         for sequence in self._waiting:
             self._batch.check_hits(sequence)
         for one in self._requests.values():
-            assert len({sequence.is_paused for sequence in one}) == 1, "a request paused in part"
+            assert len({sequence.is_paused for sequence in one}) == 1, "a request is partly paused"
         live = {one.sequence_id for of_request in self._requests.values() for one in of_request}
-        placed = [one.sequence_id for one in (*self._batch, *self._waiting)]
-        assert sorted(placed) == sorted(live), "live sequences and those placed differ"
+        queued = [one.sequence_id for one in (*self._batch, *self._waiting)]
+        assert sorted(queued) == sorted(live), "live sequences and those in a queue differ"
         assert len(self._in_flight) <= self._config.pipeline_depth, "too many steps in flight"
         pending = pending_tokens(self._in_flight)
         for sequence in (*self._batch, *self._waiting):
@@ -415,7 +499,9 @@ class Scheduler:
     def _view(
         self, draft: StepDraft, now: float, start: int | None = None, scored: range = range(0)
     ) -> StepView:
-        """Of the prompt that continues at `start`; of the first one that runs if that is None."""
+        """The policy's view, for the prompt that continues at `start`; if None, for the first
+        running prompt.
+        """
         head = self._waiting.head
         if start is None:
             prefilling = (one.resident.planned for one in self._batch if one.num_prefill_left)
@@ -424,7 +510,7 @@ class Scheduler:
             now=now,
             decode=draft.decode_load,
             prefill=draft.prefill_load,
-            room=draft.room,
+            num_tokens_left=draft.num_tokens_left,
             prefill_start=start,
             num_running=self._batch.num_active,
             num_waiting=self._waiting.num_active,

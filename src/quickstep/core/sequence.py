@@ -1,8 +1,8 @@
-"""One sequence of a request, from arrival to its end: tokens, residency, and where its time went.
+"""One sequence of a request, from arrival to its end: tokens, residency, and its timings.
 
-Owned and changed by `core.scheduler` alone. A *residency* is one stay in the batch, from admission
-to end or preemption; a preempted sequence keeps its tokens and starts a new residency later. A
-*paused* one gets no rows and stands behind all others, wherever it is.
+Owned by `core.scheduler`; only it changes a sequence. A *residency* is one stay in the batch, from
+admission to end or preemption; a preempted sequence keeps its tokens and starts a new residency
+later. A *paused* sequence gets no rows and ranks after all others in its queue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """The noise seed of sequence `index` of a request: the request's own for 0.
+    """The noise seed of sequence `index` of a request: the request's seed for 0.
 
     The others are outputs of SplitMix64 (Steele, Lea, Flood 2014) started at `seed`.
     """
@@ -46,7 +46,7 @@ def sequence_seed(seed: int, index: int) -> int:
 
 
 class SequenceState(enum.Enum):
-    """Where a sequence stands; `WAITING` and `PREEMPTED` ones are in the queue."""
+    """The state of a sequence; `WAITING` and `PREEMPTED` ones are in the waiting queue."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -55,7 +55,7 @@ class SequenceState(enum.Enum):
 
 
 class _Activity(enum.Enum):
-    """What a sequence's wall time is booked under; the parts of `SequenceTimings`."""
+    """What a sequence spends its wall time on; the parts of `SequenceTimings`."""
 
     QUEUE = "queue"
     PREFILL = "prefill"
@@ -68,12 +68,12 @@ class Residency(msgspec.Struct, eq=False):
     """One stay in the batch. Positions count tokens of the sequence.
 
     Attributes:
-        blocks: The block table; kept as it was when the residency ends.
+        blocks: The block table; it does not change when the residency ends.
         prefill_end: Tokens known at admission: rows below it are prefill.
         planned: Positions whose KV is computed or in flight.
         pending: Tokens that rows in flight will emit.
         keys: Keys of the leading full blocks, hits included, as far as they are registered.
-        invalidated: It read KV of a step that failed: what its rows in flight give is discarded.
+        invalidated: It read KV of a failed step: the results of its rows in flight are discarded.
     """
 
     slot: int
@@ -86,9 +86,9 @@ class Residency(msgspec.Struct, eq=False):
 
 
 class _Clock(msgspec.Struct):
-    """Books wall time under activities, so that the parts add up to the whole."""
+    """Adds wall time to activities; the parts add up to the total."""
 
-    activity: _Activity  # beneath a pause, which may outlast several
+    activity: _Activity  # also during a pause, which may outlast several
     since_s: float
     is_paused: bool = False
     seconds: dict[_Activity, float] = msgspec.field(
@@ -96,14 +96,14 @@ class _Clock(msgspec.Struct):
     )
 
     def enter(self, activity: _Activity, now: float) -> None:
-        self.book(now)
+        self.add_elapsed(now)
         self.activity = activity
 
     def pause(self, is_paused: bool, now: float) -> None:
-        self.book(now)
+        self.add_elapsed(now)
         self.is_paused = is_paused
 
-    def book(self, now: float) -> None:
+    def add_elapsed(self, now: float) -> None:
         activity = _Activity.PAUSED if self.is_paused else self.activity
         self.seconds[activity] += now - self.since_s
         self.since_s = now
@@ -112,12 +112,13 @@ class _Clock(msgspec.Struct):
 class Sequence:
     """Mutable state of one sequence. `rank` orders service, waiting and running: lower first.
 
-    A sequence gains one level of priority for every `aging_s` seconds since it arrived, so that no
-    flow of higher priorities makes it wait for ever. At any moment t the order by
+    A sequence gains one level of priority for every `aging_s` seconds since its arrival, so that it
+    cannot starve under a stream of higher priorities. At any time t the order by
 
         priority - (t - arrival_s) / aging_s
 
-    is the order by arrival_s + priority * aging_s: t falls out, and a rank never changes with time.
+    is the order by arrival_s + priority * aging_s: t cancels out, so a rank does not change with
+    time.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Sequence:
         self.arrival_s = now
         timeout_s = request.timeout_s
         self.deadline_s = None if timeout_s is None else now + timeout_s
-        # prompt tokens that are scored and delivered; of a request's sequences the first does it
+        # prompt tokens that are scored and delivered: by the first sequence of a request only
         scores = index == 0 and request.sampling.prompt_logprobs is not None
         self._num_scored_tokens = 0 if scores else self.prompt_len
         self._first_scheduled_s: float | None = None
@@ -153,41 +154,44 @@ class Sequence:
 
     @property
     def num_outputs(self) -> int:
-        """Output tokens known."""
+        """How many output tokens are known."""
         return len(self.token_ids) - self.prompt_len
 
     @property
     def num_reusable(self) -> int:
-        """Leading tokens whose KV may come from the prefix cache: their hidden states do not."""
+        """How many leading tokens may come from the prefix cache, which has no hidden states."""
         if self.request.pooling is Pooling.MEAN:
             return 0
         if self._num_scored_tokens < self.prompt_len:
             return max(0, self._num_scored_tokens - 1)
-        # At least one token is left to compute: its logits give the next one.
+        # At least one token has to be computed: its logits give the next one.
         return len(self.token_ids) - 1
 
     @property
     def scored_positions(self) -> range:
-        """Positions whose logits score the prompt tokens that are not delivered yet. The logits of
-        the prompt's last token belong to the output.
+        """Positions whose logits score the prompt tokens that are not delivered yet.
+
+        The logits of the prompt's last token belong to the output.
         """
         return range(max(0, self._num_scored_tokens - 1), self.prompt_len - 1)
 
-    def may_take_the_place_of(self, other: Sequence) -> bool:
-        """Whether `other`, which runs, may be preempted to admit this one: it is paused, or has a
-        lower priority that its age does not make up for. Equal ones would only take turns.
+    def may_preempt(self, other: Sequence) -> bool:
+        """Whether the running sequence `other` may be preempted to admit this one.
+
+        It is paused, or has a lower priority for which its age does not compensate. Sequences of
+        equal priority do not preempt each other: they would only take turns.
         """
         is_lower = other.request.priority > self.request.priority
         return other.is_paused or (is_lower and other.rank > self.rank)
 
     @property
     def num_pending(self) -> int:
-        """Tokens that rows in flight will add."""
+        """How many tokens the rows in flight will add."""
         return self.residency.pending if self.residency else 0
 
     @property
     def num_prefill_left(self) -> int:
-        """Tokens known at admission that a step may take now; none while it is paused."""
+        """How many tokens known at admission are still to be computed; 0 while it is paused."""
         residency = self.resident
         return 0 if self.is_paused else max(0, residency.prefill_end - residency.planned)
 
@@ -202,7 +206,7 @@ class Sequence:
         self._clock.enter(_Activity.PREFILL, now)
 
     def admission(self) -> Admission:
-        """What the executor sets its slot up from."""
+        """The data from which the executor sets up its slot."""
         return Admission(
             slot=self.resident.slot,
             sequence_id=self.sequence_id,
@@ -246,14 +250,14 @@ class Sequence:
         )
 
     def preempt(self, now: float) -> None:
-        """Leave the batch; tokens that are still in flight will be kept."""
+        """Leave the batch; tokens that are still in flight will be appended."""
         self._max_blocks = max(self._max_blocks, len(self.resident.blocks))
         self._num_preemptions += 1
         self.state = SequenceState.PREEMPTED
         self._clock.enter(_Activity.PREEMPTED, now)
 
     def set_paused(self, is_paused: bool, now: float) -> None:
-        """Pause or continue; this changes its rank."""
+        """Pause or resume; this changes its rank."""
         self.is_paused = is_paused
         self.rank = (is_paused, *self.rank[1:])
         self._clock.pause(is_paused, now)
@@ -261,24 +265,27 @@ class Sequence:
     def receive(
         self, row: StepRow, output: RowOutput, now: float, max_outputs: int
     ) -> tuple[SequenceOutput, FinishReason | None]:
-        """Take what a row gave, up to a token that ends the sequence: what is new, and the end.
+        """Append the output of a row, up to a token that ends the sequence.
 
-        `max_outputs` is the room that the context leaves for output tokens.
+        Returns what is to be delivered, and why the sequence ends, if it does. `max_outputs` is how
+        many output tokens fit into the context.
         """
-        num_taken, reason = 0, None
+        num_new, reason = 0, None
         if row.emits:
-            num_taken, reason = self._append(output.token_ids, now, max_outputs)
+            num_new, reason = self._append(output.token_ids, now, max_outputs)
         elif self.request.prompt_only and row.end == self.prompt_len:
             reason = FinishReason.POOLED if row.pools else FinishReason.MAX_TOKENS
         new = SequenceOutput(
             self.request.request_id,
             self.index,
-            output.token_ids[:num_taken],
-            output.logprobs[:num_taken],
+            output.token_ids[:num_new],
+            output.logprobs[:num_new],
         )
         if row.start < self.prompt_len:
             embedding = output.embedding if row.pools else None
-            new = replace(new, prompt_logprobs=self._score(row, output), embedding=embedding)
+            new = replace(
+                new, prompt_logprobs=self._new_prompt_logprobs(row, output), embedding=embedding
+            )
         return new, reason
 
     def _append(
@@ -295,9 +302,11 @@ class Sequence:
                 return count, reason
         return len(token_ids), None
 
-    def _score(self, row: StepRow, output: RowOutput) -> tuple[TokenLogprobs | None, ...]:
-        """The prompt logprobs that nobody has delivered yet: a row may repeat those of a row that
-        was in flight when the sequence was preempted.
+    def _new_prompt_logprobs(
+        self, row: StepRow, output: RowOutput
+    ) -> tuple[TokenLogprobs | None, ...]:
+        """The prompt logprobs that have not been delivered yet: a row may repeat those of a row
+        that was in flight when the sequence was preempted.
         """
         num_known = self._num_scored_tokens
         if num_known == self.prompt_len:
@@ -318,7 +327,7 @@ class Sequence:
         sampling = self.request.sampling
         token_id = self.token_ids[-1]
         is_long_enough = self.num_outputs >= sampling.min_tokens
-        # A grammar lets an end token come too early only where nothing else may follow.
+        # A grammar allows an end token too early only where nothing else may follow.
         may_end = (is_long_enough or sampling.grammar is not None) and not sampling.ignore_eos
         if may_end and token_id in self.request.eos_token_ids:
             return FinishReason.EOS
@@ -329,11 +338,11 @@ class Sequence:
         return FinishReason.CONTEXT_LIMIT if self.num_outputs >= max_outputs else None
 
     def finish(self, now: float) -> SequenceTimings:
-        """End the sequence and account for its life."""
+        """End the sequence; returns its timings."""
         if self.state is SequenceState.RUNNING:
             self._max_blocks = max(self._max_blocks, len(self.resident.blocks))
         self.state = SequenceState.FINISHED
-        self._clock.book(now)
+        self._clock.add_elapsed(now)
         seconds = self._clock.seconds
         return SequenceTimings(
             arrival_s=self.arrival_s,

@@ -1,6 +1,6 @@
-"""A step on its way: the draft that `Scheduler.plan` fills, and the plan in flight.
+"""A step in progress: the draft that `Scheduler.plan` fills, and the plan in flight.
 
-Owned by `core.scheduler`. The executor sees only the frozen `StepPlan` that comes out.
+Owned by `core.scheduler`. The executor gets only the frozen `StepPlan`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from quickstep.core.sequence import Residency, Sequence
 from quickstep.types import Admission, Phase, RowFailure, StepPlan, StepResult, StepRow
 
 __all__ = [
+    "MAX_SETUP_US",
     "FlightRow",
     "InFlightStep",
     "RowFailures",
@@ -23,15 +24,27 @@ __all__ = [
     "invalidated_by",
     "pending_tokens",
     "row_failures",
+    "setup_us",
 ]
 
 RowFailures = dict[int, RowFailure]  # by the row's place in the plan
 
 _NO_LOAD = StepLoad()
 
+# The prices of setting up a sequence's sampling, in microseconds, measured on a slow core (2.5 GHz,
+# Python 3.11); only their proportions and order of magnitude matter. The set-up runs on one thread
+# while all other rows wait: a matcher for the grammar, penalties over the prompt. One request may
+# bring many sequences at once, and prompts in the prefix cache need no other work.
+_GRAMMAR_US = 300.0
+_TOKEN_US = 0.04
+_REPETITION_TOKEN_US = 0.4
+_DRY_TOKEN_US = 0.7
+# A step whose set-ups cost more than this admits no more; a single sequence may take longer.
+MAX_SETUP_US = 2000.0
+
 
 class FlightRow(msgspec.Struct, frozen=True):
-    """A planned row and whose it is. The residency tells rows of an earlier stay apart."""
+    """A planned row and its sequence. The residency distinguishes rows of an earlier stay."""
 
     sequence: Sequence
     residency: Residency
@@ -39,7 +52,7 @@ class FlightRow(msgspec.Struct, frozen=True):
 
 
 class InFlightStep(msgspec.Struct, frozen=True):
-    """A plan that an executor has, until its result is committed; the loads are of its phases."""
+    """A plan that was submitted and is not committed yet, with the load of each phase."""
 
     plan: StepPlan
     rows: tuple[FlightRow, ...]
@@ -50,12 +63,29 @@ class InFlightStep(msgspec.Struct, frozen=True):
     num_preemptions: int
 
 
+def setup_us(sequence: Sequence) -> float:
+    """What admitting `sequence` costs, in addition to computing its tokens: a function of its
+    request and its length.
+    """
+    sampling = sequence.request.sampling
+    token_us = _TOKEN_US
+    if sampling.repetition_penalty != 1.0:
+        token_us += _REPETITION_TOKEN_US
+    if sampling.dry_multiplier != 0.0:
+        token_us += _DRY_TOKEN_US
+    grammar_us = 0.0 if sampling.grammar is None else _GRAMMAR_US
+    return grammar_us + token_us * len(sequence.token_ids)
+
+
 class StepDraft(msgspec.Struct):
-    """A step under construction; `room` is how many tokens it may still take, `setup_us` what
-    setting up the admitted sequences costs.
+    """A step under construction.
+
+    Attributes:
+        num_tokens_left: How many tokens it may still take.
+        setup_us: What setting up the admitted sequences costs.
     """
 
-    room: int
+    num_tokens_left: int
     setup_us: float = 0.0
     decode: list[FlightRow] = msgspec.field(default_factory=list)
     prefill: list[FlightRow] = msgspec.field(default_factory=list)
@@ -63,10 +93,20 @@ class StepDraft(msgspec.Struct):
     decode_load: StepLoad = _NO_LOAD
     prefill_load: StepLoad = _NO_LOAD
     num_preemptions: int = 0
-    _holders: set[str] = msgspec.field(default_factory=set)
+    _with_row: set[str] = msgspec.field(default_factory=set)
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether the set-ups so far leave time for another one."""
+        return self.setup_us < MAX_SETUP_US
+
+    def admit(self, sequence: Sequence) -> None:
+        """Let the executor set up a sequence that has entered the batch."""
+        self.admitted.append(sequence.admission())
+        self.setup_us += setup_us(sequence)
 
     def add(self, entry: FlightRow) -> None:
-        """Place a row."""
+        """Append a row to its phase."""
         load = StepLoad.of_row(entry.row)
         if entry.row.phase is Phase.DECODE:
             self.decode.append(entry)
@@ -74,12 +114,12 @@ class StepDraft(msgspec.Struct):
         else:
             self.prefill.append(entry)
             self.prefill_load += load
-        self.room -= entry.row.num_tokens
-        self._holders.add(entry.sequence.sequence_id)
+        self.num_tokens_left -= entry.row.num_tokens
+        self._with_row.add(entry.sequence.sequence_id)
 
-    def holds(self, sequence: Sequence) -> bool:
-        """Whether a row of `sequence` is placed: then it must not be preempted."""
-        return sequence.sequence_id in self._holders
+    def has_row(self, sequence: Sequence) -> bool:
+        """Whether the step has a row of `sequence`, which must not be preempted then."""
+        return sequence.sequence_id in self._with_row
 
     def issue(
         self, step_id: int, released: tuple[int, ...], now: float, predicted_s: float
@@ -93,12 +133,12 @@ class StepDraft(msgspec.Struct):
 
 
 def all_failed(step: InFlightStep, reason: str) -> RowFailures:
-    """Every row of a step that was given up."""
+    """A failure of every row of a step."""
     return {index: RowFailure(index, reason) for index in range(len(step.rows))}
 
 
 def row_failures(plan: StepPlan, result: StepResult) -> RowFailures:
-    """Which rows failed and why; a row that should have emitted and did not has failed too."""
+    """Which rows failed and why; a row without an output that it should have has failed too."""
     failures = {failure.row: failure for failure in result.failures}
     for index, (row, output) in enumerate(zip(plan.rows, result.outputs, strict=True)):
         if row.emits and not output.token_ids:
@@ -111,7 +151,7 @@ def row_failures(plan: StepPlan, result: StepResult) -> RowFailures:
 
 
 def pending_tokens(steps: Iterable[InFlightStep]) -> Counter[str]:
-    """Tokens that steps in flight will give, by sequence id."""
+    """How many tokens the steps in flight will emit, by sequence id."""
     return Counter(
         entry.sequence.sequence_id
         for step in steps
@@ -123,20 +163,20 @@ def pending_tokens(steps: Iterable[InFlightStep]) -> Counter[str]:
 def invalidated_by(
     failed: Iterable[FlightRow], in_flight: Iterable[FlightRow], block_size: int
 ) -> set[int]:
-    """Mark residencies in flight whose KV rests on failed rows; return all blocks in doubt.
+    """Mark residencies in flight whose KV depends on failed rows; return all invalid blocks.
 
-    From its first failed position on, a residency's blocks are in doubt; so are the blocks that
-    any other computed behind one of them, and so on.
+    A residency's blocks are invalid from its first failed position on; so are the blocks that any
+    other residency computed after one of them, and so on.
     """
     blocks: set[int] = set()
     for entry in failed:
         entry.residency.invalidated = True
         blocks.update(entry.residency.blocks[entry.row.start // block_size :])
-    sound = [entry.residency for entry in in_flight if not entry.residency.invalidated]
+    valid = [entry.residency for entry in in_flight if not entry.residency.invalidated]
     num_known = -1
     while len(blocks) > num_known:
         num_known = len(blocks)
-        for residency in sound:
+        for residency in valid:
             table = residency.blocks
             first = next((i for i, block_id in enumerate(table) if block_id in blocks), None)
             if first is not None:

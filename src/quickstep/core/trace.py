@@ -1,8 +1,8 @@
-"""Record what a scheduler was told, and tell it again: the same calls give the same plans.
+"""Record the calls of a scheduler and replay them: the same calls give the same plans.
 
-The entries that `RecordingScheduler` writes hold inputs (requests, results, times) and the plans
-that came out. A driver that is given one instead of a `Scheduler` needs no other change. `replay`
-feeds them to a fresh scheduler with the same sizes.
+The entries that `RecordingScheduler` writes hold the inputs (requests, results, times) and the
+resulting plans. A driver can use it instead of a `Scheduler` without another change. `replay` makes
+the same calls on a new scheduler with the same sizes.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = [
 
 
 class Added(msgspec.Struct, frozen=True):
-    """`add`, also if it was refused."""
+    """A call of `add`, even if it was refused."""
 
     request: Request
     now: float
 
 
 class Aborted(msgspec.Struct, frozen=True):
-    """`abort`."""
+    """A call of `abort`."""
 
     request_id: str
     now: float
@@ -58,34 +58,34 @@ class Aborted(msgspec.Struct, frozen=True):
 
 
 class Expired(msgspec.Struct, frozen=True):
-    """`expire`."""
+    """A call of `expire`."""
 
     now: float
 
 
 class Paused(msgspec.Struct, frozen=True):
-    """`pause`."""
+    """A call of `pause`."""
 
     request_id: str
     now: float
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """`resume`."""
+    """A call of `resume`."""
 
     request_id: str
     now: float
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """`plan`, and what it gave."""
+    """A call of `plan` and its result."""
 
     now: float
     plan: StepPlan | None
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """`commit`."""
+    """A call of `commit`."""
 
     plan: StepPlan
     result: StepResult
@@ -93,7 +93,7 @@ class Committed(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """`fail`."""
+    """A call of `fail`."""
 
     plan: StepPlan
     reason: str
@@ -104,9 +104,9 @@ Entry = Added | Aborted | Expired | Paused | Resumed | Planned | Committed | Fai
 
 
 class RecordingScheduler(Scheduler):
-    """A scheduler that hands each call to `write` first (`plan`: with what it gave).
+    """A scheduler that passes each call to `write` first (`plan`: after it, with its result).
 
-    A subclass because it has to stand wherever a driver asks for a `Scheduler`.
+    A subclass, because drivers need a `Scheduler`.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class RecordingScheduler(Scheduler):
 
 
 def replay(entries: Iterable[Entry], scheduler: Scheduler) -> list[StepPlan | None]:
-    """Tell a fresh scheduler what another was told; returns its plans, in order."""
+    """Repeat recorded calls on a new scheduler; returns its plans, in order."""
     plans: list[StepPlan | None] = []
     for entry in entries:
         match entry:
@@ -177,7 +177,7 @@ def replay(entries: Iterable[Entry], scheduler: Scheduler) -> list[StepPlan | No
                 try:
                     scheduler.add(request, now)
                 except RequestError:
-                    continue  # refused then as well
+                    continue  # refused in the recording as well
             case Aborted(request_id, now, reason, index):
                 scheduler.abort(request_id, now, reason, index)
             case Expired(now):

@@ -3,7 +3,7 @@
 `RequestIntake` belongs to the object that accepts requests from clients: the engine itself, or its
 client in the server's process, so that a request is checked before it is sent. `SamplingParams`
 checks the ranges of single fields; this module checks what depends on the model. The scheduler
-checks the sizes that it knows (`core.intake`). Every refusal is a RequestError that names the
+checks the sizes that it knows (`core.scheduler`). Every refusal is a RequestError that names the
 field, the value and the limit.
 """
 

@@ -1,11 +1,11 @@
 """Captured steps: the forward pass recorded once, replayed as one native call.
 
-What a CUDA graph is to a GPU. The recording does not depend on the number of tokens; a program is
-it bound to memory for at most so many tokens and emitting rows, and runs with the step's real
-counts, so that no row is padded and every bit is as op by op. There are two recordings: one ends
-with the hidden states of the emitting tokens, the other, made when a step first asks for it, with
-those of every token. Programs are bound when a step first
-needs their size (a few milliseconds), decode steps in small memory of their own, and share it.
+The CPU's counterpart of a CUDA graph. A recording does not depend on the number of tokens. A
+program is a recording bound to memory for a largest number of tokens and emitting rows; it runs
+with the step's real counts, so that no row is padded and every bit is the same as op by op. There
+are two recordings: one ends with the hidden states of the emitting tokens, the other, made when a
+step first needs it, with those of every token. A program is bound when a step first needs its size
+(a few milliseconds); all programs use the same memory.
 
 Called by `runtime.runner`. What cannot be recorded (a mixture of experts, a fallback model,
 reference ops, another device) runs through `EagerSteps`.
@@ -22,15 +22,12 @@ from typing import TYPE_CHECKING, Protocol, cast
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
-from quickstep.ops.dtypes import FLOAT32, UINT8, host_dtype
-from quickstep.ops.host_tensor import AnyTensor, HostTensor
-from quickstep.ops.native.program import Program, program_bytes
+from quickstep.ops.native.library import StepCall
+from quickstep.ops.native.program import Program, Recording, program_bytes
 from quickstep.ops.native.recorder import NativeRecorder, NotCapturable
-from quickstep.ops.native.step_abi import StepCall
 from quickstep.ops.native.steps import NativeSteps
-from quickstep.ops.recording import Recording
 from quickstep.ops.table import KVCache
-from quickstep.runtime.batch import input_tokens
+from quickstep.ops.tensors import FLOAT32, UINT8, AnyTensor, HostTensor, host_dtype
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
@@ -41,26 +38,27 @@ __all__ = ["CapturedSteps", "StepModel", "open_steps", "record"]
 
 _LEAST_TOKENS = 64
 _LEAST_EMITTING = 8
-_ROW_WORDS = 4  # of `StepRowCall`
+_FIELDS_PER_ROW = 4  # of `StepRowCall`
 
 
 class StepModel(Protocol):
-    """A model with its KV, a step at a time: `CapturedSteps` here, or `EagerSteps` op by op.
+    """Runs a model with its KV cache step by step: `CapturedSteps`, or `EagerSteps` op by op.
 
-    `runtime.runner` prepares the rows, which may find that one cannot continue, and then runs them.
+    `runtime.runner` prepares the rows, which may set the failure of a slot, and then runs them.
     """
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
-        """Take a step's rows. Raises EngineError when they contradict their blocks or tokens."""
+        """Set the step's rows. Raises EngineError when they contradict their blocks or tokens."""
 
     def run(self, emitting: Sequence[int], every_token: bool) -> tuple[AnyTensor, AnyTensor]:
         """Compute the prepared rows: final hidden states, and fp32 logits [E, V] of the last tokens
-        of the rows named. The hidden states are of every token [T, C], or of those alone [E, C].
-        Both stand until the next `prepare`; they are torch's where the step ran op by op.
+        of the `emitting` rows. The hidden states are of every token [T, C], or of these last tokens
+        only [E, C]. Both are valid until the next `prepare`; they are tensors of torch where the
+        step ran op by op.
         """
 
     def logits(self, hidden: AnyTensor) -> AnyTensor:
-        """Logits [E, V] fp32 of some of the hidden states [E, C] that `run` gave."""
+        """Logits [E, V] fp32 of some of the hidden states [E, C] that `run` returned."""
 
 
 def open_steps(model: Model, kv: KVCache, block_size: int, enforce_eager: bool) -> StepModel:
@@ -92,7 +90,7 @@ def record(model: Decoder, kv: KVCache, block_size: int, every_token: bool) -> R
 
 
 class _Recordings:
-    """Of the emitting tokens, and of every token once that is requested."""
+    """The recording of the emitting tokens; that of every token is made when first requested."""
 
     def __init__(self, of_emitting: Recording, of_all: Callable[[], Recording | None]) -> None:
         self._of_emitting = of_emitting
@@ -100,7 +98,7 @@ class _Recordings:
         self._of_all: Recording | None = None
 
     def get(self, every_token: bool) -> Recording:
-        """The one that ends with these hidden states."""
+        """The recording that ends with the hidden states of every token or of the emitting ones."""
         if not every_token:
             return self._of_emitting
         if self._of_all is None:
@@ -133,18 +131,18 @@ class CapturedSteps:
 
     def prepare(self, rows: Sequence[StepRow], slots: Sequence[Slot]) -> None:
         """`StepModel.prepare`."""
-        words: list[int] = []
+        fields: list[int] = []
         token_ids = array("q")
         for row, slot in zip(rows, slots, strict=True):
-            token_ids.extend(input_tokens(row, slot))
+            token_ids.extend(slot.input_tokens(row))
             num_blocks = slot.num_blocks
             if row.end > num_blocks * self._block_size:
                 raise EngineError(
                     f"a row ends at token {row.end}, its {num_blocks} blocks hold "
                     f"{num_blocks * self._block_size}"
                 )
-            words += (row.start, row.num_tokens, slot.block_table_address, num_blocks)
-        self._rows, self._token_ids = array("q", words), token_ids
+            fields += (row.start, row.num_tokens, slot.block_table_address, num_blocks)
+        self._rows, self._token_ids = array("q", fields), token_ids
         self._num_tokens = len(token_ids)
 
     def run(self, emitting: Sequence[int], every_token: bool) -> tuple[HostTensor, HostTensor]:
@@ -152,7 +150,7 @@ class CapturedSteps:
         num_tokens, num_emitting = self._num_tokens, len(emitting)
         bound = self._bound(num_tokens, num_emitting, every_token)
         call = self._call
-        call.num_rows = len(self._rows) // _ROW_WORDS
+        call.num_rows = len(self._rows) // _FIELDS_PER_ROW
         call.num_emitting = num_emitting
         self._emitting = array("q", emitting)
         call.rows = self._rows.buffer_info()[0]
@@ -173,7 +171,7 @@ class CapturedSteps:
             recording = self._recordings.get(every_token)
             wanted = program_bytes(recording, capacities)
             if wanted > self._memory.nbytes:
-                self._programs.clear()  # they point into what is given back
+                self._programs.clear()  # they point into the memory that is freed
                 self._memory = HostTensor.empty((wanted,), UINT8)
             bound = self._programs[key] = self._bind(recording, capacities)
         return bound
@@ -185,7 +183,7 @@ class CapturedSteps:
 
 
 class _BoundProgram:
-    """A program and its results, of which a step's first rows are valid."""
+    """A program and its results; after a step their first rows are valid."""
 
     __slots__ = ("_hidden", "_logits", "_newest", "_newest_counts", "program")
 
@@ -197,7 +195,7 @@ class _BoundProgram:
         self._newest_counts = (hidden.shape[0], logits.shape[0])
 
     def results(self, num_hidden: int, num_logits: int) -> tuple[HostTensor, HostTensor]:
-        """Hidden states and logits; decode steps of one size share the views."""
+        """Hidden states and logits; the views are kept for further steps of the same size."""
         counts = (num_hidden, num_logits)
         if counts != self._newest_counts:
             self._newest = (self._hidden[:num_hidden], self._logits[:num_logits])

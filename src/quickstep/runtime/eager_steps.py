@@ -1,37 +1,36 @@
 """A step op by op, through the model's own Python and torch: any model, any device.
 
-Opened by `runtime.capture` for what cannot be captured. A decoder
-whose small tensors are `HostTensor`s is seen through tensors of torch, on the same memory and with
-the same packed matrices. Importing this imports torch.
+Opened by `runtime.capture` for what cannot be captured. The rows of a step become the tensors that
+a model reads: one NumPy pass and one tensor per field; loops go over rows, never over tokens. A
+decoder whose small tensors are `HostTensor`s gets tensors of torch over the same memory, with the
+same packed matrices. Importing this imports torch; captured steps do not need it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from quickstep.model.decoder import Decoder
-from quickstep.model.interface import ForwardBatch, Model
+from quickstep.errors import EngineError
+from quickstep.model.decoder import AttentionWeights, Decoder, DecoderWeights, LayerWeights
+from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
-from quickstep.model.weights import AttentionWeights, DecoderWeights, LayerWeights
-from quickstep.ops.host_tensor import HostTensor, to_torch
-from quickstep.ops.table import KVCache, LinearWeight
-from quickstep.runtime.batch import build_batch, emitting_tokens
+from quickstep.ops.table import KVCache, LinearWeight, PagedLayout
+from quickstep.ops.tensors import Device, HostTensor, to_torch
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["EagerSteps", "with_torch_kv", "with_torch_tensors"]
+__all__ = ["EagerSteps", "build_batch", "with_torch_kv", "with_torch_tensors"]
 
 
 class EagerSteps:
-    """Runs the model's Python. A decoder in memory of ours is seen through tensors of torch."""
+    """Runs the model's Python; a decoder's `HostTensor`s become tensors of torch."""
 
     def __init__(self, model: Model, kv: KVCache, block_size: int) -> None:
         self._model = with_torch_tensors(model) if isinstance(model, Decoder) else model
@@ -49,7 +48,7 @@ class EagerSteps:
         """`StepModel.run`."""
         assert self._batch is not None, "a step is prepared before it runs"
         model, batch, self._batch = self._model, self._batch, None
-        chosen = emitting_tokens(batch.layout, emitting)
+        chosen = _emitting_tokens(batch.layout, emitting)
         if not every_token:
             batch = replace(batch, emitting=chosen)
         hidden = model.forward(batch, self._kv)
@@ -63,8 +62,84 @@ class EagerSteps:
         return self._model.logits(to_torch(hidden))
 
 
+def build_batch(
+    rows: Sequence[StepRow],
+    slots: Sequence[Slot],
+    block_size: int,
+    vocab_size: int,
+    device: torch.device | Device,
+) -> ForwardBatch:
+    """Pack rows one after another; `slots` holds the slot of each row.
+
+    Raises EngineError when a row's tokens, positions or blocks contradict each other.
+    """
+    token_ids = np.fromiter(
+        chain.from_iterable(slot.input_tokens(row) for row, slot in zip(rows, slots, strict=True)),
+        dtype=np.int64,
+    )
+    if token_ids.size and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
+        raise EngineError(f"a row has token ids outside the model's {vocab_size}")
+    tables = _block_tables(rows, slots, block_size)
+    starts = np.array([row.start for row in rows], dtype=np.int64)
+    counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
+    offsets = np.concatenate(([0], np.cumsum(counts)))
+    positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
+    row_of_token = np.repeat(np.arange(len(rows)), counts)
+    blocks = tables[row_of_token, positions // block_size].astype(np.int64)
+
+    def tensor(values: npt.NDArray[np.integer]) -> Tensor:
+        return torch.from_numpy(values).to(device.type, non_blocking=True)
+
+    layout = PagedLayout(
+        positions=tensor(positions),
+        slot_mapping=tensor(blocks * block_size + positions % block_size),
+        row_offsets=tuple(offsets.tolist()),
+        context_lens=tuple(row.end for row in rows),
+        block_tables=tensor(tables),
+        block_size=block_size,
+    )
+    return ForwardBatch(token_ids=tensor(token_ids), layout=layout)
+
+
+def _emitting_tokens(layout: PagedLayout, rows: Sequence[int]) -> EmittingTokens:
+    """The last tokens of these rows of a step."""
+    device = layout.positions.device
+    tokens = torch.tensor(
+        [layout.row_offsets[row + 1] - 1 for row in rows], dtype=torch.int64, device=device
+    )
+    return EmittingTokens(
+        tokens,
+        PagedLayout(
+            positions=layout.positions[tokens],
+            slot_mapping=layout.slot_mapping[tokens],
+            row_offsets=tuple(range(len(rows) + 1)),
+            context_lens=tuple(layout.context_lens[row] for row in rows),
+            block_tables=layout.block_tables[torch.tensor(rows, dtype=torch.int64, device=device)],
+            block_size=layout.block_size,
+        ),
+    )
+
+
+def _block_tables(
+    rows: Sequence[StepRow], slots: Sequence[Slot], block_size: int
+) -> npt.NDArray[np.int32]:
+    """[R, blocks that the longest row reads]; padding is 0."""
+    width = max(-(-row.end // block_size) for row in rows)
+    tables = np.zeros((len(rows), width), dtype=np.int32)
+    for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+        num_blocks = -(-row.end // block_size)
+        block_ids = slot.block_ids[:num_blocks]
+        if block_ids.shape[0] < num_blocks:
+            raise EngineError(
+                f"a row ends at token {row.end}, its {block_ids.shape[0]} blocks hold "
+                f"{block_ids.shape[0] * block_size}"
+            )
+        tables[index, :num_blocks] = block_ids
+    return tables
+
+
 def with_torch_tensors(model: Decoder) -> Decoder:
-    """The same model; itself if its tensors are torch's."""
+    """The same model with tensors of torch; the model itself if it has them already."""
     if not isinstance(model.weights.final_norm, HostTensor):
         return model
     ropes = tuple(RopeTable(to_torch(table.cos), to_torch(table.sin)) for table in model.ropes)
@@ -72,7 +147,7 @@ def with_torch_tensors(model: Decoder) -> Decoder:
 
 
 def with_torch_kv(kv: KVCache) -> KVCache:
-    """The same memory."""
+    """The KV cache as tensors of torch over the same memory."""
     return KVCache(tuple(map(to_torch, kv.keys)), tuple(map(to_torch, kv.values)))
 
 

@@ -1,11 +1,11 @@
 """Runs plans in this process, strictly in the order of `submit`: on a worker thread, or at once.
 
-Used by the engine, which awaits tickets through their callback. One step at a time, so a step
-never overlaps the next on the device; planning the next while one runs is what overlaps. Handing a
-step to another thread and back takes longer than the steps of a small model: one that is expected
-to be that short runs on the caller's thread, when its result is requested. After a step raised,
-every plan queued behind it fails until `reset`, because its inputs were never computed; the slots
-still follow the plans, so that runner and scheduler agree on what is resident.
+Used by the engine, which awaits tickets through their callback. Steps run one at a time, so steps
+never overlap on the device; planning the next step overlaps with the one that runs. Passing a step
+to another thread and back takes longer than the steps of a small model: a step that is expected to
+be that short runs on the caller's thread, when its result is requested. After a step raised, every
+plan queued after it fails until `reset`, because its inputs were never computed; the slots still
+follow the plans, so that runner and scheduler agree on what is resident.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from quickstep.types import StepPlan, StepResult
 
 __all__ = ["LocalExecutor", "LocalTicket", "ShortTicket"]
 
-# A step below it is not worth a change of threads (0.1-0.2 ms with two asyncio wake-ups), and holds
-# up the caller's event loop no longer than a collection of garbage would.
+# A shorter step is not worth a change of threads (0.1-0.2 ms with two asyncio wake-ups), and blocks
+# the caller's event loop no longer than a garbage collection.
 _SHORT_S = 5e-4
 
 
@@ -45,14 +45,14 @@ class LocalTicket:
 
 
 class ShortTicket:
-    """A step that runs on the thread that asks for its result; nothing has to be waited for."""
+    """A step that runs on the thread that calls `result`, so that there is nothing to wait for."""
 
     def __init__(self, run: Callable[[], StepResult]) -> None:
         self._run = run
         self._outcome: StepResult | EngineError | None = None
 
     def done(self) -> bool:
-        """True: `result` returns at once, give or take a short step."""
+        """True: `result` returns after the short step at the latest."""
         return True
 
     def result(self) -> StepResult:
@@ -64,7 +64,7 @@ class ShortTicket:
         return self._outcome
 
     def finish(self) -> None:
-        """Run the step unless it has run; its failure is for `result` to raise."""
+        """Run the step unless it has run; `result` raises its failure."""
         if self._outcome is None:
             try:
                 self._outcome = self._run()
@@ -72,14 +72,14 @@ class ShortTicket:
                 self._outcome = error
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` here and now."""
+        """Call `callback` at once."""
         callback()
 
 
 class LocalExecutor:
     """Owns the worker thread, and the runner while it is open.
 
-    `short_s` is how long a step may take that runs on the caller's thread.
+    `short_s` is the longest step that runs on the caller's thread.
     """
 
     def __init__(self, runner: ModelRunner, short_s: float = _SHORT_S) -> None:
@@ -104,7 +104,7 @@ class LocalExecutor:
         return self._newest
 
     def reset(self) -> None:
-        """Let the plans fail that are queued by now, and run the next ones again."""
+        """Let the plans that are queued now fail, and run later ones again."""
         if not self._is_closed:
             self._finish_short()
             self._worker.submit(self._forget_failure).result()
@@ -140,5 +140,5 @@ class LocalExecutor:
         return result
 
     def _forget_failure(self) -> None:
-        """On the worker thread, behind everything that was queued."""
+        """On the worker thread, after everything that was queued."""
         self._failure = None

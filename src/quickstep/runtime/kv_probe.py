@@ -1,7 +1,9 @@
-"""What holding keys and values in another format does to a model, measured on a few tokens.
+"""How another format of keys and values changes a model's output, measured on a few tokens.
 
-Called when an engine opens with a KV format narrower than the model's. Weights show when they are
-rounded what they lose (`model.quantize`); keys and values do only while the model runs.
+Called when an engine opens with a KV format narrower than the model's. The error of weights is
+known when they are rounded (`model.quantization`), that of keys and values only while the model
+runs. Separate from `runtime.kv_cache`, which is imported before weights are read: this imports
+what runs a step.
 """
 
 from __future__ import annotations
@@ -10,18 +12,18 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.model.interface import Model
-from quickstep.ops.host_tensor import to_numpy
 from quickstep.ops.table import KVCache
+from quickstep.ops.tensors import to_numpy
 from quickstep.runtime.capture import open_steps
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot
 from quickstep.sampling_params import SamplingParams
 from quickstep.types import Admission, Phase, StepRow
 
-__all__ = ["BLOCK_SIZE", "KV_BOUND", "kv_change", "kv_for_alone"]
+__all__ = ["BLOCK_SIZE", "KV_BOUND", "kv_change", "kv_of_one_sequence"]
 
-# Nats; a perplexity grows by about exp of it. On the bundled model's text int8 keys and values
-# change 0.0002 in the mean, four-bit weights 0.03 (`quickstep bench accuracy`).
+# Nats; perplexity grows by a factor of about exp of it. On the bundled model's text, int8 keys and
+# values change 0.0002 in the mean, four-bit weights 0.03 (`quickstep bench accuracy`).
 KV_BOUND = 0.1
 
 BLOCK_SIZE = 16
@@ -30,7 +32,7 @@ _STRIDE = 7919  # a prime, so that the tokens are spread over any vocabulary
 
 
 def kv_change(model: Model, kv_dtype: str) -> float:
-    """Kullback-Leibler divergence of the next token over this KV from that over the model's own.
+    """Kullback-Leibler divergence of the next token with this KV format from that with the model's.
 
     The largest over the positions of a probe, in nats; 0 where both are the same.
     """
@@ -39,7 +41,7 @@ def kv_change(model: Model, kv_dtype: str) -> float:
     return max(0.0, *map(_divergence, own, other))
 
 
-def kv_for_alone(model: Model, num_tokens: int, kv_dtype: str) -> KVCache:
+def kv_of_one_sequence(model: Model, num_tokens: int, kv_dtype: str) -> KVCache:
     """A cache for one sequence, in `CacheConfig.kv_dtype`."""
     shape = model.kv_shape.stored_as(kv_dtype)
     return allocate_kv(shape, -(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, model.device)
@@ -51,7 +53,7 @@ def _logits(model: Model, token_ids: tuple[int, ...], kv_dtype: str) -> npt.NDAr
     Attention reads every key and value, a token's own included, out of the cache.
     """
     count = len(token_ids)
-    kv = kv_for_alone(model, count, kv_dtype)
+    kv = kv_of_one_sequence(model, count, kv_dtype)
     slot = Slot(Admission(0, "probe", token_ids, count, SamplingParams(), 0), model.vocab_size)
     slot.append_blocks(range(kv.keys[0].shape[0]))
     rows = [

@@ -1,8 +1,8 @@
-"""Prompts to embeddings: a pool per resident sequence takes the final hidden states row by row.
+"""Prompts to embeddings: one `Pool` per resident sequence gets the final hidden states row by row.
 
-Owned by the sequence's slot. The mean adds in float64, one token after the other from the first
-one on, so that no bit depends on how the prompt was cut into rows; whoever comes back after a
-preemption starts again from its first token.
+Owned by the sequence's slot. The mean adds in float64, token by token from the first one, so that
+no bit depends on how the prompt was split into rows; after a preemption a sequence starts again
+from its first token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.ops.host_tensor import AnyTensor, as_float64
+from quickstep.ops.tensors import AnyTensor, as_float64
 from quickstep.types import Pooling
 
 __all__ = ["Pool"]
@@ -21,7 +21,7 @@ _TOKENS_PER_SLICE = 256
 
 
 class Pool:
-    """The hidden states of one prompt, as far as they are needed."""
+    """Pools the hidden states of one prompt."""
 
     def __init__(self, pooling: Pooling) -> None:
         self._pooling = pooling
@@ -30,11 +30,11 @@ class Pool:
 
     @property
     def needs_all(self) -> bool:
-        """Whether every token of the prompt has to come through here."""
+        """Whether `add` has to get every token of the prompt."""
         return self._pooling is Pooling.MEAN
 
     def add(self, hidden: AnyTensor) -> None:
-        """Take the next tokens of the prompt, [T, H]."""
+        """Add the hidden states [T, H] of the next tokens of the prompt."""
         self.num_tokens += hidden.shape[0]
         if self._pooling is Pooling.LAST:
             self._sum = as_float64(hidden[-1])
@@ -47,9 +47,9 @@ class Pool:
             self._sum = np.add.accumulate(values, axis=0)[-1].copy()
 
     def embedding(self) -> tuple[float, ...] | None:
-        """The pooled state scaled to length 1, as float32 values; None where that is no number.
+        """The pooled state scaled to length 1, as float32 values; None if it is not finite.
 
-        The mean is not divided by the count: its length goes anyway.
+        The mean is not divided by the count: scaling to length 1 makes that unnecessary.
         """
         assert self._sum is not None, "a prompt has tokens"
         pooled = self._sum

@@ -1,9 +1,9 @@
 """Runs one step: plan -> slots -> batch -> model -> sampler -> result.
 
 Owns the KV tensors and the slots. Called by an executor, by one thread at a time, strictly in plan
-order; a plan may be queued before the result of the one before it was read, because the last token
-of every slot stays here. Slots follow the plans in any case: one that fails has released and set
-up its slots, its rows have not run, and their sequences cannot continue unless admitted again.
+order; a plan may be queued before the result of the previous one was read, because the runner keeps
+the last token of every slot. Slots follow the plans in any case: a plan that fails has released and
+set up its slots, but its rows have not run, and their sequences must be admitted again.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
-from quickstep.ops.host_tensor import AnyTensor
 from quickstep.ops.table import KVCache
+from quickstep.ops.tensors import AnyTensor
 from quickstep.runtime.capture import open_steps
-from quickstep.runtime.constraints.grammar import NewMatcher
+from quickstep.runtime.sampling.grammar import NewMatcher
+from quickstep.runtime.sampling.logprobs import PromptScorer
 from quickstep.runtime.sampling.native_sampler import open_sampler
-from quickstep.runtime.sampling.prompt_logprobs import PromptScorer
 from quickstep.runtime.sampling.sampler import Sample, SampleFailure, failure_of
 from quickstep.runtime.slots import Slot, SlotTable
 from quickstep.types import RowFailure, RowOutput, StepPlan, StepResult, StepRow
@@ -66,7 +66,7 @@ class ModelRunner:
         return StepResult(plan.step_id, outputs, self._clock() - started, failures)
 
     def skip(self, plan: StepPlan) -> None:
-        """Take a plan that follows a failed one: its slots move, its rows do not run."""
+        """Apply a plan that follows a failed one: its slots change, its rows do not run."""
         self._slots.move(plan.released, plan.admitted)
         self._slots.fail(plan.rows, f"step {plan.step_id} was skipped")
 
@@ -87,7 +87,7 @@ class ModelRunner:
         blocks = row.new_block_ids
         if blocks and not all(0 <= block_id < self._num_blocks for block_id in blocks):
             raise EngineError(
-                f"{slot.sequence_id} was given a block that is not among {self._num_blocks}"
+                f"{slot.sequence_id} got a block id outside the {self._num_blocks} blocks"
             )
         state = slot.state
         if row.emits and state and not slot.failure and row.output_position != state.num_outputs:
@@ -107,13 +107,13 @@ class ModelRunner:
         ]
         is_read = any([row.num_scored or slot.pool for row, slot in zip(rows, slots, strict=True)])
         hidden, logits = self._steps.run(emitting, every_token=is_read)
-        outputs = [_NOTHING] * len(rows)
+        outputs = [_NO_OUTPUT] * len(rows)
         if is_read:
             self._read_prompts(rows, slots, hidden, outputs)
         if emitting:
             states = [state for i in emitting if (state := slots[i].state) is not None]
             for index, sampled in zip(emitting, self._sample(logits, states), strict=True):
-                outputs[index] = _recorded(slots[index], sampled, outputs[index])
+                outputs[index] = _output_with_token(slots[index], sampled, outputs[index])
         failures = tuple(
             RowFailure(index, slot.failure, slot.is_refused)
             for index, slot in enumerate(slots)
@@ -128,19 +128,19 @@ class ModelRunner:
         hidden: AnyTensor,
         outputs: list[RowOutput],
     ) -> None:
-        """Fill in what rows give beside a token; `hidden` [T, H] is of all rows."""
+        """Fill in prompt logprobs and embeddings; `hidden` [T, H] is of all rows."""
         start = 0
         for index, (row, slot) in enumerate(zip(rows, slots, strict=True)):
             end = start + row.num_tokens
             if (row.num_scored or slot.pool is not None) and not slot.failure:
                 try:
-                    outputs[index] = self._of_prompt(row, slot, hidden[start:end])
-                except BaseException as error:  # one row's end, not the step's
+                    outputs[index] = self._prompt_output(row, slot, hidden[start:end])
+                except BaseException as error:  # ends this row's sequence, not the step
                     slot.failure = failure_of(error, "the prompt could not be read").reason
             start = end
 
-    def _of_prompt(self, row: StepRow, slot: Slot, hidden: AnyTensor) -> RowOutput:
-        """What the row says of its prompt: scores of its tokens, its embedding. `hidden` [T, H]."""
+    def _prompt_output(self, row: StepRow, slot: Slot, hidden: AnyTensor) -> RowOutput:
+        """The row's prompt logprobs and embedding, from its hidden states [T, H]."""
         scores = self._scorer.score(hidden, row, slot) if row.num_scored else ()
         if slot.pool is None:
             return RowOutput(prompt_logprobs=scores)
@@ -153,22 +153,22 @@ class ModelRunner:
         return RowOutput(prompt_logprobs=scores, embedding=embedding)
 
 
-_NOTHING = RowOutput()
+_NO_OUTPUT = RowOutput()
 
 
-def _recorded(slot: Slot, sampled: Sample | SampleFailure, output: RowOutput) -> RowOutput:
-    """The row's output with its token, after the slot has taken note of it."""
+def _output_with_token(slot: Slot, sampled: Sample | SampleFailure, output: RowOutput) -> RowOutput:
+    """Record the sampled token in the slot; returns the row's output with it."""
     if slot.failure:
-        return _NOTHING
+        return _NO_OUTPUT
     if isinstance(sampled, SampleFailure):
         slot.failure, slot.is_refused = sampled.reason, sampled.is_refused
-        return _NOTHING
+        return _NO_OUTPUT
     try:
         slot.record(sampled.token_id)
-    except BaseException as error:  # one row's end, not the step's
+    except BaseException as error:  # ends this row's sequence, not the step
         slot.failure = failure_of(error).reason
-        return _NOTHING
+        return _NO_OUTPUT
     logprobs = (sampled.logprobs,) if sampled.logprobs else ()
-    if output is _NOTHING:
+    if output is _NO_OUTPUT:
         return RowOutput((sampled.token_id,), logprobs)
     return replace(output, token_ids=(sampled.token_id,), logprobs=logprobs)

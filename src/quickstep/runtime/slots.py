@@ -1,7 +1,7 @@
 """The runner's slots: block table, sampling state and last token of each resident sequence.
 
 Owned by `runtime.runner`, changed only by the plans that it runs. A slot is set up by an
-`Admission` and dropped by a release; nothing of the earlier sequence survives in between.
+`Admission` and dropped by a release; it keeps nothing of an earlier sequence.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import EngineError, RequestError
-from quickstep.runtime.constraints.grammar import NewMatcher
 from quickstep.runtime.pooling import Pool
+from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import Admission, StepRow
 
@@ -23,16 +23,18 @@ __all__ = ["KeptStates", "Slot", "SlotTable"]
 
 _LOGGER = logging.getLogger(__name__)
 
+# Input of a row that has failed already: it keeps its place in the step, its output is discarded.
+_PADDING_TOKEN = 0
+
 
 class Slot:
     """One resident sequence.
 
     `token_ids` are those known at its admission. `last_token` is the newest sampled token, None
-    before the first. `pool` takes the hidden states of a prompt to embed. `failure` says why the
-    sequence cannot continue; its rows then fail, other sequences are not affected.
-    `is_refused` says that its request is why.
-    `block_table_address` is where the `num_blocks` int32 ids of the block table stand, until it
-    grows.
+    before the first. `pool` gets the hidden states of a prompt to embed. `failure` is why the
+    sequence cannot continue; its rows then fail, other sequences are not affected. `is_refused`:
+    the cause is its own request. `block_table_address` is the address of the `num_blocks` int32 ids
+    of the block table, until it grows.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Slot:
     def _open_state(
         self, admission: Admission, vocab_size: int, new_matcher: NewMatcher | None
     ) -> None:
-        """Whatever is raised here is this sequence's end, and no other's."""
+        """An exception here ends this sequence only."""
         token_ids = admission.token_ids
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             self.failure = f"the prompt has token ids outside the model's {vocab_size}"
@@ -78,6 +80,26 @@ class Slot:
     def block_ids(self) -> npt.NDArray[np.int32]:
         """The block table, in order."""
         return self._block_ids[: self.num_blocks]
+
+    def input_tokens(self, row: StepRow) -> tuple[int, ...]:
+        """The input tokens of a row; a pending one is the token that was sampled last.
+
+        A row without one sets `failure`. Raises EngineError when row and tokens disagree.
+        """
+        if self.failure:
+            return (_PADDING_TOKEN,) * row.num_tokens
+        if row.token_ids:
+            if len(row.token_ids) != row.num_tokens:
+                raise EngineError(
+                    f"a row has {len(row.token_ids)} tokens, it says {row.num_tokens}"
+                )
+            return row.token_ids
+        if row.num_tokens != 1:
+            raise EngineError(f"a row has no tokens, it says {row.num_tokens}; one can be pending")
+        if self.last_token is not None:
+            return (self.last_token,)
+        self.failure = "its input token was never sampled"
+        return (_PADDING_TOKEN,)
 
     def append_blocks(self, block_ids: Sequence[int]) -> None:
         """Extend the block table."""
@@ -100,14 +122,13 @@ class Slot:
 
 
 class KeptStates:
-    """Sampling states of sequences that have left their slots, for those that return: the newest
-    `max_kept`, by sequence id.
+    """A cache of sampling states of sequences that have left their slots: the newest `max_kept`, by
+    sequence id.
 
     Rebuilding a state replays every output: a grammar near its limit searches an ending for each of
-    them, DRY compares the whole text with itself. A preempted sequence continues with the state
-    that it had, so its return costs a step nothing. A plan does not say which released sequences
-    return, so the last ones are kept, as many as there are slots; a state that is not found is
-    rebuilt and is the same.
+    them, DRY compares the complete text with itself. With its state kept, the return of a preempted
+    sequence costs a step nothing. A plan does not say which released sequences return, so the last
+    ones are kept, as many as there are slots; a state that is missing is rebuilt and is the same.
     """
 
     def __init__(self, max_kept: int) -> None:
@@ -152,8 +173,8 @@ class SlotTable:
     def move(self, released: Sequence[int], admitted: Sequence[Admission]) -> None:
         """Drop sequences, then set others up. Raises EngineError before anything has changed.
 
-        A released slot may be empty. Each admission leaves a slot, a failed one if need be: from
-        here on the scheduler counts on it.
+        A released slot may be empty. Each admission sets up a slot, even a failed one, because the
+        scheduler assumes it from now on.
         """
         if not released and not admitted:
             return
@@ -179,7 +200,7 @@ class SlotTable:
             self._kept.put(slot.sequence_id, slot.state)
 
     def fail(self, rows: Iterable[StepRow], reason: str) -> None:
-        """These rows did not run: their sequences cannot continue."""
+        """Mark the slots of rows that did not run: their sequences cannot continue."""
         for row in rows:
             slot = self._slots[row.slot] if 0 <= row.slot < len(self._slots) else None
             if slot is not None:

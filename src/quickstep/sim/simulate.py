@@ -1,7 +1,9 @@
 """The second driver of the scheduler: a list of arrivals on a virtual clock.
 
-The same `Scheduler` as in the engine, an executor that only takes time, and this loop. Arrivals go
-in, per-sequence timings and the step log come out. Nothing waits, nothing is random.
+The same `Scheduler` as in the engine, an executor that computes nothing (a step takes as long as
+the cost model says), and this loop. Arrivals go in, per-sequence timings and the step log come out.
+Nothing waits, nothing is random. Tokens are all the same, so that only `max_tokens` and the context
+limit end a sequence.
 """
 
 from __future__ import annotations
@@ -11,24 +13,90 @@ from collections.abc import Iterable
 
 import msgspec
 
-from quickstep.core.cost_model import CostModel
+from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.scheduler import Scheduler
 from quickstep.errors import RequestError
-from quickstep.sim.clock import ClockExecutor, ClockTicket, VirtualClock
 from quickstep.types import (
     FinishReason,
     Request,
+    RowOutput,
     SequenceOutput,
     SequenceTimings,
     StepPlan,
     StepRecord,
+    StepResult,
+    StepRow,
+    TokenLogprobs,
 )
 
-__all__ = ["Arrival", "Ending", "Simulation", "simulate"]
+__all__ = [
+    "Arrival",
+    "ClockExecutor",
+    "ClockTicket",
+    "Ending",
+    "Simulation",
+    "VirtualClock",
+    "simulate",
+]
+
+_TOKEN_ID = 0
+
+
+class VirtualClock(msgspec.Struct):
+    """Simulated time in seconds. Owned by the simulation's loop."""
+
+    now: float = 0.0
+
+
+class ClockTicket(msgspec.Struct, frozen=True):
+    """A step that ends at `ready_at_s`."""
+
+    clock: VirtualClock
+    ready_at_s: float
+    outcome: StepResult
+
+    def done(self) -> bool:
+        """Whether the clock has reached the end of the step."""
+        return self.clock.now >= self.ready_at_s
+
+    def result(self) -> StepResult:
+        """The result of the step; waiting for it moves the clock."""
+        self.clock.now = max(self.clock.now, self.ready_at_s)
+        return self.outcome
+
+
+class ClockExecutor:
+    """Runs steps one after the other on a virtual clock."""
+
+    def __init__(self, clock: VirtualClock, cost_model: CostModel) -> None:
+        self._clock = clock
+        self._cost_model = cost_model
+        self._free_at_s = 0.0
+
+    def submit(self, plan: StepPlan) -> ClockTicket:
+        """Start the step when those before it are done."""
+        seconds = self._cost_model.seconds(StepLoad.of_plan(plan))
+        self._free_at_s = max(self._clock.now, self._free_at_s) + seconds
+        outputs = tuple(map(_output, plan.rows))
+        result = StepResult(plan.step_id, outputs, seconds)
+        return ClockTicket(self._clock, self._free_at_s, result)
+
+    def close(self) -> None:
+        """There is nothing to free; for the protocol `Executor`."""
+
+
+def _output(row: StepRow) -> RowOutput:
+    """The output that the row must have, without content."""
+    score = TokenLogprobs(_TOKEN_ID, 0.0, 1)
+    return RowOutput(
+        token_ids=(_TOKEN_ID,) if row.emits else (),
+        prompt_logprobs=(score,) * row.num_scored,
+        embedding=() if row.pools else None,
+    )
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A request, and when it comes. Its output length is `sampling.max_tokens`."""
+    """A request and its arrival time. Its output length is `sampling.max_tokens`."""
 
     at_s: float
     request: Request
@@ -44,7 +112,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 class Simulation(msgspec.Struct):
-    """What came out: endings in their order, the step log, and what was refused and why."""
+    """The result: endings in their order, the step log, and refused requests with the reason."""
 
     endings: list[Ending] = msgspec.field(default_factory=list)
     records: list[StepRecord] = msgspec.field(default_factory=list)
@@ -53,7 +121,7 @@ class Simulation(msgspec.Struct):
 
 
 class _Run:
-    """One simulation under way."""
+    """One simulation in progress."""
 
     def __init__(self, arrivals: Iterable[Arrival], scheduler: Scheduler, costs: CostModel) -> None:
         self.clock = VirtualClock()
@@ -63,8 +131,8 @@ class _Run:
         self._executor = ClockExecutor(self.clock, costs)
         self._in_flight: deque[tuple[StepPlan, ClockTicket]] = deque()
 
-    def happen(self) -> None:
-        """Everything that is due now: arrivals, deadlines, finished steps, new steps."""
+    def advance(self) -> None:
+        """Do everything that is due now: arrivals, deadlines, finished steps, new steps."""
         now = self.clock.now
         while self._arrivals and self._arrivals[0].at_s <= now:
             request = self._arrivals.popleft().request
@@ -76,21 +144,21 @@ class _Run:
             plan, ticket = self._in_flight.popleft()
             step = self._scheduler.commit(plan, ticket.result(), now)
             self.outcome.records.append(step.record)
-            self._note(step.outputs)
-        self._note(self._scheduler.expire(now))
+            self._record_endings(step.outputs)
+        self._record_endings(self._scheduler.expire(now))
         plan_now = self._scheduler.plan(now)
         while plan_now is not None:
             self._in_flight.append((plan_now, self._executor.submit(plan_now)))
             plan_now = self._scheduler.plan(now)
 
     def next_event_s(self) -> float | None:
-        """When something happens next; None when all is over."""
+        """The time of the next event; None at the end."""
         times = [self._scheduler.wakeup(self.clock.now)] if self._scheduler.has_work() else []
         times.append(self._arrivals[0].at_s if self._arrivals else None)
         times.append(self._in_flight[0][1].ready_at_s if self._in_flight else None)
         return min((time for time in times if time is not None), default=None)
 
-    def _note(self, outputs: tuple[SequenceOutput, ...]) -> None:
+    def _record_endings(self, outputs: tuple[SequenceOutput, ...]) -> None:
         for output in outputs:
             if output.finish_reason is not None and output.timings is not None:
                 ending = Ending(
@@ -102,15 +170,15 @@ class _Run:
 def simulate(
     arrivals: Iterable[Arrival], scheduler: Scheduler, cost_model: CostModel
 ) -> Simulation:
-    """Run a fresh scheduler over `arrivals`; steps take what `cost_model` says.
+    """Run a new scheduler over `arrivals`; `cost_model` gives the duration of a step.
 
-    Give the scheduler a cost model of its own: it learns, the true one does not change.
+    Give the scheduler a cost model of its own: that one learns, this one does not change.
     """
     run = _Run(arrivals, scheduler, cost_model)
     event_s = run.next_event_s()
     while event_s is not None:
         run.clock.now = max(run.clock.now, event_s)
-        run.happen()
+        run.advance()
         event_s = run.next_event_s()
     run.outcome.finished_s = run.clock.now
     return run.outcome

@@ -32,8 +32,8 @@ from quickstep.engine.grammar.source import GrammarLimits, grammar_source
 from quickstep.engine.grammar.trial import GrammarTrial, TrialLimits
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import RequestError
-from quickstep.runtime.constraints.closing import ClosingStart
-from quickstep.runtime.constraints.closing_search import ClosingVocabulary
+from quickstep.runtime.sampling.closing_search import ClosingVocabulary
+from quickstep.runtime.sampling.grammar import ClosingStart
 from quickstep.types import Grammar
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from quickstep.engine.grammar.json_schema import ONE_LINE
 from quickstep.engine.grammar.source import GrammarLimits, GrammarSource
 from quickstep.errors import RequestError
-from quickstep.runtime.constraints.closing_search import byte_tokens
+from quickstep.runtime.sampling.closing_search import byte_tokens
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

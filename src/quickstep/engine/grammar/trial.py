@@ -68,7 +68,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         refusal: Why the grammar is refused, "" if it is not.
-        ending: The path of a text that completes it (`runtime.constraints.closing_search.Ending`),
+        ending: The path of a text that completes it (`runtime.sampling.closing_search.Ending`),
             as its characters' codes; None if none was found.
     """
 

@@ -26,8 +26,8 @@ from quickstep.engine.grammar.matcher import (
 )
 from quickstep.engine.grammar.source import GrammarSource
 from quickstep.engine.grammar.trial import TrialOpening, Verdict, read_frame, write_frame
-from quickstep.runtime.constraints.closing import start_ending
-from quickstep.runtime.constraints.closing_search import ClosingVocabulary
+from quickstep.runtime.sampling.closing_search import ClosingVocabulary
+from quickstep.runtime.sampling.grammar import start_ending
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, filters, noise, log-probabilities."""
+"""From logits to tokens: grammars, reasoning, penalties, filters, noise, log-probabilities."""

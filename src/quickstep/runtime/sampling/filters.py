@@ -44,9 +44,9 @@ def kept_token_ids(
 ) -> Ids:
     """The token ids that may be sampled, ascending: top-k -> typical-p -> top-p -> min-p -> XTC.
 
-    Each filter sees the shares of what the one before it left. `scaled` [V] holds (logit - largest
-    logit) / temperature: its maximum is 0, and tokens that are not allowed hold -inf. At least one
-    token is always kept. `applies_xtc`: XTC removes tokens of this row.
+    Each filter uses the probabilities among the tokens that the one before it kept. `scaled` [V]
+    holds (logit - largest logit) / temperature: its maximum is 0, and tokens that are not allowed
+    hold -inf. At least one token is always kept. `applies_xtc`: XTC removes tokens of this row.
     """
     ids = np.flatnonzero(scaled > -np.inf)
     if 0 < sampling.top_k < ids.shape[0]:
@@ -94,8 +94,8 @@ def _apply_xtc(values: npt.NDArray[np.float64], threshold: float) -> Ids:
         return np.arange(values.shape[0])
     least = top[values[top] == values[top].min()][-1]
     places = np.arange(values.shape[0])
-    behind = (values < values[least]) | ((values == values[least]) & (places >= least))
-    return np.flatnonzero(behind)
+    rest = (values < values[least]) | ((values == values[least]) & (places >= least))
+    return np.flatnonzero(rest)
 
 
 def _target(probability: float, total: int) -> int:

@@ -1,7 +1,8 @@
-"""What changes a row's logits before temperature, as `csrc/kernels/sampler_row.h` takes it.
+"""The changes of a row's logits before temperature, in the form that the native sampler takes
+(`csrc/kernels/sampler_row.h`).
 
-The order: replaced logits and added amounts, then the tokens that are allowed, then two lists of
-bans. Made by `SamplingState.changes`, read by `apply_changes_`, which is the definition, and by
+The order: replaced logits, added amounts, the mask of allowed tokens, two lists of bans. Made by
+`SamplingState.changes`, read by `apply_changes_`, which is the definition, and by
 `runtime.sampling.native_sampler`.
 """
 
@@ -30,7 +31,7 @@ Edit = tuple[Ids, Floats]
 
 
 class Bans(msgspec.Struct, frozen=True):
-    """Tokens that may not be sampled; with `yields` unless nothing else would be left."""
+    """Tokens that may not be sampled; with `yields`, only as long as another token is left."""
 
     token_ids: Ids
     yields: bool = False
@@ -40,14 +41,14 @@ NO_BANS = Bans(np.empty(0, dtype=np.int64))
 
 
 class LogitChanges(msgspec.Struct, frozen=True):
-    """Of the next token.
+    """All changes for the next token.
 
     Attributes:
         edit_ids: Tokens whose logit is changed.
-        edit_values: Of the first `num_set` the new logit, of the others what is added to it.
-        num_set: How many are replaced.
-        allowed: Bit i % 64 of word i / 64: token i may be sampled. None: all may.
-        bans: Two lists, the first taken before the second.
+        edit_values: For the first `num_set` the new logit, for the others the amount to add.
+        num_set: How many logits are replaced.
+        allowed: Bit i % 64 of element i / 64: token i may be sampled. None: all may.
+        bans: Two lists; the first is applied before the second.
     """
 
     edit_ids: Ids
@@ -90,16 +91,16 @@ def edits_of(replaced: Edit | None, added: Sequence[Edit]) -> tuple[Ids, Floats,
 
 
 def bits_of_ids(token_ids: Ids, vocab_size: int) -> Bits:
-    """Bits of these tokens."""
+    """A mask, as in `LogitChanges.allowed`, with the bits of these tokens."""
     flags = np.zeros(-(-vocab_size // 64) * 64, dtype=np.uint8)
     flags[token_ids] = 1
     return np.packbits(flags, bitorder="little").view(np.uint64)
 
 
 def bits_of_bytes(mask: bytes, vocab_size: int) -> Bits:
-    """The bits of a mask of bytes, which may be shorter or longer than the vocabulary."""
+    """The same from a mask of bytes, which may be shorter or longer than the vocabulary."""
     num_bytes = -(-vocab_size // 64) * 8
-    whole = np.zeros(num_bytes, dtype=np.uint8)
-    given = np.frombuffer(mask, dtype=np.uint8)[:num_bytes]
-    whole[: given.shape[0]] = given
-    return whole.view(np.uint64)
+    padded = np.zeros(num_bytes, dtype=np.uint8)
+    source = np.frombuffer(mask, dtype=np.uint8)[:num_bytes]
+    padded[: source.shape[0]] = source
+    return padded.view(np.uint64)

@@ -1,8 +1,8 @@
-"""Sampling of a step's rows in one native call; the same tokens and bits as
+"""Sampling of a step's rows in one native call, with the same tokens and bits as
 `runtime.sampling.sampler`.
 
-What changes a row's logits (penalties, masks, grammars) is found here, over the tokens it touches
-(`SamplingState.changes`), and done in the call. Called by `runtime.runner` where the kernels are
+`SamplingState.changes` computes the changes of a row's logits (penalties, masks, grammars) for the
+tokens concerned; the native call applies them. Called by `runtime.runner` where the kernels are
 native.
 """
 
@@ -17,12 +17,15 @@ import numpy.typing as npt
 
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
-from quickstep.ops.host_tensor import AnyTensor
-from quickstep.ops.native.sampling import RowSampler
-from quickstep.ops.native.step_abi import SampleCall
-from quickstep.runtime.sampling.exact_math import PROBABILITY_UNIT
+from quickstep.ops.native.library import SampleCall
+from quickstep.ops.native.steps import RowSampler
+from quickstep.ops.tensors import AnyTensor
 from quickstep.runtime.sampling.logit_changes import LogitChanges
-from quickstep.runtime.sampling.logprobs import other_token_ids, token_logprobs
+from quickstep.runtime.sampling.logprobs import (
+    logprobs_of_scores,
+    other_token_ids,
+    token_logprobs,
+)
 from quickstep.runtime.sampling.noise import row_keys
 from quickstep.runtime.sampling.sampler import (
     NO_MAXIMUM,
@@ -45,18 +48,18 @@ Sampler = Callable[[AnyTensor, Sequence[SamplingState]], list[Sample | SampleFai
 
 
 def open_sampler(model: Model) -> Sampler:
-    """The native one where the model's kernels are native."""
+    """The native sampler where the model's kernels are native, otherwise the one in NumPy."""
     if isinstance(model, Decoder) and model.ops.steps is not None:
         return NativeSampler(model.ops.steps.sampler(model.vocab_size)).sample
     return sample
 
 
 class NativeSampler:
-    """Fills the calls, runs them, reads them. Not for two threads at a time."""
+    """Fills the calls, runs them and reads their results. For one thread at a time."""
 
     def __init__(self, rows: RowSampler) -> None:
         self._rows = rows
-        # where the calls take argmax from: (address, bytes a row, rows); they keep what they hold
+        # the logits for which the calls are filled with an argmax: (address, bytes per row, rows)
         self._argmax_of: tuple[int, int, int] | None = None
 
     def sample(
@@ -67,16 +70,16 @@ class NativeSampler:
             return self._argmax(logits)
         self._argmax_of = None
         calls = self._rows.calls(len(states))
-        found: list[Sample | SampleFailure | _Pending] = []
+        started: list[Sample | SampleFailure | _Pending] = []
         num_calls = 0
         for index, state in enumerate(states):
-            found.append(_begun(calls[num_calls], logits[index].numpy(), state))
-            num_calls += isinstance(found[-1], _Pending)
+            started.append(_start(calls[num_calls], logits[index].numpy(), state))
+            num_calls += isinstance(started[-1], _Pending)
         if num_calls:
             self._rows.run(num_calls)
         return [
-            _ended(one, state) if isinstance(one, _Pending) else one
-            for one, state in zip(found, states, strict=True)
+            _finish(one, state) if isinstance(one, _Pending) else one
+            for one, state in zip(started, states, strict=True)
         ]
 
     def _argmax(self, logits: AnyTensor) -> list[Sample | SampleFailure]:
@@ -97,7 +100,7 @@ class NativeSampler:
 
 
 class _Pending(msgspec.Struct):
-    """A call under way and the arrays that it points to."""
+    """A filled call and the arrays that it points to."""
 
     call: SampleCall
     row: npt.NDArray[np.float32]
@@ -106,13 +109,13 @@ class _Pending(msgspec.Struct):
     top_logits: npt.NDArray[np.float32] | None = None
 
 
-def _begun(
+def _start(
     call: SampleCall, row: npt.NDArray[np.float32], state: SamplingState
 ) -> Sample | SampleFailure | _Pending:
     sampling = state.sampling
     try:
         changes = state.changes(row) if state.adjusts_logits else None
-    except BaseException as error:  # one row's end, not the step's
+    except BaseException as error:  # ends this row's sequence, not the step
         return failure_of(error)
     if state.failure:
         is_finite = np.isfinite(row.max())
@@ -155,7 +158,7 @@ def _fill_filters(call: SampleCall, state: SamplingState, vocab_size: int) -> No
     call.xtc_threshold = sampling.xtc_threshold
 
 
-def _ended(pending: _Pending, state: SamplingState) -> Sample | SampleFailure:
+def _finish(pending: _Pending, state: SamplingState) -> Sample | SampleFailure:
     call = pending.call
     token_id: int = call.token_id
     if token_id < 0:
@@ -164,7 +167,7 @@ def _ended(pending: _Pending, state: SamplingState) -> Sample | SampleFailure:
     requested_ids = state.sampling.logprob_token_ids
     try:
         emitted = token_id if pending.changes is None else state.forced_token(token_id)
-    except BaseException as error:  # one row's end, not the step's
+    except BaseException as error:  # ends this row's sequence, not the step
         return failure_of(error)
     if emitted != token_id and has_logprobs:
         return Sample(emitted, token_logprobs(pending.row, emitted, call.num_top, requested_ids))
@@ -175,13 +178,13 @@ def _logprobs(pending: _Pending, requested_ids: Sequence[int]) -> TokenLogprobs:
     """As `runtime.sampling.logprobs.token_logprobs`."""
     call, ids, logits = pending.call, pending.top_ids, pending.top_logits
     assert ids is not None and logits is not None
-    log_total = math.log(call.total_probability / PROBABILITY_UNIT)
     others = other_token_ids(pending.row, requested_ids, ids.tolist()) if requested_ids else []
-    values = [*logits.tolist(), *pending.row[others].tolist()]
-    logprobs: list[float] = [x - call.peak - log_total for x in values]
-    return TokenLogprobs(
-        token_id=call.token_id,
-        logprob=call.chosen - call.peak - log_total,
-        rank=call.rank,
-        top=tuple(zip([*ids.tolist(), *others], logprobs, strict=True)),
+    return logprobs_of_scores(
+        call.token_id,
+        call.rank,
+        call.total_probability,
+        call.peak,
+        call.chosen,
+        [*ids.tolist(), *others],
+        [*logits.tolist(), *pending.row[others].tolist()],
     )

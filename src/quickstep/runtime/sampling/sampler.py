@@ -1,12 +1,13 @@
 """From logits to tokens, row by row.
 
-The order is fixed, and stated once, in `SamplingParams`: `SamplingState.adjust_` does what stands
-before temperature, `kept_token_ids` the filters behind it. Sampling is an argmax over scaled logits
-plus counter-based noise (`runtime.sampling.noise`), so no generator state exists. Each row is one
-contiguous NumPy vector in float64 on one thread: the rows beside it and the thread count change no
-bit. A row whose logits have no finite maximum, or whose grammar cannot be followed, fails alone.
+The order is fixed and defined in `SamplingParams`: `SamplingState.adjust_` does what comes before
+temperature, `kept_token_ids` the filters after it. Sampling is an argmax over scaled logits plus
+counter-based noise (`runtime.sampling.noise`), so there is no generator state. Each row is one
+contiguous NumPy vector in float64 on one thread: other rows and the thread count change no bit. A
+row fails without affecting others if its logits have no finite maximum or its grammar cannot be
+followed.
 
-Called by `runtime.runner`. Logits on an accelerator come over to the host, unless every row is a
+Called by `runtime.runner`. Logits on an accelerator are copied to the host, unless every row is a
 plain argmax.
 """
 
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.ops.host_tensor import AnyTensor, HostTensor, to_numpy
+from quickstep.ops.tensors import AnyTensor, HostTensor, to_numpy
 from quickstep.runtime.sampling.filters import kept_token_ids
 from quickstep.runtime.sampling.logprobs import token_logprobs
 from quickstep.runtime.sampling.noise import chance, gumbel_argmax, noise_bits
@@ -35,7 +36,7 @@ __all__ = [
     "NO_MAXIMUM",
     "Sample",
     "SampleFailure",
-    "adjusted",
+    "adjusted_logits",
     "applies_xtc",
     "failure_of",
     "sample",
@@ -52,7 +53,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class SampleFailure(msgspec.Struct, frozen=True):
-    """Why a row emits nothing. `is_refused`: what its request demands cannot be."""
+    """Why a row emits no token. `is_refused`: the cause is its own request."""
 
     reason: str
     is_refused: bool = False
@@ -85,19 +86,19 @@ def failure_of(
 def sample_row(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
     """The token of one row of raw logits [V]."""
     try:
-        return _sampled(row, state)
-    except BaseException as error:  # one row's end, not the step's
+        return _sample_row(row, state)
+    except BaseException as error:  # ends this row's sequence, not the step
         return failure_of(error)
 
 
-def _sampled(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
+def _sample_row(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | SampleFailure:
     if state.adjusts_logits:
-        logits = adjusted(row, state)
+        logits = adjusted_logits(row, state)
         if isinstance(logits, SampleFailure):
             return logits
-        token_id = state.forced_token(_choose(logits, state))
+        token_id = state.forced_token(_sample_token(logits, state))
     elif np.isfinite(row.max()):
-        token_id = _choose(row, state)
+        token_id = _sample_token(row, state)
     else:
         return NO_MAXIMUM
     num_top = state.sampling.logprobs
@@ -107,10 +108,10 @@ def _sampled(row: npt.NDArray[np.float32], state: SamplingState) -> Sample | Sam
     return Sample(token_id, token_logprobs(row, token_id, num_top, requested_ids))
 
 
-def adjusted(
+def adjusted_logits(
     row: npt.NDArray[np.float32], state: SamplingState
 ) -> npt.NDArray[np.float64] | SampleFailure:
-    """A row of raw logits [V] after what stands before temperature; its maximum is finite."""
+    """The logits [V] of a row before temperature, all changes applied; their maximum is finite."""
     if not np.isfinite(row.max()):
         return NO_MAXIMUM
     logits = row.astype(np.float64)
@@ -128,7 +129,7 @@ NOTHING_ALLOWED = SampleFailure(
 
 
 def _argmax(logits: Tensor) -> list[Sample | SampleFailure]:
-    """Ties go to the lowest id. NaN counts as the largest value, so it surfaces here."""
+    """Ties go to the lowest id. NaN counts as the largest value, so that it is noticed here."""
     import torch
 
     token_ids = torch.argmax(logits, dim=1, keepdim=True)
@@ -141,7 +142,7 @@ def _argmax(logits: Tensor) -> list[Sample | SampleFailure]:
     ]
 
 
-def _choose(logits: npt.NDArray[np.floating], state: SamplingState) -> int:
+def _sample_token(logits: npt.NDArray[np.floating], state: SamplingState) -> int:
     sampling, seed, position = state.sampling, state.seed, state.num_outputs
     temperature = sampling.temperature
     if temperature == 0.0:

@@ -1,9 +1,9 @@
-"""What the sampler knows of one resident sequence: its parameters and the tokens it has seen.
+"""The sampling state of one resident sequence: its parameters and the tokens so far.
 
-Owned by the sequence's slot. It is a function of the admission and of the tokens recorded since,
-so a sequence that was preempted and admitted again continues exactly as if it had stayed. What has
-a state of its own (grammar, DRY, bad words, reasoning budget) is rebuilt in the same way, and is
-None for a request that does not ask for it.
+Owned by the sequence's slot. It is a function of the admission and of the tokens recorded since, so
+a sequence that was preempted and admitted again continues exactly as if it had stayed. Parts with a
+state of their own (grammar, DRY, bad words, reasoning budget) are rebuilt in the same way; a part
+that the request does not use is None.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.errors import RequestError
-from quickstep.runtime.constraints.grammar import GrammarConstraint, NewMatcher, grammar_start
-from quickstep.runtime.constraints.reasoning import ThinkingBudget
-from quickstep.runtime.constraints.reasoning_then_grammar import ReasonedGrammar
-from quickstep.runtime.sampling.bad_words import BadWords
-from quickstep.runtime.sampling.dry import DryPenalty
+from quickstep.runtime.sampling.grammar import GrammarConstraint, NewMatcher, grammar_start
 from quickstep.runtime.sampling.logit_changes import (
     NO_BANS,
     Bans,
@@ -28,7 +24,8 @@ from quickstep.runtime.sampling.logit_changes import (
     bits_of_ids,
     edits_of,
 )
-from quickstep.runtime.sampling.penalties import Penalties
+from quickstep.runtime.sampling.penalties import BadWords, DryPenalty, Penalties
+from quickstep.runtime.sampling.reasoning import ReasonedGrammar, ThinkingBudget
 from quickstep.sampling_params import ReasoningTokens, TokenForms
 from quickstep.types import Admission, SamplingParams
 
@@ -67,25 +64,25 @@ class SamplingState:
         self._dry = _dry(admission, in_tokens, vocab_size)
         self._bad_words = _bad_words(admission, in_tokens, vocab_size)
         self._thinking = _thinking(admission, in_tokens, vocab_size)
-        followers = (self._grammar, self._dry, self._bad_words, self._thinking)
-        self._followers = [follower for follower in followers if follower is not None]
+        recorders = (self._grammar, self._dry, self._bad_words, self._thinking)
+        self._recorders = [recorder for recorder in recorders if recorder is not None]
         self._always_adjusts = bool(
             self._penalties is not None
             or self._bias_ids.size
             or self._allowed_ids.size
-            or self._followers
+            or self._recorders
         )
-        # up to how many outputs the ends are banned
+        # end tokens are banned below so many outputs
         self._end_ban = sampling.min_tokens if self._end_ids.size else 0
         self._is_argmax = sampling.temperature == 0.0 and sampling.logprobs is None
 
     @property
     def is_expensive(self) -> bool:
-        """Whether it takes long to rebuild: its parts look at all tokens, or search."""
+        """Whether it takes long to rebuild: its parts read all tokens, or search."""
         return self._grammar is not None or self._dry is not None
 
     def continues_with(self, admission: Admission) -> bool:
-        """Whether an admission would be rebuilt to just this state."""
+        """Whether rebuilding from `admission` would give exactly this state."""
         first, token_ids = self._admission, admission.token_ids
         num_first = len(first.token_ids)
         return (
@@ -105,7 +102,7 @@ class SamplingState:
 
     @property
     def failure(self) -> str:
-        """Why the grammar cannot be followed any further, "" as long as it can."""
+        """Why the grammar cannot be followed any further; "" if it can."""
         return "" if self._grammar is None else self._grammar.failure
 
     @property
@@ -118,11 +115,11 @@ class SamplingState:
         return self.num_outputs < self._end_ban
 
     def adjust_(self, logits: npt.NDArray[np.float64]) -> None:
-        """What comes before temperature, in place: penalties and bias, then the masks."""
+        """Apply everything that comes before temperature in place: penalties, bias, then masks."""
         apply_changes_(logits, self.changes(logits))
 
     def changes(self, row: npt.NDArray[np.floating]) -> LogitChanges:
-        """What comes before temperature, for the raw logits `row` [V], without a pass over them."""
+        """What `adjust_` does to the raw logits `row` [V], without a pass over all of them."""
         allowed = self._allowed_bits
         if self._grammar is not None:
             bits = self._grammar.allowed_bits()
@@ -135,15 +132,15 @@ class SamplingState:
         ends = NO_BANS
         if self._bans_ends:
             ends = Bans(self._end_ids, yields=self._grammar is not None)
-        words = NO_BANS
+        bad_words = NO_BANS
         if self._bad_words is not None:
-            words = Bans(self._bad_words.banned(), yields=True)
-        return LogitChanges(*self._edits(row), allowed, (ends, words))
+            bad_words = Bans(self._bad_words.banned(), yields=True)
+        return LogitChanges(*self._edits(row), allowed, (ends, bad_words))
 
     def _edits(
         self, row: npt.NDArray[np.floating]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], int]:
-        """Penalties and bias."""
+        """The edits of logits by penalties and bias; see `edits_of`."""
         replaced: Edit | None = None
         if self._penalties is not None:
             ids = self._penalties.token_ids
@@ -157,15 +154,15 @@ class SamplingState:
         return edits_of(replaced, added)
 
     def forced_token(self, token_id: int) -> int:
-        """The sampled token, or another one if it would leave a grammar no room for its end."""
+        """The sampled token, or another one if the grammar could not end in time after it."""
         return token_id if self._grammar is None else self._grammar.forced_token(token_id)
 
     def record(self, token_id: int) -> None:
         """Count an emitted token."""
         self.num_outputs += 1
         self._recorded.append(token_id)
-        for follower in self._followers:
-            follower.record(token_id)
+        for recorder in self._recorders:
+            recorder.record(token_id)
         if self._penalties is not None:
             self._penalties.record(token_id)
 
@@ -173,7 +170,7 @@ class SamplingState:
 def _grammar(
     admission: Admission, vocab_size: int, new_matcher: NewMatcher | None
 ) -> GrammarConstraint | ReasonedGrammar | None:
-    """The grammar's constraint, behind the reasoning where there is one, its outputs replayed."""
+    """The grammar's constraint, after the reasoning if there is any, with the outputs replayed."""
     start = grammar_start(admission, vocab_size, new_matcher)
     if start is None:
         return None

@@ -1,1 +1,0 @@
-"""What a sequence's grammar and reasoning allow next."""
