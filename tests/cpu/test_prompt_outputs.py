@@ -11,8 +11,7 @@ from tiny_checkpoint import write_checkpoint
 from quickstep import LLM, Pooling, SamplingParams
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.assembly import open_engine
-from quickstep.engine.best_of import best_of
-from quickstep.engine.outputs import collect, collect_embedding
+from quickstep.engine.outputs import best_of, collect, collect_embedding
 from quickstep.errors import RequestError
 from quickstep.types import FinishReason, Request
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quickstep.config import EngineConfig, LoadConfig, PolicyName
-from quickstep.engine.llm_options import _PLACES, LLMOptions, engine_config
+from quickstep.engine.llm import _PLACES, LLMOptions, engine_config
 from quickstep.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quickstep.engine.topology import usable_cpus
+from quickstep.engine.machine import usable_cpus
 from quickstep.ops.thread_placement import Cpu, ThreadPlaces, choose_places
 
 

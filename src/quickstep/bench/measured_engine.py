@@ -32,8 +32,8 @@ from quickstep.engine.assembly import (
 )
 from quickstep.engine.engine import Engine
 from quickstep.engine.loaded_model import LoadedModel
+from quickstep.engine.machine import places_for
 from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.engine.topology import places_for
 from quickstep.errors import EngineError
 from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model

@@ -2,8 +2,8 @@
 
     find checkpoint -> read spec -> plan memory -> load weights -> allocate KV -> wire
 
-The one place that knows every layer. Memory is planned before anything large is read, so a model
-that does not fit is refused at once. What is large is imported here, when an engine is really
+The only module that knows every layer. Memory is planned before anything large is read, so a model
+that does not fit is refused at once. Large modules are imported in functions, when an engine is
 opened: torch only for a model that needs it (docs/design/0010).
 """
 
@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -24,10 +25,8 @@ from msgspec.structs import replace
 
 from quickstep.config import EngineConfig, InputConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.loaded_model import LoadedModel
-from quickstep.engine.machine import free_memory_bytes, usable_cores
-from quickstep.engine.read_ahead import ReadAhead
+from quickstep.engine.machine import free_memory_bytes, places_for, usable_cores
 from quickstep.engine.text.json_file import read_json
-from quickstep.engine.topology import places_for
 from quickstep.errors import ConfigError
 from quickstep.types import Pooling
 
@@ -87,8 +86,18 @@ _LOADING = (
 )
 
 
+# What is imported after the weights.
+_IMPORTED_LATER = (
+    "quickstep.engine.text.tokenizer",
+    "quickstep.engine.engine",
+    "quickstep.engine.grammar.grammars",
+    "quickstep.runtime.executor",
+    "quickstep.runtime.runner",
+)
+
+
 class LoadedWeights(msgspec.Struct, frozen=True):
-    """Weights in memory, and what else was decided on the way."""
+    """The loaded model, and the decisions made while loading it."""
 
     checkpoint: Checkpoint
     spec: ModelSpec
@@ -98,7 +107,7 @@ class LoadedWeights(msgspec.Struct, frozen=True):
 
 
 def import_loading() -> None:
-    """Import what `load_weights` needs: for who can do so before it knows what is to be loaded."""
+    """Import what `load_weights` needs, before it is known which model to load."""
     for name in _LOADING:
         import_module(name)
 
@@ -111,8 +120,8 @@ def open_engine(
 ) -> Engine:
     """Load the model that `config` names and build its engine; `await engine.start()` runs it.
 
-    `step_log_path` keeps the step log as JSON lines. An engine that gets its prompts as tokens has
-    no use for the chat template.
+    The step log is also written to `step_log_path`, as JSON lines. An engine that gets its prompts
+    as tokens does not need the chat template.
 
     Raises:
         ConfigError: The checkpoint is missing or broken, or does not fit.
@@ -122,14 +131,14 @@ def open_engine(
 
     started_s = time.monotonic()
     checkpoint = find_checkpoint(config.load)
-    ahead = ReadAhead(checkpoint.path)
+    ahead = _ReadAhead(checkpoint.path)
 
-    def told(num_bytes: int, total_bytes: int) -> None:
+    def report(num_bytes: int, total_bytes: int) -> None:
         ahead.begin()
         if progress is not None:
             progress(num_bytes, total_bytes)
 
-    loaded = load_weights(config, told, checkpoint)
+    loaded = load_weights(config, report, checkpoint)
     model, plan = loaded.model, loaded.plan
     kv = allocate_kv(loaded.kv_shape, plan.num_blocks, config.cache.block_size, model.device)
     load_s = time.monotonic() - started_s
@@ -175,6 +184,37 @@ def wire_engine(
         seeds=open_seeds(config.seed),
         clock=time.monotonic,
     )
+
+
+class _ReadAhead:
+    """Reads the tokenizer and imports modules in a thread, while the weights of `path` are read.
+
+    Reading weights is native work without the interpreter's lock, so a start takes the longer of
+    the two. `begin` it when a tensor has been read: the imports that read the weights come first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reading: Future[Tokenizer] | None = None
+
+    def begin(self) -> None:
+        """Start the thread. Idempotent."""
+        if self._reading is None:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+            self._reading = thread.submit(_read_tokenizer, self._path)
+            thread.shutdown(wait=False)
+
+    def tokenizer(self) -> Tokenizer:
+        """Wait for the tokenizer. Raises ConfigError."""
+        return _read_tokenizer(self._path) if self._reading is None else self._reading.result()
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    for name in _IMPORTED_LATER:
+        import_module(name)
+    from quickstep.engine.text.tokenizer import Tokenizer
+
+    return Tokenizer.open(path)
 
 
 def load_weights(
@@ -229,14 +269,14 @@ def load_weights(
 
 
 def _warn_of_kv(model: Model, kv_dtype: str) -> None:
-    """Say what the narrower KV does to the model, where it does much."""
+    """Warn if the narrower KV changes the model's outputs much."""
     from quickstep.runtime.kv_probe import KV_BOUND, kv_change
 
     change = kv_change(model, kv_dtype)
     if not change <= KV_BOUND:
         _LOGGER.warning(
-            "--kv-cache-dtype %s changes the model's next tokens by %.2f nats (a warning stands "
-            "above %.2f; the perplexity grows by about exp of that), answers may suffer: measure "
+            "--kv-cache-dtype %s changes the model's next tokens by %.2f nats (more than "
+            "%.2f; the perplexity grows by about exp of that), answers may suffer: measure "
             "with `quickstep bench accuracy`, or use --kv-cache-dtype auto",
             kv_dtype,
             change,
@@ -252,7 +292,7 @@ def plan_for(
     ops: OpTable,
     held_bytes: int | None = None,
 ) -> MemoryPlan:
-    """What fits into the memory that is free now; `held_bytes` are those of quantised weights.
+    """What fits into the memory that is free now; `held_bytes` is the size of quantized weights.
 
     Raises:
         ConfigError: The model does not fit.
@@ -317,7 +357,7 @@ def describe(
     tokenizer: Tokenizer | None = None,
     with_template: bool = True,
 ) -> LoadedModel:
-    """What the engine serves: the checkpoint's tokenizer, template and sampling values read."""
+    """Read the checkpoint's tokenizer, template and sampling values, for the engine to serve."""
     from quickstep.engine.grammar.grammars import GrammarCompiler
     from quickstep.engine.grammar.source import GrammarLimits
     from quickstep.engine.grammar.trial import TrialLimits
@@ -355,7 +395,7 @@ def _template(path: Path, tokenizer: Tokenizer, limit_s: float) -> ChatTemplate 
 
 
 def _default_sampling(path: Path) -> Mapping[str, float]:
-    """The checkpoint's own values, for front ends that want them; the engine does not apply any."""
+    """The checkpoint's sampling values, for callers that use them; the engine applies none."""
     values = read_json(path / "generation_config.json")
     named = {ours: values[theirs] for theirs, ours in _SAMPLING_FIELDS.items() if theirs in values}
     return MappingProxyType({name: value for name, value in named.items() if value is not None})

@@ -3,11 +3,11 @@
     step: submit every beam at once (they share a batch; their common tokens are cached blocks)
        -> the most likely tokens of each -> the best candidates of all beams are the next ones
 
-The scheduler knows nothing of it: what beams share, they share as any requests with one prefix do.
+The scheduler does not know of it: beams share blocks as any requests with a common prefix do.
 The rules are those of transformers' `generate`: of a step's candidates, end tokens among the first
 `beam_width` finish a beam, the first `beam_width` others continue. The score is the sum of the raw
-logprobs / (number of generated tokens, an end token included) ** length_penalty. Nothing is drawn,
-so the result is a function of the prompt alone. Used by `LLM.beam_search` and by the server.
+logprobs / (number of generated tokens, an end token included) ** length_penalty. No token is
+sampled, so the result depends on the prompt only. Used by `LLM.beam_search` and by the server.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
     """How to search; vLLM's names.
 
     Attributes:
-        beam_width: Beams that are kept, and hypotheses that are returned.
-        max_tokens: Tokens after which a beam ends in any case.
-        ignore_eos: End tokens are tokens like others.
-        temperature: 0 or 1, which mean the same here: beams are scored by the model's own law.
+        beam_width: Number of beams, and of hypotheses that are returned.
+        max_tokens: A beam ends after this many tokens.
+        ignore_eos: Treat end tokens like other tokens.
+        temperature: 0 or 1, with the same effect: beams are scored by the model's probabilities.
         length_penalty: Exponent of the length in the score; above 0 favours long answers.
         early_stopping: Stop once `beam_width` beams have finished. Otherwise the search continues
             as long as a beam may still become one of the best.
@@ -57,7 +57,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
                 raise RequestError(f"{name} is {value}, it must be at least 1", param=name)
         if self.temperature not in (0, 1):
             raise RequestError(
-                f"temperature is {self.temperature}, beam search takes 0 or 1: it draws nothing",
+                f"temperature is {self.temperature}, beam search takes 0 or 1: it samples nothing",
                 param="temperature",
             )
         if not abs(self.length_penalty) <= _MAX_PENALTY:
@@ -68,7 +68,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
             )
 
     def score(self, total: float, length: int) -> float:
-        """What hypotheses are ranked by."""
+        """The score of a hypothesis with the sum of logprobs `total`."""
         return float(total / length**self.length_penalty)
 
 
@@ -77,13 +77,13 @@ _LEAST_S = 1e-6  # a deadline has to be ahead
 
 
 class Continuation(Protocol):
-    """The stream of one submitted request."""
+    """The stream of a submitted request."""
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         """Iterate the deltas."""
 
     async def accepted(self) -> None:
-        """Return once the engine has taken the request. Raises RequestError, EngineError."""
+        """Return once the engine has accepted the request. Raises RequestError, EngineError."""
 
     async def aclose(self) -> None:
         """Abort what still runs. Idempotent."""
@@ -94,7 +94,7 @@ Submit = Callable[[Request], Continuation]
 
 
 class Hypothesis(msgspec.Struct, frozen=True):
-    """A way to continue from the prompt; `reason` is None while it may grow."""
+    """A continuation of the prompt; `reason` is None while it may grow."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -104,7 +104,7 @@ class Hypothesis(msgspec.Struct, frozen=True):
 
 
 class _Step(msgspec.Struct, frozen=True):
-    """What the engine said of one beam: the next token's alternatives, None without a token."""
+    """The engine's answer for one beam: the next token's alternatives, None without a token."""
 
     last: Delta
     token: TokenLogprobs | None
@@ -112,7 +112,7 @@ class _Step(msgspec.Struct, frozen=True):
 
 
 class BeamSearch:
-    """One search. `start` it, `run` it, `aclose` it; `prompt_logprobs` are there after `run`.
+    """One search. `start` it, `run` it, `aclose` it; `run` sets `prompt_logprobs`.
 
     `request` is the prompt to continue; of its sampling, only the numbers of logprobs are read. Its
     timeout counts from now on `clock`: then the best beams so far are the answer. `end_ids` finish
@@ -137,7 +137,7 @@ class BeamSearch:
         self._end_ids = frozenset() if params.ignore_eos else end_ids
         self._max_tokens = min(params.max_tokens, max_model_len - len(self._prompt))
         self._num_top = request.sampling.logprobs or 0
-        # as many end tokens may stand before the candidates that continue
+        # all end tokens may precede the candidates that continue
         wanted = (1 + len(self._end_ids)) * max(2, 2 * params.beam_width)
         self._num_candidates = min(max(wanted, self._num_top), vocab_size)
         self._clock = clock
@@ -151,7 +151,7 @@ class BeamSearch:
         self._streams = [self._continue(Hypothesis())]
 
     async def accepted(self) -> None:
-        """Return once the engine has taken the prompt. Raises RequestError, EngineError."""
+        """Return once the engine has accepted the prompt. Raises RequestError, EngineError."""
         await self._streams[0].accepted()
 
     async def run(self) -> tuple[Hypothesis, ...]:
@@ -172,8 +172,8 @@ class BeamSearch:
                 return self._best([], None)
             if length < self._max_tokens and not self._submit_all(beams):
                 return self._best(beams, FinishReason.DEADLINE)
-        is_asked = self._max_tokens == self._params.max_tokens
-        reason = FinishReason.MAX_TOKENS if is_asked else FinishReason.CONTEXT_LIMIT
+        is_complete = self._max_tokens == self._params.max_tokens
+        reason = FinishReason.MAX_TOKENS if is_complete else FinishReason.CONTEXT_LIMIT
         return self._best(beams, reason)
 
     async def aclose(self) -> None:
@@ -201,7 +201,7 @@ class BeamSearch:
         )
 
     def _submit_all(self, beams: Sequence[Hypothesis]) -> bool:
-        """False if there is no time left for it."""
+        """Submit the beams. Returns False if the deadline has passed."""
         if self._deadline_s is not None and self._clock() >= self._deadline_s:
             return False
         self._streams = []
@@ -222,7 +222,7 @@ class BeamSearch:
     def _advance(
         self, beams: Sequence[Hypothesis], steps: Sequence[_Step], length: int
     ) -> list[Hypothesis]:
-        """The beams that continue; those that end are kept aside."""
+        """The beams that continue; adds those that end to the finished ones."""
         width, params = self._params.beam_width, self._params
         tops = [step.token.top if step.token else () for step in steps]
         candidates = [
@@ -230,7 +230,7 @@ class BeamSearch:
             for beam, top in zip(beams, tops, strict=True)
             for rank, (token_id, logprob) in enumerate(top, 1)
         ]
-        # the sort is stable: equal sums stand in the order of their beams, then of token ids
+        # the sort is stable: equal sums are in the order of their beams, then of token ids
         candidates.sort(key=lambda candidate: -candidate[0])
         going: list[Hypothesis] = []
         for place, (total, rank, beam, token_id, logprob, top) in enumerate(candidates):
@@ -273,7 +273,7 @@ class BeamSearch:
 
 
 async def _read(stream: Continuation) -> _Step:
-    """The end of a request for one token, and all that came before."""
+    """Read a request for one token to its end."""
     await stream.accepted()
     scores: list[TokenLogprobs | None] = []
     last: Delta | None = None
@@ -283,7 +283,7 @@ async def _read(stream: Continuation) -> _Step:
         token = delta.logprobs[0] if delta.logprobs else token
         last = delta
     if last is None:
-        raise EngineError("a beam's request ended without a word")
+        raise EngineError("a beam's request ended without an answer")
     return _Step(last, token, tuple(scores))
 
 

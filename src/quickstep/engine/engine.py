@@ -14,8 +14,8 @@ This is the asynchronous API of the library; `LLM` and the server call it:
     await engine.stop()
 
 Everything here runs in the event loop that called `start` and never blocks it: steps run in the
-executor's thread. Idle, the task sleeps on an event. A failing step fails its own sequences;
-several in a row, or a fault in the task itself, fail the engine and every request at once.
+executor's thread. When idle, the task waits for an event. A failing step fails its own sequences;
+several in a row, or an error in the task itself, fail the engine and every request at once.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine"]
 
 _LOGGER = logging.getLogger(__name__)
-# One step may fail for its rows' sake. Several in a row mean that scheduler, runner or device are
+# One step may fail because of its rows. Several in a row mean that scheduler, runner or device are
 # in a state that no request can change: the engine fails, and its owner may start another.
 _MAX_FAILED_IN_A_ROW = 3
 
@@ -68,8 +68,8 @@ _MAX_FAILED_IN_A_ROW = 3
 class Engine:
     """One loaded model, serving requests. Built by `open_engine`; owns scheduler and executor.
 
-    `clock` gives seconds that only grow; `seeds` draws the seeds of unseeded requests; `streams`
-    bounds what readers may leave unread, None does not.
+    `clock` gives monotonic seconds; `seeds` gives the seeds of unseeded requests; `streams` bounds
+    the unread deltas of a stream, None does not.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, Ticket]] = deque()
         self._last_step_s: float | None = None
         self._num_failed_in_a_row = 0  # steps
-        self._busy_since_s = 0.0  # since when there was somebody to generate for
-        self._news = asyncio.Event()
+        self._busy_since_s = 0.0  # since when there was a request to generate for
+        self._wakeup = asyncio.Event()
         self._has_failed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
     def model(self) -> LoadedModel:
-        """What was loaded: memory plan, load seconds, sampling defaults and all below."""
+        """The loaded model: memory plan, load seconds, sampling defaults, tokenizer."""
         return self._model
 
     @property
@@ -124,7 +124,7 @@ class Engine:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a KV block: what the prefix cache keeps is a multiple of it."""
+        """Tokens of a KV block; the prefix cache holds complete blocks."""
         return self._scheduler.block_size
 
     @property
@@ -144,21 +144,21 @@ class Engine:
 
     @property
     def default_pooling(self) -> Pooling:
-        """How the model's card says that prompts are embedded."""
+        """The pooling of embeddings in the model's card."""
         return self._model.default_pooling
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """What the memory is used for (`model.sizing.MemoryPlan`)."""
+        """The use of the memory (`model.sizing.MemoryPlan`)."""
         return self._model.memory_plan
 
     @property
     def step_log(self) -> StepLog:
-        """The book of steps and sequences; read it, subscribe to it."""
+        """The log of steps and sequences; read it, subscribe to it."""
         return self._step_log
 
     def stats(self) -> EngineStats:
-        """How the engine is doing right now."""
+        """The engine's current state."""
         return EngineStats(
             state=self._state,
             failure=self._failure,
@@ -186,9 +186,9 @@ class Engine:
         self._task.add_done_callback(self._ended)
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Take no more, let requests continue for `drain_s` seconds, end the rest with SHUTDOWN.
+        """Accept no more, let requests continue for `drain_s` seconds, end the rest with SHUTDOWN.
 
-        A call that was cancelled while it drained is followed by another one, which ends them.
+        If a call is cancelled while it drains, call it again to end the rest.
         """
         if self._task is not None and self._state in (EngineState.RUNNING, EngineState.DRAINING):
             self._state = EngineState.DRAINING
@@ -196,15 +196,15 @@ class Engine:
             self._end_all(FinishReason.SHUTDOWN)
         if self._state is not EngineState.FAILED:
             self._state = EngineState.STOPPED
-        self._news.set()
+        self._wakeup.set()
         if self._task is not None:
             await asyncio.wait({self._task})
-        # the task has taken in every step, so that there is nothing to wait for
+        # the task has received every step, so that there is nothing to wait for
         self._executor.close()
         self._step_log.close()
 
     async def wait_until_failed(self) -> None:
-        """Return once the engine has failed by itself; `stats` says why."""
+        """Return once the engine has failed; `stats` has the reason."""
         await self._has_failed.wait()
 
     def chat_prompt(
@@ -228,11 +228,11 @@ class Engine:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def is_prepared(self, sampling: SamplingParams) -> bool:
-        """Whether nothing that takes long is left for `submit`."""
+        """Whether `submit` has no slow work to do."""
         return sampling.grammar is None and self._token_forms.knows(sampling)
 
     async def prepare(self, sampling: SamplingParams) -> CompiledGrammar | None:
-        """Compile what `submit` will need of it, in a thread; hold it until then.
+        """Do the slow work of `submit` in a thread; hold the result until `submit`.
 
         Raises:
             RequestError: As `submit`.
@@ -274,7 +274,7 @@ class Engine:
     def submit(self, request: Request, sink: Sink) -> tuple[str, ...]:
         """Queue a request that a `RequestIntake` has checked; its deltas go to `sink`.
 
-        Gives the keywords of its grammar that are enforced less strictly than they say.
+        Returns the keywords of its grammar that are enforced less strictly than specified.
 
         Raises:
             RequestError: The request cannot be served as it is.
@@ -297,15 +297,15 @@ class Engine:
         return () if grammar is None else grammar.ignored
 
     def abort(self, request_id: str) -> None:
-        """End a request; what it has is its answer. An unknown or finished id is fine."""
+        """End a request; its output so far is its answer. Ignores unknown and finished ids."""
         self._end(request_id, FinishReason.ABORTED)
 
     def pause(self, request_id: str) -> None:
-        """Generate no more for a request until `resume`; its deadline holds on. Any id is fine."""
+        """Generate no more for a request until `resume`; its deadline stays. Any id is allowed."""
         self._scheduler.pause(request_id, self._clock())
 
     def resume(self, request_id: str) -> None:
-        """Go on with a paused request, from where it stopped."""
+        """Continue a paused request."""
         was_held, now = self._scheduler.is_held(), self._clock()
         self._scheduler.resume(request_id, now)
         self._note_work(was_held, now)
@@ -313,7 +313,7 @@ class Engine:
     def _note_work(self, was_held: bool, now: float) -> None:
         if was_held:
             self._busy_since_s = now
-        self._news.set()
+        self._wakeup.set()
 
     def _require_running(self) -> None:
         if self._state is not EngineState.RUNNING:
@@ -326,9 +326,9 @@ class Engine:
         await self._finish_in_flight()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """The loop is over. If it broke, its state is unknown: every request fails, none is taken.
+        """The loop has ended. If it failed, its state is unknown: fail all requests, accept none.
 
-        Whatever broke it comes by here: a panic in Rust is no Exception.
+        This also gets errors that are no Exception, such as a panic in Rust.
         """
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled():
@@ -340,8 +340,8 @@ class Engine:
         self._live.fail_all(self._failure)
 
     async def _turn(self) -> None:
-        """Fill the pipeline, then take in its oldest step; sleep if there is nothing to do."""
-        self._news.clear()
+        """Fill the pipeline, then commit its oldest step; sleep if there is nothing to do."""
+        self._wakeup.clear()
         now = self._clock()
         self._live.deliver(self._scheduler.expire(now), now)
         while (plan := self._scheduler.plan(now)) is not None:
@@ -352,13 +352,13 @@ class Engine:
             await self._sleep(self._scheduler.wakeup(now), now)
 
     async def _sleep(self, wakeup_s: float | None, now: float) -> None:
-        """Until there is news, or the scheduler's clock shows `wakeup_s`."""
+        """Wait for a request's change, or until the clock reaches `wakeup_s`."""
         if wakeup_s is None:
-            await self._news.wait()
+            await self._wakeup.wait()
             return
-        alarm = asyncio.get_running_loop().call_later(max(0.0, wakeup_s - now), self._news.set)
+        alarm = asyncio.get_running_loop().call_later(max(0.0, wakeup_s - now), self._wakeup.set)
         try:
-            await self._news.wait()
+            await self._wakeup.wait()
         finally:
             alarm.cancel()
 
@@ -381,7 +381,7 @@ class Engine:
         self._live.deliver(outcome.outputs, now)
 
     async def _recover(self, error: Exception) -> None:
-        """Fail what the broken step and those behind it computed; everything else continues.
+        """Fail the sequences of the failed step and of those after it; the others continue.
 
         Raises:
             EngineError: So many steps failed in a row that the next would as well.
@@ -420,7 +420,7 @@ class Engine:
         if request_id in self._live:
             now = self._clock()
             self._live.deliver(self._scheduler.abort(request_id, now, reason), now)
-            self._news.set()
+            self._wakeup.set()
 
     def _end_sequences(
         self, request_id: str, index: int | None, reason: FinishReason, now: float

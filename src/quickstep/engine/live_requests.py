@@ -1,8 +1,8 @@
-"""The requests that have not ended: their texts, their sinks, and what the step log says of them.
+"""The requests that have not ended: their texts, their sinks, and their records in the step log.
 
-Owned by the engine, called in its event loop only. Outputs of the scheduler go in, deltas go
-to the sinks. A sequence whose text completes a stop string is ended here, at the scheduler, as is
-a request whose delivery fails: the others do not notice.
+Owned by the engine, called in its event loop only. It turns outputs of the scheduler into deltas
+and puts them into the sinks. If a text completes a stop string, it ends the sequence at the
+scheduler; if a delivery fails, it ends the request, without an effect on others.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["EndSequences", "LiveRequests"]
 
 _LOGGER = logging.getLogger(__name__)
 
-# (request id, sequence index or None for all, reason, now): ends them, gives their last outputs
+# (request id, sequence index or None for all, reason, now): ends them, returns their last outputs
 EndSequences = Callable[[str, int | None, FinishReason, float], Iterable[SequenceOutput]]
 
 
 class _LiveRequest:
     """One request; `texts` holds the sequences that have not ended.
 
-    `grammar` is held for the runner, which looks it up at each admission.
+    It holds `grammar` for the runner, which looks it up at each admission.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class _LiveRequest:
 
 
 class LiveRequests:
-    """All of an engine's live requests, by id."""
+    """An engine's live requests, by id."""
 
     def __init__(
         self, tokenizer: Tokenizer, step_log: StepLog, end_sequences: EndSequences
@@ -70,7 +70,7 @@ class LiveRequests:
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """In the order of submission."""
+        """The ids of live requests, in the order of submission."""
         return tuple(self._live)
 
     async def wait_until_empty(self) -> None:
@@ -78,7 +78,7 @@ class LiveRequests:
         await self._empty.wait()
 
     def accept(self, request: Request, sink: Sink, grammar: CompiledGrammar | None) -> None:
-        """Follow a request that the scheduler took; hold its grammar until its end."""
+        """Add a request that the scheduler accepted; hold its grammar until its end."""
         sampling, prompt = request.sampling, request.prompt_token_ids
         at_start = sampling.skip_special_tokens and all(map(self._tokenizer.is_special, prompt))
         texts = [OutputText(self._tokenizer, sampling, at_start) for _ in range(sampling.n)]
@@ -86,7 +86,7 @@ class LiveRequests:
         self._empty.clear()
 
     def deliver(self, outputs: Iterable[SequenceOutput], now: float) -> None:
-        """Hand the scheduler's outputs to their sinks."""
+        """Put the scheduler's outputs, as deltas, into their sinks."""
         for output in outputs:
             live = self._live.get(output.request_id)
             if live is None or output.index not in live.texts:
@@ -99,12 +99,12 @@ class LiveRequests:
                 self._fail(live, output, error, now)
 
     def fail_all(self, reason: str) -> None:
-        """End every request with ERROR, without asking the scheduler."""
+        """End every request with ERROR, without the scheduler."""
         for live in self._live.values():
             for index in live.texts:
                 try:
                     live.sink.put(Delta(index, finish_reason=FinishReason.ERROR, error=reason))
-                except Exception:  # the engine has failed: the next request must end all the same
+                except Exception:  # the engine has failed: end the other requests in any case
                     _LOGGER.exception("%s could not be ended", live.request.request_id)
         self._live.clear()
         self._empty.set()
@@ -128,7 +128,7 @@ class LiveRequests:
     def _fail(
         self, live: _LiveRequest, output: SequenceOutput, error: BaseException, now: float
     ) -> None:
-        """End all of a request: what its texts hold is in doubt."""
+        """End all sequences of a request, whose texts may be in an invalid state."""
         request_id, reason = live.request.request_id, FinishReason.ERROR
         _LOGGER.error("%s could not be delivered", request_id, exc_info=error)
         ended = self._end_sequences(request_id, None, reason, now)
@@ -138,7 +138,7 @@ class LiveRequests:
             delta = Delta(index, finish_reason=reason, timings=timings.get(index), error=why)
             try:
                 self._finish(live, delta, reason)
-            except Exception:  # its sink takes not even that; its neighbours continue
+            except Exception:  # its sink fails again; the other sequences continue
                 _LOGGER.exception("%s could not be ended", request_id)
         self._remove(live)
 

@@ -1,4 +1,4 @@
-"""`LLM`: the library's synchronous face, with vLLM's class and argument names.
+"""`LLM`: the library's synchronous API, with vLLM's class, argument and option names.
 
     from quickstep import LLM, SamplingParams
 
@@ -6,24 +6,32 @@
         for output in llm.generate(["def add(", "import "], SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-It is a thin face: a background thread runs an event loop with the one asynchronous engine (see
-`engine.engine`), and every method waits for a coroutine there. Any thread may call it.
+A background thread runs an event loop with the asynchronous engine (see `engine.engine`), and
+every method waits for a coroutine there. Any thread may call it. An unknown option is a ConfigError
+that names the nearest known one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import difflib
 import sys
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeVar, Unpack, cast
+from typing import Any, NamedTuple, Self, TypedDict, TypeVar, Unpack, cast, get_type_hints
 
+from quickstep.config import (
+    CacheConfig,
+    EngineConfig,
+    LoadConfig,
+    PolicyName,
+    SchedulerConfig,
+)
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.beam_search import BeamSearch, BeamSearchParams
 from quickstep.engine.engine import Engine
-from quickstep.engine.llm_options import LLMOptions, engine_config
 from quickstep.engine.loop_thread import LoopThread
 from quickstep.engine.outputs import (
     BeamSearchOutput,
@@ -36,10 +44,10 @@ from quickstep.engine.outputs import (
 from quickstep.engine.requests import as_token_ids, check_token_ids
 from quickstep.engine.stream import Stream
 from quickstep.engine.text.chat_template import Message
-from quickstep.errors import RequestError
+from quickstep.errors import ConfigError, RequestError
 from quickstep.types import Pooling, Request, SamplingParams
 
-__all__ = ["LLM", "Prompt"]
+__all__ = ["LLM", "LLMOptions", "Prompt", "engine_config"]
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -47,8 +55,68 @@ _T = TypeVar("_T")
 _Submitted = TypeVar("_Submitted", Stream, BeamSearch)
 
 
-class _Tokenised(NamedTuple):
-    """A prompt ready to submit, and its text if that was given."""
+class LLMOptions(TypedDict, total=False):
+    """The options of `LLM`; None means the default. See `quickstep.config` for their units."""
+
+    revision: str | None
+    dtype: str
+    quantization: str | None
+    device: str
+    offline: bool
+    num_threads: int | None
+    pin_threads: bool
+    block_size: int
+    num_blocks: int | None
+    num_gpu_blocks_override: int | None
+    kv_cache_memory_bytes: int | None
+    enable_prefix_caching: bool
+    kv_cache_dtype: str
+    max_model_len: int | None
+    allow_long_context: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting: int | None
+    pipeline_depth: int
+    policy: str | PolicyName
+    inter_token_target_s: float
+    priority_aging_s: float
+    seed: int | None
+    memory_bytes: int | None
+    enforce_eager: bool
+
+
+# option -> (section, field); the section "" is EngineConfig itself
+_PLACES: Mapping[str, tuple[str, str]] = {
+    "revision": ("load", "revision"),
+    "dtype": ("load", "dtype"),
+    "quantization": ("load", "quantization"),
+    "device": ("load", "device"),
+    "offline": ("load", "offline"),
+    "num_threads": ("load", "num_threads"),
+    "pin_threads": ("load", "pin_threads"),
+    "block_size": ("cache", "block_size"),
+    "num_blocks": ("cache", "num_blocks"),
+    "num_gpu_blocks_override": ("cache", "num_blocks"),
+    "kv_cache_memory_bytes": ("cache", "kv_cache_bytes"),
+    "enable_prefix_caching": ("cache", "prefix_caching"),
+    "kv_cache_dtype": ("cache", "kv_dtype"),
+    "max_model_len": ("", "max_model_len"),
+    "allow_long_context": ("", "allow_long_context"),
+    "max_num_seqs": ("scheduler", "max_num_seqs"),
+    "max_num_batched_tokens": ("scheduler", "max_num_batched_tokens"),
+    "max_waiting": ("scheduler", "max_waiting"),
+    "pipeline_depth": ("scheduler", "pipeline_depth"),
+    "policy": ("scheduler", "policy"),
+    "inter_token_target_s": ("scheduler", "inter_token_target_s"),
+    "priority_aging_s": ("scheduler", "priority_aging_s"),
+    "seed": ("", "seed"),
+    "memory_bytes": ("", "memory_bytes"),
+    "enforce_eager": ("", "enforce_eager"),
+}
+
+
+class _TokenizedPrompt(NamedTuple):
+    """A prompt ready to submit, and its text unless it was token ids."""
 
     text: str | None
     token_ids: Sequence[int]
@@ -67,13 +135,13 @@ class LLM:
             self._engine = open_engine(config, show)
         self._thread = LoopThread("quickstep-llm", self._engine.stop)
         self._thread.start()
-        # also at the interpreter's exit, for those who never close
+        # also at the interpreter's exit, if `close` is never called
         self._end = weakref.finalize(self, self._thread.close)
         self._thread.call(self._engine.start())
 
     @property
     def engine(self) -> Engine:
-        """The asynchronous engine behind it; it runs in this object's own event loop."""
+        """The asynchronous engine; it runs in this object's own event loop."""
         return self._engine
 
     def generate(
@@ -82,15 +150,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many; answers stand in the order of the prompts.
+        """Complete one prompt or many; the answers are in the order of the prompts.
 
-        A prompt is text, token ids, or a mapping with `prompt` or `prompt_token_ids`. A sequence
-        that fails alone says so in its output's `error`.
+        A prompt is text, token ids, or a mapping with `prompt` or `prompt_token_ids`. If a single
+        sequence fails, its output's `error` says why.
 
         Raises:
             RequestError: One of the prompts or parameters is invalid; then none is served.
         """
-        return self._serve(self._tokenised(prompts), sampling_params, use_tqdm)
+        return self._serve(self._tokenized(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -108,11 +176,11 @@ class LLM:
             RequestError: As `generate`, or the model has no chat template.
         """
         render = self._engine.chat_prompt
-        tokenised = [
-            _Tokenised(None, render(one, tools, add_generation_prompt, chat_template_kwargs))
+        tokenized = [
+            _TokenizedPrompt(None, render(one, tools, add_generation_prompt, chat_template_kwargs))
             for one in _as_conversations(messages)
         ]
-        return self._serve(tokenised, sampling_params, use_tqdm)
+        return self._serve(tokenized, sampling_params, use_tqdm)
 
     def embed(
         self,
@@ -123,18 +191,18 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of one prompt or many: the pooled final hidden states, of length 1.
 
-        `pooling` None takes what the model's card says, else the last token's state.
+        `pooling` None uses the pooling of the model's card, else the last token's state.
 
         Raises:
             RequestError: One of the prompts is invalid; then none is served.
             EngineError: The model failed on one.
         """
-        sampling = SamplingParams(max_tokens=1)  # of which nothing is drawn
+        sampling = SamplingParams(max_tokens=1)  # no token is sampled
         how = pooling or self._engine.default_pooling
 
         submits = [
             partial(self._engine.stream, Request("", ids, sampling, pooling=how))
-            for ids in [as_token_ids(prompt.token_ids) for prompt in self._tokenised(prompts)]
+            for ids in [as_token_ids(prompt.token_ids) for prompt in self._tokenized(prompts)]
         ]
 
         async def answer(stream: Stream, number: int) -> EmbeddingRequestOutput:
@@ -152,19 +220,19 @@ class LLM:
             RequestError: One of the prompts is invalid.
             EngineError: The model failed on one.
         """
-        tokenised = self._tokenised(prompts)
-        submits = [partial(self._start_search, prompt.token_ids, params) for prompt in tokenised]
+        tokenized = self._tokenized(prompts)
+        submits = [partial(self._start_search, prompt.token_ids, params) for prompt in tokenized]
         tokenizer = self._engine.tokenizer
 
         async def answer(search: BeamSearch, number: int) -> BeamSearchOutput:
             best = await search.run()
-            return beam_search_output(tokenised[number].token_ids, best, tokenizer)
+            return beam_search_output(tokenized[number].token_ids, best, tokenizer)
 
         with _progress_bar("Searching", is_wanted=use_tqdm) as show:
             return self._thread.call(_all_answers(submits, answer, show))
 
     def close(self) -> None:
-        """End what runs and free everything. Idempotent."""
+        """End all requests and free everything. Idempotent."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -175,7 +243,7 @@ class LLM:
 
     def _serve(
         self,
-        prompts: Sequence[_Tokenised],
+        prompts: Sequence[_TokenizedPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
@@ -208,11 +276,13 @@ class LLM:
         search.start()
         return search
 
-    def _tokenised(self, prompts: Prompt | Sequence[Prompt]) -> list[_Tokenised]:
-        """In the caller's thread, so that others' streams continue meanwhile."""
+    def _tokenized(self, prompts: Prompt | Sequence[Prompt]) -> list[_TokenizedPrompt]:
+        """Tokenize in the caller's thread, so that other requests continue meanwhile."""
         encode = self._engine.tokenizer.encode
         return [
-            _Tokenised(one, encode(one)) if isinstance(one, str) else _Tokenised(None, one)
+            _TokenizedPrompt(one, encode(one))
+            if isinstance(one, str)
+            else _TokenizedPrompt(None, one)
             for one in map(_plain_prompt, _as_prompts(prompts))
         ]
 
@@ -222,7 +292,7 @@ async def _all_answers(
     answer: Callable[[_Submitted, int], Awaitable[_T]],
     show: Callable[[int, int], None] | None,
 ) -> list[_T]:
-    """Submit all, then wait for all. Whatever happens, nothing stays submitted."""
+    """Submit all, then wait for all. In any case, no request stays submitted."""
     submitted: list[_Submitted] = []
     num_done = 0
 
@@ -298,7 +368,7 @@ def _as_many(
 
 @contextmanager
 def _progress_bar(what: str, is_wanted: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on standard error, (done, total) at a time; None where nobody looks."""
+    """A progress bar on standard error, called with (done, total); None without a terminal."""
     if not is_wanted or not sys.stderr.isatty():
         yield None
         return
@@ -308,3 +378,58 @@ def _progress_bar(what: str, is_wanted: bool) -> Iterator[Callable[[int, int], N
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """The configuration for `LLM(model, **options)`.
+
+    Raises:
+        ConfigError: An option is unknown, given twice by two names, or has a bad value.
+    """
+    sections: dict[str, dict[str, Any]] = {"load": {"model": model}, "cache": {}, "scheduler": {}}
+    own: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in _PLACES:
+            raise ConfigError(_unknown(name))
+        if value is None:
+            continue
+        _check_type(name, value)
+        section, field = _PLACES[name]
+        fields = sections[section] if section else own
+        if field in fields:
+            raise ConfigError(f"{name} and another name of {field} are both given; keep one")
+        fields[field] = _policy(value) if name == "policy" else value
+    return EngineConfig(
+        load=LoadConfig(**sections["load"]),
+        cache=CacheConfig(**sections["cache"]),
+        scheduler=SchedulerConfig(**sections["scheduler"]),
+        **own,
+    )
+
+
+def _check_type(name: str, value: Any) -> None:
+    """Raise ConfigError for a wrong type. Integers may be floats, booleans neither."""
+    wanted = get_type_hints(LLMOptions)[name]
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    fits = isinstance(value, wanted) if wanted is not float else is_number or type(value) is float
+    if not fits or (isinstance(value, bool) and wanted is not bool):
+        raise ConfigError(f"{name} is {value!r}, it must be of type {_type_name(wanted)}")
+
+
+def _type_name(wanted: Any) -> str:
+    return wanted.__name__ if isinstance(wanted, type) else str(wanted)
+
+
+def _policy(value: str | PolicyName) -> PolicyName:
+    try:
+        return PolicyName(value)
+    except ValueError as error:
+        names = ", ".join(policy.value for policy in PolicyName)
+        raise ConfigError(f"policy is {value!r}, it must be one of {names}") from error
+
+
+def _unknown(name: str) -> str:
+    if name == "trust_remote_code":
+        return "trust_remote_code does not exist here: a checkpoint's own code is never run"
+    nearest = difflib.get_close_matches(name, _PLACES, n=1, cutoff=0.0)[0]
+    return f"LLM has no option {name!r}; the nearest is {nearest!r}"

@@ -1,6 +1,6 @@
-"""What an engine serves: a loaded model's name, limits, tokenizer and template.
+"""A loaded model's name, limits, tokenizer and template.
 
-Made by `open_engine`, read by everyone; the tensors themselves belong to the executor.
+Made by `open_engine`, read by the engine and its callers; the executor owns the tensors.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class LoadedModel(msgspec.Struct, frozen=True):
     """A model ready to serve.
 
     Attributes:
-        name: What responses carry and what clients ask for.
+        name: The name in requests and responses.
         fingerprint: Weights, dtype and kernel set.
-        max_model_len: Longest sequence in tokens, as the memory allows.
+        max_model_len: The longest sequence in tokens that fits into memory.
         vocab_size: Width of the logits; token ids in requests are below it.
         default_sampling: The checkpoint's own sampling values, by SamplingParams' names.
         load_s: Seconds from opening to ready.
-        memory_plan: What the memory is used for; None if nothing was planned.
+        memory_plan: The use of the memory; None if it was not planned.
         path: The checkpoint's directory or GGUF file; None if there is none.
         grammars: Compiles the grammars of requests; None refuses them.
-        default_pooling: How the model's card says that prompts are embedded.
+        default_pooling: The pooling of embeddings in the model's card.
     """
 
     name: str

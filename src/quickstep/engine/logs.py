@@ -1,4 +1,4 @@
-"""How both processes write their log to stderr: lines of text, or one JSON object a line.
+"""The log that both processes write to stderr: lines of text, or one JSON object per line.
 
 `install` is called once in each process, by the command and by the engine's service.
 """
@@ -18,12 +18,12 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class LogSetup(msgspec.Struct, frozen=True):
-    """What is logged, and how.
+    """The level and the format of the log.
 
     Attributes:
-        level: The least level that is written, as `logging` counts.
+        level: The lowest level that is written, a number of `logging`.
         format: A format of `logging`, for lines of text.
-        as_json: One JSON object a line instead.
+        as_json: One JSON object per line instead.
     """
 
     level: int = logging.WARNING
@@ -49,7 +49,7 @@ class JsonLines(logging.Formatter):
 
 
 def install(setup: LogSetup) -> None:
-    """Write this process's log as `setup` says, unless somebody has set it up already."""
+    """Configure this process's log as in `setup`, unless it has been configured already."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if setup.as_json else logging.Formatter(setup.format))
     logging.basicConfig(level=setup.level, handlers=[handler])

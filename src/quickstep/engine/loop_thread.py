@@ -1,7 +1,7 @@
-"""An event loop on a thread of its own, and calls into it from other threads that always end.
+"""An event loop on a thread of its own, and calls into it from other threads.
 
-Owned by `engine.llm.LLM`. A call that is under way when the loop ends gets its result if it ends
-in time, else an EngineError; no caller waits for a loop that does not run any more.
+Owned by `engine.llm.LLM`. Every call ends: one that runs when the loop ends returns its result if
+it ends in time, else raises EngineError; no caller waits for a loop that does not run any more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start the thread; returns when its loop takes calls. Raises what made it end at once."""
+        """Start the thread; returns when its loop accepts calls. Raises the error if it ended."""
         self._thread.start()
         self._begun.wait()
         if self._loop is None and self._failure is not None:
@@ -66,7 +66,7 @@ class LoopThread:
                 self._waiting.discard(future)
 
     def close(self) -> None:
-        """Take no more calls, await `end` and what still runs, end the thread. Idempotent.
+        """Accept no more calls, await `end` and the coroutines, end the thread. Idempotent.
 
         In the loop's own thread (the garbage collector may call it there) it does not wait.
         """
@@ -102,13 +102,13 @@ class LoopThread:
     async def _until_closed(self) -> None:
         await self._closing.wait()
         await self._end()
-        # whoever waits for an answer gets what there is
+        # the coroutines return the output so far
         waiting = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*waiting, return_exceptions=True)
 
     def _fail_waiting(self) -> None:
-        """The loop runs no more: whatever it has not resolved, nothing else would."""
+        """The loop has ended: fail the calls that it has not resolved."""
         with self._lock:
             for future in self._waiting:
-                with suppress(InvalidStateError):  # it has its result, or its caller left
+                with suppress(InvalidStateError):  # it has its result, or was cancelled
                     future.set_exception(EngineError("this LLM was closed while it answered"))

@@ -1,4 +1,7 @@
-"""Whole answers, as `LLM.generate` returns them: vLLM's names, and how each was served."""
+"""Complete answers, as `LLM.generate` returns them: vLLM's names, and how each was served.
+
+`best_of` picks the best of a request's sequences, as OpenAI's field of that name does.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.engine.beam_search import Hypothesis
 from quickstep.engine.stream import Delta, Stream
 from quickstep.engine.text.tokenizer import Tokenizer
-from quickstep.errors import EngineError
+from quickstep.errors import EngineError, RequestError
 from quickstep.types import FinishReason, SamplingParams, SequenceTimings, TokenLogprobs
 
 __all__ = [
@@ -25,6 +29,8 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "beam_search_output",
+    "best_indices",
+    "best_of",
     "collect",
     "collect_embedding",
     "ranked_logprobs",
@@ -43,9 +49,9 @@ class CompletionOutput(msgspec.Struct, frozen=True):
     """One of a request's n sequences.
 
     Attributes:
-        cumulative_logprob: Sum over the tokens; None unless logprobs were asked for.
+        cumulative_logprob: Sum over the tokens; None unless logprobs were requested.
         logprobs: Per token, the chosen one's and the most likely ones' by token id.
-        finish_reason: OpenAI's word: `stop`, `length`, `abort` or `error`.
+        finish_reason: OpenAI's name: `stop`, `length`, `abort` or `error`.
         stop_reason: The stop string or stop token that ended it, else None.
         ended_by: The exact reason.
         error: Why, when it ended with an error.
@@ -65,8 +71,7 @@ class CompletionOutput(msgspec.Struct, frozen=True):
 class RequestMetrics(msgspec.Struct, frozen=True):
     """How a request was served; the seed reproduces it.
 
-    `sequences` has one entry per output, None for one that the engine lost track of (its own
-    failure).
+    `sequences` has one entry per output, None for one that the engine's own failure ended.
     """
 
     seed: int
@@ -80,10 +85,9 @@ class RequestMetrics(msgspec.Struct, frozen=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True):
-    """A finished request. `prompt` is None if token ids were given.
+    """A finished request. `prompt` is None if the prompt was token ids.
 
-    `prompt_logprobs` has an entry per prompt token, None for the first; itself None unless asked
-    for.
+    `prompt_logprobs` has an entry per prompt token, None for the first; None if not requested.
     """
 
     request_id: str
@@ -98,7 +102,7 @@ class RequestOutput(msgspec.Struct, frozen=True):
 class BeamSearchSequence(msgspec.Struct, frozen=True):
     """A hypothesis, best first in its output. As vLLM's, `tokens` and `text` begin with the prompt.
 
-    `score` is what it was ranked by; `logprobs` are those of the generated tokens.
+    Hypotheses are ranked by `score`; `logprobs` are those of the generated tokens.
     """
 
     tokens: tuple[int, ...]
@@ -124,7 +128,7 @@ class EmbeddingOutput(msgspec.Struct, frozen=True):
 
     @property
     def hidden_size(self) -> int:
-        """Its dimensions."""
+        """The number of dimensions."""
         return len(self.embedding)
 
 
@@ -157,7 +161,7 @@ class _Collected:
 
 
 class Readable(Protocol):
-    """A request's stream, or what is made of several (`beam_search`, `best_of`)."""
+    """A request's stream, or one made of several streams (beam search, `best_of`)."""
 
     @property
     def request_id(self) -> str:
@@ -165,11 +169,11 @@ class Readable(Protocol):
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """The prompt as the model reads it."""
+        """The prompt's token ids."""
 
     @property
     def seed(self) -> int:
-        """The noise seed that is used."""
+        """The seed of the sampling noise."""
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         """Iterate the deltas."""
@@ -178,7 +182,7 @@ class Readable(Protocol):
 async def collect(
     stream: Readable, prompt: str | None, sampling: SamplingParams, tokenizer: Tokenizer
 ) -> RequestOutput:
-    """Read a stream to its end."""
+    """Read a stream to its end and return the complete output."""
     sequences = [_Collected() for _ in range(sampling.n)]
     async for delta in stream:
         sequences[delta.index].add(delta)
@@ -221,7 +225,7 @@ async def collect_embedding(stream: Stream) -> EmbeddingRequestOutput:
 def beam_search_output(
     prompt_token_ids: Sequence[int], hypotheses: Sequence[Hypothesis], tokenizer: Tokenizer
 ) -> BeamSearchOutput:
-    """What a search found, in vLLM's form."""
+    """The hypotheses of a search, in vLLM's form."""
     sequences = []
     for one in hypotheses:
         assert one.reason is not None, "a search ends with ends"
@@ -280,3 +284,35 @@ def ranked_logprobs(one: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logpr
         for rank, (token_id, logprob) in enumerate(one.top, 1)
     }
     return chosen | top | chosen
+
+
+def best_indices(logprobs: Sequence[Sequence[float]], num_kept: int) -> list[int]:
+    """The sequences with the best mean logprob, best first: equal means in their order, empty
+    sequences last.
+    """
+
+    def mean(index: int) -> float:
+        values = logprobs[index]
+        return math.fsum(values) / len(values) if values else -math.inf
+
+    return sorted(range(len(logprobs)), key=lambda index: -mean(index))[:num_kept]
+
+
+def best_of(output: RequestOutput, num_kept: int) -> RequestOutput:
+    """The request with its `num_kept` best outputs, best first; indices and metrics stay theirs.
+
+    Raises:
+        RequestError: It has no logprobs, or fewer outputs.
+    """
+    if not 1 <= num_kept <= len(output.outputs):
+        raise RequestError(
+            f"best_of keeps {num_kept} of {len(output.outputs)} outputs", param="best_of"
+        )
+    chosen: list[list[float]] = []
+    for one in output.outputs:
+        if one.logprobs is None:
+            raise RequestError("best_of needs outputs with logprobs", param="logprobs")
+        pairs = zip(one.token_ids, one.logprobs, strict=True)
+        chosen.append([entry[token_id].logprob for token_id, entry in pairs])
+    kept = best_indices(chosen, num_kept)
+    return replace(output, outputs=tuple(output.outputs[index] for index in kept))

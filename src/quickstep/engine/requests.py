@@ -1,10 +1,10 @@
-"""Requests on their way into an engine: the one check of this layer, then an id and a seed.
+"""Requests before they enter an engine: they are checked, and get an id and a seed.
 
-`RequestIntake` belongs to whatever takes requests from clients: the engine itself, or its client in
-the server's process, so that a request is checked before it crosses. Ranges of single fields are
-`SamplingParams`' own; here is what depends on the model. Sizes that the scheduler knows, it checks
-itself (`core.scheduler`). Every refusal is a RequestError that names the field, the value and the
-limit.
+`RequestIntake` belongs to the object that accepts requests from clients: the engine itself, or its
+client in the server's process, so that a request is checked before it is sent. `SamplingParams`
+checks the ranges of single fields; this module checks what depends on the model. The scheduler
+checks the sizes that it knows (`core.scheduler`). Every refusal is a RequestError that names the
+field, the value and the limit.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _SEED_BITS = 53
 
 
 def open_seeds(seed: int | None) -> random.Random:
-    """A source of seeds: the same ones for the same `seed`, the system's entropy for None."""
+    """A source of seeds: reproducible for a `seed`, from the system's entropy for None."""
     return random.SystemRandom() if seed is None else random.Random(seed)
 
 
 class RequestIntake:
-    """Checks requests and completes them. `live` has the ids in use."""
+    """Checks requests and completes them. `live` contains the ids in use."""
 
     def __init__(self, seeds: random.Random, live: Container[str]) -> None:
         self._seeds = seeds
@@ -44,7 +44,7 @@ class RequestIntake:
         max_model_len: int,
         eos_token_ids: frozenset[int],
     ) -> Request:
-        """The request with its id, its seed and the model's end tokens, as the scheduler gets it.
+        """Check a request. Returns it with its id, its seed and the model's end tokens.
 
         Raises:
             RequestError: The model cannot serve it, or its id is in use.
@@ -69,7 +69,7 @@ class RequestIntake:
 def check_request(
     request: Request, vocab_size: int, max_model_len: int, eos_token_ids: frozenset[int]
 ) -> None:
-    """Raise RequestError for what a model with these sizes and end tokens cannot serve."""
+    """Raise RequestError if a model with these sizes and end tokens cannot serve the request."""
     timeout_s, n = request.timeout_s, request.sampling.n
     if timeout_s is not None and not timeout_s > 0:
         raise RequestError(f"timeout_s is {timeout_s}, it must be above 0", param="timeout_s")
@@ -80,7 +80,7 @@ def check_request(
 
 
 def as_token_ids(ids: Sequence[int]) -> tuple[int, ...]:
-    """A prompt's token ids as a request holds them. Raises RequestError for what is no list."""
+    """A prompt's token ids as a tuple. Raises RequestError if they are no sequence."""
     if not isinstance(ids, Sequence):
         raise RequestError("a prompt is text or a list of integer token ids", param="prompt")
     return tuple(ids)
@@ -89,8 +89,8 @@ def as_token_ids(ids: Sequence[int]) -> tuple[int, ...]:
 def check_token_ids(
     ids: tuple[int, ...], vocab_size: int, max_model_len: int, prompt_only: bool = False
 ) -> None:
-    """A prompt is some integers of the vocabulary, and not too many: one token of output has to fit
-    after it, unless `prompt_only`.
+    """Raise RequestError for ids outside the vocabulary, or for none or too many of them: one token
+    of output has to fit after them, unless `prompt_only`.
     """
     if not ids:
         raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
@@ -105,7 +105,7 @@ def check_token_ids(
 def _check_sampling(
     sampling: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> None:
-    """Token ids are in the vocabulary, logprobs no more than tokens, and some token can follow."""
+    """Check token ids, numbers of logprobs, and that some token can follow."""
     _check_ids("logit_bias", sampling.logit_bias, vocab_size)
     _check_ids("allowed_token_ids", sampling.allowed_token_ids, vocab_size)
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)

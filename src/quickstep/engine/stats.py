@@ -1,4 +1,4 @@
-"""How an engine is doing, for `/health` and `/metrics`: frozen values, made when asked."""
+"""The state of an engine, for `/health` and `/metrics`: frozen values, made on request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["EngineState", "EngineStats"]
 
 
 class EngineState(enum.Enum):
-    """The life of an engine, in order; FAILED when its loop broke.
+    """The states of an engine, in order; FAILED when its loop failed.
 
-    RESTARTING is for an engine in its own process, which is started again after it has ended.
+    RESTARTING is for an engine in its own process, which is restarted after it has ended.
     """
 
     NEW = "not started"
@@ -26,19 +26,19 @@ class EngineState(enum.Enum):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A moment of an engine.
+    """The state of an engine at one time.
 
     Attributes:
         failure: Why the engine failed, or why it is restarting; "" otherwise.
         now_s: The engine's clock.
-        last_step_s: When the last step was committed, on that clock; None before the first.
-        busy_since_s: Since when there has been a request to generate for; None while there is
+        last_step_s: When the last step was committed, by that clock; None before the first.
+        busy_since_s: The time since which there is a request to generate for; None while there is
             none, or all are paused for their readers.
         num_steps_in_flight: Steps submitted and not committed.
         num_requests: Requests whose streams have not ended.
         scheduler: Waiting, running, blocks (`core.accounting.SchedulerStats`).
-        num_restarts: How often the engine's process was started again.
-        silent_s: Seconds that the engine's process has said nothing with requests pending.
+        num_restarts: How often the engine's process was restarted.
+        silent_s: Seconds that the engine's process has sent no message with requests pending.
     """
 
     state: EngineState
@@ -54,14 +54,14 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting for something."""
+        """Whether a request has not ended."""
         return self.num_requests > 0
 
     @property
     def stalled_s(self) -> float:
-        """Seconds that work has waited since a step last finished; 0 while there is none.
+        """Seconds that requests have waited since the last step finished; 0 while there are none.
 
-        Much more than a step takes means that the executor hangs.
+        Much more than the time of a step means that the executor hangs.
         """
         if self.busy_since_s is None:
             return 0.0

@@ -1,8 +1,8 @@
-"""The engine's book: one line per step, one per finished sequence, totals, and observations.
+"""The engine's log: one record per step, one per finished sequence, totals, and observations.
 
 Written by the engine's loop only; read by `/metrics`, the timeline, the cost accounts and the
-command line. Rings keep the newest lines, totals count everything since the start. With a path,
-every line is also appended there as JSON.
+command line. Ring buffers hold the newest records, totals count everything since the start. With a
+path, every record is also appended there as a line of JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Follower", "Observer", "Quantity", "SequenceRecord", "StepLog", "Ste
 
 
 class Quantity(enum.Enum):
-    """What is observed, in seconds; one value per sequence, of INTER_TOKEN one per gap."""
+    """Observed times in seconds: one value per sequence, for INTER_TOKEN one per gap."""
 
     QUEUE = "queue"
     TIME_TO_FIRST_TOKEN = "time_to_first_token"
@@ -36,7 +36,7 @@ Observer = Callable[[Quantity, float], None]
 
 
 class SequenceRecord(msgspec.Struct, frozen=True):
-    """A finished sequence: who asked, how it ended, and where its time went."""
+    """A finished sequence: its request, how it ended, and its timings."""
 
     request_id: str
     index: int
@@ -67,7 +67,7 @@ class SequenceRecord(msgspec.Struct, frozen=True):
 
 
 class StepTotals(msgspec.Struct, frozen=True):
-    """Counts since the start. `busy_s` is the device's: the sum of the steps' seconds."""
+    """Counts since the start. `busy_s` is the sum of the steps' seconds on the device."""
 
     num_steps: int
     busy_s: float
@@ -81,7 +81,7 @@ class StepTotals(msgspec.Struct, frozen=True):
 
 
 class Follower(Protocol):
-    """Gets every line that the log gets; a second `StepLog` is one."""
+    """Receives every record that the log receives; a second `StepLog` is one."""
 
     def add_step(self, record: StepRecord) -> None:
         """A step was committed."""
@@ -94,7 +94,7 @@ class Follower(Protocol):
 
 
 class StepLog:
-    """Rings of `capacity` lines each. `open` and `close` only matter with a `path`."""
+    """Ring buffers of `capacity` records each. `open` and `close` only matter with a `path`."""
 
     def __init__(self, capacity: int = 4096, path: Path | None = None) -> None:
         self._steps: deque[StepRecord] = deque(maxlen=capacity)
@@ -138,7 +138,7 @@ class StepLog:
         self._observers.append(observer)
 
     def follow(self, follower: Follower) -> None:
-        """Give `follower` every line from now on, in the engine's loop."""
+        """Pass every record on to `follower` from now on, in the engine's loop."""
         self._followers.append(follower)
 
     def open(self) -> None:

@@ -1,9 +1,9 @@
-"""What a request gives back while it runs: deltas, which the engine puts into the request's sink.
+"""The output of a running request: deltas, which the engine puts into the request's sink.
 
-A sink is anything with `put`. A `Stream` is the sink that a caller iterates in the engine's event
+A sink is an object with `put`. A `Stream` is the sink that a caller iterates in the engine's event
 loop; the connection to the server's process is another (`remote.service`). A stream drops nothing
-for a slow reader: one that leaves too much unread has its request paused (`StreamConfig`) until it
-has read enough.
+for a slow reader: if too much is unread, the request is paused (`StreamConfig`) until the reader
+has caught up.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ __all__ = ["Delta", "Sink", "Stream", "StreamOwner"]
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """News of one of a request's sequences.
+    """New output of one of a request's sequences.
 
     Attributes:
         index: Which of the n sequences.
-        text: New text in whole characters; empty while a character or a stop is undecided.
+        text: New text in complete characters; empty while a character or a stop is undecided.
         token_ids: New tokens, an end token included.
-        logprobs: One per new token, if asked for.
+        logprobs: One per new token, if requested.
         finish_reason: Set on the last delta of a sequence, as are `stop_reason` and `timings`.
         stop_reason: The stop string or the stop token that ended it, `deadline` for a deadline;
             None for EOS.
-        error: Why, when the finish reason is ERROR or REFUSED.
+        error: The reason, when the finish reason is ERROR or REFUSED.
         prompt_logprobs: One per prompt token in order, None for the first; with index 0 only.
         embedding: The prompt's, on the one delta of a request with `pooling`.
     """
@@ -50,7 +50,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """About what it holds: near enough to bound what is kept."""
+        """Its approximate size, to bound the unread deltas."""
         if not (self.logprobs or self.prompt_logprobs or self.embedding):
             return len(self.text) + 8 * len(self.token_ids)
         scored = [one for one in (*self.logprobs, *self.prompt_logprobs) if one is not None]
@@ -63,11 +63,11 @@ class Sink(Protocol):
     """Where an engine puts the deltas of one request, in order per sequence."""
 
     def put(self, delta: Delta) -> None:
-        """Take a delta, in the engine's event loop; what it raises ends the request."""
+        """Receive a delta, in the engine's event loop; an exception ends the request."""
 
 
 class StreamOwner(Protocol):
-    """Who runs a stream's request: the engine, or its client in another process."""
+    """The object that runs a stream's request: the engine, or its client in another process."""
 
     def abort(self, request_id: str) -> None:
         """End it."""
@@ -76,14 +76,14 @@ class StreamOwner(Protocol):
         """Generate no more for it until `resume`."""
 
     def resume(self, request_id: str) -> None:
-        """Go on with it."""
+        """Continue it."""
 
 
 class Stream:
     """The deltas of one request, in order per sequence; ends after the last sequence's end.
 
-    The owner accepts or refuses the request, and puts the deltas; the caller does the rest. Leave
-    it early with `aclose()` (or leave `async with`): that aborts what still runs.
+    The owner accepts or refuses the request, and puts the deltas; the caller reads them. To stop
+    early, call `aclose()` (or leave `async with`), which aborts what still runs.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Stream:
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.seed = request.seed
-        # what the engine takes less strictly than the request says; known once it has accepted
+        # keywords that the engine enforces less strictly than specified; set once it has accepted
         self.ignored: tuple[str, ...] = ()
         self._decided = asyncio.Event()
         self._refusal: QuickstepError | None = None
@@ -130,30 +130,30 @@ class Stream:
         await self.aclose()
 
     async def accepted(self) -> None:
-        """Return once the engine has taken the request.
+        """Return once the engine has accepted the request.
 
         Raises:
             RequestError: The engine cannot serve it as it is.
-            EngineError: The engine takes no requests, or ended before it took this one.
+            EngineError: The engine accepts no requests, or ended before it accepted this one.
         """
         await self._decided.wait()
         if self._refusal is not None:
             raise self._refusal
 
     def accept(self, ignored: tuple[str, ...] = ()) -> None:
-        """The engine has taken the request; nothing if that is decided (the owner only)."""
+        """The engine has accepted the request; ignored if that is decided (the owner only)."""
         if not self._decided.is_set():
             self.ignored = ignored
             self._decided.set()
 
     def refuse(self, error: QuickstepError) -> None:
-        """The engine has not; nothing if that is decided (the owner only)."""
+        """The engine has refused the request; ignored if that is decided (the owner only)."""
         if not self._decided.is_set():
             self._refusal = error
             self._decided.set()
 
     async def aclose(self) -> None:
-        """Abort what still runs, drop what was not read. Idempotent."""
+        """Abort what still runs and drop the unread deltas. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -163,7 +163,7 @@ class Stream:
         self._wake()
 
     def put(self, delta: Delta) -> None:
-        """Append (the owner only)."""
+        """Append a delta (the owner only)."""
         if delta.finish_reason is not None:
             self._num_running -= 1
         if self._closed:
@@ -175,12 +175,12 @@ class Stream:
             self._owner.pause(self.request_id)
         self._wake()
 
-    def _exceeds(self, share: float) -> bool:
-        """Whether more than this share of what may be unread is."""
+    def _exceeds(self, fraction: float) -> bool:
+        """Whether more is unread than this fraction of the bounds."""
         bounds = self._bounds
         return bounds is not None and (
-            len(self._deltas) > share * bounds.max_unread_deltas
-            or self._num_bytes > share * bounds.max_unread_bytes
+            len(self._deltas) > fraction * bounds.max_unread_deltas
+            or self._num_bytes > fraction * bounds.max_unread_bytes
         )
 
     def _wake(self) -> None:

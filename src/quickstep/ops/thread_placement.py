@@ -1,6 +1,6 @@
 """Where the kernels' threads run and their weights are placed, decided from a machine as data.
 
-`engine.topology` reads the machine, `ops.native.backend` does as decided. Threads get cores of
+`engine.machine` reads the machine, `ops.native.backend` does as decided. Threads get cores of
 their own before any two share one, on as few NUMA nodes as have the cores.
 """
 

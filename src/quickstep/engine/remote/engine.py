@@ -232,7 +232,7 @@ class RemoteEngine:
         self._supervisor.start()
 
     async def stop(self, drain_s: float = 0.0) -> None:
-        """Take no more, let requests continue for `drain_s` seconds, end the rest with SHUTDOWN.
+        """Accept no more, let requests continue for `drain_s` seconds, end the rest with SHUTDOWN.
 
         A second call, with the first still draining, ends them at once.
         """
@@ -273,7 +273,7 @@ class RemoteEngine:
 
     @property
     def default_pooling(self) -> Pooling:
-        """How the model's card says that prompts are embedded."""
+        """The pooling of embeddings in the model's card."""
         return self._loaded.facts.default_pooling
 
     @property

@@ -224,7 +224,7 @@ class Supervisor:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the process has been told to stop."""
+        """Whether the process was sent Stop."""
         return self._ending is not None
 
     async def open(self, progress: LoadProgress | None) -> None:

@@ -1,10 +1,9 @@
-"""A conversation to prompt text, through the template that the checkpoint brings.
+"""A conversation to prompt text, through the checkpoint's template.
 
-The template is code from a stranger: it runs in Jinja's immutable sandbox, within bounds of time
-and size (`template_limits`), with the additions
-that Hugging Face's templates rely on (`tojson` without HTML escapes, `raise_exception`,
-`strftime_now`, loop controls, `generation` blocks). Called by the engine's users before
-`Engine.submit`. Whatever a template or a conversation does wrong is a RequestError.
+The template is untrusted code: it runs in Jinja's immutable sandbox, within bounds of time and size
+(`template_limits`), with the additions that Hugging Face's templates rely on (`tojson` without HTML
+escapes, `raise_exception`, `strftime_now`, loop controls, `generation` blocks). Called by the
+engine's users before `Engine.submit`. Any error of a template or a conversation is a RequestError.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ _TESTS_NONE = re.compile(r"\bcontent['\"]?\]?\s+is\s+(?:not\s+)?none\b")
 
 
 class _Arguments(dict[str, Any]):
-    """A call's arguments as templates want them: most read an object, DeepSeek's add the JSON text
-    to a string, others print it. The text is the model's own, so that its tokens come back.
+    """A call's arguments as templates need them: most read an object, DeepSeek's add the JSON text
+    to a string, others print it. The text is the model's own, so that its tokens stay the same.
     """
 
     def __init__(self, members: Mapping[str, Any], text: str) -> None:
@@ -60,17 +59,17 @@ class _Arguments(dict[str, Any]):
 
 
 class _BrokenArguments(str):
-    """Arguments that are not the JSON of an object, since the model was cut or wrote something
-    else: their text, and without any member for a template that goes through those.
+    """Arguments that are not the JSON of an object, because the model was cut or wrote something
+    else: their text, without members for a template that iterates over them.
     """
 
     def items(self) -> tuple[tuple[str, Any], ...]:
-        """No members."""
+        """Return no members."""
         return ()
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks an answer for training; here it is plain."""
+    """`{% generation %}...{% endgeneration %}` marks an answer for training; it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 -- Jinja's own declaration
 
@@ -83,9 +82,9 @@ class _GenerationBlock(jinja2.ext.Extension):
 class ChatTemplate:
     """The templates of one checkpoint, by name; `default` renders unless another one fits.
 
-    `special_tokens` are visible to templates (`bos_token`, ...); `now` gives the date that a
-    template may print. A render that takes longer than `limit_s` by the `clock` is refused; that
-    counts the thread's processor time, so that a pause of the machine refuses nobody.
+    `special_tokens` are variables of templates (`bos_token`, ...); `now` gives the date that a
+    template may print. A render that takes longer than `limit_s` by the `clock` is refused; the
+    clock counts the thread's processor time, so that a pause of the machine has no effect.
     """
 
     def __init__(
@@ -124,12 +123,12 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of the template that renders unless another one fits."""
+        """The text of the default template."""
         return self._source
 
     @property
     def formats(self) -> OutputFormats:
-        """How a model with this template writes calls and reasoning."""
+        """The formats of calls and reasoning of models with this template."""
         return self._formats
 
     def render(
@@ -155,10 +154,10 @@ class ChatTemplate:
             marked = {**last, "content": f"{last['content']}{_END_OF_TEXT}"}
             text = self.render([*earlier, marked], tools, add_generation_prompt, extra)
             return _up_to_the_mark(text, str(last["content"]))
-        taken = _RESERVED & set(extra or {})
-        if taken:
+        reserved = _RESERVED & set(extra or {})
+        if reserved:
             raise RequestError(
-                f"chat_template_kwargs holds {sorted(taken)[0]}, which has a field of its own",
+                f"chat_template_kwargs holds {sorted(reserved)[0]}, which has a field of its own",
                 param="chat_template_kwargs",
             )
         variables: dict[str, Any] = {
@@ -193,7 +192,7 @@ class ChatTemplate:
 def _up_to_the_mark(text: str, continued: str) -> str:
     """The prompt up to the end of the message that is continued.
 
-    Templates may trim a message, as they do with any; text that is gone cannot be continued.
+    A template may trim a message; text that it removed cannot be continued.
     """
     before, mark, _ = text.rpartition(_END_OF_TEXT)
     if not mark or not before.endswith(continued.lstrip()):
@@ -205,7 +204,7 @@ def _up_to_the_mark(text: str, continued: str) -> str:
 
 
 def _formats(templates: Mapping[str, str]) -> OutputFormats:
-    """Of the templates that `render` takes with and without tools."""
+    """The formats of the templates that `render` uses with and without tools."""
     plain = templates.get("default", "")
     with_tools = formats_of(templates.get("tool_use", plain))
     return replace(with_tools, reasoning=with_tools.reasoning or formats_of(plain).reasoning)
@@ -214,7 +213,7 @@ def _formats(templates: Mapping[str, str]) -> OutputFormats:
 def find_templates(path: Path) -> dict[str, str]:
     """All templates of a checkpoint directory or GGUF file by name, {} if it has none.
 
-    `chat_template.jinja` and `additional_chat_templates/NAME.jinja` go before
+    `chat_template.jinja` and `additional_chat_templates/NAME.jinja` override those in
     `tokenizer_config.json`, whose entry is one template or a list of named ones.
     """
     if is_gguf(path):
@@ -277,8 +276,8 @@ def _raise_exception(message: str) -> NoReturn:
 def _plain_message(message: Message, empty_content: str | None) -> dict[str, Any]:
     """A message as templates expect it: text content, tool arguments as an object.
 
-    `empty_content` stands beside calls without content: templates that test it want None, others
-    take it as text.
+    `empty_content` is the content of a message that has only calls: None for templates that test
+    for it, "" for others, which print it.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError("every message needs a role, such as `user`", param="messages")

@@ -1,9 +1,10 @@
-"""The tokenizer and the chat templates that a GGUF file carries in its metadata.
+"""The tokenizer and the chat templates in a GGUF file's metadata.
 
-`tokenizer.ggml.model` is `gpt2` (byte-level BPE, split as `tokenizer.ggml.pre` names it) or `llama`
-(SentencePiece BPE: its merges are worked out from the pieces' scores). Called by `Tokenizer.open`
-and `chat_template.find_templates`; a tokenizer that would split text otherwise than it was trained
-to is refused by name.
+`tokenizer.ggml.model` is `gpt2` (byte-level BPE, whose split has the name `tokenizer.ggml.pre`) or
+`llama` (SentencePiece BPE, whose merges are computed from the pieces' scores). Called by
+`Tokenizer.open` and `chat_template.find_templates`, which import it for GGUF files only. A
+tokenizer with an unknown split is refused by name, because it would split text differently from
+its training.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 class _Split(msgspec.Struct, frozen=True):
-    """How text is cut before merging: expressions, one after another.
+    """How text is split before merging: by the expressions, one after another.
 
     Attributes:
-        whole_tokens: A piece that is a token is taken as it is, whatever merges say.
-        adds_bos: Where the file does not say.
-        composed: Text is brought to NFC first.
+        ignore_merges: A piece that is a token is not split by merges.
+        adds_bos: The default where the file does not say.
+        composed: Text is normalized to NFC first.
     """
 
     expressions: tuple[str, ...]
-    whole_tokens: bool = False
+    ignore_merges: bool = False
     adds_bos: bool = False
     composed: bool = False
 
@@ -88,7 +89,7 @@ _SPLITS: Mapping[str, _Split] = MappingProxyType(
 
 
 class GgufTokenizer(msgspec.Struct, frozen=True):
-    """What `Tokenizer` is made of."""
+    """The parts of a `Tokenizer`."""
 
     library: Any
     eos_token_ids: frozenset[int]
@@ -154,7 +155,7 @@ def _byte_level(
         raise ConfigError(f"{path} holds no merges of its tokenizer (tokenizer.ggml.merges)")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    library = Library(models.BPE(vocabulary, pairs, ignore_merges=split.whole_tokens))
+    library = Library(models.BPE(vocabulary, pairs, ignore_merges=split.ignore_merges))
     if split.composed:
         library.normalizer = normalizers.NFC()
     steps = [pre_tokenizers.Split(Regex(part), "isolated") for part in split.expressions]
@@ -193,8 +194,8 @@ def _sentence_piece(
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All ways to put a piece together from two: the best piece first, then the longest halves
-    (as transformers converts such vocabularies).
+    """All pairs of pieces that make a piece: the best piece first, then the longest halves (as
+    transformers converts such vocabularies).
     """
     found = []
     for piece, token_id in vocabulary.items():
@@ -216,7 +217,7 @@ def _kinds(values: Mapping[str, object], count: int) -> Sequence[int]:
 def _frame(
     library: Library, values: Mapping[str, object], tokens: Sequence[str], adds_bos: bool
 ) -> None:
-    """The post-processor: a beginning and an end token, where the file wants them."""
+    """Set the post-processor, which adds beginning and end tokens as the file specifies."""
     bos, eos = (_token_id(values, name, tokens) for name in ("bos", "eos"))
     with_bos = bool(values.get("add_bos_token", adds_bos)) and bos is not None
     with_eos = bool(values.get("add_eos_token", False)) and eos is not None

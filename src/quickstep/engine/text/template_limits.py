@@ -1,12 +1,12 @@
-"""Jinja's immutable sandbox with a clock and a size: no template holds a request for long.
+"""Jinja's immutable sandbox with limits of time and size, so that no template blocks a request.
 
-Jinja's own sandbox keeps a template away from Python, not from working for ever. Here every turn
-of a loop, every call, filter and test looks at the clock, and whatever can make a text or a number
-grow at one stroke (`*`, `**`, `~`, `+`, `%`, `replace`, `join`, widths) is measured before it does.
-Loops and `~` become calls of the environment when the template is parsed.
+Jinja's own sandbox isolates a template from Python, but does not limit its time or memory. Here
+every iteration of a loop, every call, filter and test checks the clock, and every operation that
+can make a text or a number large at once (`*`, `**`, `~`, `+`, `%`, `replace`, `join`, widths) is
+measured first. Loops and `~` become calls of the environment when the template is parsed.
 
-A template may be a stranger's: it comes with a checkpoint. The sandbox alone lets it ask for any
-amount of memory in one expression, which no deadline on the waiting side would stop.
+A template is untrusted, as it comes with a checkpoint. Without these limits it could allocate any
+amount of memory in one expression, which no deadline of the caller would stop.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _MAX_BITS = 100_000
 _MAX_WIDTH = 10_000
 _MAX_INDENT = 16
 _WIDE = re.compile(r"\d{5,}")
-# what puts in as much as a number says
+# their arguments are a width or a count
 _WIDENING_FILTERS = frozenset({"batch", "center", "indent", "slice"})
 _WIDENING_METHODS = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
 
 
 class _Clock(threading.local):
-    """Each thread's render."""
+    """The deadline of each thread's render."""
 
     deadline_s = math.inf
     limit_s = math.inf
 
 
 class TemplateLimit(Exception):
-    """The template works too long, or on too much."""
+    """The template takes too long, or its values are too large."""
 
 
 class _MeasuredNodes(NodeTransformer):
-    """Calls `tick` on each turn of a loop, and `concat_values` for `~`."""
+    """Calls `tick` in each iteration of a loop, and `concat_values` for `~`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -71,8 +71,8 @@ def _call(method: str, args: list[nodes.Expr], place: nodes.Node) -> nodes.Call:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """One checkpoint's environment; threads may render in it at once. `clock` gives the seconds
-    of the thread that asks.
+    """One checkpoint's environment; several threads may render in it. `clock` gives the seconds of
+    the calling thread.
     """
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
@@ -85,7 +85,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.tests = {name: self._ticking(test) for name, test in tests.items()}
 
     def bound_filters(self) -> None:
-        """Measure the filters; called once all of them are there."""
+        """Measure the filters; called once all of them are defined."""
         self.filters = {
             name: self._ticking(_measured(name, function))
             for name, function in self.filters.items()
@@ -93,7 +93,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @contextmanager
     def within(self, limit_s: float) -> Iterator[None]:
-        """The clock runs while the block does."""
+        """Limit the time of the block."""
         self._local.deadline_s = self._clock() + limit_s
         self._local.limit_s = limit_s
         try:
@@ -102,13 +102,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._local.deadline_s = math.inf
 
     def tick(self) -> bool:
-        """True. Raises TemplateLimit when the time is over."""
+        """Return True. Raises TemplateLimit after the deadline."""
         if self._clock() > self._local.deadline_s:
             raise TemplateLimit(f"it took more than {self._local.limit_s:g} s")
         return True
 
     def concat(self, parts: Iterable[str]) -> str:
-        """All parts as one text; Jinja calls it for whatever it puts together."""
+        """All parts as one text; Jinja calls it to build every text."""
         kept, num_chars = [], 0
         for part in parts:
             num_chars += len(part)
@@ -122,7 +122,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.concat(map(str, values))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`left operator right`, unless that is too much."""
+        """`left operator right`. Raises TemplateLimit if the result is too large."""
         if operator == "**":
             _check_power(left, right)
         elif operator == "*":
@@ -160,7 +160,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return template.set_environment(self)  # type: ignore[return-value]
 
     def _ticking(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter or test that looks at the clock first; Jinja's marks on it stay."""
+        """A filter or test that checks the clock first; Jinja's attributes on it stay."""
 
         @functools.wraps(function)
         def ticking(*args: Any, **named: Any) -> Any:
@@ -171,7 +171,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _measured(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that measures what it is about to make."""
+    """A filter that first measures its result."""
 
     @functools.wraps(function)
     def measured(*args: Any, **named: Any) -> Any:
@@ -237,7 +237,7 @@ def _check_replacement(text: str, old: str, new: str) -> None:
 
 
 def _check_format(text: str, values: Iterable[Any]) -> None:
-    """Widths stand in the text, or it takes them from the values."""
+    """Check the widths in the text, or in the values if the text refers to them."""
     takes_widths = "*" in text or "{" in text
     if _WIDE.search(text) or (takes_widths and any(_is_above(v, _MAX_WIDTH) for v in values)):
         raise TemplateLimit(f"it formats a text to a width above {_MAX_WIDTH}")

@@ -105,7 +105,7 @@ class TokenFormFinder:
         return replace(sampling, in_tokens=found)
 
     def _bad_words(self, sampling: SamplingParams) -> tuple[Spelling, ...]:
-        """Each bad word as it is, and after a space."""
+        """The tokens of each bad word, as it is and after a space."""
         found: dict[Spelling, None] = {}
         for word in sampling.bad_words:
             for text in (word, " " + word.lstrip(" ")):

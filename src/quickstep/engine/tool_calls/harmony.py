@@ -93,15 +93,15 @@ def _part(reader: Reader, marker: str, with_tools: bool) -> Parsing[str | None]:
 def _header(reader: Reader, marker: str) -> Parsing[_Header]:
     """Read text and markers up to `<|message|>`. Raises Malformed."""
     channel, recipient = "", ""
-    words = yield from reader.span(_HEADER_CHARS)
+    text = yield from reader.span(_HEADER_CHARS)
     if marker == _RECIPIENT:
-        words = _RECIPIENT + words
+        text = _RECIPIENT + text
     while True:
-        for word in words.split():
-            if word.startswith(_RECIPIENT):
-                recipient = word.removeprefix(_RECIPIENT)
+        for part in text.split():
+            if part.startswith(_RECIPIENT):
+                recipient = part.removeprefix(_RECIPIENT)
             elif marker == _CHANNEL and not channel:
-                channel = word
+                channel = part
         if (yield from reader.markup(_MESSAGE)):
             return _Header(channel, recipient)
         if (yield from reader.markup(_CHANNEL)):
@@ -109,7 +109,7 @@ def _header(reader: Reader, marker: str) -> Parsing[_Header]:
         else:
             yield from reader.expect(_CONSTRAIN)
             marker = _CONSTRAIN
-        words = yield from reader.span(_HEADER_CHARS)
+        text = yield from reader.span(_HEADER_CHARS)
 
 
 def _call(reader: Reader, recipient: str, with_tools: bool) -> Parsing[None]:

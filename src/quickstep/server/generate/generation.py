@@ -23,7 +23,7 @@ from msgspec import structs
 
 from quickstep.core.sequence import sequence_seed
 from quickstep.engine.beam_search import BeamSearchParams
-from quickstep.engine.best_of import best_indices
+from quickstep.engine.outputs import best_indices
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import ReasoningFormat, ToolCallFormat
 from quickstep.errors import EngineError, RequestError
