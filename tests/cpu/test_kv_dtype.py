@@ -1,4 +1,4 @@
-"""KV caches of other dtypes: what int8 heads stand for, memory, exact engines, accuracy."""
+"""KV caches of other dtypes: what int8 heads represent, memory, exact engines, accuracy."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ HEAD = 64
 
 
 class OutlierKeys:
-    """A token's logits are what it attends to; two channels of all keys stand around `offset`."""
+    """A token's logits are what it attends to; two channels of all keys are near `offset`."""
 
     vocab_size = 97
     device = torch.device("cpu")

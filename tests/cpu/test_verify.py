@@ -84,7 +84,7 @@ class DependsOnChunks(PagedHashModel):
 
 
 class ForgetsToReadSharedBlocks(PagedHashModel):
-    """A row that starts behind a cached prefix sees its first block as zeros."""
+    """A row that starts after a cached prefix sees its first block as zeros."""
 
     def every_token(self, batch, kv):
         hidden = super().every_token(batch, kv)
@@ -111,10 +111,10 @@ def test_a_model_whose_rows_notice_their_batch_is_caught(model):
     )
 
 
-def test_noise_that_depends_on_the_order_of_draws_is_caught(monkeypatch):
-    draws = itertools.count()
+def test_noise_that_depends_on_the_order_of_samples_is_caught(monkeypatch):
+    calls = itertools.count()
     monkeypatch.setattr(
-        sampler, "noise_bits", lambda seed, position, ids: noise_bits(next(draws), position, ids)
+        sampler, "noise_bits", lambda seed, position, ids: noise_bits(next(calls), position, ids)
     )
     assert verified(PagedHashModel()).mismatches > 0
 

@@ -1,4 +1,4 @@
-"""A native draw is NumPy's to the bit: tokens, log-probabilities, ranks and failures."""
+"""Native sampling is NumPy's to the bit: tokens, log-probabilities, ranks and failures."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def state_of(sampling, vocab, seed=0, outputs=()):
 
 
 def rows_of(kind, num_rows, vocab, seed, scale):
-    draws = np.random.default_rng(seed)
-    rows = logit_rows(draws, kind, num_rows, vocab, scale)
+    rng = np.random.default_rng(seed)
+    rows = logit_rows(rng, kind, num_rows, vocab, scale)
     if kind == "broken":
-        rows[0, draws.integers(vocab)] = draws.choice([np.nan, np.inf])
+        rows[0, rng.integers(vocab)] = rng.choice([np.nan, np.inf])
         rows[-1] = -np.inf
     return torch.from_numpy(rows)
 

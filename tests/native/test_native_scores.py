@@ -20,12 +20,12 @@ TABLES = [load_native(2, level) for level in native_status().levels]
 
 
 def logits_of(kind, num_rows, vocab, seed, scale):
-    draws = np.random.default_rng(seed)
-    rows = logit_rows(draws, kind, num_rows, vocab, scale)
+    rng = np.random.default_rng(seed)
+    rows = logit_rows(rng, kind, num_rows, vocab, scale)
     if kind == "broken":
-        rows[draws.integers(num_rows), draws.integers(vocab)] = draws.choice([np.nan, np.inf])
+        rows[rng.integers(num_rows), rng.integers(vocab)] = rng.choice([np.nan, np.inf])
     elif kind == "empty":
-        rows[draws.integers(num_rows)] = -np.inf
+        rows[rng.integers(num_rows)] = -np.inf
     return torch.from_numpy(rows)
 
 
