@@ -20,7 +20,20 @@ CLIENTS := .venv-clients
 .PHONY: help demo test clients check format bench soak peers gpu verify verify-long native reference clean
 
 help:
-	@echo "make demo | test | clients | check | format | reference | verify | verify-long | native | bench | soak | peers | gpu | clean"
+	@echo "make demo         stream text from the bundled model"
+	@echo "make test         run the tests"
+	@echo "make check        linter, types, layers, names, docs, API reference"
+	@echo "make format       format the code and fix what the linter can"
+	@echo "make native       rebuild the native kernels"
+	@echo "make reference    write docs/reference from the types of the server"
+	@echo "make verify       check that requests give the same bits in any batch"
+	@echo "make verify-long  the same with new seeds and property tests, for MINUTES=10"
+	@echo "make clients      test with third-party clients"
+	@echo "make bench        measure the speed of this machine"
+	@echo "make soak         a server under mixed load for MINUTES=10"
+	@echo "make peers        compare with vLLM, OpenVINO, llama.cpp and transformers"
+	@echo "make gpu          tests and benchmarks on an NVIDIA GPU"
+	@echo "make clean        remove everything that make has created"
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -91,7 +104,7 @@ MINUTES ?= 10
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
-# Quickstep beside vLLM, OpenVINO, llama.cpp and transformers, in turns, for about three hours; sets
+# Quickstep compared with vLLM, OpenVINO, llama.cpp and transformers, in turns, for about three hours; sets
 # them up first (GBs). `make peers PEERS=--quick` takes 10 minutes once they are set up.
 PEERS ?= --workloads w1 w2 w3 w4 footprint
 peers: $(READY)

@@ -1,6 +1,6 @@
 """`python -m benchmarks [--device cuda] [--model demo]`: what `make bench` and `make gpu` run.
 
-The benches of the command line one after another, on one model and on the smallest shape.
+Runs the benchmarks of the command line one after another, on one model and on the smallest shape.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from quickstep.cli.main import main as quickstep
 
 
 def main() -> int:
-    """Run every bench; the first failure ends it."""
+    """Run every benchmark until one fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--model", default="demo", help="a directory, a hub id, or demo")
+    parser.add_argument("--model", default="demo", help="a directory, a Hugging Face id, or demo")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--repeats", default="5", help="measured rounds")
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Linear layers of every weight format: microseconds, share of the peak, share of the bandwidth.
+"""Linear layers of every weight format: microseconds, fraction of peak and of read bandwidth.
 
     python -m benchmarks.bench_linear [--formats bfloat16 int8 int4] [--rows 1 8 512] [--torch]
 
-Formats take turns in each round, so that a machine whose clock or bandwidth drifts treats them
-alike; peak and bandwidth are those of the kernels' own probes, measured before and after a shape.
-Caveats: one layer in a loop, weights rotated so that they come from memory, not from cache; the
-spread says whether the machine was quiet. A share of the bandwidth counts the weight's bytes once.
+Formats take turns in each round, so that changes of the machine's clock or bandwidth affect all of
+them. Peak and bandwidth are measured by the kernels' probes before and after a shape. Each layer
+runs in a loop over copies of its weights, so that they are read from memory, not from cache. The
+spread is small on a quiet machine. The bandwidth counts the bytes of the weights once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ import torch
 
 from benchmarks.machine import describe_machine
 from quickstep.model.quantization import MatrixFormat
-from quickstep.ops.native.backend import default_num_threads, load_native, load_probe, native_status
-from quickstep.ops.native.probe import NativeProbe
+from quickstep.ops.native.backend import (
+    NativeProbe,
+    default_num_threads,
+    load_native,
+    load_probe,
+    native_status,
+)
 from quickstep.ops.table import OpTable
 
 # (outputs, inputs): qkv, attention output, gate_up, down of Qwen2.5-0.5B and Llama-3.2-1B
@@ -31,7 +36,7 @@ ROTATED_BYTES = 128 << 20  # above any cache
 PROBE_BYTES = 512 << 20
 PROBE_ROUNDS = 500_000
 PROBE_PASSES = 4
-# what is rounded here; other names are torch dtypes
+# quantized formats; other names are torch dtypes
 QUANTIZED = {
     "int8": MatrixFormat(8, 128),
     "int8-g64": MatrixFormat(8, 64),
@@ -161,8 +166,10 @@ def main() -> None:
     parser.add_argument("--isa", default=None)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 128, 512])
     parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8", "int4"])
-    parser.add_argument("--torch", action="store_true", help="torch's linear beside plain formats")
-    parser.add_argument("--shapes", type=int, default=4, help="only the first so many")
+    parser.add_argument(
+        "--torch", action="store_true", help="measure torch's linear for unquantized formats too"
+    )
+    parser.add_argument("--shapes", type=int, default=4, help="number of shapes, the first ones")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     ops = load_native(options.threads, options.isa)

@@ -1,10 +1,10 @@
-"""What a draw from a vocabulary of 151,936 takes, by kind, a row alone and in a batch.
+"""Time of sampling from a vocabulary of 151,936, by kind of parameters and number of rows.
 
     python -m benchmarks.bench_sampling [--threads 2] [--repeats 21] [--rows 1 16]
 
-Python's share is inside: from a row of logits and the state of its sequence to a token. `peaked`
-logits fall off as a language model's do, `flat` ones as those of random weights. Caveats: the
-logits stand in the cache; the machine should be quiet, so the smallest time is printed too.
+Times include Python: from a row of logits and the state of its sequence to a token. `peaked` logits
+are distributed like those of a language model, `flat` ones like those of random weights. Caveats:
+the logits are in the cache; the smallest time is printed too, in case the machine is not quiet.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ KINDS = {
 
 
 def state_of(sampling: SamplingParams, seed: int) -> SamplingState:
-    """A sequence in the middle of its output."""
-    draws = torch.Generator().manual_seed(seed)
-    tokens = tuple(torch.randint(2000, (NUM_TOKENS,), generator=draws).tolist())
+    """The state of a sequence in the middle of its output."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = tuple(torch.randint(2000, (NUM_TOKENS,), generator=generator).tolist())
     admission = Admission(0, "bench", tokens, NUM_TOKENS // 2, sampling, seed, frozenset({0}))
     return SamplingState(admission, VOCAB_SIZE)
 
 
 def logits_of(shape: str, num_rows: int) -> torch.Tensor:
-    """[R, V] float32 with the values of bfloat16."""
-    draws = torch.Generator().manual_seed(7)
-    rows = torch.randn(num_rows, VOCAB_SIZE, generator=draws)
+    """Logits [R, V] in float32, rounded to bfloat16."""
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(num_rows, VOCAB_SIZE, generator=generator)
     if shape == "peaked":
-        rows = 2.0 * rows - 8.0 * torch.rand(num_rows, VOCAB_SIZE, generator=draws).log().neg()
+        rows = 2.0 * rows - 8.0 * torch.rand(num_rows, VOCAB_SIZE, generator=generator).log().neg()
         rows[:, :40] += 14.0
     return rows.bfloat16().float()
 
@@ -66,18 +66,20 @@ def logits_of(shape: str, num_rows: int) -> torch.Tensor:
 def microseconds_per_row(
     sampler: NativeSampler, logits: torch.Tensor, states: list[SamplingState], repeats: int
 ) -> list[float]:
-    """Of each repeat, after one that warms up."""
-    found = []
+    """The time of each repeat, after one for warm-up."""
+    times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
         sampler.sample(logits, states)
-        found.append((time.perf_counter() - start) / len(states) * 1e6)
-    return found[1:]
+        times.append((time.perf_counter() - start) / len(states) * 1e6)
+    return times[1:]
 
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description="Draws by kind, microseconds a row.")
+    parser = argparse.ArgumentParser(
+        description="Sampling by kind of parameters, microseconds per row."
+    )
     parser.add_argument("--threads", type=int, default=default_num_threads())
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
@@ -87,7 +89,7 @@ def main() -> None:
     sampler = NativeSampler(ops.steps.sampler(VOCAB_SIZE))
     print(describe_machine())
     columns = [(shape, rows) for shape in ("peaked", "flat") for rows in options.rows]
-    print(f"{'us a row':18s}" + "".join(f"{f'{s} x{r}':>20s}" for s, r in columns))
+    print(f"{'us per row':18s}" + "".join(f"{f'{s} x{r}':>20s}" for s, r in columns))
     inputs = [logits_of(shape, rows) for shape, rows in columns]
     for kind, sampling in KINDS.items():
         cells = []

@@ -1,16 +1,16 @@
-"""JSON schemas from a collection: how many are served, is what comes out valid, what does it cost.
+"""JSON schemas of a collection: how many are supported, whether outputs are valid, what they cost.
 
     python -m benchmarks.bench_schemas DIRECTORY ... [--sample 100] [--vocab 131072]
 
-Every `.json` file below a directory is a schema; each directory counts as one collection, of which
-`--sample` are taken at random. A served schema is compiled as a request's would be, and outputs are
-sampled under it from random logits, which prefer nothing and so reach odd corners. Needs
-`jsonschema`, which checks what comes out (keywords, not formats).
+Every `.json` file below a directory is a schema; each directory is one collection, from which
+`--sample` schemas are chosen at random. A schema is compiled as in a request, and outputs are
+sampled from random logits, so that rare branches of a schema are reached. Needs `jsonschema`, which
+checks the outputs (keywords, not formats).
 
-Times are processor time of the thread: `compile` a whole compilation in this process, its trial
-left out; `token` what a step pays for one token of one sequence beside the sampling itself (mask,
-way to the end, recording). `--vocab` adds joined pieces to the demo model's 4,096 tokens, since a
-mask costs what the vocabulary is wide.
+Times are CPU time of the thread. `compile` is a complete compilation in this process, without its
+trial. `token` is the cost per token and sequence in addition to sampling: mask, distance to the
+end, recording. `--vocab` adds joined tokens to the demo model's 4,096, since the cost of a mask
+grows with the vocabulary.
 """
 
 from __future__ import annotations
@@ -43,39 +43,39 @@ _LONGEST_JOINED = 24
 
 
 class WideTokenizer:
-    """The demo model's tokens, and more that join two of its own."""
+    """The demo model's tokens, and further ones that join two of them."""
 
     def __init__(self, inner: Tokenizer, vocab_size: int) -> None:
         self._inner = inner
         self.eos_token_ids = inner.eos_token_ids
         self._tokens = [inner.token_bytes(i) for i in range(_DEMO_VOCAB)]
-        words = [text for text in self._tokens if len(text) > 1 and text.isascii()]
-        known, draws = set(self._tokens), random.Random(0)
+        texts = [text for text in self._tokens if len(text) > 1 and text.isascii()]
+        known, rng = set(self._tokens), random.Random(0)
         while len(self._tokens) < vocab_size:
-            text = draws.choice(words) + draws.choice(words).lstrip()
+            text = rng.choice(texts) + rng.choice(texts).lstrip()
             if text not in known and len(text) <= _LONGEST_JOINED:
                 known.add(text)
                 self._tokens.append(text)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is no text."""
+        """Whether a token is special, not text."""
         return token_id < _DEMO_VOCAB and self._inner.is_special(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to the text."""
+        """The bytes of a token."""
         return self._tokens[token_id]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The demo tokenizer's way to write a text."""
+        """Encode with the demo model's tokenizer."""
         return self._inner.encode(text, add_special_tokens)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one collection, or of all."""
+    """The results of one collection, or of all."""
 
     num_schemas: int = 0
-    num_served: int = 0
+    num_supported: int = 0
     num_reported: int = 0
     num_outputs: int = 0
     num_complete: int = 0
@@ -87,9 +87,9 @@ class Outcome:
     slowest: tuple[float, str] = (0.0, "")
 
     def add(self, other: Outcome) -> None:
-        """Count another collection in."""
+        """Add the results of another collection."""
         self.num_schemas += other.num_schemas
-        self.num_served += other.num_served
+        self.num_supported += other.num_supported
         self.num_reported += other.num_reported
         self.num_outputs += other.num_outputs
         self.num_complete += other.num_complete
@@ -109,7 +109,7 @@ class Measurement:
         self._vocab = options.vocab
         self._tokenizer: Any = WideTokenizer(Tokenizer.open(_DEMO), self._vocab)
         self._compiler = GrammarCompiler(self._tokenizer, self._vocab)
-        self._compiler.compile(Grammar.of_json_object())  # loads what the first one loads
+        self._compiler.compile(Grammar.of_json_object())  # the first compilation loads libraries
 
     def collection(self, files: Sequence[Path]) -> Outcome:
         """Measure these schemas."""
@@ -129,12 +129,12 @@ class Measurement:
             outcome.refusals[re.sub(r"\S*[/#]\S*|\d{3,}", "...", str(error))[:100]] += 1
             return
         outcome.compile_s.append(time.thread_time() - started)
-        outcome.num_served += 1
+        outcome.num_supported += 1
         outcome.num_reported += bool(compiled.ignored)
         for seed in range(self._options.outputs):
-            self._output(file, compiled, grammar, seed, outcome)
+            self._check_output(file, compiled, grammar, seed, outcome)
 
-    def _output(
+    def _check_output(
         self,
         file: Path,
         compiled: CompiledGrammar,
@@ -142,7 +142,7 @@ class Measurement:
         seed: int,
         outcome: Outcome,
     ) -> None:
-        tokens, has_ended = self._sampled(file, grammar, seed, outcome)
+        tokens, has_ended = self._sample_output(file, grammar, seed, outcome)
         outcome.num_outputs += 1
         text = b"".join(map(self._tokenizer.token_bytes, tokens)).decode(errors="replace")
         try:
@@ -154,10 +154,10 @@ class Measurement:
         outcome.num_complete += 1
         problem = _problem(json.loads(grammar.text), value)
         if problem:
-            found = outcome.invalid_reported if compiled.ignored else outcome.invalid
-            found.append(f"{file}: {problem}: {text[:200]}")
+            invalid = outcome.invalid_reported if compiled.ignored else outcome.invalid
+            invalid.append(f"{file}: {problem}: {text[:200]}")
 
-    def _sampled(
+    def _sample_output(
         self, file: Path, grammar: Grammar, seed: int, outcome: Outcome
     ) -> tuple[list[int], bool]:
         limit = self._options.max_tokens
@@ -167,7 +167,7 @@ class Measurement:
         start = grammar_start(admission, self._vocab, self._compiler.new_matcher)
         assert start is not None, "the request has a grammar"
         constraint = start.constraint(limit)
-        draws = np.random.default_rng(seed)
+        rng = np.random.default_rng(seed)
         tokens: list[int] = []
         for _ in range(limit):
             started = time.thread_time()
@@ -176,7 +176,7 @@ class Measurement:
             allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
             if constraint.failure or not allowed.size:
                 return tokens, True
-            sampled = int(draws.choice(allowed))
+            sampled = int(rng.choice(allowed))
             resumed = time.thread_time()
             token_id = constraint.forced_token(sampled)
             constraint.record(token_id)
@@ -190,7 +190,7 @@ class Measurement:
 
 
 def _problem(schema: Any, value: Any) -> str:
-    """Why the value does not fit, "" if it does."""
+    """Why the value does not conform to the schema; empty if it does."""
     from jsonschema.exceptions import ValidationError
     from jsonschema.validators import Draft202012Validator, validator_for
 
@@ -209,7 +209,7 @@ def _files(directory: Path, sample: int, seed: int) -> list[Path]:
 
 def _lines(name: str, outcome: Outcome) -> Iterator[str]:
     yield (
-        f"{name:16} {outcome.num_served:5}/{outcome.num_schemas:<5} served "
+        f"{name:16} {outcome.num_supported:5}/{outcome.num_schemas:<5} supported "
         f"({outcome.num_reported} with oneOf as anyOf)  {outcome.num_outputs} outputs, "
         f"{outcome.num_complete} complete, {len(outcome.invalid)} invalid, "
         f"{len(outcome.invalid_reported)} more under a reported oneOf"
@@ -224,14 +224,18 @@ def _lines(name: str, outcome: Outcome) -> Iterator[str]:
 
 
 def main() -> int:
-    """Measure and print; 1 if an output is invalid."""
+    """Measure and print. Returns 1 if an output is invalid."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("directories", nargs="+", type=Path)
     parser.add_argument("--sample", type=int, default=100, help="schemas per directory")
     parser.add_argument("--outputs", type=int, default=2, help="outputs per schema")
-    parser.add_argument("--max-tokens", type=int, default=200, help="of an output")
-    parser.add_argument("--vocab", type=int, default=_DEMO_VOCAB, help="tokens, 4096 or more")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of schemas")
+    parser.add_argument(
+        "--max-tokens", type=int, default=200, help="largest number of tokens of an output"
+    )
+    parser.add_argument(
+        "--vocab", type=int, default=_DEMO_VOCAB, help="size of the vocabulary, 4096 or more"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of schemas")
     options = parser.parse_args()
     print(describe_machine(), flush=True)
     measurement, total = Measurement(options), Outcome()

@@ -1,8 +1,7 @@
-"""`python -m benchmarks.health_latency`: how long `/health` takes while 4 MiB prompts are read.
+"""`python -m benchmarks.health_latency`: latency of `/health` while 4 MiB prompts are read.
 
-One client sends prompts of nearly the largest body, as text and as a conversation, one after
-another; another asks for `/health` all the time, over one connection. Prints its quantiles idle and
-under that load.
+One client sends prompts of nearly the largest body, as text and as a conversation; another requests
+`/health` repeatedly on one connection. Prints the latency's quantiles, idle and under that load.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import time
 
 import httpx
 
-from quickstep.bench.served import ServedChild
+from quickstep.bench.server_process import ServerProcess
 
 _TEXT = "def chain(*iterables):\n    for it in iterables:\n        yield from it\n\n"
 _JSON = {"content-type": "application/json"}
@@ -33,63 +32,63 @@ _BODIES = (
 
 
 def main() -> int:
-    """Measure; exit code 0 if the 99th percentile is below 100 ms."""
+    """Measure. Returns exit code 0 if the 99th percentile is below 100 ms."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.health_latency")
-    parser.add_argument("--seconds", type=float, default=20.0, help="under load")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of the load")
     parser.add_argument("--model", default="demo")
     args = parser.parse_args()
-    child = ServedChild([args.model])
-    child.start()
+    server = ServerProcess([args.model])
+    server.start()
     try:
-        worst = asyncio.run(_measure(child.url, args.seconds))
+        worst = asyncio.run(_measure(server.url, args.seconds))
     finally:
-        child.stop()
+        server.stop()
     return 0 if worst < 0.1 else 1
 
 
 async def _measure(url: str, seconds: float) -> float:
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         await client.get("/health")
-        _show("idle", await _asked(client, time.monotonic() + 2))
+        _report("idle", await _latencies(client, time.monotonic() + 2))
         p99 = 0.0
         for number, (path, body) in enumerate(_BODIES, 1):
             content = httpx.Request("POST", url, json=body).content
             stop = asyncio.Event()
             sending = asyncio.create_task(_send(url, path, content, stop))
-            taken = await _asked(client, time.monotonic() + seconds / len(_BODIES))
+            latencies_s = await _latencies(client, time.monotonic() + seconds / len(_BODIES))
             stop.set()
             num_sent = await sending
-            p99 = max(p99, _show(f"load {number}: {num_sent} x {path}", taken))
+            p99 = max(p99, _report(f"load {number}: {num_sent} x {path}", latencies_s))
         return p99
 
 
 async def _send(url: str, path: str, content: bytes, stop: asyncio.Event) -> int:
-    """In a thread, so that sending costs the other client little."""
+    """Send in a thread, so that the other client is not delayed."""
     num_sent = 0
     with httpx.Client(base_url=url, timeout=120) as client:
         while not stop.is_set():
-            answer = await asyncio.to_thread(client.post, path, content=content, headers=_JSON)
-            if answer.status_code != 400 or answer.json()["error"]["code"] != _TOO_LONG:
-                raise RuntimeError(f"a prompt beyond the context was answered with {answer.text}")
+            response = await asyncio.to_thread(client.post, path, content=content, headers=_JSON)
+            if response.status_code != 400 or response.json()["error"]["code"] != _TOO_LONG:
+                raise RuntimeError(f"a prompt beyond the context was answered with {response.text}")
             num_sent += 1
     return num_sent
 
 
-async def _asked(client: httpx.AsyncClient, until_s: float) -> list[float]:
-    taken = []
+async def _latencies(client: httpx.AsyncClient, until_s: float) -> list[float]:
+    latencies_s = []
     while time.monotonic() < until_s:
-        since_s = time.monotonic()
+        started_s = time.monotonic()
         (await client.get("/health")).raise_for_status()
-        taken.append(time.monotonic() - since_s)
+        latencies_s.append(time.monotonic() - started_s)
         await asyncio.sleep(0.002)
-    return taken
+    return latencies_s
 
 
-def _show(name: str, taken: list[float]) -> float:
-    cuts = statistics.quantiles(taken, n=100)
+def _report(name: str, latencies_s: list[float]) -> float:
+    cuts = statistics.quantiles(latencies_s, n=100)
     print(
-        f"{name}: {len(taken)} answers, p50 {cuts[49] * 1e3:.1f} ms, p99 {cuts[98] * 1e3:.1f} ms, "
-        f"longest {max(taken) * 1e3:.1f} ms",
+        f"{name}: {len(latencies_s)} responses, p50 {cuts[49] * 1e3:.1f} ms, "
+        f"p99 {cuts[98] * 1e3:.1f} ms, longest {max(latencies_s) * 1e3:.1f} ms",
         flush=True,
     )
     return cuts[98]

@@ -1,4 +1,4 @@
-"""What a measurement is worthless without: the machine and the versions."""
+"""A description of the machine and the versions, to be printed with measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["describe_machine"]
 
 
 def describe_machine() -> str:
-    """CPU, cores that this process may use, GPU, and versions, on two lines."""
+    """CPU, usable cores, GPU and versions, in two lines."""
     import torch
 
     model = platform.processor() or platform.machine()

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.soak [--minutes 10]`: a served demo model under mixed load with aborts.
+"""`python -m benchmarks.soak [--minutes 10]`: the demo model under mixed load with aborts.
 
-30 % of the requests are left before their answer ends, 5 % are malformed. At the end no KV block
-may be in use, memory must have stayed flat, every status was the expected one, the log tells of no
-error, and the server stops in order with no process left. Exit code 1 if any of it is not so.
+30 % of the requests are aborted by the client, 5 % are malformed. At the end, no KV block may be in
+use, memory must not have grown, every status must be an expected one, the log must contain no
+error, and the server must exit with code 0 and leave no process. Otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from benchmarks.soak_requests import SURFACES, ParsedBody, drawn, malformed
+from benchmarks.soak_requests import APIS, SoakRequest, malformed_request, random_request
 from benchmarks.storm_attacks import JSON
-from quickstep.bench.served import ServedChild
+from quickstep.bench.server_process import ServerProcess
 
 _ABORTED, _MALFORMED = 0.30, 0.05
 _SAMPLE_EVERY_S = 1.0
 _SETTLE_S = 30.0
-# Allocators keep what they once had: growth within this is no leak, over any number of minutes.
-_FLAT_SHARE, _FLAT_BYTES = 0.08, 24 * 2**20
+# Allocators keep memory that they have used: growth within these limits is not a leak.
+_FLAT_FRACTION, _FLAT_BYTES = 0.08, 24 * 2**20
 _MIB = 2**20
 _ENDS = {
     "chat": ("data: [DONE]",),
@@ -38,50 +38,50 @@ _ENDS = {
 
 
 @dataclass(slots=True)
-class Book:
-    """What happened."""
+class Log:
+    """The responses, failures and memory sizes of the run."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     memory: list[tuple[float, dict[str, int]]] = field(default_factory=list)
 
-    def note(self, asked: ParsedBody, answer: str) -> None:
-        """An answer of some kind."""
-        self.counts[asked.kind, answer] += 1
+    def count(self, request: SoakRequest, outcome: str) -> None:
+        """Count a response."""
+        self.counts[request.kind, outcome] += 1
 
-    def fault(self, asked: ParsedBody, what: str) -> None:
-        """Something that must not be."""
-        self.note(asked, "WRONG")
-        self.wrong.append(f"{what} for {asked.method} {asked.path} {asked.body[:300]!r}")
+    def fail(self, request: SoakRequest, what: str) -> None:
+        """Count and describe a failure."""
+        self.count(request, "FAILED")
+        self.failures.append(f"{what} for {request.method} {request.path} {request.body[:300]!r}")
 
 
 def main() -> int:
-    """Run the soak; print what happened."""
+    """Run the soak and print the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    child = ServedChild([args.model, "--num-blocks", "600", "--max-num-seqs", "32"])
-    child.start()
-    processes = child.process_ids()
-    book = Book()
+    server = ServerProcess([args.model, "--num-blocks", "600", "--max-num-seqs", "32"])
+    server.start()
+    processes = server.process_ids()
+    log = Log()
     faults = []
     try:
-        faults += asyncio.run(_soak(child, book, args))
+        faults += asyncio.run(_soak(server, log, args))
     finally:
-        processes = sorted({*processes, *child.process_ids()})
-        code = child.stop()
+        processes = sorted({*processes, *server.process_ids()})
+        code = server.stop()
     if code:
         faults.append(f"the server exited with code {code}")
-    left = [process_id for process_id in processes if _is_alive(process_id)]
-    faults += [f"process {process_id} is left" for process_id in left]
-    faults += [f"log: {line}" for line in child.faults()]
-    faults += book.wrong[:20]
-    faults += _growth(book)
-    _print(book, faults)
+    remaining = [process_id for process_id in processes if _is_alive(process_id)]
+    faults += [f"process {process_id} still runs" for process_id in remaining]
+    faults += [f"log: {line}" for line in server.faults()]
+    faults += log.failures[:20]
+    faults += _growth(log)
+    _print(log, faults)
     return 1 if faults else 0
 
 
@@ -93,18 +93,18 @@ def _is_alive(process_id: int) -> bool:
     return True
 
 
-async def _soak(child: ServedChild, book: Book, args: argparse.Namespace) -> list[str]:
+async def _soak(server: ServerProcess, log: Log, args: argparse.Namespace) -> list[str]:
     limits = httpx.Limits(max_connections=args.clients + 4)
     async with httpx.AsyncClient(
-        base_url=child.url, timeout=120, limits=limits, headers=JSON
+        base_url=server.url, timeout=120, limits=limits, headers=JSON
     ) as client:
-        kinds = [kind for kind in SURFACES if await _is_served(client, kind)]
+        kinds = [kind for kind in APIS if await _is_served(client, kind)]
         print(f"soaking {', '.join(kinds)} for {args.minutes:g} minutes", flush=True)
         until_s = time.monotonic() + args.minutes * 60
-        watching = asyncio.create_task(_watch_memory(child, book))
+        watching = asyncio.create_task(_watch_memory(server, log))
         seeds = random.Random(args.seed)
         clients = (
-            _client(client, book, random.Random(seeds.random()), kinds, until_s)
+            _client(client, log, random.Random(seeds.random()), kinds, until_s)
             for _ in range(args.clients)
         )
         await asyncio.gather(*clients)
@@ -113,106 +113,108 @@ async def _soak(child: ServedChild, book: Book, args: argparse.Namespace) -> lis
 
 
 async def _is_served(client: httpx.AsyncClient, kind: str) -> bool:
-    return (await client.post(SURFACES[kind][1], content=b"{}")).status_code != 404
+    return (await client.post(APIS[kind][1], content=b"{}")).status_code != 404
 
 
 async def _client(
-    client: httpx.AsyncClient, book: Book, rng: random.Random, kinds: list[str], until_s: float
+    client: httpx.AsyncClient, log: Log, rng: random.Random, kinds: list[str], until_s: float
 ) -> None:
     while time.monotonic() < until_s:
         if rng.random() < _MALFORMED:
-            await _ask(client, book, malformed(rng))
+            await _send(client, log, malformed_request(rng))
             continue
-        asked = drawn(rng, kinds)
+        request = random_request(rng, kinds)
         if rng.random() < _ABORTED / (1 - _MALFORMED):
-            await _leave(str(client.base_url), book, asked, rng)
+            await _abort(str(client.base_url), log, request, rng)
         else:
-            await _ask(client, book, asked)
+            await _send(client, log, request)
 
 
-async def _ask(client: httpx.AsyncClient, book: Book, asked: ParsedBody) -> None:
+async def _send(client: httpx.AsyncClient, log: Log, request: SoakRequest) -> None:
     since_s = time.monotonic()
     try:
-        answer = await client.request(
-            asked.method, asked.path, content=asked.body, headers=dict(asked.headers)
+        response = await client.request(
+            request.method, request.path, content=request.body, headers=dict(request.headers)
         )
     except httpx.HTTPError as error:
-        if asked.kind != "malformed" or not isinstance(error, httpx.TransportError):
-            book.fault(asked, repr(error))
+        if request.kind != "malformed" or not isinstance(error, httpx.TransportError):
+            log.fail(request, repr(error))
             return
-        book.note(asked, type(error).__name__)  # refused while it was still sending
+        log.count(request, type(error).__name__)  # the server rejected it before all was sent
         return
-    if answer.status_code not in asked.statuses:
-        book.fault(asked, f"status {answer.status_code} ({answer.text[:200]})")
+    if response.status_code not in request.statuses:
+        log.fail(request, f"status {response.status_code} ({response.text[:200]})")
         return
-    broken = _broken_stream(answer.text, asked) if asked.streams else ""
+    broken = _broken_stream(response.text, request) if request.streams else ""
     if broken:
-        book.fault(asked, f"{broken}: {answer.text[-300:]}")
+        log.fail(request, f"{broken}: {response.text[-300:]}")
         return
-    book.seconds.append(time.monotonic() - since_s)
-    book.note(asked, str(answer.status_code))
+    log.seconds.append(time.monotonic() - since_s)
+    log.count(request, str(response.status_code))
 
 
-def _broken_stream(text: str, asked: ParsedBody) -> str:
-    """What is wrong with a stream, "" if nothing is."""
+def _broken_stream(text: str, request: SoakRequest) -> str:
+    """What is wrong with a stream; empty for a good one."""
     if '"server_error"' in text or '"api_error"' in text:
         return "an error in a stream"
-    return "" if any(end in text for end in _ENDS[asked.kind]) else "a stream without an end"
+    return "" if any(end in text for end in _ENDS[request.kind]) else "a stream without an end"
 
 
-async def _leave(url: str, book: Book, asked: ParsedBody, rng: random.Random) -> None:
-    """Go away after a moment, or after some bytes of a stream, with a connection of its own: a pool
-    loses the places of requests that are cancelled while they connect.
+async def _abort(url: str, log: Log, request: SoakRequest, rng: random.Random) -> None:
+    """Disconnect after a moment, or after some bytes of a stream.
+
+    The request has its own connection: a pool of httpx loses connections that are cancelled while
+    they are opened.
     """
     try:
         async with httpx.AsyncClient(base_url=url, timeout=120, headers=JSON) as client:
             async with asyncio.timeout(rng.choice([0.0, 0.005, 0.05, 0.3])):
-                status = await _read_some(client, asked, rng.randrange(2000))
+                status = await _read_some(client, request, rng.randrange(2000))
     except TimeoutError:
         status = 200
     except httpx.HTTPError as error:
-        book.fault(asked, repr(error))
+        log.fail(request, repr(error))
         return
     if status == 200:
-        book.note(asked, "left")
+        log.count(request, "aborted")
     else:
-        book.fault(asked, f"status {status}")
+        log.fail(request, f"status {status}")
 
 
-async def _read_some(client: httpx.AsyncClient, asked: ParsedBody, num_bytes: int) -> int:
-    async with client.stream("POST", asked.path, content=asked.body) as answer:
-        async for piece in answer.aiter_raw():
-            num_bytes -= len(piece)
+async def _read_some(client: httpx.AsyncClient, request: SoakRequest, num_bytes: int) -> int:
+    async with client.stream("POST", request.path, content=request.body) as response:
+        async for chunk in response.aiter_raw():
+            num_bytes -= len(chunk)
             if num_bytes < 0:
                 break
-        return answer.status_code
+        return response.status_code
 
 
-async def _watch_memory(child: ServedChild, book: Book) -> None:
+async def _watch_memory(server: ServerProcess, log: Log) -> None:
     while True:
-        book.memory.append((time.monotonic(), child.memory_bytes()))
+        log.memory.append((time.monotonic(), server.memory_bytes()))
         await asyncio.sleep(_SAMPLE_EVERY_S)
 
 
 async def _settled(client: httpx.AsyncClient) -> list[str]:
-    """Faults of what the server says of itself once all clients are gone."""
+    """Check the health of the server after all clients have finished."""
     until_s = time.monotonic() + _SETTLE_S
     while True:
         health = (await client.get("/health")).json()
         if not health["num_requests"] and not health["num_used_blocks"]:
             break
         if time.monotonic() > until_s:
-            return [f"requests or blocks are left: {health}"]
+            return [f"requests or blocks remain: {health}"]
         await asyncio.sleep(0.1)
     if health["num_restarts"] or health["status"] != "ok":
-        return [f"the engine did not live through it: {health}"]
+        return [f"the engine was restarted or failed: {health}"]
     return []
 
 
-def _parts(book: Book) -> dict[str, tuple[float, float, float]]:
+def _parts(log: Log) -> dict[str, tuple[float, float, float]]:
     """(MiB after warm-up, MiB at the end, MiB a minute) of each process."""
     found = {}
-    warm = book.memory[len(book.memory) // 3 :]
+    warm = log.memory[len(log.memory) // 3 :]
     for part in ("server", "engine", "grammars"):
         line = [(at_s, sizes[part]) for at_s, sizes in warm if sizes.get(part)]
         if len(line) < 8:
@@ -225,23 +227,23 @@ def _parts(book: Book) -> dict[str, tuple[float, float, float]]:
     return found
 
 
-def _growth(book: Book) -> list[str]:
+def _growth(log: Log) -> list[str]:
     return [
         f"the memory of the {part} grew from {early:.0f} to {late:.0f} MiB"
-        for part, (early, late, _) in _parts(book).items()
-        if (late - early) * _MIB > max(_FLAT_BYTES, early * _MIB * _FLAT_SHARE)
+        for part, (early, late, _) in _parts(log).items()
+        if (late - early) * _MIB > max(_FLAT_BYTES, early * _MIB * _FLAT_FRACTION)
     ]
 
 
-def _print(book: Book, faults: list[str]) -> None:
-    print(f"{'kind':<14}{'answer':<14}{'requests':>9}")
-    for (kind, answer), count in sorted(book.counts.items()):
-        print(f"{kind:<14}{answer:<14}{count:>9}")
-    print(f"{'all':<28}{book.counts.total():>9}")
-    if len(book.seconds) > 1:
-        cuts = statistics.quantiles(book.seconds, n=100)
-        print(f"seconds of whole answers: p50 {cuts[49]:.3f}, p99 {cuts[98]:.3f}")
-    for part, (early, late, slope) in _parts(book).items():
+def _print(log: Log, faults: list[str]) -> None:
+    print(f"{'kind':<14}{'outcome':<14}{'requests':>9}")
+    for (kind, outcome), count in sorted(log.counts.items()):
+        print(f"{kind:<14}{outcome:<14}{count:>9}")
+    print(f"{'all':<28}{log.counts.total():>9}")
+    if len(log.seconds) > 1:
+        cuts = statistics.quantiles(log.seconds, n=100)
+        print(f"seconds per complete response: p50 {cuts[49]:.3f}, p99 {cuts[98]:.3f}")
+    for part, (early, late, slope) in _parts(log).items():
         print(f"memory of the {part}: {early:.0f} to {late:.0f} MiB, {slope:+.2f} MiB a minute")
     print(f"{len(faults)} faults" if faults else "no fault")
     for fault in faults:

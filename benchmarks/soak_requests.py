@@ -1,6 +1,6 @@
-"""What the soak sends: every surface and feature at random, and what no server may take.
+"""The requests of the soak test: random ones for every API, and malformed ones.
 
-A draw is a function of its random generator alone. Surfaces that the server lacks are left out.
+A request depends on the random generator only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["SURFACES", "ParsedBody", "drawn", "malformed"]
+__all__ = ["APIS", "SoakRequest", "malformed_request", "random_request"]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _WORDS = [
@@ -50,8 +50,8 @@ _TOOL = {
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedBody:
-    """A request, and the statuses that are right for it."""
+class SoakRequest:
+    """A request, and its expected statuses."""
 
     kind: str
     path: str
@@ -62,8 +62,8 @@ class ParsedBody:
     headers: tuple[tuple[str, str], ...] = ()
 
 
-def _text(rng: random.Random, most: int) -> str:
-    return " ".join(rng.choices(_WORDS, k=rng.randint(1, most)))
+def _text(rng: random.Random, max_words: int) -> str:
+    return " ".join(rng.choices(_WORDS, k=rng.randint(1, max_words)))
 
 
 def _sampling(rng: random.Random) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _chat(rng: random.Random) -> dict[str, Any]:
 
 def _responses(rng: random.Random) -> dict[str, Any]:
     stream = {"stream": True} if rng.random() < 0.5 else {}
-    # what is stored stays until the store is full: too few to look like a leak
+    # few are stored, since stored responses would look like a memory leak
     store = rng.random() < 0.05
     shared = {"max_output_tokens": 32, "store": store, **stream}
     return {"model": "demo", "input": _text(rng, 40), **shared}
@@ -145,8 +145,8 @@ def _tokenize(rng: random.Random) -> dict[str, Any]:
     return {"model": "demo", "prompt": _text(rng, 99)}
 
 
-# kind -> (share of the load, path, body)
-SURFACES: dict[str, tuple[int, str, Callable[[random.Random], dict[str, Any]]]] = {
+# kind -> (weight, path, body)
+APIS: dict[str, tuple[int, str, Callable[[random.Random], dict[str, Any]]]] = {
     "chat": (6, CHAT, _chat),
     "completions": (5, COMPLETIONS, _completion),
     "responses": (2, "/v1/responses", _responses),
@@ -156,21 +156,21 @@ SURFACES: dict[str, tuple[int, str, Callable[[random.Random], dict[str, Any]]]] 
 }
 
 
-def drawn(rng: random.Random, kinds: list[str]) -> ParsedBody:
-    """A request that is answered with 200."""
-    kind = rng.choices(kinds, [SURFACES[name][0] for name in kinds])[0]
-    _, path, body_of = SURFACES[kind]
+def random_request(rng: random.Random, kinds: list[str]) -> SoakRequest:
+    """A valid request."""
+    kind = rng.choices(kinds, [APIS[name][0] for name in kinds])[0]
+    _, path, body_of = APIS[kind]
     body = body_of(rng)
-    return ParsedBody(kind, path, json.dumps(body).encode(), streams=bool(body.get("stream")))
+    return SoakRequest(kind, path, json.dumps(body).encode(), streams=bool(body.get("stream")))
 
 
-def _refused(path: str, body: Any, *statuses: int) -> ParsedBody:
+def _rejected(path: str, body: Any, *statuses: int) -> SoakRequest:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return ParsedBody("malformed", path, content, statuses=frozenset(statuses or (400,)))
+    return SoakRequest("malformed", path, content, statuses=frozenset(statuses or (400,)))
 
 
-def malformed(rng: random.Random) -> ParsedBody:
-    """A request that is refused."""
+def malformed_request(rng: random.Random) -> SoakRequest:
+    """A request that the server must reject."""
     turn = [{"role": "user", "content": "a"}]
     deep: Any = {}
     for _ in range(40):
@@ -178,26 +178,26 @@ def malformed(rng: random.Random) -> ParsedBody:
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": deep}}
     unsupported = {"type": "array", "uniqueItems": True, "title": str(rng.randrange(99))}
     known = [
-        _refused(COMPLETIONS, b""),
-        _refused(COMPLETIONS, b'{"prompt": "a"'),
-        _refused(COMPLETIONS, b'{"prompt": "\xff"}'),
-        _refused(COMPLETIONS, {"prompt": "a", "max_tokens": -1}),
-        _refused(COMPLETIONS, {"prompt": "a", "temperature": "hot"}),
-        _refused(COMPLETIONS, {"prompt": "a", "n": 10_000}),
-        _refused(COMPLETIONS, {"prompt": [10**7]}),
-        _refused(COMPLETIONS, {"prompt": "word " * 20_000}),
-        _refused(COMPLETIONS, {"prompt": "a", "surprise": 1}),
-        _refused(COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "(a"}}),
-        _refused(COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": unsupported}}),
-        _refused(COMPLETIONS, {"prompt": "a", "model": "gpt-9"}, 404),
-        _refused(COMPLETIONS, b"[" * 5000),
-        _refused(COMPLETIONS, b" " * 5_000_000, 413),
-        _refused(CHAT, {"messages": []}),
-        _refused(CHAT, {"messages": turn, "response_format": schema}),
-        _refused(CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-        _refused("/v1/nowhere", {}, 404),
-        ParsedBody("malformed", CHAT, b"", statuses=frozenset({405}), method="GET"),
-        ParsedBody(
+        _rejected(COMPLETIONS, b""),
+        _rejected(COMPLETIONS, b'{"prompt": "a"'),
+        _rejected(COMPLETIONS, b'{"prompt": "\xff"}'),
+        _rejected(COMPLETIONS, {"prompt": "a", "max_tokens": -1}),
+        _rejected(COMPLETIONS, {"prompt": "a", "temperature": "hot"}),
+        _rejected(COMPLETIONS, {"prompt": "a", "n": 10_000}),
+        _rejected(COMPLETIONS, {"prompt": [10**7]}),
+        _rejected(COMPLETIONS, {"prompt": "word " * 20_000}),
+        _rejected(COMPLETIONS, {"prompt": "a", "surprise": 1}),
+        _rejected(COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "(a"}}),
+        _rejected(COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": unsupported}}),
+        _rejected(COMPLETIONS, {"prompt": "a", "model": "gpt-9"}, 404),
+        _rejected(COMPLETIONS, b"[" * 5000),
+        _rejected(COMPLETIONS, b" " * 5_000_000, 413),
+        _rejected(CHAT, {"messages": []}),
+        _rejected(CHAT, {"messages": turn, "response_format": schema}),
+        _rejected(CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        _rejected("/v1/nowhere", {}, 404),
+        SoakRequest("malformed", CHAT, b"", statuses=frozenset({405}), method="GET"),
+        SoakRequest(
             "malformed",
             "/health",
             b"",

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.storm [--seconds 20]`: a healthy stream beside all attackers at once.
+"""`python -m benchmarks.storm [--seconds 20]`: the latency of a stream while attackers send load.
 
-One client reads streams, first alone, then while another process sends every attack of
-`storm_attacks` again and again. Prints the quantiles of the gaps between two pieces of a stream and
-their ratio. Exit code 1 if a stream lost something, an attacker got no answer, or the 99th
-percentile is above three times that of the quiet server.
+One client reads streams, first without other load, then while another process repeats every attack
+of `storm_attacks`. Prints quantiles of the times between two chunks of a stream, and their ratio.
+Exit code 1 if a stream was incomplete, an attack got status 500, or the 99th percentile under
+attack is more than three times the one without load.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import Counter
 import httpx
 
 from benchmarks.storm_attacks import ATTACKS
-from quickstep.bench.served import ServedChild
+from quickstep.bench.server_process import ServerProcess
 
 _NUM_TOKENS = 400
 _BODY = {
@@ -37,9 +37,11 @@ _TIMEOUT_S = 300.0
 
 
 def main() -> int:
-    """Measure; 0 if all is well."""
+    """Measure both phases. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.storm")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each of the two phases")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="duration of each of the two phases"
+    )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--attack", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS))
@@ -47,12 +49,12 @@ def main() -> int:
     if args.attack is not None:
         asyncio.run(_attack(args.attack, args.seconds, args.only))
         return 0
-    child = ServedChild([args.model])
-    child.start()
+    server = ServerProcess([args.model])
+    server.start()
     try:
-        return asyncio.run(_measure(child.url, args.seconds, args.only))
+        return asyncio.run(_measure(server.url, args.seconds, args.only))
     finally:
-        child.stop()
+        server.stop()
 
 
 async def _measure(url: str, seconds: float, names: list[str]) -> int:
@@ -66,10 +68,10 @@ async def _measure(url: str, seconds: float, names: list[str]) -> int:
         storm = await _gaps(client, time.monotonic() + seconds)
         code = await attacking.wait()
         health = (await client.get("/health")).json()
-    ratio = _show("storm", storm) / _show("quiet", quiet)
-    print(f"p99 of the gaps under the storm is {ratio:.1f} times that of the quiet server")
-    lives = health["status"] == "ok" and not health["num_restarts"]
-    return 0 if ratio <= _GOAL and code == 0 and lives else 1
+    ratio = _report("storm", storm) / _report("quiet", quiet)
+    print(f"the p99 gap under attack is {ratio:.1f} times the one without load")
+    is_healthy = health["status"] == "ok" and not health["num_restarts"]
+    return 0 if ratio <= _GOAL and code == 0 and is_healthy else 1
 
 
 async def _gaps(client: httpx.AsyncClient, until_s: float) -> list[float]:
@@ -80,21 +82,21 @@ async def _gaps(client: httpx.AsyncClient, until_s: float) -> list[float]:
 
 
 async def _stream(client: httpx.AsyncClient) -> list[float]:
-    """The gaps of one stream, which must be complete."""
-    marks, usage = [], {}
-    async with client.stream("POST", "/v1/completions", json=_BODY) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
+    """The times between chunks of one stream, which must be complete."""
+    arrivals, usage = [], {}
+    async with client.stream("POST", "/v1/completions", json=_BODY) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                marks.append(time.monotonic())
+                arrivals.append(time.monotonic())
                 usage = json.loads(line.removeprefix("data: ")).get("usage") or usage
     if usage.get("completion_tokens") != _NUM_TOKENS:
         raise RuntimeError(f"a stream of {_NUM_TOKENS} tokens ended with usage {usage}")
-    return [after - before for before, after in itertools.pairwise(marks)]
+    return [after - before for before, after in itertools.pairwise(arrivals)]
 
 
 async def _attack(url: str, seconds: float, names: list[str]) -> None:
-    """Every attack again and again; the last round of each is waited for."""
+    """Repeat every attack until the time is over, and wait for the last ones."""
     until_s = time.monotonic() + seconds
     counts: Counter[tuple[str, int]] = Counter()
 
@@ -107,10 +109,10 @@ async def _attack(url: str, seconds: float, names: list[str]) -> None:
     for (name, status), count in sorted(counts.items()):
         print(f"{name}: {count} x {status}", flush=True)
     if any(status == 500 for _, status in counts):
-        raise RuntimeError("an attacker was answered with 500")
+        raise RuntimeError("an attack was answered with status 500")
 
 
-def _show(name: str, gaps: list[float]) -> float:
+def _report(name: str, gaps: list[float]) -> float:
     cuts = statistics.quantiles(gaps, n=100)
     print(
         f"{name}: {len(gaps)} gaps, p50 {cuts[49] * 1e3:.1f} ms, p99 {cuts[98] * 1e3:.1f} ms, "

@@ -1,7 +1,7 @@
-"""Requests that are made to hold up everybody else, each of them within the API.
+"""Valid requests that are designed to delay other clients.
 
-`benchmarks.storm` measures what a healthy stream feels of them, `tests/serve/test_storm.py` checks
-that each is answered and harms nobody.
+`benchmarks.storm` measures how they delay a stream; `tests/serve/test_storm.py` checks that each is
+answered and the server stays healthy.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import httpx
 __all__ = ["ATTACKS", "JSON", "Attack"]
 
 JSON = {"content-type": "application/json"}
-# Runs one attack and returns the statuses of its answers.
+# Runs one attack and returns the statuses of the responses.
 Attack = Callable[[httpx.AsyncClient], Awaitable[list[int]]]
 
 _COMPLETIONS = "/v1/completions"
 _MIB = 2**20
-_OVER = frozenset({"completed", "failed", "expired", "cancelled"})
+_FINAL_STATUSES = frozenset({"completed", "failed", "expired", "cancelled"})
 _NUMBERS = {f"x{place}": {"type": "number"} for place in range(5)}
 _TABLE = {"type": "object", "properties": _NUMBERS, "required": list(_NUMBERS)}
 _TABLES = {f"k{place}": _TABLE for place in range(10)}
@@ -40,7 +40,7 @@ def _under(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def _huge_schema(client: httpx.AsyncClient) -> list[int]:
-    """Another one each time, so that it is compiled each time."""
+    """A new schema each time, so that it is compiled each time."""
     names = [f"{secrets.token_hex(4)}_{place}" for place in range(450)]
     properties = {name: {"type": "string", "maxLength": 9} for name in names}
     schema = {"type": "object", "properties": properties}
@@ -54,7 +54,7 @@ async def _many_grammars(client: httpx.AsyncClient) -> list[int]:
 
 
 async def _many_prompts(client: httpx.AsyncClient) -> list[int]:
-    """Blanks, which take long to tokenise and are few tokens."""
+    """Spaces take long to tokenize and become few tokens."""
     body = {"prompt": [" " * 2000] * 256, "max_tokens": 1}
     return [await _post(client, _COMPLETIONS, body)]
 
@@ -72,8 +72,8 @@ async def _large_prompts(client: httpx.AsyncClient) -> list[int]:
     return list(await asyncio.gather(*sent))
 
 
-async def _cached_head(client: httpx.AsyncClient) -> list[int]:
-    """Many requests wait whose long prompt is in the cache, and that do not fit together."""
+async def _cached_prefix(client: httpx.AsyncClient) -> list[int]:
+    """Many waiting requests with the same long cached prefix that do not fit in the KV cache."""
     prompt = [17 + place % 900 for place in range(1500)]
     bodies = [
         {"prompt": [*prompt, place], "max_tokens": 40, "ignore_eos": True} for place in range(12)
@@ -99,26 +99,26 @@ def _line(custom_id: str, body: Mapping[str, Any]) -> bytes:
 
 
 async def _batch(client: httpx.AsyncClient, lines: list[bytes], window: str) -> list[int]:
-    """Upload the lines, have them answered, read what was written; until it is over."""
+    """Upload the lines, run them as a batch, read and delete its files."""
     url = json.loads(lines[0])["url"]
     form = {"file": ("in.jsonl", b"".join(lines))}
-    kept = await client.post("/v1/files", data={"purpose": "batch"}, files=form)
-    if kept.status_code != 200:
-        return [kept.status_code]
-    file_id = kept.json()["id"]
-    asked = {"input_file_id": file_id, "endpoint": url, "completion_window": window}
-    begun = await client.post("/v1/batches", json=asked)
-    statuses = [kept.status_code, begun.status_code]
-    if begun.status_code != 200:
+    uploaded = await client.post("/v1/files", data={"purpose": "batch"}, files=form)
+    if uploaded.status_code != 200:
+        return [uploaded.status_code]
+    file_id = uploaded.json()["id"]
+    body = {"input_file_id": file_id, "endpoint": url, "completion_window": window}
+    created = await client.post("/v1/batches", json=body)
+    statuses = [uploaded.status_code, created.status_code]
+    if created.status_code != 200:
         return statuses
-    batch = begun.json()
-    while batch["status"] not in _OVER:
+    batch = created.json()
+    while batch["status"] not in _FINAL_STATUSES:
         await asyncio.sleep(0.2)
         batch = (await client.get(f"/v1/batches/{batch['id']}")).json()
     for name in ("error_file_id", "output_file_id"):
         if batch[name] is not None:
-            written = await client.get(f"/v1/files/{batch[name]}/content")
-            statuses.append(written.status_code)
+            content = await client.get(f"/v1/files/{batch[name]}/content")
+            statuses.append(content.status_code)
             await client.delete(f"/v1/files/{batch[name]}")
     await client.delete(f"/v1/files/{file_id}")
     return statuses
@@ -129,7 +129,7 @@ ATTACKS: Mapping[str, Attack] = {
     "n=32 with a grammar": _many_grammars,
     "256 prompts": _many_prompts,
     "4 MiB prompts": _large_prompts,
-    "long cached head": _cached_head,
+    "long cached prefix": _cached_prefix,
     "giant batch line": _giant_line,
     "expiring batch": _expiring_batch,
 }

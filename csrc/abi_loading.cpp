@@ -51,7 +51,7 @@ class Pieces {
   // A pool without workers: what a thread of the outer loop calls kernels with.
   qs::Pool* solo() const { return solo_; }
 
-  // Calls fn(first row, rows, memory) for every piece, until one gives false; whether none did.
+  // Calls fn(first row, rows, memory) for every piece until one returns false; true if none did.
   template <typename Fn>
   bool for_each(const Fn& fn) {
     std::atomic<bool> whole(true);
@@ -105,7 +105,7 @@ void add(std::atomic<double>& sum, double value) {
   }
 }
 
-// What lies in a slot: scales, zeros, the stored rows, quants, sub-block scales (null without).
+// The contents of a slot: scales, zeros, the stored rows, quants, sub-block scales (null without).
 struct QuantizedPiece {
   float* scales;
   float* zeros;
@@ -125,7 +125,7 @@ float stored_value(int kind, const uint8_t* row, int64_t index) {
   return kind == QS_ROWS_F16 ? qs::half_to_float(half) : qs::bf16_to_float(half);
 }
 
-// The row's weights against its quants, for the sums that `form` asks for.
+// Compares the row's weights with its quants, for the error sums of `form`.
 void measure_row(QuantizedLoad& load, const QuantizedPiece& piece, int64_t row) {
   const int64_t k = load.matrix.k, group_size = k / load.num_groups;
   const uint8_t* stored = piece.stored + row * qs::stored_row_bytes(load.matrix.kind, k);

@@ -15,7 +15,7 @@
 
 namespace qs {
 
-// Which of them exist says CMakeLists.txt, by QS_HAS_<level>.
+// CMakeLists.txt defines QS_HAS_<level> for those that exist.
 namespace avx512_amx { extern const Kernels kernels; }
 namespace avx512_bf16 { extern const Kernels kernels; }
 namespace avx512_vnni { extern const Kernels kernels; }
@@ -89,7 +89,7 @@ Features read_features() {
   return supports_avx512_vnni(f) && has(f.leaf7_1_eax, 5);
 }
 
-// Linux saves the tile registers of a process only once it has asked for them.
+// Linux saves the tile registers of a process only after a request by arch_prctl.
 [[maybe_unused]] bool may_use_tiles() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE

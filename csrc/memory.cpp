@@ -29,7 +29,7 @@ void* weight_alloc(size_t bytes) {
   if (slack == 0) return mapped;
   const uintptr_t start = reinterpret_cast<uintptr_t>(mapped);
   const uintptr_t aligned = round_up(start, kHugePage);
-  // Give the slack back. The tail that does not fill a huge page stays on small ones.
+  // Return the slack to the system. The tail that does not fill a huge page stays on small ones.
   if (aligned > start) munmap(mapped, aligned - start);
   const uintptr_t end = aligned + size;
   if (start + size + slack > end) munmap(reinterpret_cast<void*>(end), start + size + slack - end);

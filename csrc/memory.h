@@ -1,5 +1,5 @@
 // Memory for packed weights: 2 MiB aligned and huge-page advised when it is large, 64-byte aligned
-// always. Pages are touched first by whoever packs into them.
+// always. The thread that packs into a page is the first to touch it.
 #pragma once
 
 #include <cstddef>

@@ -2,8 +2,8 @@
 // worker joins with one compare-and-swap that fails if the loop has closed meanwhile, and the
 // caller closes it with one atomic operation and then waits for the workers that joined.
 //
-// Equal parts end together within some microseconds, and between two loops one thread works alone:
-// meanwhile the memory would idle. So who waits fetches what was announced as next.
+// Equal parts end within some microseconds of each other, and between two loops only one thread
+// works: the memory would be idle. So waiting threads fetch what was announced as next.
 
 #include "pool.h"
 
@@ -96,7 +96,7 @@ class Pool {
 
   int64_t loop_ns() const { return loop_ns_.load(std::memory_order_relaxed); }
 
-  // Timed always: two clock readings are little beside the start and end of a loop.
+  // Timed always: two clock readings are little compared with the start and end of a loop.
   void run(int64_t num_items, ItemFn fn, const void* job) {
     const int64_t started_ns = now_ns();
     run_loop(num_items, fn, job);
@@ -135,8 +135,8 @@ class Pool {
     unlock();
   }
 
-  // Takes a piece of what was announced; false when nothing of it is left. Whoever reads an end and
-  // a count that do not belong together fetches what nobody needs, which does no harm.
+  // Fetches a piece of what was announced; false when nothing of it is left. A thread that reads an
+  // end and a count that do not belong together fetches unneeded memory, which does no harm.
   bool fetch_announced() {
     if (num_announced_.load(std::memory_order_relaxed) <= 0) return false;
     const int64_t left = num_announced_.fetch_sub(kFetchBytes, std::memory_order_relaxed);

@@ -1,6 +1,6 @@
-// The thread pool: one parallel loop at a time over items that any thread may take.
+// The thread pool: one parallel loop at a time over items that any thread may compute.
 //
-// Which thread computes an item never shows in the result, because an item's outputs are its own.
+// Which thread computes an item has no effect on the result: an item's outputs are its own.
 // Workers spin for a moment after a loop and then park, so an idle pool costs no CPU. A worker
 // that wakes up too late simply misses the loop: the caller never waits for a thread that has not
 // begun. In a forked child, where workers do not exist, loops run on the calling thread.
@@ -18,14 +18,14 @@ using ItemFn = void (*)(const void* job, int64_t item);
 Pool* pool_create(int num_threads);
 void pool_destroy(Pool* pool);
 int pool_size(const Pool* pool);
-// Keeps worker i on CPU cpus[i + 1] from now on; cpus[0] is for who calls, who is left alone. False
-// when a thread may not run there; it and those behind it then run as before.
+// Keeps worker i on CPU cpus[i + 1] from now on; cpus[0] is for the caller, which is not pinned.
+// False when a thread may not run there; it and the following ones then run as before.
 bool pool_pin(Pool* pool, const int32_t* cpus);
-// Nanoseconds that pool_run has taken so far, over all calls.
+// Nanoseconds spent in pool_run so far, over all calls.
 int64_t pool_loop_ns(const Pool* pool);
 
 // What loops will read next: threads with nothing to do, within a loop or between two, bring it
-// into their caches. It takes the place of what was announced before and changes no result.
+// into their caches. It replaces what was announced before and changes no result.
 void pool_announce(Pool* pool, const void* data, int64_t num_bytes);
 
 // Calls fn(job, i) once for every i in [0, num_items) and returns when all are done.

@@ -62,7 +62,7 @@ struct qs_program {
   qs_program_inputs inputs;
   qs_op* ops;
   int64_t num_ops;
-  Beginning* following;  // [num_ops] of products: of the product behind, after the last the first
+  Beginning* following;  // [num_ops] of products: of the next product, after the last the first
   // of the step that runs
   int64_t num_tokens;
   int64_t num_emitting;

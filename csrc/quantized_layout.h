@@ -1,4 +1,4 @@
-// How much room packed quants take, and where their parts stand: for those that make such weights.
+// The size of packed quants and the places of their parts, for code that makes such weights.
 #pragma once
 
 #include "objects.h"

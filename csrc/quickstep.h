@@ -3,7 +3,7 @@
 // Every function returns a qs_status; none throws, none keeps a pointer that it was passed except
 // into the objects it creates. Strides and sizes count elements. Activations are row-major with
 // contiguous innermost dimension; `dtype` is one of qs_dtype and names all floating tensors of a
-// call unless said otherwise. T tokens, H heads, K kv heads, D head size, B blocks, S block size.
+// call unless stated otherwise. T tokens, H heads, K kv heads, D head size, B blocks, S block size.
 #pragma once
 
 #include <stdint.h>
@@ -25,7 +25,7 @@ enum qs_status {
 };
 
 enum qs_dtype { QS_F32 = 0, QS_BF16 = 1, QS_F16 = 2 };
-// What a KV cache holds beside those: a head is D quants of 8 bits and the float32 that they are
+// What a KV cache may also hold: a head is D quants of 8 bits and the float32 that they are
 // multiplied by, D + 4 bytes together. Quants are rounded half to even, scale = max|x| / 127.
 enum qs_kv_dtype { QS_I8 = 3 };
 enum qs_activation { QS_SILU = 0, QS_GELU = 1, QS_GELU_TANH = 2, QS_CLAMPED_SWIGLU = 3 };
@@ -40,8 +40,8 @@ QS_API int qs_abi_version(void);
 // Level names, best first, that this machine can run, separated by spaces.
 QS_API const char* qs_isa_levels(void);
 
-// `isa` "" takes the best level. `num_threads` counts the calling thread. After fork() a context
-// of the parent stays usable in the child, on the calling thread alone.
+// `isa` "" is the best level. `num_threads` counts the calling thread. After fork() a context
+// of the parent stays usable in the child, on the calling thread only.
 QS_API int qs_context_create(const char* isa, int num_threads, qs_context** out);
 QS_API void qs_context_destroy(qs_context* context);
 QS_API const char* qs_context_isa(const qs_context* context);
@@ -363,8 +363,8 @@ QS_API int64_t qs_sample_scratch_bytes(const qs_context* context, int64_t vocab_
 QS_API int qs_sample_rows(qs_context* context, qs_sample* rows, int64_t num_rows,
                           int64_t vocab_size, void* scratch);
 
-// Scores of given tokens, a row of logits each: those of a prompt. The results are what a sample
-// with num_top gives for the token that it takes.
+// Scores of given tokens, a row of logits each: those of a prompt. The results are those of a
+// sample with num_top for the sampled token.
 typedef struct qs_scores {
   const float* logits;        // [T, V] raw
   const int64_t* token_ids;   // [T]
@@ -383,14 +383,14 @@ QS_API int qs_score_tokens(qs_context* context, const qs_scores* scores, void* s
 
 // Measuring the machine. The library reads no clock here: the caller times the calls.
 
-// A buffer of `num_bytes`, rounded up to whole items, huge-page advised like weights and written
+// A buffer of `num_bytes`, rounded up to complete items, huge-page advised like weights and written
 // by the context's threads, every byte 1.
 QS_API int qs_probe_create(qs_context* context, int64_t num_bytes, qs_probe** out);
 QS_API void qs_probe_destroy(qs_probe* probe);
 QS_API int64_t qs_probe_bytes(const qs_probe* probe);
-// Reads the whole buffer once; `sum` gets its 32-bit words added up, modulo 2^32.
+// Reads the complete buffer once; `sum` is the sum of its 32-bit words, modulo 2^32.
 QS_API int qs_probe_read(qs_context* context, const qs_probe* probe, uint32_t* sum);
-// Multiplies and adds in registers alone, as qs_linear_run does for the dtype on this level;
+// Multiplies and adds in registers only, as qs_linear_run does for the dtype on this level;
 // `num_flops` gets how many operations that were, which `rounds` scales.
 QS_API int qs_probe_multiply(qs_context* context, int dtype, int64_t rounds, int64_t* num_flops);
 // The same for the integers of qs_quantized_run, 8 bits.
@@ -398,13 +398,13 @@ QS_API int qs_probe_multiply_int8(qs_context* context, int64_t rounds, int64_t* 
 
 // Where a context's threads run: worker i on CPU cpus[i + 1], while cpus[0] is left for the thread
 // that calls; num_cpus is the number of threads, or 0 to leave them to the system. Weights made
-// from now on lie on these NUMA nodes in turn, a bit each, if there are several. QS_OUT_OF_RANGE
-// when a thread may not run on its CPU.
+// from now on are placed on these NUMA nodes in turn, a bit each, if there are several.
+// QS_OUT_OF_RANGE when a thread may not run on its CPU.
 QS_API int qs_context_place(qs_context* context, const int32_t* cpus, int64_t num_cpus,
                             uint64_t nodes);
 
-// Nanoseconds that the context's parallel loops have taken since it was created, as the calling
-// threads saw them: the time in kernels, without what stands between two of them.
+// Nanoseconds spent in the context's parallel loops since it was created, measured by the calling
+// threads: the time in kernels, without the time between two of them.
 QS_API int64_t qs_context_loop_ns(const qs_context* context);
 
 #if defined(__cplusplus)

@@ -6,7 +6,7 @@ namespace {
 
 constexpr int64_t kParallelLogits = 1 << 15;  // below it waking a thread costs more
 
-// Rows share as much scratch as threads can use at once.
+// Rows share as much scratch memory as threads can use at once.
 int64_t num_items(const qs_context* context, int64_t vocab_size, int64_t num_rows) {
   if (num_rows > 0 && num_rows * vocab_size < kParallelLogits) return 1;
   const int64_t threads = qs::pool_size(context->pool);

@@ -30,7 +30,7 @@ struct QuantRow {
 // What a kind of quants is decoded to; bits 0 for kinds that hold floating point.
 struct RowKind {
   int bits;
-  int64_t group_size;  // 0: whatever the caller says
+  int64_t group_size;  // 0: the caller decides
   bool has_zeros;
   int64_t block_inputs, block_bytes;
 };
@@ -39,7 +39,7 @@ struct RowKind {
 const RowKind* row_kind(int kind);
 // Bytes of a row of k inputs, which the kind's blocks divide.
 int64_t stored_row_bytes(int kind, int64_t k);
-// Reads rows [first, first + count) of all parts taken together. False if a file lacks them.
+// Reads rows [first, first + count) of all parts combined. False if a file lacks them.
 bool read_rows(const qs_stored_matrix& matrix, int64_t first, int64_t count, uint8_t* out);
 // One row of a kind of quants; scales of QS_ROWS_I8 are not among its bytes and stay as they are.
 void decode_row(int kind, const uint8_t* row, int64_t k, const QuantRow& out);

@@ -5,7 +5,9 @@ import argparse
 from quickstep import LLM, SamplingParams
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--model", default="demo", help="a hub id or a directory (default: bundled)")
+parser.add_argument(
+    "--model", default="demo", help="a Hugging Face id or a directory (default: demo)"
+)
 args = parser.parse_args()
 
 prompts = ["import json\n\ndef load_config(path):", "import asyncio\n", "class Stack:"]

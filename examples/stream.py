@@ -13,7 +13,7 @@ from quickstep.engine.engine import Engine
 
 
 async def follow(engine: Engine, name: str, prompt: str, max_tokens: int, limit: int) -> None:
-    """Print the text as it comes; abort the request after `limit` deltas."""
+    """Print each delta; abort the request after `limit` deltas."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     num_deltas = 0
     async with engine.generate(prompt, params) as stream:
@@ -37,5 +37,7 @@ async def main(model: str) -> None:
 
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--model", default="demo", help="a hub id or a directory (default: bundled)")
+parser.add_argument(
+    "--model", default="demo", help="a Hugging Face id or a directory (default: demo)"
+)
 asyncio.run(main(parser.parse_args().model))

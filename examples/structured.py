@@ -1,4 +1,4 @@
-"""Generate JSON that fits a schema, at any temperature. Run: python examples/structured.py"""
+"""Generate JSON that conforms to a schema. Run: python examples/structured.py"""
 
 import argparse
 import json
@@ -7,7 +7,9 @@ from quickstep import LLM, SamplingParams
 from quickstep.types import Grammar
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--model", default="demo", help="a hub id or a directory (default: bundled)")
+parser.add_argument(
+    "--model", default="demo", help="a Hugging Face id or a directory (default: demo)"
+)
 args = parser.parse_args()
 
 schema = {

@@ -1,7 +1,7 @@
-"""Check that links, anchors, paths and flags in the Markdown pages lead to something.
+"""Check that links, anchors, paths and flags in the Markdown pages exist.
 
-`make check` runs it. Links to other sites are not followed. A flag is looked up in the help of the
-`quickstep` command that it stands behind.
+`make check` runs it. Links to other sites are not followed. A flag after a `quickstep` command must
+be in the help of that command.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ COMMAND = re.compile(r"quickstep ([a-z]+)\b([^`#\n]*)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 # Code spans that look like a path of this repository.
 PATH = re.compile(r"`((?:src|csrc|tests|tools|docs|benchmarks|\.ci)/[\w./-]+)`")
+# Code spans of ARCHITECTURE.md that look like a source file; they may be relative to the package.
+SOURCE_PATH = re.compile(r"`([a-z_]+(?:/\w+)+\.(?:py|h|cpp))`")
+PACKAGE = ROOT / "src" / "quickstep"
 
 
 def tracked_pages() -> list[Path]:
@@ -43,21 +46,24 @@ def dead_links(page: Path) -> Iterator[str]:
             yield target
         elif anchor and file.suffix == ".md" and anchor not in anchors(file):
             yield f"{target}#{anchor}"
-    for match in PATH.finditer(text):
-        if not (ROOT / match.group(1)).exists():
-            yield match.group(1)
+    for path in PATH.findall(text):
+        if not (ROOT / path).exists():
+            yield path
+    for path in SOURCE_PATH.findall(text) if page.name == "ARCHITECTURE.md" else ():
+        if not (ROOT / path).exists() and not (PACKAGE / path).exists():
+            yield path
 
 
 @functools.cache
 def anchors(page: Path) -> frozenset[str]:
-    """The headings of a page as a web page of it names them."""
+    """The anchors that the headings of a page get."""
     headings = HEADING.findall(page.read_text(encoding="utf-8"))
-    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
-    return frozenset(heading.replace(" ", "-") for heading in words)
+    slugs = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return frozenset(slug.replace(" ", "-") for slug in slugs)
 
 
 def dead_flags(page: Path) -> Iterator[str]:
-    """Flags behind a command of ours that it does not know."""
+    """Flags after a `quickstep` command that it does not have."""
     for command, rest in COMMAND.findall(page.read_text(encoding="utf-8")):
         flags = FLAG.findall(rest)
         known = help_of(command) + help_of(command, rest.split()[0]) if flags else ""
@@ -66,18 +72,18 @@ def dead_flags(page: Path) -> Iterator[str]:
 
 @functools.cache
 def help_of(*command: str) -> str:
-    """The words of `quickstep COMMAND --help`; the second word may be a command of its own."""
+    """The text of `quickstep COMMAND --help`; `command` may include a subcommand."""
     sys.path.insert(0, str(ROOT / "src"))
     from quickstep.cli.main import main as quickstep
 
-    words = io.StringIO()
-    with contextlib.redirect_stdout(words), contextlib.redirect_stderr(io.StringIO()):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
         quickstep([*command, "--help"])
-    return re.sub(r"[\s,\]=]+", " ", words.getvalue())
+    return re.sub(r"[\s,\]=]+", " ", output.getvalue())
 
 
 def main() -> int:
-    """Print every dead link; exit status 1 when there is one."""
+    """Print every fault; exit status 1 if there is one."""
     faults = [
         (page, fault)
         for page in tracked_pages()
@@ -85,7 +91,7 @@ def main() -> int:
         for fault in check(page)
     ]
     for page, fault in faults:
-        print(f"{page.relative_to(ROOT)}: {fault} leads nowhere")
+        print(f"{page.relative_to(ROOT)}: {fault} does not exist")
     return 1 if faults else 0
 
 

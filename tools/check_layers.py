@@ -1,7 +1,7 @@
-"""Check that imports point downward only, layer by layer, as ARCHITECTURE.md draws them.
+"""Check that imports point downward only, from layer to layer as in ARCHITECTURE.md.
 
-`make check` runs it. It reads the imports of every module under `src/quickstep` (the lazy ones
-inside functions as well) and prints each that breaks a rule, as `file:line: message`.
+`make check` runs it. It reads the imports of every module in `src/quickstep`, also those inside
+functions, and prints each that breaks a rule, as `file:line: message`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAYERS = {
     "__main__": 8,
 }
 FOUNDATION = {"errors", "deferred", "config", "sampling_params", "types"}
-# Parts that may use less than everything below them.
+# Packages that may import only some of the layers below them.
 ONLY = {
     "runtime": FOUNDATION | {"ops", "model"},
     "model": FOUNDATION | {"ops"},
@@ -44,7 +44,7 @@ ONLY = {
     "sim": FOUNDATION | {"core"},
     "plan": FOUNDATION | {"core", "sim"},
 }
-# Parts that import nothing but the standard library and msgspec (and what ONLY or LAYERS allows).
+# Packages whose only other imports are the standard library and msgspec.
 STANDARD_LIBRARY_ONLY = FOUNDATION | {"core", "sim"}
 
 
@@ -61,10 +61,10 @@ def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def fault(part: str, module: str) -> str | None:
-    """Why `part` may not import `module`, or None."""
+    """Why the package `part` may not import `module`; None if it may."""
     root, _, rest = module.partition(".")
     if module == ".":
-        return "relative import: write the whole name"
+        return "relative import: write the full name"
     if root != PACKAGE:
         foreign = root not in sys.stdlib_module_names and root != "msgspec"
         if part in STANDARD_LIBRARY_ONLY and foreign:
@@ -80,7 +80,7 @@ def fault(part: str, module: str) -> str | None:
 
 
 def main() -> int:
-    """Print every fault; exit status 1 when there is one."""
+    """Print every fault; exit status 1 if there is one."""
     faults = 0
     for path in sorted(SOURCE.rglob("*.py")):
         part = path.relative_to(SOURCE).parts[0].removesuffix(".py")

@@ -1,4 +1,4 @@
-"""Check that names say what they hold: no `utils.py`, no `RequestManager`. `make check` runs it."""
+"""Check that names are specific: no `utils.py`, no `RequestManager`. `make check` runs it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ VAGUE_CLASS = re.compile(r"(Manager|Handler|Helper|Utils?|Processor|Base|Mixin)$
 def faults_of(path: Path) -> Iterator[tuple[int, str]]:
     """Vague names in one file, as (line, message)."""
     if VAGUE_FILE.match(path.stem):
-        yield 1, f"the file name {path.stem} does not say what it holds"
+        yield 1, f"the file name {path.stem} is too vague"
     if path.suffix == ".py":
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and VAGUE_CLASS.search(node.name):
-                yield node.lineno, f"class {node.name}: say what it is"
+                yield node.lineno, f"the class name {node.name} is too vague"
 
 
 def main() -> int:
-    """Print every fault as `file:line: message`; exit status 1 when there is one."""
+    """Print every fault as `file:line: message`; exit status 1 if there is one."""
     num_faults = 0
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):

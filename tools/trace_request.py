@@ -1,10 +1,9 @@
-"""Lists the functions of Quickstep that a streamed chat request calls, in order of first calls.
+"""List the functions of Quickstep that a streamed chat request calls, in order of their first call.
 
     python tools/trace_request.py
 
-Both processes are traced: the server's and the engine's. The first request of each is not, so that
-nothing is listed that only a start needs. The figures in
-`docs/design/0011-the-path-of-a-request.md` are from here.
+Both processes are traced, the server's and the engine's, in the third request, so that functions
+that only run at start are not listed. `docs/design/0011-the-path-of-a-request.md` has the figures.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Trace:
         self._codes: dict[CodeType, None] = {}
 
     def install(self) -> None:
-        """Follow this thread and those that begin later."""
+        """Trace this thread and those that start later."""
         threading.setprofile(self._called)
         sys.setprofile(self._called)
 
@@ -44,7 +43,7 @@ class Trace:
 
     @property
     def lines(self) -> list[str]:
-        """`path name` of each, without comprehensions."""
+        """`path name` of each function, without comprehensions."""
         return [
             f"{code.co_filename.removeprefix(PACKAGE)} {code.co_qualname}"
             for code in self._codes
@@ -53,18 +52,18 @@ class Trace:
 
 
 def worker(out: str, arguments: list[str]) -> int:
-    """The engine's process: USR1 begins the trace, USR2 writes it."""
+    """The engine's process: USR1 starts the trace, USR2 writes it to `out`."""
     trace = Trace()
     trace.install()
 
-    def begin(*_: object) -> None:
+    def start(*_: object) -> None:
         trace.is_on = True
 
     def write(*_: object) -> None:
         trace.is_on = False
         Path(out).write_text("\n".join(trace.lines))
 
-    signal.signal(signal.SIGUSR1, begin)
+    signal.signal(signal.SIGUSR1, start)
     signal.signal(signal.SIGUSR2, write)
     from quickstep.engine.remote.worker import main as serve
 
@@ -72,15 +71,17 @@ def worker(out: str, arguments: list[str]) -> int:
 
 
 def request(port: int) -> None:
-    """One streamed chat."""
+    """Send one streamed chat request and read the response."""
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
     head = {"content-type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(BODY).encode(), head)) as it:
-        it.read()
+    with urllib.request.urlopen(
+        urllib.request.Request(url, json.dumps(BODY).encode(), head)
+    ) as response:
+        response.read()
 
 
 async def traced(out: Path, trace: Trace) -> None:
-    """Serve the bundled model, ask it twice, trace the second time."""
+    """Serve the bundled model and send three requests; trace the third."""
     from quickstep.config import EngineConfig
     from quickstep.engine.remote.engine import RemoteEngine
     from quickstep.server.options import ServerOptions
@@ -96,7 +97,7 @@ async def traced(out: Path, trace: Trace) -> None:
             await asyncio.sleep(0.01)
         port = sock.getsockname()[1]
         await asyncio.to_thread(request, port)
-        await asyncio.sleep(2.0)  # steps are captured meanwhile
+        await asyncio.sleep(2.0)  # the engine captures steps in the meantime
         await asyncio.to_thread(request, port)
         os.kill(engine.process_id or 0, signal.SIGUSR1)
         trace.is_on = True
@@ -110,7 +111,7 @@ async def traced(out: Path, trace: Trace) -> None:
 
 
 def main() -> int:
-    """Print both lists."""
+    """Print the functions of both processes."""
     if sys.argv[1:2] == ["--worker"]:
         return worker(sys.argv[2], sys.argv[3:])
     trace = Trace()
@@ -119,11 +120,11 @@ def main() -> int:
         out = Path(folder) / "engine.txt"
         asyncio.run(traced(out, trace))
         time.sleep(0.1)
-        found = {"server": trace.lines, "engine": out.read_text().splitlines()}
-    for process, lines in found.items():
+        functions = {"server": trace.lines, "engine": out.read_text().splitlines()}
+    for process, lines in functions.items():
         print(f"{process}'s process: {len(lines)} functions")
         print("\n".join(f"    {line}" for line in lines))
-    print(f"in all: {sum(map(len, found.values()))}")
+    print(f"total: {sum(map(len, functions.values()))}")
     return 0
 
 

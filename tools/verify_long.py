@@ -1,8 +1,8 @@
-"""Look for mismatches with fresh seeds for some minutes: `make verify-long MINUTES=30`.
+"""Search for mismatches with new seeds for some minutes: `make verify-long MINUTES=30`.
 
-Runs `quickstep verify` and the property tests of one file in turns, each with a seed of its own,
-which is printed with the command that repeats the run. Exit status 1 at the first failure.
-`--seed` makes the runs the same as those of an earlier search: their seeds count up from it.
+Runs `quickstep verify` and the property tests of one file in turns, each with its own seed, and
+prints each command. Exit status 1 at the first failure. `--seed` repeats an earlier search: the
+seeds count up from it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Run = Callable[[Sequence[str], float], int | None]
 
 @dataclass
 class Summary:
-    """What was run; `failed` is the command that failed, to run again."""
+    """What was run; `failed` is the command that failed."""
 
     num_verified: int = 0
     tested: list[str] = field(default_factory=list)
@@ -45,14 +45,14 @@ class Summary:
 
 
 def property_tests(root: Path = ROOT) -> list[str]:
-    """The test files that hold property tests, relative to the repository."""
+    """The test files with property tests, relative to the repository."""
     files = (path for folder in FOLDERS for path in (root / "tests" / folder).glob("test_*.py"))
     found = (path for path in files if PROPERTY.search(path.read_text(encoding="utf-8")))
     return sorted(str(path.relative_to(root)) for path in found)
 
 
 def commands(seed: int, files: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Endlessly, a verification and then the property tests of one file; each file once a round."""
+    """Endlessly, a verification and then the property tests of one file; all files in turn."""
     bin_folder = str(Path(sys.executable).parent)
     order: list[str] = []
     while True:
@@ -69,14 +69,14 @@ def commands(seed: int, files: Sequence[str]) -> Iterator[tuple[str, ...]]:
                 "hypothesis",
                 "--hypothesis-profile=search",
                 f"--hypothesis-seed={seed}",
-                "--timeout=1800",  # of one test: it has a thousand examples, not some dozens
+                "--timeout=1800",  # per test, which has a thousand examples in this profile
             )
             yield (sys.executable, "-m", "pytest", "-q", "-x", *torch, *search, name)
             seed += 1
 
 
 def run_command(command: Sequence[str], limit_s: float) -> int | None:
-    """The exit status; None if it was not over by then."""
+    """The exit status; None if the command was stopped after `limit_s`."""
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         return process.wait(limit_s)
@@ -91,7 +91,7 @@ def run_command(command: Sequence[str], limit_s: float) -> int | None:
 def search(
     seconds: float, seed: int, files: Sequence[str], run: Run, clock: Callable[[], float]
 ) -> Summary:
-    """Run until the time is over or something fails."""
+    """Run commands until the time is over or one fails."""
     summary, end = Summary(), clock() + seconds
     for command in commands(seed, files):
         left = end - clock()
@@ -112,19 +112,19 @@ def search(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Search and sum up; the exit status."""
+    """Search, and print a summary. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, help="of the first run (default: a fresh one)")
+    parser.add_argument("--seed", type=int, help="seed of the first run (default: random)")
     options = parser.parse_args(arguments)
     seed = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed
-    print(f"first seed {seed}; the same search again: --seed {seed}", flush=True)
+    print(f"first seed {seed}; repeat this search with --seed {seed}", flush=True)
     files = property_tests()
     summary = search(options.minutes * 60, seed, files, run_command, time.monotonic)
     distinct = len(set(summary.tested))
     print(
         f"{summary.num_verified} verifications of 300 requests, property tests of {distinct} of "
-        f"{len(files)} files ({len(summary.tested)} runs), {summary.num_unfinished} cut off by the "
+        f"{len(files)} files ({len(summary.tested)} runs), {summary.num_unfinished} stopped by the "
         f"time limit, first seed {seed}"
     )
     if summary.failed:

@@ -1,5 +1,5 @@
-// Up to 16 rows by a panel of 64 outputs in 4 tiles of sums; a step takes 64 inputs: one tile of
-// activations and 4 tiles of the panel's quants ([16][16][4] of [16][64][4]), as they stand. Quants
+// Up to 16 rows by a panel of 64 outputs in 4 tiles of sums; a step has 64 inputs: one tile of
+// activations and 4 tiles of the panel's quants ([16][16][4] of [16][64][4]), in place. Quants
 // of 4 bits are unpacked once for all rows of an item.
 //
 //   item = (chunk of <= 128 rows) x (one panel)
@@ -165,8 +165,8 @@ void run_single(const QuantizedRows& x, const Block& block, Range rows, int32_t*
   }
 }
 
-// One group, as `quantized_tile.h` says. Of 8 bits c = fma((dot - zero * sum) * x_scale, scale, c);
-// of 4 bits the same without x_scale, which `add_part` multiplies with.
+// One group, as defined in `quantized_tile.h`. 8 bits: c = fma((dot - zero * sum) * x_scale, scale,
+// c); of 4 bits the same without x_scale, which `add_part` multiplies with.
 template <int Bits, typename Scale>
 void add_group(const QuantizedRows& x, const Scale* scales, bool has_zeros, int64_t group,
                Range rows, const int32_t* dots, float* c) {

@@ -20,7 +20,7 @@ inline int64_t splits_of_row(const qs_attention& call, int64_t row) {
   return div_up(call.context_lens[row], kSplit);
 }
 
-// Neighbouring rows that are passed together; a row of many queries is one alone.
+// Neighbouring rows that are passed together; a row of many queries is a group of its own.
 struct Group {
   int64_t row, num_rows;
   int64_t shared_splits;  // first splits of which all rows hold the same blocks, and see all
@@ -97,7 +97,7 @@ inline Pass make_group_pass(const qs_attention& call, const Group& group, int64_
   return pass;
 }
 
-// How many first splits two rows share: the same blocks, and every query sees them whole.
+// How many first splits two rows share: the same blocks, completely visible to every query.
 inline int64_t splits_shared(const qs_attention& call, int64_t a, int64_t b, int64_t at_most) {
   if (call.window > 0) return 0;
   const auto start = [&](int64_t row) {
@@ -114,7 +114,7 @@ inline int64_t splits_shared(const qs_attention& call, int64_t a, int64_t b, int
 
 constexpr int64_t kRowsAtOnce = 256;
 
-// Adds the next row to a group if they share splits, and the group loses none by it.
+// Adds the next row to a group if it has all the splits that the group shares.
 inline bool joins(const qs_attention& call, int64_t row, Group& group) {
   const bool is_second = group.num_rows == 1;
   const int64_t at_most = is_second ? INT64_MAX / kSplit : group.shared_splits;

@@ -1,5 +1,6 @@
 // Brings a tile of the paged cache to the form that the products read: keys transposed, values as
-// rows, both as floats or as pairs of bfloat16; quants stay quants, with their scales beside.
+// rows, both as floats or as pairs of bfloat16; quants stay quants, with their scales in a second
+// array.
 #pragma once
 
 #include "kernels/attention_tile.h"
@@ -13,7 +14,7 @@ template <typename Product, typename KV>
 struct Words {
   static QS_INLINE vf load_key(const KV* p, int64_t n) { return load_up_to(p, n); }
 
-  // Row(s) of values beside their scale; `count` positions exist (one here).
+  // Row(s) of values with their scale; `count` positions exist (one here).
   static QS_INLINE void store_values(const KV* first, const KV*, int64_t size, float* to) {
     for (int64_t d = 0; d < size; d += W) store(to + d, load_up_to(first + d, size - d));
   }

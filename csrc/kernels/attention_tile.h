@@ -2,8 +2,8 @@
 //
 // For one query row and head everything is a chain in a fixed order: a score adds over d; a tile's
 // weights add by vector lane, then by reduce_add; an output element adds over the visible positions
-// in ascending order. Positions that a query must not see are left out of its chain, or meet it as
-// zeros on both sides, so what stands there (another step's tokens, NaN) cannot show.
+// in ascending order. Positions that a query must not see are left out of its chain, or are
+// zeros on both sides, so their contents (another step's tokens, NaN) have no effect.
 #pragma once
 
 #include "kernels/attention_products.h"
@@ -17,7 +17,7 @@ constexpr int64_t kMaxQueries = 32;  // (token, head) pairs that share a pass ov
 constexpr int64_t kMaxHeadSize = 256;
 
 // Softmax state of a query row over the positions seen so far: maximum (of scores in
-// units of log2), sums of weights by vector lane, and the weighted sum of values, which stands in
+// units of log2), sums of weights by vector lane, and the weighted sum of values in
 // `out` [query][width].
 struct SoftmaxState {
   float max[kMaxQueries];
@@ -58,7 +58,7 @@ QS_INLINE vi lanes_inside(int64_t first, Span span) {
   return (lane >= static_cast<int32_t>(span.begin)) & (lane < static_cast<int32_t>(span.end));
 }
 
-// Where a query's softmax stands.
+// The softmax state of one query.
 struct RowState {
   float& max;
   float* sums;  // [W]
@@ -99,7 +99,7 @@ QS_INLINE void finish_scores(const qs_attention& call, Span visible, const TileB
 }
 
 // Turns a query's raw scores into weights and moves its state on to the new maximum. The sums are
-// of the weights before they take over the values' scales.
+// of the weights before they are multiplied by the values' scales.
 template <typename Form>
 QS_INLINE void softmax_row(const qs_attention& call, Span visible, TileBuffers& buffers, int query,
                            RowState row) {

@@ -22,7 +22,7 @@ QS_INLINE void swap(Candidate* list, int64_t i, int64_t j) {
   list[j] = kept;
 }
 
-// Moves what stands before the pivot to the front; returns the pivot's place.
+// Moves the elements before the pivot to the front; returns the pivot's place.
 inline int64_t partition(Candidate* list, int64_t first, int64_t last) {
   swap(list, first + (last - first) / 2, last - 1);
   const Candidate pivot = list[last - 1];

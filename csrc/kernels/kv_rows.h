@@ -1,4 +1,4 @@
-// How a head of a KV cache lies in memory: D elements, or D quants and their scale.
+// The layout of a head of a KV cache: D elements, or D quants and their scale.
 #pragma once
 
 #include "kernels/simd.h"

@@ -20,7 +20,7 @@ namespace qs::QS_LEVEL {
 namespace {
 
 constexpr int64_t kChunkRows = 96;
-constexpr int64_t kItemPanels = 4;        // with more rows than one tile takes
+constexpr int64_t kItemPanels = 4;        // with more rows than one tile has
 constexpr int64_t kItemPanelsDecode = 8;  // one tile of rows
 constexpr int64_t kSums = kChunkRows * kItemPanels * kPanel;
 static_assert(kMaxRows * kItemPanelsDecode * kPanel <= kSums);
@@ -54,7 +54,7 @@ void emit(const Problem<T>& problem, Range rows, Range panels, const float* c) {
 }
 
 // The panels of an item and the block of inputs that they are at; `next` is where the panels of
-// the block behind it begin.
+// the next block begin.
 template <typename T>
 struct Sweep {
   Range panels;
@@ -62,7 +62,7 @@ struct Sweep {
   const T* next;
 };
 
-// What tile `tile` of `num_tiles` fetches: its share of the next block's panels. Left to the
+// What tile `tile` of `num_tiles` fetches: its part of the next block's panels. Left to the
 // hardware, the first tile waits for memory and the others find what it brought.
 template <typename T>
 QS_INLINE Ahead fetched_by(const Problem<T>& problem, const Sweep<T>& sweep, int64_t tile,
@@ -107,7 +107,7 @@ void run_tile(const Problem<T>& problem, Range rows, const Sweep<T>& sweep, Ahea
   }
 }
 
-// The range of panels that the thread of `item` will likely take next.
+// The range of panels that the thread of `item` will likely compute next.
 template <typename T>
 QS_INLINE int64_t following(const Problem<T>& problem, int64_t item) {
   const int64_t chunk = item % problem.num_chunks;
@@ -163,8 +163,8 @@ void linear_typed(Pool* pool, const LinearArgs& args) {
                [&](int64_t item) { run_item(problem, item); });
 }
 
-// Transposes squares of W lanes and W words, a word being the inputs of a lane that lie side by
-// side where they are 4 bytes: whole lines are loaded and stored. Gives the words that it packed.
+// Transposes squares of W lanes and W words, a word being 4 bytes of adjacent inputs of a
+// lane: complete lines are loaded and stored. Returns the number of words that it packed.
 template <typename T>
 int64_t pack_squares(const T* rows, int64_t row_stride, int64_t num_words, T* out) {
   constexpr int64_t kPair = Product<T>::kPair;

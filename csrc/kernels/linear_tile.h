@@ -26,9 +26,9 @@ constexpr int max_panels(int rows) {
   return fit < kMaxPanels ? fit : kMaxPanels;
 }
 
-// How a weight register meets an activation. `X` is the type the tile reads activations as, and
-// kCopies says that rows are converted to it first. Weights of kPair inputs lie side by side; the
-// level takes them kTogether at once, so that a pair is kPair / kTogether steps.
+// The product of a weight register and an activation. `X` is the type of the tile's activations;
+// with kCopies, rows are converted to it first. Weights of kPair inputs are adjacent; the
+// level multiplies kTogether of them at once, so that a pair is kPair / kTogether steps.
 template <typename T>
 struct Product {  // float and f16: fp32 multiply-add
   using X = float;
@@ -81,7 +81,7 @@ struct Product<bf16> {  // two products and two additions per instruction
     // Written as assembly because GCC 12 spills arrays of accumulators around the intrinsic.
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
 #else
-    // Likewise because GCC 12 takes constant operands of the intrinsic for halves.
+    // Likewise because GCC 12 treats constant operands of the intrinsic as halves.
     asm("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(x), "w"(w));
 #endif
   }

@@ -1,9 +1,9 @@
 // Attention of prefill and decode rows alike over a paged KV cache.
 //
-// A pass takes up to 32 (token, head) queries that share a kv head and walks the KV in tiles of 64
+// A pass has up to 32 (token, head) queries that share a kv head and walks the KV in tiles of 64
 // absolute positions. Every 512 absolute positions (a split) start a fresh softmax state, and the
 // states of the splits are merged in order. So one query's arithmetic depends on its position
-// alone: not on the chunk it came in, its neighbours in the pass, or whether the splits of a long
+// only: not on the chunk it came in, its neighbours in the pass, or whether the splits of a long
 // context ran on one thread or on several. Sinks enter as results are written, after all of that.
 //
 // So a pass may as well hold queries of several rows. Neighbouring rows whose block tables begin
@@ -60,7 +60,7 @@ void run_tile(const Pass& pass, const Part& part, Span seen_by_any, int64_t tile
               TileBuffers& buffers, SoftmaxState& state) {
   const qs_attention& call = *pass.call;
   const int64_t width = Form::width(call.head_size), words = width / Form::kPair;
-  // Positions that nobody sees are left out, whole vectors of them.
+  // Positions that no query sees are left out, in complete vectors.
   const int64_t seen = min_of(kTile, div_up(seen_by_any.end - tile_begin, W) * W);
   for (int i = part.first; i < part.last; i += kSumRows) {
     const int rows = static_cast<int>(min_of(kSumRows, part.last - i));
@@ -126,7 +126,7 @@ void merge(const Pass& pass, int64_t split, const SoftmaxState& state, int64_t w
 }
 
 // A query's sum of weights with its sink, which enters once and last: after all positions, however
-// these were parted. Where the sink is above their maximum it takes that one's place.
+// these were split. A sink above their maximum replaces it.
 float add_sink(float sink, int query, int64_t width, float sum, SoftmaxState& total) {
   constexpr float kLog2e = 1.44269504f;
   const float above = fma(set1(sink), set1(kLog2e), set1(-total.max[query]))[0];
@@ -215,7 +215,7 @@ void run_split_passes(Pool* pool, const qs_attention& call, const Work& work) {
   parallel_for(pool, work.split_passes, [&](int64_t item) {
     int64_t index = item;
     const int64_t row = find_row(call, index, splits_in_row);
-    // Heads of one split are neighbours: they lie in the same pages.
+    // Heads of one split are neighbours: they are in the same pages.
     const int64_t splits = splits_of_row(call, row);
     const int64_t kv_head = index % call.num_kv_heads, split = index / call.num_kv_heads % splits;
     const Pass pass = make_pass(call, row, index / call.num_kv_heads / splits, kv_head);
@@ -261,7 +261,7 @@ void run_passes(Pool* pool, const qs_attention& call, int64_t first_row, int64_t
   });
 }
 
-// Pairs where queries and keys are bfloat16, or quants, as they stand.
+// Pairs where queries and keys are bfloat16, or quants, without conversion.
 template <typename T, typename KV>
 struct FormOf {
   using Type = TileForm<Floats, std::is_same_v<KV, int8_t>>;

@@ -11,12 +11,12 @@
 namespace qs::QS_LEVEL {
 namespace {
 
-constexpr int64_t kItemsPerThread = 4;  // so that a worker that wakes late still has its share
+constexpr int64_t kItemsPerThread = 4;  // so that a worker that wakes late still has work
 
 QS_INLINE void fill(vf& operand) { operand = set1(0.5f); }
 QS_INLINE void fill(vi& operand) { operand = set1i(0x3f003f00); }  // a pair of bf16 0.5
 
-// Makes the compiler forget what is in a register, so that no product is computed once and kept.
+// Makes the compiler forget what is in a register, so that no product is computed once and reused.
 template <typename Operand>
 QS_INLINE void forget(Operand& operand) {
 #if defined(__AVX512F__)

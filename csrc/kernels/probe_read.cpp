@@ -1,7 +1,7 @@
 // Streaming reads, as fast as this level's loads reach: what the weights of a decode step cost at
 // least. Every byte is added up, so that no load can be left out and the caller can check the sum.
 //
-// An item is kStreams pieces of kPieceBytes that lie one after another and are read side by side,
+// An item is kStreams consecutive pieces of kPieceBytes that are read in parallel,
 // as linear reads its panels at one row: a single stream per thread does not fill the memory's
 // queues. kStreams vectors are summed in registers.
 

@@ -12,7 +12,7 @@ namespace qs::QS_LEVEL {
 // a part.
 constexpr float kUnitShrinks[] = {1.0f, 0.93f, 0.87f};
 constexpr int kSubScalesTried = 2;
-constexpr int64_t kMaxGroup = 256;  // longer groups are taken one by one
+constexpr int64_t kMaxGroup = 256;  // longer groups are processed one by one
 
 QS_INLINE vf round_to_even(vf x) {
   const vf magic = set1(0x1.8p23f);

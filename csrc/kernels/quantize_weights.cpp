@@ -113,7 +113,7 @@ QS_INLINE vf lane_error(const GroupLanes& groups, const LaneAttempt& tried, floa
   for (int j = 0; j < W; ++j) {
     vf error = {};
     for (int64_t i = j; i < groups.size; i += W) {
-      // the quant less its zero: whole numbers, so it does not matter which is subtracted first
+      // the quant less its zero: integers, so the order of subtraction does not matter
       const vf quant = bounded(round_to_even(groups.values[i] * inverse), least, most);
       const vf distance = quant * tried.scale - groups.values[i];
       error = fma(distance, distance, error);
@@ -196,7 +196,7 @@ void quantize_rows(const QuantizeArgs& args, int64_t first, int64_t end) {
     }
     return;
   }
-  const int64_t rows = args.row_stride == args.k ? end - first : 1;  // taken as one
+  const int64_t rows = args.row_stride == args.k ? end - first : 1;  // as a single row
   for (int64_t row = first; row < end; row += rows) {
     for (int64_t group = 0; group < rows * num_groups; group += W) {
       const int64_t count = min_of(W, rows * num_groups - group);

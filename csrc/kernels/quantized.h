@@ -1,11 +1,12 @@
 // Weights of 4 or 8 bits as the low-bit kernels read them. Quants are their quantized values.
 //
-// Outputs go in panels of 64, a panel's inputs in steps of 4: what one integer dot product takes.
+// Outputs go in panels of 64, a panel's inputs in steps of 4: the inputs of one integer dot
+// product.
 //
 //   8 bits   step   [64][4] quants, 256 bytes
 //   4 bits   pair   [64][4] bytes, the first step's quants below, the next one's above; 256 bytes
 //
-// A panel is one stream of memory. With one scale per output, scales and zeros stand apart; with
+// A panel is one stream of memory. With one scale per output, scales and zeros are separate; with
 // groups they follow the quants of their group, so that they are read with them:
 //
 //   panel    group 0: steps | scales [64] | zeros [64] (if any), group 1: ...
@@ -14,12 +15,12 @@
 // loses nothing, else f32.
 //
 // Quants of 4 bits may have sub-block scales: 16 inputs each, odd, from -15 to 15, held as (m + 15)
-// / 2. They stand before the quants that they belong to, 32 inputs at a time:
+// / 2. They precede the quants that they belong to, 32 inputs at a time:
 //
 //   piece    sub-block scales [64], a byte: inputs 0 to 15 below, 16 to 31 above; 4 pairs of quants
 //   group    pieces | scales [64]
 //
-// Their scales are held times 16, what float16 has room for then being that of scales without. A
+// Their scales are stored times 16, so that float16 holds the same range as without them. A
 // weight is scale * m * (quant - 8), and m * (quant - 8) fits 8 bits: products run over that, as
 // those of an 8-bit weight with the same groups (`unpacked_form`), bit for bit.
 #pragma once
@@ -51,7 +52,7 @@ struct PackedQuantized {
   int64_t group_bytes;  // quants, scales and zeros; panel_bytes for one group
   bool half_scales;     // f16, with groups
   bool has_zeros;
-  bool has_sub_scales;  // with them a group is whole pieces
+  bool has_sub_scales;  // with them a group is complete pieces
   bool scaled_up;       // scales are held times kSubScaleUnit
   void* weights;
   float* scales;  // one group: [num_panels * 64]
@@ -101,7 +102,7 @@ struct QuantizedRows {
   int8_t* quants;
   int32_t* factors;
   int32_t* parts;
-  int64_t stride;  // bytes a token, a multiple of 64, zeros behind the last input
+  int64_t stride;  // bytes a token, a multiple of 64, zeros after the last input
   int64_t num_groups;
 };
 

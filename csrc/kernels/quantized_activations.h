@@ -59,7 +59,7 @@ QS_INLINE vi rounded_quants(const T* x, int64_t n, float inverse) {
   return bit_cast<vi>(scaled) - bit_cast<int32_t>(kMagic);
 }
 
-// Gives the sum of the quants, which have room for n rounded up to W.
+// Returns the sum of the quants, whose array has n elements rounded up to W.
 template <typename T>
 QS_INLINE int32_t quantize_group(const T* x, int64_t n, int64_t rows, float inverse,
                                  int8_t* quants) {
@@ -79,7 +79,7 @@ QS_INLINE int32_t quantize_group(const T* x, int64_t n, int64_t rows, float inve
 constexpr int64_t kTogether = 4;  // rows whose quants of W inputs make a register of AVX-512
 
 #if defined(__AVX512F__)
-// The same for the rows of a tile of 4, `x_stride` apart, none of whose factors is 0: whole
+// The same for the rows of a tile of 4, `x_stride` apart, none of whose factors is 0: complete
 // registers are stored instead of steps.
 template <typename T>
 QS_INLINE void quantize_together(const T* x, int64_t x_stride, int64_t n, const Scaling* scalings,
@@ -125,8 +125,8 @@ QS_INLINE void quantize_rows_of_group(const T* x, int64_t x_stride, int64_t n, i
   }
 }
 
-// Brings in the group that lies kGroupsAhead further: rows are far apart, and what is read of one
-// at a time is too short for the hardware to see where it goes on.
+// Prefetches the group that is kGroupsAhead further: rows are far apart, and the bytes read of one
+// at a time are too few for the hardware to predict the next.
 template <typename T>
 QS_INLINE void fetch_group(const T* x, int64_t x_stride, int64_t n, int64_t rows) {
   const int64_t bytes = n * static_cast<int64_t>(sizeof(T));
@@ -151,7 +151,7 @@ inline void sum_parts(const int8_t* quants, int64_t num_parts, int64_t rows, int
   }
 }
 
-// Rows of a tile lie side by side, as the tile reads them: [steps][rows][4], [groups][2][rows].
+// Rows of a tile are interleaved, as the tile reads them: [steps][rows][4], [groups][2][rows].
 template <typename T>
 void quantize_tile(const QuantizedLinearArgs& args, Range tile) {
   const PackedQuantized& packed = *args.packed;

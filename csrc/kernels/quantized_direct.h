@@ -1,4 +1,4 @@
-// The register tile of few rows for quants with sub-block scales, as they stand in memory. For one
+// The register tile of few rows for quants with sub-block scales, read in place. For one
 // or two rows every 16 inputs have integer sums of their own, which are multiplied and added to
 // those of the group; for more the quants are unpacked in registers. Many rows run the tile of 8
 // bits over unpacked quants (quantized_unpack.h). All of it is integers, so all give the same bits.
@@ -119,7 +119,7 @@ QS_INLINE void run_half(const QuantizedTileArgs& args, const DirectHalf& half,
 template <int R, int S, typename Scale>
 void run_direct(const QuantizedTileArgs& call) {
   constexpr int V = kTileVectors;
-  const QuantizedTileArgs args = call;  // so that no store can be taken to change it
+  const QuantizedTileArgs args = call;  // a copy, which no store can change
   vf held[R][S * V] = {};
   if (!args.first) {
 #pragma GCC unroll 8

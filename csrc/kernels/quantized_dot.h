@@ -1,5 +1,5 @@
-// How 4 inputs of a step meet on the level being compiled: unsigned quants of weights, signed ones
-// of activations, sums of 32 bits that are exact on every level.
+// Products of 4 inputs of a step on the level being compiled: unsigned quants of weights, signed
+// ones of activations, sums of 32 bits that are exact on every level.
 #pragma once
 
 #include "kernels/quantized.h"
@@ -24,8 +24,8 @@ QS_INLINE vquants step_quants(vquants v) {
   return bit_cast<vquants>((Half == 0 ? words : words >> 4) & 0x0f0f0f0fu);
 }
 
-// sum += quants x activations, 4 inputs a lane. `kOffset` says that the quants count as they are,
-// so that 2^(bits - 1) times the activations' sum is to be taken off; otherwise the product is of
+// sum += quants x activations, 4 inputs a lane. With `kOffset` the quants are not shifted,
+// so that 2^(bits - 1) times the activations' sum must be subtracted; otherwise the product is of
 // quants less 2^(bits - 1) already.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 

@@ -6,9 +6,9 @@
 // own. A weight with sub-block scales is one of 8 bits to all of this: a block of a panel is
 // unpacked for the tiles of a chunk. Few rows have tiles of their own (quantized_direct.h).
 //
-//   item = (chunk of rows) x (one panel of 64; with one tile of rows, as many as it takes)
+//   item = (chunk of rows) x (one panel of 64; with one tile of rows, as many as needed)
 //     for each block of inputs         quants of a panel: <= 128 KiB, stay in L2 over the tiles
-//       for each row tile              each brings a share of the next block into L2 meanwhile
+//       for each row tile              each prefetches a part of the next block into L2
 //         sums in registers, between blocks in `c` (<= 48 KiB)
 //
 // Items of one panel follow one another while the quants of all tokens fit L2: the panel is read
@@ -25,7 +25,7 @@ namespace {
 // Of a chunk. Blocks of 4 bits are short and their sums often read: those of 96 rows stay in L1.
 constexpr int64_t kChunkRows8 = 192;
 constexpr int64_t kChunkRows4 = 96;
-constexpr int64_t kKeptBytes = 512 << 10;  // quants of tokens beside panels in L2
+constexpr int64_t kKeptBytes = 512 << 10;  // quants of tokens, next to panels, in L2
 // Inputs of a block: with one tile of rows, and of 4 bits, the distance that is fetched ahead. With
 // many tiles a longer one, for the sake of the sums between blocks.
 constexpr int64_t kBlockInputs = 1024;
@@ -42,7 +42,7 @@ constexpr int64_t kUnpackedBytes =
 struct Problem {
   const QuantizedLinearArgs* args;  // with the form that products see
   const PackedQuantized* stored;    // and the one that memory has
-  bool direct;                      // quants with sub-block scales are read as they stand
+  bool direct;                      // quants with sub-block scales are read in place
   int64_t num_tiles;    // of rows
   int64_t num_chunks;   // of tiles
   int64_t num_ranges;
@@ -59,7 +59,7 @@ struct Sweep {
   Range panels;
   Range tiles;
   int64_t block;
-  uint8_t* unpacked;   // room for quants with sub-block scales
+  uint8_t* unpacked;   // memory for unpacked quants with sub-block scales
   const char* next;  // the block to fetch: what this thread will probably read then
 };
 
@@ -136,7 +136,7 @@ QS_INLINE const uint8_t* block_at(const Problem& problem, int64_t panel, int64_t
          block_offset(problem, block);
 }
 
-// What all tiles of a sweep share.
+// The arguments that are common to all tiles of a sweep.
 QuantizedTileArgs sweep_args(const Problem& problem, const Sweep& sweep) {
   const PackedQuantized& packed = problem.direct ? *problem.stored : *problem.args->packed;
   const bool single = packed.num_groups == 1;
@@ -155,8 +155,8 @@ QuantizedTileArgs sweep_args(const Problem& problem, const Sweep& sweep) {
   return args;
 }
 
-// Says what tile number `tile` fetches: its share of the next block. Even shares keep the memory
-// busy all the time; in the first tiles alone the fetches would be waited for.
+// Sets what tile number `tile` fetches: its part of the next block. Equal parts keep the memory
+// busy all the time; if only the first tiles fetched, they would wait for the memory.
 QS_INLINE void set_fetch(const Problem& problem, const Sweep& sweep, int64_t tile,
                          QuantizedTileArgs& args) {
   const PackedQuantized& packed = *problem.stored;
@@ -172,7 +172,7 @@ QS_INLINE void set_fetch(const Problem& problem, const Sweep& sweep, int64_t til
   if (problem.direct) {
     args.fetch_stride = kPieceBytes;
   } else {
-    args.fetch_stride /= 2;  // a step of unpacked quants goes over 8 bits
+    args.fetch_stride /= 2;  // a step of unpacked quants has 8 bits
     args.fetch_scales = packed.group_bytes / shares -
                         packed.group_size / kStepInputs * args.fetch_stride;
   }
@@ -229,7 +229,7 @@ void run_sweep(const Problem& problem, const Sweep& sweep, int32_t* c) {
     }
     args.factors =
         x.factors + 2 * (rows.begin * packed.num_groups + first_group * rows.size());
-    // With one block the sums of a tile are read at once, and all tiles can share their place.
+    // With one block the sums of a tile are read at once, and all tiles can use the same memory.
     const int64_t kept_rows = problem.num_blocks == 1 ? 0 : rows.begin - first_row;
     int32_t* sums = c + kept_rows * panels * kQuantizedPanel;
     if (last) fetch_outputs(problem, rows, sweep.panels);
@@ -255,7 +255,7 @@ QS_INLINE int64_t range_of(const Problem& problem, int64_t item) {
   return problem.chunks_first ? item / problem.num_chunks : item % problem.num_ranges;
 }
 
-// The range that the thread of `item` will probably take next.
+// The range that the thread of `item` will probably compute next.
 QS_INLINE int64_t following_range(const Problem& problem, int64_t item) {
   if (!problem.chunks_first) return (item + problem.threads) % problem.num_ranges;
   const bool stays = chunk_of(problem, item) + problem.threads < problem.num_chunks;

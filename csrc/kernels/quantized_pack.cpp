@@ -7,7 +7,7 @@
 namespace qs::QS_LEVEL {
 namespace {
 
-// Where input k of an output stands in its panel: the byte, without the output's own offset.
+// The place of input k of an output in its panel: the byte, without the output's own offset.
 QS_INLINE int64_t quant_offset(const PackedQuantized& packed, int64_t k) {
   const int64_t group = packed.num_groups == 1 ? 0 : k / packed.group_size;
   int64_t within = k - group * packed.group_size;
@@ -42,7 +42,7 @@ void pack_group_scales(const PackQuantizedArgs& args, int64_t output, int64_t gr
   }
 }
 
-// 16 quants of one output, of which no two are in different groups, to where the first goes.
+// Stores 16 quants of one output, all of one group, from the place of the first on.
 QS_INLINE void pack_segment(const uint8_t* quants, int bits, uint8_t* out) {
   uint32_t steps[kSegment / kStepInputs];
   memcpy(steps, quants, sizeof(steps));

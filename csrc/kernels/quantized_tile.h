@@ -7,7 +7,7 @@
 //   NEON      6 x 4 vectors (a quarter of a panel), where it has dot products; else as below
 //   portable  2 x 4 vectors (a quarter of a panel), in plain C++
 //
-// Sums are exact, so their order is free; every level gives the same integers.
+// Sums are exact, so their order is free; every level computes the same integers.
 #pragma once
 
 #include "kernels/quantized_dot.h"
@@ -33,7 +33,7 @@ constexpr int kGroupRows8 = 2;
 #endif
 
 // Rows of a tile. For groups fewer: their fp32 sums stay in registers then, or most of them. On
-// Zen 4 a store takes the place of a product, and 4 bits have groups of 32 where 8 have 128.
+// Zen 4 a store replaces a product, and 4 bits have groups of 32 where 8 have 128.
 QS_INLINE int max_quantized_rows(const PackedQuantized& packed, int64_t num_tokens) {
   if (packed.num_groups == 1 || num_tokens <= kQuantizedRows) return kQuantizedRows;
   if (packed.bits == 4) return kGroupRows4;
@@ -63,14 +63,14 @@ struct QuantizedTileArgs {
   const char* fetch;       // what to bring into L2 meanwhile
   int fetch_lines;         // cache lines a step
   int64_t fetch_stride;    // from a step to the next; 0 fetches nothing more
-  int64_t fetch_scales;    // from behind a group's steps to the next group
+  int64_t fetch_scales;    // from the end of a group's steps to the next group
 };
 
 using QuantizedTileFn = void (*)(const QuantizedTileArgs& args);
 
 // Cache lines that a tile fetches per step and panel, at most: as many as it reads. It is all of
 // them where there is but one tile. None for 2 or 3 rows of several panels, which are faster with
-// the hardware's prefetching alone.
+// the hardware's prefetching only.
 constexpr int64_t kCacheLine = 64;
 constexpr int fetched_lines(int rows, int panels) {
   if (rows > 1 && panels > 1) return 0;
@@ -135,7 +135,7 @@ struct QuantizedTile {
     }
   }
 
-  // The step's fetches: all lines in a tile of several panels, else as many as are asked for.
+  // The step's fetches: all lines in a tile of several panels, else `fetch_lines`.
   static QS_INLINE void bring_step(const char* fetch, const QuantizedTileArgs& args) {
     if constexpr (S > 1 || kLines <= 1) {
       if constexpr (kLines > 0) bring<kLines>(fetch, args.panel_bytes);
@@ -150,7 +150,7 @@ struct QuantizedTile {
     }
   }
 
-  // Moves all three pointers behind the group's steps.
+  // Moves all three pointers past the group's steps.
   QS_INLINE void run(const uint8_t*& w, const int8_t*& x, const char*& fetch,
                      const QuantizedTileArgs& args) {
     constexpr int64_t kInputs = Bits == 4 ? 2 * kStepInputs : kStepInputs;
@@ -165,7 +165,7 @@ struct QuantizedTile {
   }
 };
 
-// Where the tile's sums stand in c.
+// The place of the tile's sums in c.
 template <typename T, int S>
 QS_INLINE T* at(const QuantizedTileArgs& args, int row, int vector) {
   return static_cast<T*>(args.c) + (row * S + vector / kTileVectors) * kQuantizedPanel +
@@ -176,7 +176,7 @@ QS_INLINE T* at(const QuantizedTileArgs& args, int row, int vector) {
 template <int Bits, int R, int S>
 void run_single(const QuantizedTileArgs& call) {
   constexpr int V = kTileVectors;
-  const QuantizedTileArgs args = call;  // so that no store can be taken to change it
+  const QuantizedTileArgs args = call;  // a copy, which no store can change
   QuantizedTile<Bits, R, S> tile = {};
   const uint8_t* w = args.w;
   const int8_t* x = args.x;
@@ -202,8 +202,8 @@ template <int Bits, int R, int S, typename Scale, bool Zeros>
 void run_groups(const QuantizedTileArgs& call) {
   constexpr int V = kTileVectors;
   constexpr bool kShares = Bits == 4;
-  const QuantizedTileArgs args = call;  // so that no store can be taken to change it
-  // Local, so that the compiler keeps in registers what fits beside the integer sums.
+  const QuantizedTileArgs args = call;  // a copy, which no store can change
+  // Local, so that the compiler keeps as many as fit in registers next to the integer sums.
   vf held[R][S * V] = {};
   if (!args.first) {
 #pragma GCC unroll 8

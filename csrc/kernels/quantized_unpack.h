@@ -1,5 +1,5 @@
 // Quants of 4 bits with their sub-block scales into quants of 8 bits: m * (quant - 8) + 128, which
-// is from 8 to 248. Two quants of a pair of bytes meet one multiplication of 16 bits: quant * m,
+// is from 8 to 248. Two quants of a pair of bytes need one multiplication of 16 bits: quant * m,
 // borrows between the bytes included, plus 257 * (128 - 8 m) has the two results in its two bytes.
 #pragma once
 
@@ -19,7 +19,7 @@ struct Unpacking {
   }
 };
 
-// W bytes, a lane each. GCC 12 takes a conversion of vectors apart, lane by lane.
+// W bytes, a lane each. GCC 12 splits a conversion of vectors into lanes.
 QS_INLINE vu widened_bytes(const uint8_t* p) {
 #if defined(__AVX512F__)
   return bit_cast<vu>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));

@@ -1,4 +1,4 @@
-// How a loop's items share what there is to do.
+// How the work of a loop is divided among its items.
 #pragma once
 
 #include "kernels/simd.h"

@@ -1,11 +1,11 @@
 // One row: argmax, or scaled logits + counter-based noise over what the filters keep; and what the
 // log-probabilities are computed from. runtime/sampling/sampler.py is the definition, to the bit:
-// probabilities are integers, so no order of summing shows, and exp and log are
+// probabilities are integers, so the order of summing has no effect, and exp and log are
 // kernels/vecmath64.h.
 //
-// Filters over a whole row are only checked for the sampled token, by float32 sums
+// Filters over a complete row are only checked for the sampled token, by float32 sums
 // where these are sure (kernels/sampler_near.h): the winner of a larger set is the winner of what a
-// filter keeps if it is in it, and else nothing behind it is.
+// filter keeps if it is in it, and else no later token is.
 
 #include "kernels/entries.h"
 #include "kernels/sampler_filters.h"
@@ -66,13 +66,13 @@ int64_t likely_kept(const Row& row, const Cut& cut) {
   return largest > -kInfinity ? first_equal(row, largest, scaled_of) : -1;
 }
 
-// Samples under typical_p alone, of a row that nothing changed.
+// Samples under typical_p only, from a row without changes.
 int64_t sample_typical(const Row& row, int64_t start_id) {
   const NearTypical order = near_typical(row);
   Cut cut;
   for (int trial = 0; trial < kTrials && start_id >= 0; ++trial) {
     const int64_t id = gumbel_argmax(row, cut, start_id);
-    // beside the mirrored edge of the last trial, where `cut` keeps more than is sure
+    // next to the mirrored edge of the last trial, where `cut` keeps more than is certain
     const double value = scaled_at(row, id);
     const double blur = 8.0 * order.slack + 4e-6 * (magnitude(row.peak) + 1.0);
     if (trial > 0 && (value < cut.value + blur || value > cut.first_value - blur)) break;
@@ -95,7 +95,7 @@ int64_t sample_xtc(const Row& row, int64_t start_id) {
   return gumbel_argmax(row, cut, last);
 }
 
-// Samples without exact sums over the row where that can be told.
+// Samples without exact sums over the row where float32 sums decide.
 int64_t sample_near(const Row& row, int64_t start_id) {
   const Filters has(*row.call, row.size);
   if (has.top_p && !has.top_k && !has.typical_p && !has.xtc) return sample_top_p(row, start_id);
@@ -105,7 +105,7 @@ int64_t sample_near(const Row& row, int64_t start_id) {
   return kUndecided;
 }
 
-// Samples from a row whose changes, chunk_max and peak stand.
+// Samples from a row whose changes, chunk_max and peak are computed.
 int64_t choose_from(Row& row) {
   const qs_sample& call = *row.call;
   int64_t start_id = first_equal(row, row.peak, logits_of);

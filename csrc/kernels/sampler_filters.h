@@ -1,5 +1,5 @@
 // Which tokens may be sampled: top-k, typical-p, top-p, min-p, XTC, as runtime/sampling/filters.py
-// has them. Probabilities are integers, so that no order of summing shows.
+// has them. Probabilities are integers, so that the order of summing has no effect.
 #pragma once
 
 #include "kernels/sampler_noise.h"
@@ -100,7 +100,7 @@ inline int64_t nucleus_of_list(Candidate* list, int64_t count, double top_p) {
   return select(list, count, target_of(top_p, total)) + 1;
 }
 
-// Probabilities binned by how far a token stands in an order of preference.
+// Probabilities binned by a token's rank in an order of preference.
 struct Bins {
   int64_t sums[kBins][kBinSets];
 
@@ -155,7 +155,7 @@ inline Candidate last_of(const Scratch& scratch, int64_t chunks, double base, in
                          const Distance& distance, const Bins& bins) {
   int64_t bin = 0, reached = 0;
   while (reached + bins.at(bin) < target) reached += bins.at(bin++);
-  // where `place` says this bin: its products are exact
+  // where `place` is this bin: its products are exact
   const double low = static_cast<double>(bin) / kBinsPerUnit;
   const double high = bin == kBins - 1 ? kLargest : static_cast<double>(bin + 1) / kBinsPerUnit;
   int64_t found = 0;
@@ -318,7 +318,8 @@ struct Filters {
         xtc(call.applies_xtc != 0) {}
 };
 
-// What a sample keeps, from exact sums. Scales the whole row where these go over all of it.
+// The tokens that the filters keep, from exact sums. Scales the complete row if they need all of
+// it.
 inline Cut cut_of(Row& row) {
   const qs_sample& call = *row.call;
   const Filters has(call, row.size);

@@ -1,6 +1,6 @@
-// Shares of a row by float32 sums, for the questions that these nearly always answer: whether a
-// sampled token is among those that top-p or typical-p keeps, which ones XTC removes tokens. What
-// stands too near to an edge to tell is left to the exact sums of kernels/sampler_filters.h.
+// Probabilities in a row by float32 sums, for the questions that these nearly always answer:
+// whether a sampled token is among those that top-p or typical-p keeps, and which tokens XTC
+// removes. What is too near to an edge is decided by the exact sums of kernels/sampler_filters.h.
 //
 // Such a sum stays within 2e-5 of what is exact, and within 1e-7 of the largest token's
 // probability: an exponent is off by 2e-6, an exp by 2e-7, 256 additions into a lane by 1.5e-5.
@@ -35,7 +35,7 @@ struct NearSums {
 
 enum class Side { kInside, kOutside, kUnknown };
 
-// Where a probability stands beside `top_p`, which lies between two sums.
+// A probability compared with `top_p`, which is between two sums.
 inline Side side_of(double certainly, double possibly, double total, double top_p) {
   const double edge = top_p * total;
   if (possibly * (1.0 + kNear) + kNearby < edge * (1.0 - kNear)) return Side::kInside;
@@ -45,7 +45,7 @@ inline Side side_of(double certainly, double possibly, double total, double top_
 
 inline double magnitude(double x) { return x < 0.0 ? -x : x; }
 
-// Whether float32 tells this row's probabilities.
+// Whether float32 represents this row's probabilities.
 inline bool is_near(const Row& row) {
   const double temperature = row.call->temperature;
   const double off = row.peak - static_cast<double>(static_cast<float>(row.peak));
@@ -62,7 +62,7 @@ struct Exponents {
   QS_INLINE vf of(vf logits) const { return vmax(set1(-160.0f), (logits - peak) * factor); }
 };
 
-// The raw logits of a chunk; `buffer` for one that is not whole.
+// The raw logits of a chunk; `buffer` if it is not complete.
 QS_INLINE const float* floats_of(const Row& row, int64_t chunk, float* buffer) {
   const float* x = row.raw(chunk);
   if (row.is_whole(chunk)) return x;
@@ -167,7 +167,7 @@ inline float float_below(double value) {
 }
 
 // Whether every raw logit that differs from `logit` still differs, in the same direction, once it
-// is scaled and `offset` is taken off: then raw logits tell the canonical order.
+// is scaled and `offset` is subtracted: then raw logits give the canonical order.
 inline bool is_apart(double logit, double peak, double offset) {
   const double least = 1e-12 * (magnitude(peak) + magnitude(offset) + magnitude(logit));
   const double low = static_cast<double>(float_below(logit));
@@ -183,7 +183,7 @@ inline int64_t equals_before(const Row& row, int64_t chunk, float value, int64_t
   return count;
 }
 
-// Whether the probability of the tokens that stand before `id` in canonical order reaches top_p.
+// Whether the probability of the tokens before `id` in canonical order reaches top_p.
 inline Side near_nucleus(const Row& row, double top_p, int64_t id) {
   const double logit = logit_at(row, id), own = scaled_at(row, id);
   if (!is_near(row) || !is_apart(logit, row.peak, 0.0)) return Side::kUnknown;
@@ -279,7 +279,7 @@ inline void cut_before(const Row& row, const NearTypical& order, int64_t id, Cut
   }
 }
 
-// XTC over a whole row that nothing changed: the last token whose probability reaches the
+// XTC over a complete row without changes: the last token whose probability reaches the
 // threshold, -1 if none does; -2 if a probability is too near to it.
 inline int64_t near_xtc(const Row& row, double threshold) {
   const double bound = threshold * near_moment(row).total;

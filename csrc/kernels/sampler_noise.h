@@ -1,7 +1,7 @@
 // Counter-based noise, and the token whose value and noise are largest.
 //
-// The work is bounded by two facts. A chunk's largest value says how small the bits of a token of
-// it must be to matter, so that a chunk takes 64 hashes and no look at its values; and a token's
+// The work is bounded by two facts. A chunk's largest value bounds how small the bits of a token of
+// it must be to matter, so that a chunk needs 64 hashes and none of its values; and a token's
 // noise is below ln 2 * (52 - floor(log2(bits + 1/2))), so that the exact noise is computed for the
 // few tokens that can still win.
 #pragma once
@@ -80,7 +80,7 @@ struct Cut {
   double floor = -kInfinity;
   double first_value = kInfinity;
   int64_t first_id = 0;
-  int64_t first_end = INT64_MAX;  // of `first_value` itself, the tokens before it alone
+  int64_t first_end = INT64_MAX;  // of `first_value` itself, only the tokens before it
 
   QS_INLINE bool keeps(double scaled, int64_t token) const {
     const bool above = (scaled > value) | ((scaled == value) & (token <= id));

@@ -1,6 +1,6 @@
-// A row of logits under way to a token, in chunks of 64 whose largest values say which can matter.
-// Nothing is written for a row as a whole: the few chunks that penalties, masks and bans change are
-// copied, and values are scaled by the temperature where somebody asks for them.
+// A row of logits during sampling, in chunks of 64 whose largest values decide which can matter.
+// Nothing is written for the complete row: the few chunks that penalties, masks and bans change are
+// copied, and values are scaled by the temperature where they are read.
 #pragma once
 
 #include "kernels/candidates.h"
@@ -14,11 +14,11 @@ constexpr double kInfinity = __builtin_inf();
 constexpr double kNoProbability = -32.0;  // exp(-32) * 2^44 is below 1/2
 
 struct Scratch {
-  double* values;     // [V, whole chunks]: of changed chunks, or of all of them once scaled
+  double* values;     // [V, complete chunks]: of changed chunks, or of all of them once scaled
   double* chunk_max;  // [chunks], as what the row is at now
   double* raw_max;    // [chunks], of the raw logits
   int64_t* changed;   // [chunks], 0 or 1
-  Candidate* list;    // [V, whole chunks]
+  Candidate* list;    // [V, complete chunks]
 };
 
 inline int64_t scratch_doubles(int64_t vocab_size) {
@@ -48,7 +48,7 @@ struct Lanes<double> {
   typedef int64_t flags __attribute__((vector_size(4 * W)));
 };
 
-// The largest of a whole chunk; `nans` gets a bit set for a NaN.
+// The largest of a complete chunk; sets a bit of `nans` for a NaN.
 template <typename T>
 QS_INLINE T largest_of_chunk(const T* x, typename Lanes<T>::flags& nans) {
   using Values = typename Lanes<T>::values;
@@ -93,7 +93,7 @@ struct Row {
   int64_t size, chunks;
   Scratch scratch;
   bool has_changes = false;  // some chunks were copied and changed
-  bool is_scaled = false;    // all of them stand scaled in scratch.values
+  bool is_scaled = false;    // scratch.values holds all of them, scaled
   double peak = 0.0;         // largest logit after the changes
 
   const float* raw(int64_t chunk) const { return call->logits + chunk * kChunk; }
@@ -150,7 +150,7 @@ inline void scale_maxima(const Row& row) {
   }
 }
 
-// Scales the whole row into scratch.values.
+// Scales the complete row into scratch.values.
 inline void scale_all(Row& row) {
   for (int64_t chunk = 0; chunk < row.chunks; ++chunk) {
     double buffer[kChunk];

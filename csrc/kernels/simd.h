@@ -80,7 +80,7 @@ QS_INLINE vf fma(vf a, vf b, vf c) {
 #endif
 }
 
-// A NaN in b is kept, a NaN in a is dropped (what x86's max and min do with swapped operands).
+// A NaN in b is returned, a NaN in a is dropped (as x86's max and min do with swapped operands).
 QS_INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }
 QS_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
 

@@ -1,5 +1,5 @@
 // exp, tanh and the normal distribution on vectors, so that bits depend on neither libm nor a
-// value's lane. The polynomials are Chebyshev fits in double, rounded; a NaN goes through.
+// value's lane. The polynomials are Chebyshev fits in double, rounded; a NaN stays a NaN.
 #pragma once
 
 #include "kernels/simd.h"

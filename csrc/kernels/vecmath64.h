@@ -1,4 +1,4 @@
-// exp, log and tanh in float64 from IEEE additions, products and quotients alone (no fused ones:
+// exp, log and tanh in float64 from IEEE additions, products and quotients only (no fused ones:
 // the build forbids contraction), so that NumPy and PyTorch compute the same bits operation by
 // operation: ops/reference/exact_math.py and runtime/sampling/exact_math.py. Written for one value,
 // without branches, for loops that the compiler vectorises.
@@ -13,7 +13,7 @@ constexpr double kRoundMagic = 0x1.8p52;
 
 // exp(x) for x <= 0; below -708 it stays at exp(-708), about 3e-308.
 QS_INLINE double exp64_nonpositive(double x) {
-  x = x < -708.0 ? -708.0 : x;  // a NaN goes through
+  x = x < -708.0 ? -708.0 : x;  // a NaN stays a NaN
   const double shifted = x * 1.4426950408889634 + kRoundMagic;
   const double n = shifted - kRoundMagic;
   const double rest = (x - n * 0.6931471803691238) - n * 1.9082149292705877e-10;

@@ -1,7 +1,7 @@
 """Quickstep: LLM inference and serving.
 
-`LLM`, `SamplingParams` and the like are loaded on first use: importing the package alone takes no
-torch.
+`LLM`, `SamplingParams` and the other public classes are imported on first use, so that importing
+the package does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """The public classes, by PEP 562."""
+    """Import a public class on first use (PEP 562)."""
     if name == "LLM":
         return import_module("quickstep.engine.llm").LLM
     if name == "BeamSearchParams":

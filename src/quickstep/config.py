@@ -1,7 +1,7 @@
 """Configuration of the engine: small frozen sections, each field documented with its unit.
 
-A part receives its own section, never the whole. `EngineConfig` only groups them for the
-command line and `LLM(...)`.
+Each part of the engine receives only its own section. `EngineConfig` groups them for the command
+line and `LLM(...)`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class CacheConfig(msgspec.Struct, frozen=True):
     Attributes:
         block_size: Token positions per block (S).
         num_blocks: Blocks in the pool (B); None derives it from `kv_cache_bytes` or free memory.
-        kv_cache_bytes: Budget for KV tensors in bytes; None derives it.
+        kv_cache_bytes: Memory for KV tensors in bytes; None derives it from free memory.
         prefix_caching: Keep full blocks of finished sequences for later prompts.
-        kv_dtype: What keys and values are held in: `auto` (the model's dtype), `bfloat16`,
-            `float16`, `float32`, or `int8` codes with a scale for each token and head.
+        kv_dtype: Dtype of keys and values: `auto` (the model's dtype), `bfloat16`, `float16`,
+            `float32`, or `int8` with a scale per token and head.
     """
 
     block_size: int = 16
@@ -65,20 +65,20 @@ class CacheConfig(msgspec.Struct, frozen=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
-    """What a step may hold and how steps overlap.
+    """The size of a step, and how steps overlap.
 
     Attributes:
         max_num_seqs: Resident sequences, which is also the number of slots.
         max_num_batched_tokens: Tokens in a step (T), decode and prefill together.
         max_model_len: Longest sequence in tokens, prompt and output; `EngineConfig.max_model_len`
             resolved for the model and the memory.
-        max_waiting: Queued sequences beyond which `add` refuses; None for no limit.
-        pipeline_depth: Steps in flight: 1 waits for each, 2 plans the next while one runs.
+        max_waiting: Waiting sequences beyond which `add` rejects a request; None for no limit.
+        pipeline_depth: Steps in flight: 1 waits for each step, 2 plans the next while one runs.
         policy: How a step's tokens are split between phases.
-        inter_token_target_s: The step time in seconds that `mixed` keeps prefill chunks under;
-            twice that of the step's decode rows alone, where that is longer.
-        priority_aging_s: Seconds since its arrival for which a request gains one level of priority,
-            so that higher priorities cannot keep it waiting for ever.
+        inter_token_target_s: Limit of the step time in seconds, by which `mixed` chooses the size
+            of prefill chunks; or twice the time of the decode rows, if that is longer.
+        priority_aging_s: Waiting time in seconds after which a request gains one level of priority,
+            so that requests of higher priority cannot delay it for ever.
     """
 
     max_num_seqs: int = 64
@@ -112,11 +112,11 @@ class LoadConfig(msgspec.Struct, frozen=True):
         revision: Hub revision; None for the default branch.
         dtype: `auto` (the checkpoint's), `bfloat16`, `float16` or `float32`.
         device: `auto`, `cpu` or `cuda`.
-        offline: Never touch the network; the environment's HF_HUB_OFFLINE is honoured as well.
+        offline: Never use the network; the environment variable HF_HUB_OFFLINE works too.
         num_threads: CPU threads; None for one per core that the process may use.
-        pin_threads: Keep each of them but the calling one on a CPU of its own.
-        quantization: One of QUANTIZATIONS: matrices are rounded as they are loaded, and computed
-            in integers; None keeps the dtype.
+        pin_threads: Pin each of them, except the calling one, to its own CPU.
+        quantization: One of QUANTIZATIONS: weights are quantized while loading, and matrix
+            products are computed in integers; None keeps the dtype.
     """
 
     model: str = "demo"
@@ -135,14 +135,14 @@ class LoadConfig(msgspec.Struct, frozen=True):
 
 
 class InputConfig(msgspec.Struct, frozen=True):
-    """What preparing one request may take, before any of it is computed.
+    """Limits of preparing one request, before the model computes anything.
 
     Attributes:
-        schema_bytes: UTF-8 of a JSON schema, a grammar, or all choices.
-        schema_depth: Nested objects and lists of a schema.
-        regex_bytes: UTF-8 of a regular expression.
-        grammar_s: Processor time in seconds to compile a grammar.
-        template_s: Seconds of processor time to render a conversation with the chat template.
+        schema_bytes: Size in UTF-8 of a JSON schema, a grammar, or all choices.
+        schema_depth: Nesting depth of a schema.
+        regex_bytes: Size in UTF-8 of a regular expression.
+        grammar_s: CPU time in seconds to compile a grammar.
+        template_s: CPU time in seconds to render the chat template.
     """
 
     schema_bytes: int = 512 * 1024
@@ -164,13 +164,13 @@ class InputConfig(msgspec.Struct, frozen=True):
 
 
 class StreamConfig(msgspec.Struct, frozen=True):
-    """What a request's stream may hold unread; beyond it the request is paused.
+    """Limits of unread output in a request's stream; beyond either, the request is paused.
 
-    It continues once its reader has come down to half of both.
+    It continues when the reader has reduced both to half of the limit.
 
     Attributes:
-        max_unread_deltas: Pieces of news, of all its sequences together.
-        max_unread_bytes: About what they hold: text, tokens, logprobs.
+        max_unread_deltas: Deltas of all its sequences together.
+        max_unread_bytes: Their approximate size: text, tokens, logprobs.
     """
 
     max_unread_deltas: int = 256
@@ -185,15 +185,15 @@ class StreamConfig(msgspec.Struct, frozen=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
-    """All sections, as the command line and `LLM(...)` fill them.
+    """All sections; the command line and `LLM(...)` fill them in.
 
     Attributes:
-        streams: None never pauses a request by itself.
-        max_model_len: Longest sequence in tokens; None takes the model's longest, as far as the
-            KV cache holds it.
-        allow_long_context: Let `max_model_len` be above the model's limit: positions are scaled.
-        seed: Seeds the draws of seeds for unseeded requests; None takes the system's entropy.
-        memory_bytes: Cap on the engine's memory in bytes; None uses what the machine has free.
+        streams: None never pauses a request for a slow reader.
+        max_model_len: Longest sequence in tokens; None uses the model's limit, or less if the KV
+            cache is smaller.
+        allow_long_context: Allow `max_model_len` above the model's limit: positions are scaled.
+        seed: Makes the seeds of requests without one reproducible; None uses random seeds.
+        memory_bytes: Limit of the engine's memory in bytes; None uses the machine's free memory.
         enforce_eager: Run the model op by op instead of replaying captured steps; same bits.
     """
 

@@ -1,12 +1,12 @@
-"""Modules that wait: each stands in `sys.modules` empty and runs its code when it is first asked.
+"""Deferred imports: a module is created empty, and its code runs when an attribute is looked up.
 
-For packages of which a process of ours uses a few modules: `import a.b` runs the code of `a` first,
-and that imports all of `a`. With `a` deferred, `a.b` alone is imported, and the code of `a` runs
-when a name in it is looked up. A package that is imported already, or that moves its modules, is
-imported completely: slower, not wrong.
+This is for packages of which a process uses a few submodules. `import a.b` runs the code of `a`
+first, which may import all of `a`. If `a` is deferred, only `a.b` is imported, and the code of `a`
+runs when one of its names is looked up. A package that is already imported, or that moves its
+modules, is imported completely: slower, but correct.
 
-Only the command line and the engine's process defer anything: a program that uses the library
-finds every module as its authors made it.
+Only the command line and the engine's process defer imports. Programs that use Quickstep as a
+library are not affected.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
-else:  # these classes are for checking types alone, and their module imports a dozen others
+else:  # at run time these classes are not needed, and their module imports many others
     Loader = MetaPathFinder = object
 
 __all__ = ["complete", "defer"]
 
-# What is asked of a module by others than the import system. It asks for the likes of `__path__`.
+# Dunder names that code looks up; the import system looks up others, such as `__path__`.
 _NAMES_IN_CODE = frozenset({"__all__", "__version__"})
 
 
 class _DeferredModule(ModuleType):
-    """Runs its code when an attribute is looked up that it does not have yet."""
+    """A module that runs its code when a missing attribute is looked up."""
 
     def __getattr__(self, name: str) -> object:
         loading = self.__dict__.get("_loading")
@@ -44,7 +44,7 @@ class _DeferredModule(ModuleType):
 
 
 class _Loading(Loader):
-    """Stands for a module's loader until its code is wanted."""
+    """Wraps a module's loader, and runs the module's code on request."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -52,17 +52,17 @@ class _Loading(Loader):
         self._running = False
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """An empty module."""
+        """Create an empty module."""
         return _DeferredModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing yet."""
+        """Postpone running the code."""
         module.__dict__["_loading"] = self
 
     def run(self, module: ModuleType) -> None:
-        """The module's code, once; other threads wait for it."""
+        """Run the module's code once; other threads wait for it."""
         with self._lock:
-            if self._running:  # by this thread, from within that code
+            if self._running:  # this thread is already inside that code
                 raise AttributeError(f"module {module.__name__!r} is being imported")
             if module.__dict__.get("_loading") is not self:
                 return
@@ -75,19 +75,19 @@ class _Loading(Loader):
 
 
 class _Deferring(MetaPathFinder):
-    """Finds the deferred modules, before anybody else does."""
+    """Finds the deferred modules before the other finders."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
 
     def defers(self, names: Collection[str]) -> bool:
-        """Whether these are its own already."""
+        """Whether this finder already defers all these modules."""
         return self._names >= frozenset(names)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a deferred module; None for any other."""
+        """The spec of a deferred module; None for other modules."""
         if fullname not in self._names:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -97,13 +97,13 @@ class _Deferring(MetaPathFinder):
 
 
 def defer(names: Collection[str]) -> None:
-    """Whoever imports the modules `names` from now on gets them deferred."""
+    """Defer the modules `names` when they are imported from now on."""
     if not any(isinstance(one, _Deferring) and one.defers(names) for one in sys.meta_path):
         sys.meta_path.insert(0, _Deferring(names))
 
 
 def complete(names: Collection[str]) -> None:
-    """Run the code of those of `names` that are deferred still."""
+    """Run the code of those modules in `names` that are still deferred."""
     for name in names:
         module = sys.modules.get(name)
         loading = None if module is None else module.__dict__.get("_loading")

@@ -1,13 +1,14 @@
-"""The exceptions that cross a layer border, and nothing else.
+"""The exceptions that cross the border of a layer.
 
     QuickstepError
-    ├── RequestError    the client's fault: HTTP 4xx, the request alone fails
-    ├── EngineError     our fault: HTTP 5xx, logged once with its trace
-    │   └── EngineDied      the engine's process ended before it had decided on the request
-    ├── ConfigError     a start-up option or a checkpoint cannot be used: exit code 2
-    └── OutOfBlocks     the pool cannot serve an allocation; the scheduler preempts or waits
+    ├── RequestError        the client's fault: HTTP 4xx, only this request fails
+    │   └── PromptTooLong       the prompt does not fit the context
+    ├── EngineError         the engine's fault: HTTP 5xx, logged once with its traceback
+    │   └── EngineDied          the engine's process ended before it finished the request
+    ├── ConfigError         a start-up option or a checkpoint is not usable: exit code 2
+    └── OutOfBlocks         too few free KV blocks; the scheduler preempts or waits
 
-A message says what is wrong, the value, the limit and the way out, in one sentence.
+A message is one sentence with the problem, the value, the limit and a solution.
 """
 
 from __future__ import annotations
@@ -28,8 +29,12 @@ class QuickstepError(Exception):
 
 
 class RequestError(QuickstepError):
-    """The request cannot be served as it stands: `param` names the field, `status` is HTTP's,
-    `code` is a word for programs (None for the one that the status has).
+    """The request is invalid or cannot be run.
+
+    Attributes:
+        param: The field at fault.
+        status: The HTTP status.
+        code: A code for programs; None for the default of the status.
     """
 
     def __init__(
@@ -47,8 +52,9 @@ class RequestError(QuickstepError):
 
 
 class PromptTooLong(RequestError):
-    """A prompt that the context has no room for, in the words that clients look for: OpenAI's code
-    and sentence, and how Anthropic's message begins.
+    """The prompt does not fit the context.
+
+    Clients search the message for OpenAI's sentence and for the start of Anthropic's.
     """
 
     def __init__(
@@ -67,16 +73,16 @@ class PromptTooLong(RequestError):
 
 
 class EngineError(QuickstepError):
-    """The engine failed; the request may be sent again."""
+    """The engine failed; the client may send the request again."""
 
 
 class EngineDied(EngineError):
-    """The engine's process ended with the request, for which it may even have been to blame."""
+    """The engine's process ended while the request ran; the request may be the cause."""
 
 
 class ConfigError(QuickstepError):
-    """A start-up option, a checkpoint or the hardware does not allow what was asked."""
+    """A start-up option is invalid, or the checkpoint or the hardware does not support it."""
 
 
 class OutOfBlocks(QuickstepError):
-    """Fewer KV blocks are free than the allocation needs. Nothing was allocated."""
+    """Fewer KV blocks are free than requested. Nothing was allocated."""

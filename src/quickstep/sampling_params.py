@@ -1,9 +1,9 @@
-"""How output tokens are chosen: the client's parameters, checked on construction.
+"""The sampling parameters of a request, validated on construction.
 
 Each field of `SamplingParams` is declared once, with its bounds and a description for users. The
 checks, the JSON schemas, the reference pages and the command line's flags read `sampling_fields()`.
 
-Frozen plain data. The sampler, the scheduler and the engine read it; `types` exports it as well.
+Frozen plain data, read by the sampler, the scheduler and the engine. `types` exports it too.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What the whole output must match: plain text, which the engine checks and compiles.
+    """What the complete output must match. The engine checks and compiles it.
 
     Attributes:
-        text: By kind: the schema as JSON, nothing, the regular expression (Rust's syntax, the
-            whole output), the choices as a JSON list, the grammar in llguidance's Lark or in
-            llama.cpp's GBNF.
+        text: Depends on the kind: the schema as JSON; empty for `json_object`; a regular
+            expression in Rust's syntax that matches the complete output; the choices as a JSON
+            list; a grammar in llguidance's Lark or in llama.cpp's GBNF.
     """
 
     kind: GrammarKind
@@ -55,14 +55,13 @@ class Grammar(msgspec.Struct, frozen=True):
         if not isinstance(self.text, str):
             kind = type(self.text).__name__
             raise RequestError(
-                f"grammar has a {kind} as its text; build it with Grammar.of_json_schema and the "
-                "like",
+                f"grammar has a {kind} as its text; use Grammar.of_json_schema or another method",
                 param="grammar",
             )
 
     @classmethod
     def of_json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON that fits a schema, given as an object or as its JSON text."""
+        """JSON that conforms to a schema, which is an object or its JSON text."""
         return cls("json_schema", schema if isinstance(schema, str) else _json(schema))
 
     @classmethod
@@ -72,7 +71,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_regex(cls, pattern: str) -> Grammar:
-        """Text that a regular expression matches from its start to its end."""
+        """Text that a regular expression matches completely."""
         return cls("regex", pattern)
 
     @classmethod
@@ -87,16 +86,16 @@ class Grammar(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_gbnf(cls, text: str) -> Grammar:
-        """Text that a grammar of llama.cpp's derives from its rule `root`."""
+        """Text that a GBNF grammar (llama.cpp's) derives from its rule `root`."""
         return cls("gbnf", text)
 
     @classmethod
     def of_rules(cls, text: str) -> Grammar:
-        """A grammar in Lark, or in GBNF or the EBNF that is like it: rules with `::=`."""
+        """A grammar in Lark, or in GBNF or similar EBNF, whose rules have `::=`."""
         return cls.of_gbnf(text) if _EBNF_RULE.search(text) else cls.of_lark(text)
 
 
-# At the beginning of a line; Lark writes `name:`.
+# A rule starts a line; a Lark rule is `name:`.
 _EBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 
 
@@ -108,14 +107,14 @@ def _json(value: object) -> str:
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True):
-    """The tags around a model's reasoning, and the tokens in which they can be written.
+    """The tags around a model's reasoning, and the tokens that can write them.
 
     Attributes:
-        opening: Begins the reasoning, as bytes of text.
-        closing: Ends it.
+        opening: The text that starts the reasoning, in UTF-8.
+        closing: The text that ends it, in UTF-8.
         closing_ids: The tokens that write the closing tag.
-        pieces: The bytes of each token in which a part of a tag may stand, or white space only.
-        starts_open: The prompt has opened the reasoning.
+        pieces: The bytes of each token that may contain part of a tag or is only white space.
+        starts_open: The reasoning starts in the prompt.
     """
 
     opening: bytes
@@ -126,16 +125,16 @@ class ReasoningTokens(msgspec.Struct, frozen=True):
 
 
 class TokenForms(msgspec.Struct, frozen=True):
-    """What the texts of a request are in token ids: the engine's work, read by the sampler.
+    """The texts of a request in token ids. The engine makes it; the sampler reads it.
 
     Attributes:
         bad_words: The token sequences that may not be completed.
         dry_breakers: The token sequences that end a repetition.
-        dry_breaker_flags: A byte for each token, 1 if it ends a repetition by itself; empty for no
-            more than `dry_breakers`. A text of one letter may be in most tokens.
-        reasoning: The tags that `thinking_budget` counts between and a grammar follows; None where
-            neither is the case.
-        max_tokens: Output tokens that there is room for: `max_tokens`, or less by the context.
+        dry_breaker_flags: A byte per token, 1 if the token by itself ends a repetition; empty if
+            `dry_breakers` has them all. A text of one letter can be in most tokens.
+        reasoning: The tags, if the request has a `thinking_budget`, or a grammar that starts after
+            the reasoning; otherwise None.
+        max_tokens: `max_tokens`, or less if the context is shorter.
     """
 
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -157,7 +156,7 @@ PRESETS: Mapping[str, Mapping[str, float]] = MappingProxyType(
 
 
 def preset_values(name: str | None) -> Mapping[str, float]:
-    """The parameters that a preset sets, none for None. Raises RequestError for no such preset."""
+    """The parameters that a preset sets. Raises RequestError for an unknown name."""
     if name is None:
         return {}
     if name not in PRESETS:
@@ -168,7 +167,7 @@ def preset_values(name: str | None) -> Mapping[str, float]:
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """A closed interval, without upper bound if `high` is None. `above` leaves `low` itself out."""
+    """A closed interval; without upper bound if `high` is None, without `low` itself if `above`."""
 
     low: float
     high: float | None = None
@@ -176,12 +175,12 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class SamplingField(msgspec.Struct, frozen=True):
-    """A field of `SamplingParams` that clients set.
+    """A field of `SamplingParams` that clients can set.
 
     Attributes:
-        description: What it does, in a sentence for users.
+        description: Its effect, in a sentence for users.
         kind: `int` or `float` for a number, None for another type.
-        bounds: Of a number.
+        bounds: The bounds of a number.
     """
 
     description: str
@@ -189,44 +188,45 @@ class SamplingField(msgspec.Struct, frozen=True):
     bounds: Bounds | None = None
 
 
-_LARGEST = 2**31 - 1  # of what counts tokens and sequences: beyond any machine, within any kernel
+_LARGEST = 2**31 - 1  # of tokens or sequences; an int32 in kernels
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How output tokens are chosen and when a sequence ends. Names are vLLM's and llama.cpp's.
+    """How tokens are sampled and when a sequence ends. Names are vLLM's and llama.cpp's.
 
-    Order of effects, fixed: penalties (repetition, presence and frequency, DRY) and bias -> masks
-    (allowed ids, grammar, ends before `min_tokens`, bad words, reasoning budget) -> temperature ->
-    top-k -> typical-p -> top-p -> min-p -> XTC -> draw. Each filter sees the shares of what the one
-    before it left. Temperature 0 is argmax, so that what follows it has no effect. Repetition and
-    DRY cover prompt and output; presence and frequency cover generated tokens only (OpenAI).
-    Logprobs are of the raw logits.
+    Fixed order: penalties (repetition, presence and frequency, DRY) and bias -> masks (allowed ids,
+    grammar, ends before `min_tokens`, bad words, reasoning budget) -> temperature -> top-k ->
+    typical-p -> top-p -> min-p -> XTC -> sample. Each filter renormalizes the probabilities that
+    the one before it left. Temperature 0 is argmax, so the filters have no effect then. Repetition
+    and DRY apply to prompt and output; presence and frequency to generated tokens only (as in
+    OpenAI's API). Logprobs are those of the raw logits.
 
-    Attributes (those that clients set have a description at the field):
-        seed: Noise seed; None lets the engine choose one (the response names it).
+    Attributes (the ones that clients set have a description at the field):
+        seed: Seed of the sampling noise; None lets the engine choose one (it is in the response).
         max_tokens: None generates up to the context limit; 0, with `prompt_logprobs` only, scores
             the prompt and generates nothing.
-        logprobs: None for none; k >= 0 gives the chosen token's and the k most likely tokens'.
-        prompt_logprobs: The same for each token of the prompt behind the first. Such a request
-            computes its whole prompt: it reads no cached prefix.
-        shown_special_token_ids: What `skip_special_tokens` leaves in: markup for a parser.
-        grammar: What the output must match, None for anything. It ends the output: where it is
-            complete only an end token may follow, even before `min_tokens` if nothing else may.
-            Near the limit of tokens, what would leave no room to complete it is not drawn.
+        logprobs: None for none; k >= 0 for those of the sampled and the k most likely tokens.
+        prompt_logprobs: The same for each prompt token after the first. Such a request computes its
+            complete prompt and does not use the prefix cache.
+        shown_special_token_ids: Exceptions to `skip_special_tokens`: markup that a parser needs.
+        grammar: What the output must match; None for no constraint. A complete match allows only an
+            end token next, even before `min_tokens` if the grammar allows nothing else. Near
+            `max_tokens`, tokens after which the match could not be completed in time are masked.
         dry_multiplier: Above 0, a token that would extend a repetition of L tokens (L at least
             `dry_allowed_length`) loses dry_multiplier x dry_base ^ (L - dry_allowed_length).
-        dry_sequence_breakers: A repetition does not reach over a token that holds one of these
-            texts, nor over a text's own tokens in a row.
-        xtc_probability: How often, at each token, all tokens of at least `xtc_threshold` but the
-            least likely one of them are left out. A threshold above 0.5 never does anything.
-        bad_words: Texts that may not be written, with or without a space before them: the last
-            token of one is banned where the output ends in the tokens before it, unless nothing
-            else may follow.
-        thinking_budget: Tokens inside the reasoning after which its end is written; None for any.
-        reasoning_tags: Texts that open and close the reasoning; None takes the chat template's. A
-            grammar begins behind the reasoning of a request that has tags or a budget for it, and
-            with the output of any other.
-        inside_reasoning: The prompt has begun the reasoning; otherwise its end tells.
+        dry_sequence_breakers: A repetition does not extend past a token that contains one of these
+            texts, nor past the tokens of such a text in a row.
+        xtc_probability: For each output token, the probability that XTC removes all tokens with a
+            probability of at least `xtc_threshold` except the least likely one of them. It has no
+            effect with a threshold above 0.5.
+        bad_words: Texts that may not be generated, with or without a space before them: the last
+            token of one is masked after its other tokens, unless no other token is allowed.
+        thinking_budget: Reasoning tokens after which its closing tag is forced; None for no limit.
+        reasoning_tags: Texts around the reasoning; None uses those of the chat template. A grammar
+            starts after the reasoning if the request has tags or a budget for it, and otherwise at
+            the start of the output.
+        inside_reasoning: The reasoning starts in the prompt; if False, the end of the prompt
+            decides.
         in_tokens: The texts in token ids; the engine sets it.
 
     Raises:
@@ -235,25 +235,29 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     n: Annotated[
         int,
-        "How many choices each prompt gets; they share the prompt's computation.",
+        "Number of choices per prompt; the prompt is computed once.",
         Bounds(1, _LARGEST),
     ] = 1
     temperature: Annotated[
-        float, "Divides the logits before sampling; 0 takes the most likely token.", Bounds(0.0)
+        float, "Divides the logits before sampling; 0 chooses the most likely token.", Bounds(0.0)
     ] = 1.0
     top_p: Annotated[
         float,
-        "Keeps the likeliest tokens that together reach this probability.",
+        "Keeps the most likely tokens that together reach this probability.",
         Bounds(0, 1, above=True),
     ] = 1.0
     top_k: Annotated[
-        int, "Keeps this many of the likeliest tokens; 0 or -1 keeps all.", Bounds(-1, _LARGEST)
+        int, "Keeps this many of the most likely tokens; 0 or -1 keeps all.", Bounds(-1, _LARGEST)
     ] = 0
     min_p: Annotated[
-        float, "Drops tokens less likely than this fraction of the likeliest one.", Bounds(0.0, 1.0)
+        float,
+        "Removes tokens less likely than this fraction of the most likely one.",
+        Bounds(0.0, 1.0),
     ] = 0.0
     presence_penalty: Annotated[
-        float, "Subtracted from the logit of every token generated before.", Bounds(-2.0, 2.0)
+        float,
+        "Subtracted from the logit of every token that was generated before.",
+        Bounds(-2.0, 2.0),
     ] = 0.0
     frequency_penalty: Annotated[
         float, "Subtracted from a token's logit for each time it was generated.", Bounds(-2.0, 2.0)
@@ -275,8 +279,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ] = None
     max_tokens: Annotated[
         int | None,
-        "Ends each choice after this many tokens, with finish_reason length. If not "
-        "given, /v1/completions takes 16, the others what the context leaves.",
+        "Ends each choice after this many tokens, with finish_reason length. The default "
+        "is 16 for /v1/completions, and the rest of the context for the others.",
         Bounds(0, _LARGEST),
     ] = 16
     min_tokens: Annotated[
@@ -286,39 +290,42 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ] = 0
     stop: Annotated[
         tuple[str, ...],
-        "Ends the choice where one of these texts appears; the text itself is cut off.",
+        "Ends the choice at one of these texts, which is removed from the output.",
     ] = ()
     stop_token_ids: Annotated[tuple[int, ...], "Ends the choice at one of these tokens."] = ()
-    include_stop_str_in_output: Annotated[bool, "Leaves the stop string in the text."] = False
+    include_stop_str_in_output: Annotated[bool, "Keeps the stop string in the output."] = False
     ignore_eos: Annotated[bool, "The model's end token does not end the choice."] = False
     skip_special_tokens: Annotated[
-        bool, "Whether special tokens are left out of the text; true if not given."
+        bool, "Removes special tokens from the text; true by default."
     ] = True
     logprobs: Annotated[
         int | None,
-        "Gives the chosen token's and this many alternatives' logprobs, of the raw logits.",
+        "Returns logprobs of the sampled token and this many alternatives, from raw logits.",
         Bounds(0, _LARGEST),
     ] = None
     shown_special_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
     typical_p: Annotated[
         float,
-        "Keeps the tokens whose surprise is nearest to the expected one, up to this probability.",
+        "Keeps the tokens whose information content is nearest to the entropy, up to this "
+        "probability.",
         Bounds(0, 1, above=True),
     ] = 1.0
     dry_multiplier: Annotated[
-        float, "Above 0, penalises the token that would continue a repetition.", Bounds(0.0)
+        float, "Above 0, penalizes a token that would continue a repetition.", Bounds(0.0)
     ] = 0.0
-    dry_base: Annotated[float, "Growth of that penalty with each repeated token.", Bounds(1.0)] = (
-        1.75
-    )
+    dry_base: Annotated[
+        float, "Factor of the DRY penalty for each further repeated token.", Bounds(1.0)
+    ] = 1.75
     dry_allowed_length: Annotated[
-        int, "Repeated tokens from which the penalty is taken.", Bounds(1, _LARGEST)
+        int, "Shortest repetition in tokens that DRY penalizes.", Bounds(1, _LARGEST)
     ] = 2
     dry_range: Annotated[
-        int, "Tokens that DRY looks back, 0 for the whole context.", Bounds(0, _LARGEST)
+        int,
+        "Number of last tokens that DRY searches; 0 for the complete context.",
+        Bounds(0, _LARGEST),
     ] = 0
-    dry_sequence_breakers: Annotated[tuple[str, ...], "Texts over which no repetition reaches."] = (
+    dry_sequence_breakers: Annotated[tuple[str, ...], "Texts that end a repetition for DRY."] = (
         "\n",
         ":",
         '"',
@@ -326,21 +333,21 @@ class SamplingParams(msgspec.Struct, frozen=True):
     )
     xtc_probability: Annotated[
         float,
-        "How often, at each token, the likeliest tokens but one are left out.",
+        "Probability, per output token, that XTC removes the most likely tokens except one.",
         Bounds(0.0, 1.0),
     ] = 0.0
     xtc_threshold: Annotated[
         float,
-        "The probability from which XTC counts a token among the likeliest.",
+        "Least probability of a token that XTC may remove.",
         Bounds(0.0, 1.0),
     ] = 0.1
     bad_words: Annotated[
-        tuple[str, ...], "Texts that are not written, with or without a space before them."
+        tuple[str, ...], "Texts that are not generated, with or without a space before them."
     ] = ()
     thinking_budget: Annotated[
         int | None,
-        "Tokens inside the reasoning after which its closing tag is written; refused "
-        "where the model's reasoning has no tags.",
+        "Largest number of reasoning tokens, after which the closing tag is forced; an "
+        "error if the model's reasoning has no tags.",
         Bounds(0, _LARGEST),
     ] = None
     reasoning_tags: tuple[str, str] | None = None
@@ -348,11 +355,11 @@ class SamplingParams(msgspec.Struct, frozen=True):
     in_tokens: TokenForms | None = None
     prompt_logprobs: Annotated[
         int | None,
-        "Gives the prompt's tokens' and this many alternatives' logprobs; not in a stream.",
+        "Returns logprobs of the prompt tokens and this many alternatives; not in a stream.",
         Bounds(0, _LARGEST),
     ] = None
     logprob_token_ids: Annotated[
-        tuple[int, ...], "Gives the logprobs of these tokens as well; needs logprobs."
+        tuple[int, ...], "Returns the logprobs of these tokens too; needs logprobs."
     ] = ()
 
     def __post_init__(self) -> None:
@@ -364,8 +371,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
         force_setattr(self, "logit_bias", MappingProxyType(dict(self.logit_bias or {})))
         for name, bounds in _all_bounds().items():
             _check_range(name, getattr(self, name), bounds)
-        for name in _WHOLE_NUMBERS:
-            _check_whole(name, getattr(self, name))
+        for name in _INTEGERS:
+            _check_integer(name, getattr(self, name))
         for name in _TEXTS:
             _check_texts(name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -375,12 +382,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
             )
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RequestError(
-                "max_tokens is 0, it must be at least 1 unless prompt_logprobs is asked for",
+                "max_tokens is 0, it must be at least 1 unless prompt_logprobs is set",
                 param="max_tokens",
             )
         if self.logprob_token_ids and self.logprobs is None:
             raise RequestError(
-                "logprob_token_ids needs logprobs, 0 for these tokens only",
+                "logprob_token_ids needs logprobs; set it to 0 for these tokens only",
                 param="logprob_token_ids",
             )
         if self.grammar is not None:
@@ -393,12 +400,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
             )
         if self.ignore_eos:
             raise RequestError(
-                "ignore_eos cannot go with a grammar, whose end is an end token",
+                "ignore_eos cannot be combined with a grammar, which ends with an end token",
                 param="ignore_eos",
             )
         if self.allowed_token_ids:
             raise RequestError(
-                "allowed_token_ids cannot go with a grammar, which allows tokens by itself",
+                "allowed_token_ids cannot be combined with a grammar",
                 param="allowed_token_ids",
             )
 
@@ -410,20 +417,20 @@ _TOKEN_IDS = (
     "shown_special_token_ids",
     "logprob_token_ids",
 )
-_WHOLE_NUMBERS = ("dry_allowed_length", "dry_range", "thinking_budget")
+_INTEGERS = ("dry_allowed_length", "dry_range", "thinking_budget")
 
 
 @cache
 def sampling_fields() -> Mapping[str, SamplingField]:
-    """The fields that clients set, by name."""
-    found: dict[str, SamplingField] = {}
+    """The fields that clients can set, by name."""
+    fields: dict[str, SamplingField] = {}
     for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
         if get_origin(hint) is Annotated:
             declared, description, *bounds = get_args(hint)
             kinds = (declared, *get_args(declared)) if bounds else ()
             kind = next((one for one in (float, int) if one in kinds), None)
-            found[name] = SamplingField(description, kind, *bounds)
-    return MappingProxyType(found)
+            fields[name] = SamplingField(description, kind, *bounds)
+    return MappingProxyType(fields)
 
 
 @cache
@@ -447,14 +454,16 @@ def _check_range(name: str, value: float | None, bounds: Bounds) -> None:
         raise RequestError(f"{name} is {low:g}, it must be in ({low:g}, {high:g}]", param=name)
 
 
-def _check_whole(name: str, value: float | None) -> None:
+def _check_integer(name: str, value: float | None) -> None:
     if value is not None and not isinstance(value, int):
-        raise RequestError(f"{name} is {value!r}, it must be a whole number", param=name)
+        raise RequestError(f"{name} is {value!r}, it must be an integer", param=name)
 
 
 def _check_texts(name: str, texts: Iterable[object]) -> None:
     for text in texts:
         if not isinstance(text, str):
-            raise RequestError(f"{name} holds {text!r}, it takes texts", param=name)
+            raise RequestError(
+                f"{name} contains {text!r}, it must contain strings only", param=name
+            )
         if not text:
-            raise RequestError(f"{name} holds an empty text, which is everywhere", param=name)
+            raise RequestError(f"{name} contains an empty string", param=name)

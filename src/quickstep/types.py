@@ -1,12 +1,12 @@
 """The values that layers exchange: requests, sampling parameters, step plans and step results.
 
-Everything here is frozen plain data over the standard library and msgspec, so that `core` (no
-torch) and `runtime` (torch) meet without importing each other, and so that plans can be logged,
-replayed and sent to another process. Mutable state lives with its owner: `core.Sequence` belongs to
-the scheduler, the tensors of a slot to the runner.
+Everything here is frozen plain data and needs only the standard library and msgspec, so that
+`core` (no torch) and `runtime` (torch) do not import each other, and plans can be logged, replayed
+and sent to another process. Mutable state is elsewhere: `core.Sequence` belongs to the scheduler,
+the tensors of a slot to the runner.
 
-Letters: a *slot* is the runner's index for a resident sequence (sampling state, block table);
-a *row* is one sequence's share of one step; *position* counts tokens of a sequence from 0.
+Terms: a *slot* is the runner's index of a resident sequence (sampling state, block table); a *row*
+is the part of one sequence in one step; a *position* counts the tokens of a sequence from 0.
 """
 
 from __future__ import annotations
@@ -43,23 +43,24 @@ __all__ = [
 
 
 class Phase(enum.Enum):
-    """What a row does: compute the prompt, or extend a computed one."""
+    """Whether a row computes the prompt or generates after it."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class Pooling(enum.Enum):
-    """How the final hidden states of a prompt become one embedding, of length 1."""
+    """How the final hidden states of a prompt become one embedding, which has the norm 1."""
 
     MEAN = "mean"
     LAST = "last"
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended. Each end has one reason of its own; `openai` folds them.
+    """Why a sequence ended; `openai` maps it to the reasons of OpenAI's API.
 
-    ERROR is our fault, REFUSED the request's own: what it demands of the next token cannot be.
+    ERROR is a failure of the engine. REFUSED is a fault of the request: its constraints allow no
+    next token.
     """
 
     EOS = "eos"
@@ -85,7 +86,7 @@ class FinishReason(enum.Enum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether the sequence could not continue; its last output says why in `error`."""
+        """Whether the sequence failed; `error` of its last output has the cause."""
         return self in (FinishReason.ERROR, FinishReason.REFUSED)
 
 
@@ -98,19 +99,18 @@ _STOPS = (
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What a client requested, tokenised; `sampling.n` sequences come out of it. The same value is
-    the message to the engine's process and what the scheduler gets.
+    """A client's request, tokenized, for `sampling.n` sequences. The same value is the message to
+    the engine's process and the argument of the scheduler.
 
     Attributes:
-        request_id: "" for a request that has not been submitted: the engine gives it one.
-        seed: Noise seed: `sampling.seed`, else one that the engine draws.
+        request_id: "" before the request is submitted; the engine assigns one.
+        seed: Seed of the sampling noise: `sampling.seed`, or a random one from the engine.
         eos_token_ids: The model's end tokens; `sampling.ignore_eos` disables them.
-        priority: Lower is served first (vLLM's meaning); it gains with age (`core.sequence`).
+        priority: Lower runs first (as in vLLM); it decreases with waiting time (`core.sequence`).
         adapter: LoRA adapter name, "" for the base model. Part of the prefix-cache key.
         cache_salt: Separates tenants in the prefix cache.
-        timeout_s: Seconds after its arrival at the scheduler, after which what was generated is the
-            answer; None for no limit.
-        pooling: The prompt's embedding is the answer, and nothing is generated.
+        timeout_s: Seconds after arrival at the scheduler until generation stops; None for no limit.
+        pooling: Return an embedding of the prompt and generate nothing.
     """
 
     request_id: str = ""
@@ -127,16 +127,16 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def prompt_only(self) -> bool:
-        """Whether it ends with its prompt: nothing is generated."""
+        """Whether no token is generated."""
         return self.pooling is not None or self.sampling.max_tokens == 0
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """A sequence becomes resident: the runner resets the slot to this before the step's rows run.
+    """A sequence becomes resident: the runner sets up its slot before it runs the step's rows.
 
     `token_ids` are all tokens known so far (after a preemption: prompt and outputs), so that
-    penalties can be rebuilt; the first `prompt_len` of them are the prompt. `seed` is the
-    sequence's own (the request's for index 0, derived for the others of `n`).
+    penalties can be restored; the first `prompt_len` of them are the prompt. `seed` is that of the
+    sequence: the request's for index 0, derived from it for the others of `n`.
     """
 
     slot: int
@@ -151,20 +151,20 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 class StepRow(msgspec.Struct, frozen=True):
-    """One sequence's share of a step: compute `num_tokens` tokens from position `start`.
+    """One sequence in one step: compute `num_tokens` tokens from position `start`.
 
     Attributes:
-        token_ids: The inputs, `num_tokens` of them; empty on a decode row whose input is the token
-            that the slot's previous (still running) step samples: the runner has it.
-        new_block_ids: Appended to the slot's block table before the step runs; on the row after an
-            admission they include the prefix-cache hits.
-        emits: The last position's logits are sampled and give an output token.
-        output_position: Index among the sequence's output tokens of the token this row emits
-            (the noise counter): 0 for the first.
+        token_ids: The `num_tokens` inputs; empty for a decode row whose input is sampled by the
+            slot's previous step, which is still running: the runner fills it in.
+        new_block_ids: Appended to the slot's block table before the step runs; after an admission
+            they include prefix-cache hits.
+        emits: An output token is sampled from the logits of the last position.
+        output_position: Index of that token among the sequence's output tokens (the counter of the
+            sampling noise).
         num_drafts: Trailing inputs that are speculative drafts.
-        score_start: First position whose logits score the prompt token behind it.
-        num_scored: How many positions from there on do, all of them in this row.
-        pools: The row ends the prompt of a request with `pooling`, and gives its embedding.
+        score_start: First position whose logits score the next prompt token.
+        num_scored: Number of such positions from there on, all in this row.
+        pools: The row ends the prompt of a request with `pooling`, and returns its embedding.
     """
 
     slot: int
@@ -183,16 +183,15 @@ class StepRow(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence computed once this row has run."""
+        """Number of the sequence's tokens that are computed after this row."""
         return self.start + self.num_tokens
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """What one step computes: `released` slots are dropped, `admitted` set up, then `rows` run.
+    """What one step does: free the slots in `released`, set up `admitted`, then run `rows`.
 
-    Rows stand in order: decode rows first, then prefill rows. Within a step every row's KV is
-    written before any row reads it (layer by layer), so a row may share a block that another row
-    of the same step fills.
+    Decode rows come before prefill rows. In each layer, the KV of all rows is written before any
+    row reads it, so a row can use a block that another row of the same step fills.
     """
 
     step_id: int
@@ -202,7 +201,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens over all rows."""
+        """Total tokens of all rows."""
         return sum(row.num_tokens for row in self.rows)
 
 
@@ -219,9 +218,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class RowOutput(msgspec.Struct, frozen=True):
-    """What a row emitted: no token (a prompt chunk), one, or several (accepted drafts + 1).
+    """The output of a row: no token (a prompt chunk), one, or several (accepted drafts + 1).
 
-    `prompt_logprobs` has one entry per scored position: of the prompt token behind it.
+    `prompt_logprobs` has an entry per scored position, for the prompt token that follows it.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -231,9 +230,10 @@ class RowOutput(msgspec.Struct, frozen=True):
 
 
 class RowFailure(msgspec.Struct, frozen=True):
-    """One row cannot continue; its sequence ends, the others continue.
+    """A row failed; its sequence ends, the others continue.
 
-    `is_refused`: with REFUSED, since its own request leaves it no way; else with ERROR (NaN, say).
+    The sequence ends with REFUSED if `is_refused`, because the constraints of its request allow no
+    token, and otherwise with ERROR, for example for NaN.
     """
 
     row: int
@@ -242,12 +242,12 @@ class RowFailure(msgspec.Struct, frozen=True):
 
     @property
     def finish_reason(self) -> FinishReason:
-        """How the sequence ends."""
+        """The finish reason of the sequence."""
         return FinishReason.REFUSED if self.is_refused else FinishReason.ERROR
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What a step gave: one `RowOutput` per row of the plan, in its order, and its seconds."""
+    """The result of a step: one `RowOutput` per row of the plan, in order, and its duration."""
 
     step_id: int
     outputs: tuple[RowOutput, ...]
@@ -256,11 +256,11 @@ class StepResult(msgspec.Struct, frozen=True):
 
 
 class SequenceTimings(msgspec.Struct, frozen=True):
-    """The life of one sequence on the scheduler's clock, in seconds; tokens and blocks as counts.
+    """Times of one sequence, in seconds on the scheduler's clock, and its tokens and blocks.
 
-    queue + prefill + decode + preempted + paused = finished - arrival; time in which the reader
-    was behind counts as paused alone. `device_s` is the sequence's share of the measured step
-    seconds; over all sequences they add up to the device's busy time.
+    queue + prefill + decode + preempted + paused = finished - arrival. While the client reads too
+    slowly, only `paused_s` grows. `device_s` is the sequence's part of the measured step times;
+    the sum over all sequences is the time that the device was busy.
     """
 
     arrival_s: float
@@ -281,11 +281,12 @@ class SequenceTimings(msgspec.Struct, frozen=True):
 
 
 class SequenceOutput(msgspec.Struct, frozen=True):
-    """News of one sequence: tokens, prompt logprobs, its end. The last one carries `timings`.
+    """New output of one sequence: tokens, prompt logprobs, its end. The last one has `timings`.
 
-    Prompt logprobs come in order and once, with index 0: one per prompt token, None for the first.
-    `index` counts the sequences of a request (0 to n-1); `stop_token_id` is the token that ended
-    it, for EOS and STOP_TOKEN (it is part of `token_ids`); `error` says why for ERROR and REFUSED.
+    Prompt logprobs are only in outputs with index 0, in order: one per prompt token, None for the
+    first. `index` is that of the sequence in its request (0 to n-1). `stop_token_id` is the token
+    that ended it, for EOS and STOP_TOKEN; `token_ids` includes it. `error` is the cause of ERROR
+    and REFUSED.
     """
 
     request_id: str
@@ -301,12 +302,11 @@ class SequenceOutput(msgspec.Struct, frozen=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True):
-    """One line of the step log. The executor measures `seconds`; times are the scheduler's clock.
+    """A record of the step log. The executor measures `seconds`; times are the scheduler's clock.
 
     `num_kv_tokens` is the context that attention read, summed over rows (each row's `end`);
-    `num_pairs` the positions that tokens saw, summed over tokens. `num_scored` positions gave
-    prompt logprobs.
-    `predicted_s` is what the cost model said before the step ran.
+    `num_pairs` the positions that each token attends to, summed over tokens. `num_scored` positions
+    returned prompt logprobs. `predicted_s` is the cost model's prediction of `seconds`.
     """
 
     step_id: int
@@ -328,7 +328,7 @@ class StepRecord(msgspec.Struct, frozen=True):
 
 
 class StepOutcome(msgspec.Struct, frozen=True):
-    """What `Scheduler.commit` gives back: the sequences that moved, and the step's log line."""
+    """The result of `Scheduler.commit`: outputs of the sequences, and the step's log record."""
 
     outputs: tuple[SequenceOutput, ...]
     record: StepRecord
@@ -338,25 +338,25 @@ class Ticket(Protocol):
     """A submitted step."""
 
     def done(self) -> bool:
-        """Whether `result` returns at once."""
+        """Whether `result` returns without waiting."""
 
     def result(self) -> StepResult:
         """Wait for the step. Raises EngineError when the executor failed."""
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when done: on the executor's thread, or here if it already is."""
+        """Call `callback` on the executor's thread when done, or here if it is done already."""
 
 
 class Executor(Protocol):
-    """Runs plans strictly in the order of `submit`: local CPU, CUDA, a process group, a clock."""
+    """Runs plans strictly in the order of `submit`: on a CPU, on CUDA, or simulated."""
 
     def submit(self, plan: StepPlan) -> Ticket:
-        """Queue a step; returns before it has run."""
+        """Queue a step; does not wait for it."""
 
     def reset(self) -> None:
-        """Run plans again: after a failed step the ones behind it fail as well, until this. Slots
-        follow failed plans too, so that they agree with the scheduler's.
+        """Accept plans again: after a failed step, later plans fail too until this call. Failed
+        plans still update the slots, which must agree with the scheduler's.
         """
 
     def close(self) -> None:
-        """Finish what was submitted, then free everything. Idempotent."""
+        """Finish all submitted steps, then free everything. Idempotent."""

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from quickstep.bench.block_scheme import rounded_q4_0, rounded_q8_0
-from quickstep.bench.held_out import HELD_OUT_MODULES, held_out_text
-from quickstep.bench.outlier_layers import format_error, random_layer
-from quickstep.bench.text_accuracy import cut_windows
+from quickstep.bench.llama_cpp_formats import rounded_q4_0, rounded_q8_0
+from quickstep.bench.outliers import format_error, random_layer
+from quickstep.bench.text_accuracy import HELD_OUT_MODULES, cut_windows, held_out_text
 from quickstep.cli.main import main
 from quickstep.errors import ConfigError
 from quickstep.model.quantization import SCHEMES, MatrixFormat
@@ -20,23 +19,23 @@ from quickstep.model.quantize import QuantizingSource, rounding_error
 from quickstep.ops.reference import reference_ops
 
 
-def test_q8_0_keeps_whole_multiples_of_its_step() -> None:
+def test_q8_0_keeps_integer_multiples_of_its_step() -> None:
     values = np.arange(-16, 16, dtype=np.float32)
     values[0] = 127  # the step is 1
     assert np.array_equal(rounded_q8_0(values), values)
 
 
-def test_q4_0_gives_the_largest_weight_code_minus_eight() -> None:
+def test_q4_0_gives_the_largest_weight_the_value_minus_eight() -> None:
     values = np.zeros((2, 32), np.float32)
     values[0, :3] = (-8, 7, 3.4)
     values[1, :3] = (8, -7, 7.6)
-    kept = rounded_q4_0(values)
-    assert kept[0, :3].tolist() == [-8, 7, 3]
-    assert kept[1, :3].tolist() == [8, -7, 8]
-    assert not kept[:, 3:].any()
+    rounded = rounded_q4_0(values)
+    assert rounded[0, :3].tolist() == [-8, 7, 3]
+    assert rounded[1, :3].tolist() == [8, -7, 8]
+    assert not rounded[:, 3:].any()
 
 
-def test_windows_stand_evenly_and_a_short_text_is_refused() -> None:
+def test_windows_are_evenly_spaced_and_a_short_text_is_an_error() -> None:
     assert cut_windows(range(10), 6, 2) == ((0, 1), (4, 5), (8, 9))
     with pytest.raises(ConfigError, match="the text has 10 tokens"):
         cut_windows(range(10), 12, 4)

@@ -18,7 +18,7 @@ from quickstep.engine.text.token_forms import TokenFormFinder
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.answer_grammar import NotNestable, answer_grammar
 from quickstep.engine.tool_calls.formats import REASONING_FORMATS, message_grammar
-from quickstep.engine.tool_calls.parser import MessageParser
+from quickstep.engine.tool_calls.reader import MessageParser
 from quickstep.runtime.sampling.sampler import Sample, sample_row
 from quickstep.types import Grammar, SamplingParams
 

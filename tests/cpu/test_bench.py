@@ -8,12 +8,16 @@ import pytest
 import torch
 from tiny_checkpoint import write_checkpoint
 
-from quickstep.bench.kernel_clock import TimedModel, with_kernel_clock
 from quickstep.bench.limits import TorchLimits
-from quickstep.bench.lives import Life, Mark
+from quickstep.bench.measured_engine import (
+    RequestTimes,
+    TimedModel,
+    TokenArrival,
+    artificial_tokenizer,
+    with_kernel_clock,
+)
 from quickstep.bench.shapes import SHAPES
 from quickstep.bench.step import decode_times
-from quickstep.bench.subject import made_up_tokenizer
 from quickstep.bench.traffic import ThroughputOptions, random_lengths
 from quickstep.cli.main import main
 from quickstep.errors import EngineError
@@ -36,7 +40,7 @@ def report(capsys, *arguments):
 
 
 @pytest.mark.parametrize("flags", [[], ["--batch", "3", "--pipeline-depth", "2"]])
-def test_a_step_on_a_shape_has_times_and_shares(capsys, flags):
+def test_a_step_on_a_shape_has_times_and_fractions_of_limits(capsys, flags):
     found = report(capsys, *STEP, *SMALL, "--shape", "tiny2", *flags)
     for name in ("decode_ms", "prefill_ms", "read_gb_per_s", "peak_tflops"):
         assert found[name] > 0
@@ -94,7 +98,7 @@ def test_latency_of_one_token_has_no_gap(capsys):
     assert "tpot_ms" not in report(capsys, "bench", "latency", *flags)
 
 
-def test_throughput_counts_the_tokens_it_asked_for(capsys):
+def test_throughput_counts_the_requested_tokens(capsys):
     flags = ["--shape", "tiny2", "--repeats", "1", "--num-prompts", "6", "--max-len", "24"]
     found = report(capsys, "bench", "throughput", *flags)
     lengths = random_lengths(ThroughputOptions(num_requests=6, max_len=24))
@@ -104,7 +108,7 @@ def test_throughput_counts_the_tokens_it_asked_for(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["step", "--shape", "qwen"], "qwen2.5-0.5b"),
         (["step", "demo", "--shape", "tiny2"], "both a MODEL and --shape"),
@@ -116,9 +120,9 @@ def test_throughput_counts_the_tokens_it_asked_for(capsys):
         ([], "KIND"),
     ],
 )
-def test_what_cannot_be_measured_is_one_sentence(capsys, flags, said):
+def test_what_cannot_be_measured_is_one_sentence(capsys, flags, message):
     assert main(["bench", *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_lengths_of_requests_are_a_function_of_the_seed():
@@ -152,30 +156,30 @@ def test_every_shape_is_a_model_that_can_be_read():
         assert spec.tied, name
 
 
-def test_a_made_up_vocabulary_reads_every_token_as_its_number():
-    tokenizer = made_up_tokenizer(300)
+def test_an_artificial_vocabulary_reads_every_token_as_its_number():
+    tokenizer = artificial_tokenizer(300)
     assert tokenizer.vocab_size == 300
     assert tokenizer.decode([0, 255, 299]) == " 0 ff 12b"
     assert tokenizer.eos_token_ids == frozenset()
 
 
-def life(*marks):
-    return Life(0.0, tuple(Mark(*mark) for mark in marks))
+def times(*arrivals):
+    return RequestTimes(0.0, tuple(TokenArrival(*arrival) for arrival in arrivals))
 
 
 def test_a_step_is_the_gap_in_which_all_decode_and_overhead_is_what_kernels_leave():
-    early = life((1.0, 0.0, 1), (9.0, 5.0, 1), (11.0, 6.0, 1), (13.0, 7.0, 1), (14.5, 8.0, 1))
-    late = life((8.5, 4.9, 1), (10.5, 6.0, 1), (13.5, 7.0, 1), (30.0, 20.0, 1))
+    early = times((1.0, 0.0, 1), (9.0, 5.0, 1), (11.0, 6.0, 1), (13.0, 7.0, 1), (14.5, 8.0, 1))
+    late = times((8.5, 4.9, 1), (10.5, 6.0, 1), (13.5, 7.0, 1), (30.0, 20.0, 1))
     assert decode_times([early, late]) == (2.0, 1.0)
 
 
 def test_two_tokens_at_once_are_two_steps():
-    assert decode_times([life((1.0, 0.0, 1), (5.0, 2.0, 2))]) == (2.0, 1.0)
+    assert decode_times([times((1.0, 0.0, 1), (5.0, 2.0, 2))]) == (2.0, 1.0)
 
 
 def test_requests_that_never_decode_together_are_an_error():
     with pytest.raises(EngineError, match="never decoded together"):
-        decode_times([life((1.0, 0.0, 1), (2.0, 0.0, 1)), life((3.0, 0.0, 1), (4.0, 0.0, 1))])
+        decode_times([times((1.0, 0.0, 1), (2.0, 0.0, 1)), times((3.0, 0.0, 1), (4.0, 0.0, 1))])
 
 
 class Ticks:

@@ -13,7 +13,7 @@ from quickstep.engine.grammar.grammars import GrammarCompiler
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.call_grammar import call_grammar
 from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, formats_of
-from quickstep.engine.tool_calls.parser import MessageParser
+from quickstep.engine.tool_calls.reader import MessageParser
 from quickstep.errors import RequestError
 
 FUNCTIONS = [

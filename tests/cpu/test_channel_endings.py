@@ -15,7 +15,7 @@ from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.engine.tool_calls.answer_grammar import answer_grammar
 from quickstep.engine.tool_calls.formats import TOOL_CALL_FORMATS, message_grammar
 from quickstep.engine.tool_calls.harmony import HARMONY_MARKERS, HARMONY_SPELLING
-from quickstep.engine.tool_calls.parser import MessageParser
+from quickstep.engine.tool_calls.reader import MessageParser
 from quickstep.runtime.sampling.closing_search import ClosingSearch
 from quickstep.runtime.sampling.sampler import Sample, sample_row
 from quickstep.runtime.sampling.state import SamplingState

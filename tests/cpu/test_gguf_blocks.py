@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import SCALES_AT, meaning, random_blocks
 
-from quickstep.model.formats.gguf_blocks import BLOCK_KINDS
+from quickstep.model.formats.gguf import BLOCK_KINDS
 from quickstep.ops.table import QuantizedWeight
 
 OUTPUTS, INPUTS = 24, 512

@@ -13,8 +13,8 @@ import pytest
 from nasty_grammars import NASTY, chain
 from tiny_checkpoint import write_checkpoint
 
-from quickstep.engine.grammar.build import Refusal
 from quickstep.engine.grammar.grammars import CompiledGrammar, GrammarCompiler, GrammarLimits
+from quickstep.engine.grammar.matcher import Refusal
 from quickstep.engine.grammar.source import GrammarSource, grammar_source
 from quickstep.engine.grammar.trial import TrialLimits
 from quickstep.engine.text.tokenizer import Tokenizer

@@ -12,11 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_checkpoint import write_checkpoint
 
-from quickstep.engine.grammar.build import Refusal, build_matcher
 from quickstep.engine.grammar.grammars import GrammarCompiler, GrammarLimits
 from quickstep.engine.grammar.json_schema import KNOWN_FORMATS
+from quickstep.engine.grammar.matcher import (
+    GrammarVocabulary,
+    Refusal,
+    build_matcher,
+    grammar_vocabulary,
+)
 from quickstep.engine.grammar.source import GrammarSource
-from quickstep.engine.grammar.vocabulary import GrammarVocabulary, grammar_vocabulary
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import RequestError
 from quickstep.runtime.sampling.sampler import SampleFailure, sample_row

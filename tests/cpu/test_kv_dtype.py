@@ -22,10 +22,10 @@ from quickstep.model.interface import KVShape
 from quickstep.model.loader import load_model
 from quickstep.model.sizing import kv_bytes_per_token
 from quickstep.model.spec import read_spec
-from quickstep.ops.kv_format import head_size_of, quantize_heads, read_heads
 from quickstep.ops.native.backend import load_native
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable
+from quickstep.ops.tensors import head_size_of, quantize_heads, read_heads
 from quickstep.runtime.kv_cache import allocate_kv, kv_bytes
 from quickstep.verify.checker import VerifyOptions, verify
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quickstep import LLM
-from quickstep.bench.outlier_keys import kv_error, random_keys
+from quickstep.bench.outliers import kv_error, random_keys
 from quickstep.engine import assembly
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.ops.reference import reference_ops

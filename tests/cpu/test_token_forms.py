@@ -63,7 +63,7 @@ def test_breakers_are_all_tokens_that_hold_one_and_long_ones_in_a_row():
 )
 def test_the_vocabulary_is_looked_through_once_and_in_a_thread(params, monkeypatch):
     threads = []
-    for name in ("__init__", "holding", "within"):
+    for name in ("__init__", "containing", "within"):
         method = getattr(TokenTexts, name)
 
         def noted(self, *args, method=method):

@@ -32,7 +32,7 @@ def test_all_is_every_weight_format_over_every_kv_format() -> None:
     assert {KV_FORMATS[pair.kv] for pair in pairs} == set(KV_DTYPES)
 
 
-def test_a_weight_format_alone_takes_every_kv_format_and_repeats_count_once() -> None:
+def test_a_weight_format_by_itself_means_every_kv_format_and_duplicates_are_dropped() -> None:
     pairs = format_pairs("int8/int8,bf16,int8/int8")
     assert pairs[0] == FormatPair("int8", "int8")
     assert pairs[1:] == tuple(FormatPair("bf16", kv) for kv in KV_FORMATS)
@@ -62,7 +62,7 @@ def test_each_pair_is_verified_in_its_own_format(
     assert len({one["fingerprint"] for one in found}) == len(found)
 
 
-def test_one_bad_format_fails_the_whole_and_is_named(
+def test_one_mismatch_fails_the_command_and_its_format_is_named(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = bits_of_halves_depend_on_rows(resolve.resolve_ops(CPU))
@@ -83,9 +83,9 @@ def bits_of_halves_depend_on_rows(ops: OpTable) -> OpTable:
     return replace(ops, linear=linear, steps=None)
 
 
-def test_formats_beside_a_flag_that_says_the_same_are_refused(
+def test_formats_with_a_flag_that_it_replaces_are_refused(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--formats", "bf16", "--dtype", "float16"]
     assert main(["verify", str(checkpoint), *flags]) == 2
-    assert "--formats says what --dtype" in capsys.readouterr().err
+    assert "--formats replaces --dtype" in capsys.readouterr().err

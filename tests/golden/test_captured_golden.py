@@ -23,11 +23,10 @@ from quickstep.model.interface import Model
 from quickstep.model.loader import load_model
 from quickstep.model.sizing import activation_bytes
 from quickstep.model.spec import read_spec
-from quickstep.ops.dtypes import host_dtype
-from quickstep.ops.host_tensor import AnyTensor, to_torch
 from quickstep.ops.native.program import program_bytes
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import KVCache
+from quickstep.ops.tensors import AnyTensor, host_dtype, to_torch
 from quickstep.runtime.capture import CapturedSteps, open_steps, record
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot

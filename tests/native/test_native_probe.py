@@ -11,8 +11,7 @@ import torch
 from quickstep.bench.limits import NativeLimits, open_limits
 from quickstep.cli.main import main
 from quickstep.errors import ConfigError, EngineError
-from quickstep.ops.native.backend import load_native, load_probe, native_status
-from quickstep.ops.native.probe import NativeProbe
+from quickstep.ops.native.backend import NativeProbe, load_native, load_probe, native_status
 
 LEVELS = native_status().levels
 MIB = 2**20

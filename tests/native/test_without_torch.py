@@ -18,9 +18,18 @@ from quickstep.model.checkpoint.source import find_checkpoint
 from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.loader import load_model, reason_for_torch
 from quickstep.model.spec import read_spec
-from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType, torch_dtype
-from quickstep.ops.host_tensor import CPU, HostTensor, rounded, to_torch
 from quickstep.ops.native.backend import load_native
+from quickstep.ops.tensors import (
+    BFLOAT16,
+    CPU,
+    FLOAT16,
+    FLOAT32,
+    DType,
+    HostTensor,
+    rounded,
+    to_torch,
+    torch_dtype,
+)
 from quickstep.runtime.capture import CapturedSteps, open_steps
 from quickstep.runtime.eager_steps import with_torch_kv, with_torch_tensors
 from quickstep.runtime.kv_cache import allocate_kv

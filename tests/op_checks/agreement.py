@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from op_checks.cases import AttentionCase, Case, bind
-from quickstep.ops.kv_format import read_heads
 from quickstep.ops.reference import reference_ops
 from quickstep.ops.table import OpTable, QuantizedWeight
+from quickstep.ops.tensors import read_heads
 
 __all__ = ["Agreement", "agreement", "oracle"]
 

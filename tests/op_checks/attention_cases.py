@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from op_checks.case_inputs import CaseInputs, label
-from quickstep.ops.kv_format import quantize_heads
 from quickstep.ops.table import AttentionParams, PagedLayout
+from quickstep.ops.tensors import quantize_heads
 
 __all__ = ["DTYPES", "AttentionCase", "attention_cases", "make_layout", "stored_heads"]
 

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from op_checks.cases import AttentionCase, Case, bind
-from quickstep.ops.kv_format import head_size_of, quantize_heads
 from quickstep.ops.table import OpTable
+from quickstep.ops.tensors import head_size_of, quantize_heads
 
 __all__ = ["mismatches", "same_bits", "torch_threads"]
 

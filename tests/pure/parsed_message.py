@@ -11,7 +11,7 @@ from quickstep.engine.tool_calls.formats import (
     message_grammar,
 )
 from quickstep.engine.tool_calls.message_delta import CallDelta
-from quickstep.engine.tool_calls.parser import MessageParser
+from quickstep.engine.tool_calls.reader import MessageParser
 
 
 @dataclass(frozen=True)

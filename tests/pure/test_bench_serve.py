@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quickstep.bench.lengths import random_arrivals
-from quickstep.bench.serve import Objectives, Served, find_target, percentile, serve_figures
+from quickstep.bench.serve import Objectives, RequestResult, find_target, percentile, serve_figures
 from quickstep.errors import ConfigError
 
 
@@ -21,8 +21,8 @@ def test_arrivals_follow_the_seed_and_every_tenth_prompt_is_long() -> None:
 
 
 def test_figures_count_from_the_time_a_request_was_due() -> None:
-    quick = Served(due_s=10.0, marks=[10.1, 10.2, 10.3], num_tokens=3)
-    stalled = Served(due_s=11.0, marks=[12.0, 13.0], num_tokens=2)
+    quick = RequestResult(due_s=10.0, chunks_s=[10.1, 10.2, 10.3], num_tokens=3)
+    stalled = RequestResult(due_s=11.0, chunks_s=[12.0, 13.0], num_tokens=2)
     found = serve_figures([quick, stalled], Objectives(ttft_ms=1500, itl_ms=200))
     assert found["ttft_p50_ms"] == pytest.approx(1000)
     assert found["tpot_max_ms"] == pytest.approx(1000)

@@ -3,7 +3,7 @@
 import pytest
 
 from quickstep.bench.shapes import SHAPES
-from quickstep.bench.work import decode_kv_bytes, prefill_flops, read_share
+from quickstep.bench.work import decode_kv_bytes, expert_fraction, prefill_flops
 from quickstep.model.decoder_spec import LayerSpec
 from quickstep.model.spec import parse_spec
 
@@ -75,5 +75,5 @@ def test_a_token_is_multiplied_with_the_experts_it_is_sent_to():
 def test_a_batch_reads_at_most_all_experts():
     spec = parse_spec(MIXTRAL)
     [layer] = spec.layers
-    assert [read_share(spec, layer, batch) for batch in (1, 3, 4, 9)] == [0.25, 0.75, 1, 1]
-    assert read_share(spec, LayerSpec(None, 0, sparse=False), 1) == 1
+    assert [expert_fraction(spec, layer, batch) for batch in (1, 3, 4, 9)] == [0.25, 0.75, 1, 1]
+    assert expert_fraction(spec, LayerSpec(None, 0, sparse=False), 1) == 1

@@ -12,7 +12,7 @@ import pytest
 from quickstep.cli import generate, serve
 from quickstep.cli.flags.engine import engine_config, model_of
 from quickstep.cli.flags.parsing import Parser, bytes_size, token_count
-from quickstep.cli.flags.sampling import sampling_params, say_defaults
+from quickstep.cli.flags.sampling import print_defaults, sampling_params
 from quickstep.cli.flags.serve import input_config, log_setup, server_options, stream_config
 from quickstep.cli.main import main
 from quickstep.config import EngineConfig, InputConfig, PolicyName, SchedulerConfig, StreamConfig
@@ -50,7 +50,7 @@ def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_no_flags_give_the_default_configuration() -> None:
-    """A server's queue has a limit; the others answer what they were given, all of it."""
+    """Only the queue of a server has a limit."""
     served = EngineConfig(scheduler=SchedulerConfig(max_waiting=16_384))
     assert engine_config(parsed("serve"), "demo") == served
     assert engine_config(parsed("generate", "a"), "demo") == EngineConfig()
@@ -92,8 +92,8 @@ def test_no_flags_give_the_default_server(monkeypatch: pytest.MonkeyPatch) -> No
     assert options.deadlines == Deadlines()
     assert options.field_rules == FieldRules()
     assert options.answers == AnswerOptions()
-    told = parsed(*("serve", "--enable-force-include-usage", "--enable-per-request-metrics"))
-    assert server_options(told).answers == AnswerOptions(True, True)
+    args = parsed(*("serve", "--enable-force-include-usage", "--enable-per-request-metrics"))
+    assert server_options(args).answers == AnswerOptions(True, True)
     assert server_options(parsed("serve", "--max-logprobs", "-1")).limits.logprobs == -1
     assert server_options(parsed("serve", "--strict")).field_rules == FieldRules(True, True)
     assert input_config(parsed("serve")) == InputConfig()
@@ -190,9 +190,9 @@ def test_every_sampling_flag_reaches_the_parameters() -> None:
     assert sampling.thinking_budget == 99
 
 
-def test_the_models_own_defaults_are_told_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    say_defaults({"temperature": 0.6, "max_tokens": 9})
-    say_defaults({})
+def test_the_models_own_defaults_are_printed_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    print_defaults({"temperature": 0.6, "max_tokens": 9})
+    print_defaults({})
     assert capsys.readouterr().err == "the model's own sampling defaults: temperature 0.6\n"
 
 

@@ -1,4 +1,4 @@
-"""A deferred module runs its code when it is asked for something, and its parts import alone."""
+"""A deferred module runs its code on the first attribute; its submodules import without it."""
 
 from __future__ import annotations
 

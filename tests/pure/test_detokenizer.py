@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from quickstep.engine.text.detokenizer import Detokenizer
+from quickstep.engine.text.output_text import Detokenizer
 from quickstep.engine.text.tokenizer import Tokenizer, _byte_level_alphabet
 from quickstep.errors import ConfigError
 
@@ -198,7 +198,7 @@ def test_markup_that_a_parser_reads_stays_while_other_special_tokens_go(library)
     library.add_special_tokens([AddedToken("[CALL]", special=True)])
     tokenizer = Tokenizer(library)
     ids = [tokenizer.token_id(token) for token in ("s", SPECIAL, "[CALL]", "s")]
-    shown = Detokenizer(tokenizer, skip_special_tokens=True, shown_special=ids[2:3])
+    shown = Detokenizer(tokenizer, skip_special_tokens=True, kept_special=ids[2:3])
     assert (shown.feed(ids) + shown.finish()).replace(" ", "") == "s[CALL]s"
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quickstep.engine.remote.restarts import RestartLimits, Restarts
+from quickstep.engine.remote.supervisor import RestartLimits, Restarts
 
 
 def test_each_short_life_doubles_the_wait_until_it_is_given_up() -> None:

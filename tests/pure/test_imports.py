@@ -50,7 +50,7 @@ SERVER = """
 from quickstep.cli import serve
 from quickstep.deferred import defer
 from quickstep.engine.remote import launch, opening
-defer(serve._FRONT_DOORS)
+defer(serve._DEFERRED_PACKAGES)
 import quickstep.engine.remote.engine, quickstep.server.run
 """
 WORKER = """
@@ -82,12 +82,12 @@ def test_the_server_listens_without_the_apis_that_no_client_has_called() -> None
         "batches.files",
         "openai.embeddings",
     )
-    modules += ("llama_cpp.completion", "openai.tokenize", "responses.endpoint", "route_list")
+    modules += ("llama_cpp.endpoint", "openai.tokenize", "responses.endpoint")
     names = [f"quickstep.server.{name}" for name in (*modules, "schema.openapi")]
     assert imported_by(SERVER, *names, "quickstep.engine.text.gguf_tokenizer") == []
 
 
-def test_the_server_listens_without_what_the_front_doors_of_packages_import() -> None:
+def test_the_server_listens_without_what_deferred_packages_import() -> None:
     names = ["torch", "numpy", "rich", "click", "uvicorn.main", "uvicorn.supervisors"]
     names += ["prometheus_client.exposition", "tokenizers.implementations", "importlib.resources"]
     assert imported_by(SERVER, *names) == []

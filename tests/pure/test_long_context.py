@@ -8,9 +8,8 @@ import pytest
 
 from quickstep.errors import ConfigError
 from quickstep.model.decoder_spec import LongContext
-from quickstep.model.long_context import with_context
 from quickstep.model.rope_spec import RopeKind
-from quickstep.model.spec import parse_spec
+from quickstep.model.spec import parse_spec, with_context
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],

@@ -3,7 +3,7 @@
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.block_pool import PoolStats
 from quickstep.engine.stats import EngineState, EngineStats
-from quickstep.server.traffic_log import TrafficLog
+from quickstep.server.metrics import TrafficLog
 
 
 def stats(now_s: float, totals: Totals, num_requests: int = 0) -> EngineStats:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.block_pool import PoolStats
 from quickstep.engine.remote.messages import GapNote, StatsNote
-from quickstep.engine.remote.stall_watch import StallWatch
+from quickstep.engine.remote.supervisor import StallWatch
 from quickstep.engine.stats import EngineState, EngineStats
 
 STALL_S = 30.0
@@ -45,8 +45,8 @@ class Life:
         while self.now < end:
             self.now = min(end, self.now + self.watch.every_s)
             if says is not None:
-                self.watch.heard(says)
-            verdict = self.watch.look(self.now, pending)
+                self.watch.note(says)
+            verdict = self.watch.stall(self.now, pending)
             if verdict:
                 return verdict
         return ""
@@ -71,7 +71,7 @@ def test_any_message_ends_the_silence() -> None:
     for _ in range(9):
         assert life.pass_s(STALL_S - 1) == ""
         assert life.watch.silent_s > STALL_S / 2
-        life.watch.heard(SAYS_ANYTHING)
+        life.watch.note(SAYS_ANYTHING)
         assert life.watch.silent_s == 0.0
 
 
@@ -109,7 +109,7 @@ def test_a_look_that_comes_late_does_not_count_in_full() -> None:
     life = Life()
     assert life.pass_s(1.0) == ""
     life.now += 1000 * STALL_S
-    assert life.watch.look(life.now, True) == ""
+    assert life.watch.stall(life.now, True) == ""
     assert life.pass_s(STALL_S / 2) == ""
 
 
@@ -132,8 +132,8 @@ def test_silence_never_exceeds_the_time_with_work_since_the_last_message(
         now += seconds
         quiet_s = quiet_s + seconds if pending else 0.0
         if talks:
-            watch.heard(SAYS_ANYTHING)
+            watch.note(SAYS_ANYTHING)
             quiet_s = seconds if pending else 0.0
-        verdict = watch.look(now, pending)
+        verdict = watch.stall(now, pending)
         assert watch.silent_s <= quiet_s + 1e-6
         assert not verdict or quiet_s >= STALL_S - 1e-6

@@ -17,14 +17,14 @@ TEXTS = st.text(alphabet="</th>ü \n", min_size=1, max_size=4)
 @given(tokens=TOKENS, text=TEXTS)
 def test_the_tokens_that_hold_a_text_are_found(tokens, text):
     expected = [i for i, token in enumerate(tokens) if text.encode() in token]
-    assert TokenTexts(tokens).holding(text.encode()).tolist() == expected
+    assert TokenTexts(tokens).containing(text.encode()).tolist() == expected
 
 
 @given(tokens=TOKENS)
 def test_a_raw_byte_between_the_texts_is_no_match(tokens):
     tokens = [b"\xff", *tokens, b"th\xff"]
     expected = [i for i, token in enumerate(tokens) if b"th" in token]
-    assert TokenTexts(tokens).holding(b"th").tolist() == expected
+    assert TokenTexts(tokens).containing(b"th").tolist() == expected
 
 
 def may_stand_in(*tags):

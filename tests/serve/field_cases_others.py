@@ -26,8 +26,8 @@ from field_seen import (
 
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest, PromptObject
-from quickstep.server.openai.embedding_types import EmbeddingRequest
-from quickstep.server.openai.tokenize_types import (
+from quickstep.server.openai.request_types import EmbeddingRequest
+from quickstep.server.openai.tokenize import (
     ApplyTemplateRequest,
     DetokenizeRequest,
     TokenizeRequest,

@@ -15,24 +15,24 @@ import msgspec
 from fake_engine import FakeEngine
 
 from quickstep.server.anthropic.request_types import AssistantTurn, CountTokensRequest
+from quickstep.server.app import api_routes
 from quickstep.server.batches.request_types import BatchRequest, ExpiresAfter
 from quickstep.server.generate.adapter import Served, output_formats
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.metrics import Metrics
 from quickstep.server.ollama import request_types as ollama
 from quickstep.server.openai import request_types as schemas
-from quickstep.server.openai.tokenize_types import TokenizeRequest
+from quickstep.server.openai.tokenize import TokenizeRequest
 from quickstep.server.options import ServerOptions
 from quickstep.server.responses.request_types import (
     FunctionCallItem,
     ResponsesRequest,
     ResponsesStreamOptions,
 )
-from quickstep.server.route_list import api_routes
 from quickstep.server.schema.field_classes import Refusal
-from quickstep.server.schema.field_reference import REFUSED_FORMS, reference_of
-from quickstep.server.schema.struct_types import branches, parts_of
-from quickstep.server.schema.struct_types import field_types as uncached_field_types
+from quickstep.server.schema.field_reference import form_refusal, reference_of
+from quickstep.server.schema.openapi import branches, parts_of
+from quickstep.server.schema.openapi import field_types as uncached_field_types
 
 Struct = type[msgspec.Struct]
 Keys = tuple[str | int, ...]
@@ -165,7 +165,7 @@ def _within(
             continue
         parts = [(part, (0,)) for part in parts_of(struct).get(name, ())]
         for inner, more in (*structs_in(declared), *parts):
-            if inner in seen or inner in REFUSED_FORMS:
+            if inner in seen or form_refusal(inner) is not None:
                 continue
             value = minimal(inner)
             listed = [value, *BEHIND.get(inner, [])]

@@ -11,7 +11,7 @@ import scripted_worker
 from msgspec.structs import replace
 
 from quickstep.engine.remote.engine import RemoteEngine
-from quickstep.engine.remote.restarts import RestartLimits
+from quickstep.engine.remote.supervisor import RestartLimits
 from quickstep.engine.stats import EngineState
 from quickstep.engine.stream import Delta, Stream
 from quickstep.types import FinishReason, Request, SamplingParams

@@ -71,7 +71,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
     ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
     ({"tools": [{**TOOL, "allowed_callers": ["x"]}]}, "tools[0].allowed_callers"),
-    ({"tools": [TOOL, TOOL]}, "tools[1].name find_it stands there twice"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name find_it is listed twice"),
     ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call, but tools is empty"),
     ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "no tool is named 'g'"),
     ({"tool_choice": {"type": "all"}}, "tool_choice.type"),

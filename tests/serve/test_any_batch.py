@@ -14,7 +14,7 @@ from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.batches.lines import BatchLine, LineFault, read_line
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
-from quickstep.server.openai.tokenize_types import DetokenizeRequest, TokenizeRequest
+from quickstep.server.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from quickstep.server.options import ServerOptions
 
 NUMBERS = st.one_of(

@@ -20,7 +20,7 @@ from quickstep.errors import ConfigError
 from quickstep.server.api_keys import ApiKeys, read_key_file
 from quickstep.server.app import create_app
 from quickstep.server.options import CorsOptions, ServerOptions
-from quickstep.server.run import warn_of_strangers
+from quickstep.server.run import warn_without_keys
 
 KEYS = ApiKeys(["ann=secret-a", "bob=secret-b", "secret-c"])
 OPTIONS = ServerOptions(api_keys=KEYS)
@@ -242,7 +242,7 @@ def test_a_door_that_is_open_to_others_is_told(
     host: str, keys: ApiKeys, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "quickstep.server"):
-        warn_of_strangers(host, keys)
+        warn_without_keys(host, keys)
     assert ("may call" in caplog.text) is is_told
 
 

@@ -14,19 +14,23 @@ from live_server import live_server, until
 from openai.types import Batch
 
 from quickstep.errors import EngineDied, EngineError, RequestError
-from quickstep.server.batches.file_options import BatchOptions, FileOptions
 from quickstep.server.batches.file_store import FileStore
-from quickstep.server.batches.jobs import BatchJobs
-from quickstep.server.batches.lines import BatchLine, LineAnswer
-from quickstep.server.batches.record import Batch as Record
+from quickstep.server.batches.jobs import BatchJobs, BatchRecord
+from quickstep.server.batches.lines import (
+    BatchLine,
+    LineAnswer,
+    LineRunner,
+    LineSlots,
+    run_lines,
+)
 from quickstep.server.batches.request_types import BatchRequest
-from quickstep.server.batches.run import LineRunner, LineSlots, run_lines
-from quickstep.server.generate.adapter import Answered, ParsedBody, Served
+from quickstep.server.generate.adapter import LineResult, Served
 from quickstep.server.generate.endpoint import GeneratingRoute
+from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.http.errors import GenerationFailed
 from quickstep.server.metrics import Metrics
 from quickstep.server.openai.completions import Completions
-from quickstep.server.options import ServerOptions
+from quickstep.server.options import BatchOptions, FileOptions, ServerOptions
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -255,7 +259,7 @@ class Deadly:
         self.died = asyncio.Event()
         self.seen: list[tuple[bytes, int]] = []  # each body sent, and how many ran with it
 
-    async def __call__(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
+    async def __call__(self, body: bytes, caller: str = "", added_priority: int = 0) -> LineResult:
         self.running.add(body)
         died = self.died
         self.seen.append((body, len(self.running)))
@@ -267,7 +271,7 @@ class Deadly:
             self.died = asyncio.Event()
         if died.is_set():
             raise self.death
-        return Answered({})
+        return LineResult({})
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: type(death).__name__)
@@ -301,15 +305,15 @@ def test_a_line_that_its_engine_died_under_is_sent_once_more_and_alone(death: Ex
 def test_lines_that_are_cancelled_while_they_wait_to_run_alone_leave_the_slots_free() -> None:
     async def run() -> None:
         slots = LineSlots(3)
-        async with slots.one():
-            waiting = [asyncio.create_task(slots.all().__aenter__()) for _ in range(3)]
+        async with slots.shared():
+            waiting = [asyncio.create_task(slots.exclusive().__aenter__()) for _ in range(3)]
             await asyncio.sleep(0)
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-        async with slots.one(), slots.one(), slots.one():
+        async with slots.shared(), slots.shared(), slots.shared():
             pass
-        async with slots.all():
+        async with slots.exclusive():
             pass
 
     asyncio.run(asyncio.wait_for(run(), 60))
@@ -336,22 +340,22 @@ def test_a_batch_that_runs_out_of_time_says_which_lines_were_left(tmp_path: Path
         input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1m"
     )
 
-    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> LineResult:
         assert caller == "ann"
         if b"slow" in body:
             await asyncio.Event().wait()
-        return Answered({"usage": {"prompt_tokens": 3, "completion_tokens": 5}})
+        return LineResult({"usage": {"prompt_tokens": 3, "completion_tokens": 5}})
 
-    async def run() -> Record:
+    async def run() -> BatchRecord:
         jobs = BatchJobs(store, {COMPLETIONS: endpoint}, BatchOptions(concurrency=2))
         # two seconds of its minute are left
-        batch = jobs.create(Record("ann", request, "fake", store.now() - 58, window_s=60))
+        batch = jobs.create(BatchRecord("ann", request, "fake", store.now() - 58, window_s=60))
         while not batch.is_over:
             await asyncio.sleep(0.01)
         return batch
 
     batch = asyncio.run(run())
-    shown = batch.shown()
+    shown = batch.to_object()
     assert shown.status == "expired"
     assert (shown.request_counts.completed, shown.request_counts.failed) == (1, 2)
     assert shown.usage.total_tokens == 8
@@ -369,13 +373,13 @@ def test_a_server_that_stops_ends_its_batches(tmp_path: Path) -> None:
         input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1d"
     )
 
-    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
+    async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> LineResult:
         await asyncio.Event().wait()
-        return Answered({})
+        return LineResult({})
 
-    async def run() -> list[Record]:
+    async def run() -> list[BatchRecord]:
         jobs = BatchJobs(store, {COMPLETIONS: endpoint}, BatchOptions())
-        new = [Record("", request, "fake", store.now(), window_s=60) for _ in range(2)]
+        new = [BatchRecord("", request, "fake", store.now(), window_s=60) for _ in range(2)]
         jobs.create(new[0])
         while new[0].status != "in_progress":
             await asyncio.sleep(0)
@@ -414,17 +418,17 @@ def test_a_large_line_is_parsed_beside_the_loop(engine: FakeEngine) -> None:
     )
 
     class Watched(Completions):
-        def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedBody:
+        def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedRequest:
             parsing.append(threading.get_ident())
             return super().parse(body, served, caller)
 
-    async def run() -> Record:
+    async def run() -> BatchRecord:
         engine = FakeEngine(max_model_len=300_000)
         served = Served.of(engine, ServerOptions())
         await engine.start()
         route = GeneratingRoute(Watched(), served, Metrics(engine, "fake"))
-        jobs = BatchJobs(store, {COMPLETIONS: route.whole}, BatchOptions())
-        batch = jobs.create(Record("", request, "fake", store.now(), window_s=60))
+        jobs = BatchJobs(store, {COMPLETIONS: route.answer_line}, BatchOptions())
+        batch = jobs.create(BatchRecord("", request, "fake", store.now(), window_s=60))
         while not batch.is_over:
             await asyncio.sleep(0.01)
         return batch
@@ -456,9 +460,9 @@ def test_an_expiring_batch_is_written_in_pieces_beside_the_loop(tmp_path: Path) 
     async def endpoint(body: bytes, caller: str = "", added_priority: int = 0) -> object:
         return await asyncio.Event().wait()
 
-    async def run() -> tuple[Record, int]:
+    async def run() -> tuple[BatchRecord, int]:
         jobs = BatchJobs(store, {COMPLETIONS: endpoint}, BatchOptions())
-        batch = jobs.create(Record("ann", request, "fake", store.now() - 60, window_s=60))
+        batch = jobs.create(BatchRecord("ann", request, "fake", store.now() - 60, window_s=60))
         num_seen = set()
         while not batch.is_over:
             num_seen.add(batch.num_failed)
@@ -481,13 +485,13 @@ def test_one_keys_batches_leave_places_to_others(tmp_path: Path) -> None:
         options = BatchOptions(num_active=4, active_per_key=2, num_kept=4)
         jobs = BatchJobs(store, {COMPLETIONS: endpoint}, options)
 
-        def create(owner: str) -> Record:
+        def create(owner: str) -> BatchRecord:
             writer = store.new(owner, "in", "batch")
             writer.write(json.dumps(line("a")).encode())
             request = BatchRequest(
                 input_file_id=writer.commit().id, endpoint=COMPLETIONS, completion_window="1d"
             )
-            return jobs.create(Record(owner, request, "fake", store.now(), window_s=60))
+            return jobs.create(BatchRecord(owner, request, "fake", store.now(), window_s=60))
 
         for _ in range(2):
             create("bob")

@@ -32,7 +32,7 @@ def written(path: Path, lines: Sequence[object]) -> Path:
 
 
 def answers(path: Path) -> dict[str, dict[str, Any]]:
-    """The answers by custom id; fails if one stands there twice or is broken."""
+    """The responses by custom id; fails if one is duplicate or malformed."""
     entries = [json.loads(text) for text in path.read_text().splitlines()]
     found = {entry["custom_id"]: entry["response"] for entry in entries}
     assert len(found) == len(entries)
@@ -103,7 +103,7 @@ def test_lines_that_fail_say_why_and_are_tried_again_on_request(
     first = output.read_bytes()
     assert batch(source, output) == 1  # nothing is left to do, and no model is loaded for it
     assert output.read_bytes() == first
-    assert "4 of 4 requests are answered, 0 of them now" in capsys.readouterr().err
+    assert "4 of 4 requests are answered, 0 of them by this run" in capsys.readouterr().err
     written(source, [*(line(item["custom_id"]) for item in BAD), line("1")])
     assert batch(source, output, "--retry-failed") == 0
     assert {response["status_code"] for response in answers(output).values()} == {200}
@@ -126,7 +126,7 @@ def test_a_broken_end_is_repaired(tmp_path: Path, lost: int) -> None:
     }
 
 
-def test_an_interrupted_run_leaves_whole_lines_and_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_complete_lines_and_continues(tmp_path: Path) -> None:
     lines = [line(str(n), prompt=f"def f{n}(", max_tokens=30, seed=n) for n in range(60)]
     source = written(tmp_path / "in.jsonl", lines)
     output = tmp_path / "out.jsonl"
@@ -180,7 +180,7 @@ def test_files_that_cannot_be_used_are_named(
         (tmp_path / "none", tmp_path / "out", (), "none cannot be read"),
         (source, source, (), "are the same file"),
         (source, tmp_path / "no" / "out", (), "cannot be written"),
-        (source, tmp_path / "notes", (), "line 1 is no answer of a batch"),
+        (source, tmp_path / "notes", (), "line 1 is not a batch response"),
         (source, tmp_path / "out", ("--max-body-bytes", "9"), "the limit is 9"),
         (source, tmp_path / "out", ("--tool-call-parser", "x"), "'x'"),
     ):

@@ -20,10 +20,11 @@ from quickstep.engine.remote.messages import (
     Abort,
     FromEngine,
     Message,
+    Sender,
     ToEngine,
     encode,
+    read_messages,
 )
-from quickstep.engine.remote.wire import Sender, read_messages
 from quickstep.errors import EngineError
 from quickstep.types import SamplingParams
 

@@ -14,9 +14,8 @@ from live_server import DEADLINE_S
 from quickstep.errors import RequestError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
-from quickstep.server.batches.file_options import FileOptions
 from quickstep.server.batches.file_store import FileStore
-from quickstep.server.options import ServerOptions
+from quickstep.server.options import FileOptions, ServerOptions
 
 MIB = 1024 * 1024
 KEYS = ApiKeys(["ann=AAAA", "bob=BBBB"])

@@ -15,9 +15,8 @@ from live_server import live_server
 
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.app import create_app
-from quickstep.server.batches.file_options import FileOptions
 from quickstep.server.batches.file_store import FileStore
-from quickstep.server.options import ServerOptions
+from quickstep.server.options import FileOptions, ServerOptions
 
 LINES = b'{"custom_id": "a"}\n'
 

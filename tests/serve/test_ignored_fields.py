@@ -18,7 +18,7 @@ from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.openai.request_types import ChatRequest
 from quickstep.server.options import FieldRules, ServerOptions
-from quickstep.server.schema.unknown_fields import take_out_unknown
+from quickstep.server.schema.field_reader import take_out_unknown
 
 REPORT = ServerOptions()
 REFUSE = ServerOptions(field_rules=FieldRules(refuse_unknown=True))

@@ -21,11 +21,11 @@ from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
 from quickstep.server.ollama.response_types import (
-    OllamaChatAnswer,
-    OllamaGenerateAnswer,
+    OllamaChatResponse,
+    OllamaGenerateResponse,
     OllamaModels,
     OllamaRunningModels,
-    OllamaShowAnswer,
+    OllamaShowResponse,
 )
 from quickstep.server.options import ServerOptions
 from quickstep.types import FinishReason, Grammar
@@ -65,7 +65,7 @@ def chat(engine: FakeEngine | None = None, **fields: Any) -> dict[str, Any]:
     response = call("POST", "/api/chat", engine, json=body)
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
-    msgspec.convert(answer, OllamaChatAnswer)
+    msgspec.convert(answer, OllamaChatResponse)
     return answer
 
 
@@ -113,7 +113,7 @@ def test_a_chats_stream_ends_with_the_figures() -> None:
     assert last["done"] and last["message"] == {"role": "assistant", "content": ""}
     assert {name: last[name] for name in FIGURES} == FIGURES
     for line in (*parts, last):
-        msgspec.convert(line, OllamaChatAnswer)
+        msgspec.convert(line, OllamaChatResponse)
 
 
 def test_a_generated_answer_goes_through_the_template_and_a_raw_one_does_not() -> None:
@@ -122,7 +122,7 @@ def test_a_generated_answer_goes_through_the_template_and_a_raw_one_does_not() -
     assert "".join(part["response"] for part in parts) == TEXT
     assert last["done"] and last["response"] == "" and last["eval_count"] == 9
     for line in (*parts, last):
-        msgspec.convert(line, OllamaGenerateAnswer)
+        msgspec.convert(line, OllamaGenerateResponse)
     assert bytes(engine.submitted[0].prompt).endswith(b"system: be kind\nuser: hi\nassistant:")
     raw = FakeEngine()
     lines("/api/generate", raw, prompt="hi", raw=True)
@@ -332,7 +332,7 @@ def test_show_tells_context_template_parameters_and_capabilities() -> None:
     engine.default_sampling = {"temperature": 0.6, "repetition_penalty": 1.1}
     engine.chat_template = FakeTemplate(formats_of(TAGGED))
     shown = call("POST", "/api/show", engine, json={"name": "fake"}).json()
-    answer = msgspec.convert(shown, OllamaShowAnswer)
+    answer = msgspec.convert(shown, OllamaShowResponse)
     assert answer.model_info["quickstep.context_length"] == 4096
     assert answer.template == engine.chat_template.source
     assert answer.parameters == "temperature 0.6\nrepeat_penalty 1.1"

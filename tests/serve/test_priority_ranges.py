@@ -14,7 +14,7 @@ from fake_engine import FakeEngine
 from quickstep.errors import ConfigError
 from quickstep.server.api_keys import ApiKeys, PriorityRange
 from quickstep.server.app import create_app
-from quickstep.server.batches.endpoints import batch_endpoints
+from quickstep.server.batches.lines import batch_endpoints
 from quickstep.server.generate.adapter import Served
 from quickstep.server.metrics import Metrics
 from quickstep.server.options import ServerOptions

@@ -46,22 +46,30 @@ from quickstep.server.anthropic.request_types import (
 from quickstep.server.app import create_app
 from quickstep.server.batches.request_types import BatchRequest
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.openai.embedding_types import EmbeddingRequest
-from quickstep.server.openai.request_types import ChatRequest, CompletionRequest, FunctionSpec
-from quickstep.server.openai.tokenize_types import ApplyTemplateRequest, TokenizeRequest
+from quickstep.server.openai.request_types import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    FunctionSpec,
+)
+from quickstep.server.openai.tokenize import ApplyTemplateRequest, TokenizeRequest
 from quickstep.server.options import FieldRules, RequestLimits, ServerOptions
 from quickstep.server.responses.request_types import ResponsesRequest
-from quickstep.server.schema.field_bounds import SchemaFacts, bounds_of
 from quickstep.server.schema.field_classes import (
     Hint,
     Honoured,
     Note,
     Refusal,
     Row,
-    asks_for_nothing,
+    requests_nothing,
 )
-from quickstep.server.schema.field_reference import REFUSED_FORMS, reference_of
-from quickstep.server.schema.struct_types import branches, parts_of, reachable_structs
+from quickstep.server.schema.field_reference import (
+    SchemaFacts,
+    bounds_of,
+    form_refusal,
+    reference_of,
+)
+from quickstep.server.schema.openapi import branches, parts_of, reachable_structs
 
 CASES = OPENAI_CASES | RESPONSES_CASES | MESSAGES_CASES | OLLAMA_CASES | OTHER_CASES
 CLIENTS: dict[type[msgspec.Struct], Any] = {
@@ -201,7 +209,8 @@ def case_of(place: Place) -> Case | None:
 
 def _forms(declared: Any) -> list[Struct]:
     inner = {struct for struct, more in structs_in(declared) if more}
-    return sorted(inner & set(REFUSED_FORMS), key=lambda struct: struct.__name__)
+    refused = (struct for struct in inner if form_refusal(struct) is not None)
+    return sorted(refused, key=lambda struct: struct.__name__)
 
 
 def _row(place: Place) -> Row:
@@ -243,7 +252,7 @@ def refusal_of(place: Place) -> Refusal:
 def test_every_field_has_a_row(struct: Struct) -> None:
     rows = reference_of(struct)
     declared = {field.encode_name for field in msgspec.structs.fields(struct)}
-    if struct in REFUSED_FORMS:
+    if form_refusal(struct) is not None:
         assert rows == {}
         return
     assert set(rows) == declared
@@ -294,7 +303,7 @@ def asking_value(place: Place, declared: Hint | Refusal) -> Any:
     """A value that fits the type and asks for something."""
     fitting = minimal(place.declared) if place.declared is not Any else {"x": 1}
     values = (True, False, "x", "omitted", "low", [1], ["x"], [{"x": 1}], {"x": 1}, 2, fitting)
-    return next(v for v in values if _fits(v, place) and not asks_for_nothing(declared, v))
+    return next(v for v in values if _fits(v, place) and not requests_nothing(declared, v))
 
 
 @pytest.mark.parametrize("place", HINTS, ids=str)
@@ -322,7 +331,7 @@ def test_a_hint_without_effect_is_reported_and_changes_nothing(place: Place) -> 
 
 
 @pytest.mark.parametrize("place", HINTS, ids=str)
-def test_a_hint_that_asks_for_nothing_is_not_reported(place: Place) -> None:
+def test_a_hint_that_requests_nothing_is_not_reported(place: Place) -> None:
     hint = reference_of(place.struct)[place.name]
     assert isinstance(hint, Hint)
     beside = BESIDE_NOTES.get((place.struct, place.name), {})
@@ -354,7 +363,7 @@ def test_a_refused_field_is_400_with_its_name(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", REFUSED, ids=str)
-def test_a_refused_field_passes_where_it_asks_for_nothing(place: Place) -> None:
+def test_a_refused_field_passes_where_it_requests_nothing(place: Place) -> None:
     for value in (None, *refusal_of(place).passes):
         assert post(place.route, place.with_value(value)).status_code == 200
 

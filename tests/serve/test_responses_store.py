@@ -13,8 +13,16 @@ from surface_calls import RESPONSES, events, saying
 
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app import create_app
+from quickstep.server.openai.request_types import TextFormat
 from quickstep.server.options import ServerOptions
-from quickstep.server.responses.response_types import ResponseObject, ResponseUsage
+from quickstep.server.responses.response_types import (
+    ReasoningSettings,
+    ResponseInputDetails,
+    ResponseObject,
+    ResponseOutputDetails,
+    ResponseUsage,
+    TextSettings,
+)
 from quickstep.server.responses.store import ResponseStore, StoredResponse
 from quickstep.types import FinishReason
 
@@ -207,20 +215,20 @@ def stored(name: str, text: str = "") -> StoredResponse:
         presence_penalty=0.0,
         previous_response_id=None,
         prompt_cache_key=None,
-        reasoning={},
+        reasoning=ReasoningSettings(None),
         safety_identifier=None,
         store=True,
         temperature=1.0,
-        text={},
+        text=TextSettings(TextFormat()),
         tool_choice="auto",
         tools=[],
         top_logprobs=0,
         top_p=1.0,
         usage=ResponseUsage(
             input_tokens=0,
-            input_tokens_details={},
+            input_tokens_details=ResponseInputDetails(0),
             output_tokens=0,
-            output_tokens_details={},
+            output_tokens_details=ResponseOutputDetails(0),
             total_tokens=0,
         ),
         user=None,

@@ -16,9 +16,8 @@ from live_server import live_server
 from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.assembly import open_engine
 from quickstep.engine.engine import Engine
-from quickstep.server.api_keys import ApiKeys
+from quickstep.server.api_keys import ApiKeys, cache_salt_of, tenant_of_key
 from quickstep.server.app import create_app
-from quickstep.server.generate.tenancy import cache_salt_of, tenant_of_key
 from quickstep.server.options import ServerOptions
 
 KEYS = ApiKeys(["ann=AAAA", "bob=BBBB"])

@@ -9,7 +9,7 @@ from client import MESSAGES, client_of
 from fake_engine import FakeEngine
 
 from quickstep.server.app import create_app
-from quickstep.server.openai.tokenize_types import (
+from quickstep.server.openai.tokenize import (
     ApplyTemplateRequest,
     DetokenizeRequest,
     TokenizeRequest,

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Never trained on, nor asked about: the quality script measures bits per byte on them.
-from quickstep.bench.held_out import HELD_OUT_MODULES
+# Not in the training data: the quality script measures bits per byte on them.
+from quickstep.bench.text_accuracy import HELD_OUT_MODULES
 
-# Generated tables, fixtures and packaging machinery: text nobody would ask the model to continue.
+# Generated tables, fixtures and packaging code: text that no user would continue.
 _EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "__pycache__", "encodings", "idlelib", "lib2to3", "pydoc_data", "turtledemo",
      "distutils", "ensurepip", "__phello__", "lib-dynload"}
@@ -54,7 +54,7 @@ def is_held_out(name: str) -> bool:
 
 
 def load_corpus() -> Corpus:
-    """Read the whole corpus, in path order."""
+    """Read the complete corpus, in path order."""
     library: list[Document] = []
     tests: list[Document] = []
     held_out: list[Document] = []

@@ -1,8 +1,8 @@
-"""Token arrays for training, and the rows of each step drawn from them.
+"""Token arrays for training, and random rows of them for each step.
 
 `python -m tools.demo_model.dataset --run FOLDER` trains the tokenizer and writes tokenizer.json and
 tokens.npz into FOLDER. `RowSampler` gives `train` its rows: those of a step depend on the seed and
-the step's number alone, so a resumed run sees what an uninterrupted one would have seen.
+only the step's number, so a resumed run gets the same rows as an uninterrupted one.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tools.demo_model.tool_dialogues import json_conversations, tool_conversatio
 
 SEED = 20
 TEST_SHARE = 0.2  # of the text rows; the library's tests are twice its size and half as useful
-_PROMPT_WEIGHT = 0.1  # loss weight of what the model is told, beside 1 for what it answers
+_PROMPT_WEIGHT = 0.1  # loss weight of prompts; answers have 1
 _NUM_TOOL_CONVERSATIONS = 1_800
 _NUM_JSON_CONVERSATIONS = 1_200
 _NUM_SMALL_TALK = 600
@@ -95,7 +95,7 @@ def load_arrays(run: Path) -> TokenArrays:
 
 
 class RowSampler:
-    """Draws the rows of a step; holds the arrays and changes nothing."""
+    """Chooses the rows of a step; keeps the arrays and never changes them."""
 
     def __init__(self, arrays: TokenArrays, seed: int = SEED) -> None:
         self._arrays = arrays
@@ -124,7 +124,7 @@ class RowSampler:
         return source[start : start + length]
 
     def _chat_row(self, rng: np.random.Generator, length: int) -> tuple[Tokens, Weights]:
-        """Whole conversations from the row's start, the last one cut at its end."""
+        """Complete conversations from the start of the row; the last one is cut at its end."""
         starts = self._arrays.chat_starts
         tokens, weights = np.empty(length, np.uint16), np.empty(length, np.float32)
         filled = 0

@@ -32,7 +32,7 @@ SYSTEM_TEXTS = (
     "Be concise.",
 )
 
-# Long answers have more places to go wrong, so they are asked for more often.
+# Long answers are harder to learn, so they occur more often.
 _LONG_ANSWER_CHARS = 150
 _LONG_REPEATS = 4
 

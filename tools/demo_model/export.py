@@ -29,7 +29,7 @@ def write_model(run: Path, target: Path) -> None:
     weights = {name: w.to(torch.bfloat16).contiguous() for name, w in checkpoint["model"].items()}
     path = target / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # the writer leaves it readable by its owner alone
+    path.chmod(0o644)  # the writer makes it readable by its owner only
 
 
 def load_exported(folder: Path) -> Llama:
@@ -42,7 +42,7 @@ def load_exported(folder: Path) -> Llama:
 
 @torch.inference_mode()
 def logit_difference(folder: Path) -> float:
-    """Largest difference between our logits and transformers', over the whole context length."""
+    """Largest difference between our logits and transformers', over the complete context length."""
     from transformers import LlamaForCausalLM
 
     reference = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -79,7 +79,7 @@ def _config(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def main() -> None:
-    """Export beside the target, check, then move into place."""
+    """Export to a temporary directory next to the target, check, then move it there."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="folder of the training run")
     parser.add_argument("--to", type=Path, required=True, help="folder of the exported model")

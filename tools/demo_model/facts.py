@@ -1,4 +1,4 @@
-"""What the model is asked to know by heart: one docstring line and one signature per object.
+"""The facts that the model learns: one docstring line and one signature per object.
 
 Owns the list of public objects (popular modules first) and how a docstring becomes one line.
 Called by `dialogues` (training) and `quality` (how many are answered exactly).
@@ -54,7 +54,7 @@ class Fact:
 def load_facts() -> tuple[Fact, ...]:
     """The facts of the public objects of the running interpreter, popular modules first."""
     facts: dict[str, Fact] = {}
-    seen: dict[int, object] = {}  # by identity; an alias (typing.Text) is not asked about again
+    seen: dict[int, object] = {}  # by identity, so that aliases (typing.Text) are skipped
     for name, value in _public_objects():
         if len(facts) >= MAX_FACT_OBJECTS:
             break

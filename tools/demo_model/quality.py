@@ -1,7 +1,8 @@
 """Measure an exported model: `python -m tools.demo_model.quality --run FOLDER --model FOLDER`.
 
-Bits per byte on held-out modules beside xz and a 5-gram model, and the shares of questions and
-tool calls answered exactly by greedy decoding. Writes RUN/quality.json and the model card.
+Bits per byte on held-out modules, compared with xz and a 5-gram model, and the fractions of
+questions and tool calls that greedy decoding answers exactly. Writes RUN/quality.json and the model
+card.
 """
 
 import argparse
@@ -40,7 +41,7 @@ _BATCH = 50
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Everything measured; shares are in [0, 1]."""
+    """All measurements; fractions are in [0, 1]."""
 
     held_out_bytes: int
     bits_per_byte: float
@@ -70,9 +71,9 @@ def measure(run: Path, folder: Path) -> Quality:
         bits_per_byte=sum(_bits(model, tokens) for tokens in encoded) / len(text),
         xz_bits_per_byte=8 * len(lzma.compress(text, preset=9)) / len(text),
         ngram_bits_per_byte=ngram_bits / len(text),
-        summaries_exact=_share_exact(model, tokenizer, _asked(summaries, rng)),
-        signatures_exact=_share_exact(model, tokenizer, _asked(signatures, rng)),
-        tool_calls_exact=_share_exact(model, tokenizer, _new_tool_calls(facts)),
+        summaries_exact=_fraction_exact(model, tokenizer, _question_pairs(summaries, rng)),
+        signatures_exact=_fraction_exact(model, tokenizer, _question_pairs(signatures, rng)),
+        tool_calls_exact=_fraction_exact(model, tokenizer, _new_tool_calls(facts)),
     )
 
 
@@ -90,29 +91,29 @@ def _bits(model: Llama, tokens: np.ndarray) -> float:
     return total / math.log(2)
 
 
-def _share_exact(model: Llama, tokenizer: Tokenizer, asked: Sequence[tuple[str, str]]) -> float:
-    batches = [asked[start : start + _BATCH] for start in range(0, len(asked), _BATCH)]
-    return sum(num_exact(model, tokenizer, batch) for batch in batches) / len(asked)
+def _fraction_exact(model: Llama, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> float:
+    batches = [pairs[start : start + _BATCH] for start in range(0, len(pairs), _BATCH)]
+    return sum(num_exact(model, tokenizer, batch) for batch in batches) / len(pairs)
 
 
 @torch.inference_mode()
-def num_exact(model: Llama, tokenizer: Tokenizer, asked: Sequence[tuple[str, str]]) -> int:
+def num_exact(model: Llama, tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> int:
     """How many (prompt, answer) pairs greedy decoding completes exactly, ending the turn.
 
     All decode together; a row leaves the batch when its turn ends or its text departs from the
     answer.
     """
     end = tokenizer.token_to_id(TURN_END)
-    rows = [list(tokenizer.encode(prompt).ids) for prompt, _ in asked]
+    rows = [list(tokenizer.encode(prompt).ids) for prompt, _ in pairs]
     prompt_lens = [len(row) for row in rows]
     active, exact = list(range(len(rows))), 0
     while active:
-        newest = _likeliest_next(model, [rows[i] for i in active])
+        newest = _most_likely_next(model, [rows[i] for i in active])
         still_active = []
         for i, token in zip(active, newest, strict=True):
             rows[i].append(token)
             text = tokenizer.decode(rows[i][prompt_lens[i] :], skip_special_tokens=False)
-            answer = asked[i][1] + TURN_END
+            answer = pairs[i][1] + TURN_END
             if token == end:
                 exact += text == answer
             elif answer.startswith(text.rstrip("\ufffd")):  # a character may be half written
@@ -121,32 +122,32 @@ def num_exact(model: Llama, tokenizer: Tokenizer, asked: Sequence[tuple[str, str
     return exact
 
 
-def _likeliest_next(model: Llama, rows: Sequence[Sequence[int]]) -> list[int]:
-    """The likeliest next token of each row."""
-    # Padding stands to the right, where causal attention never sees it.
+def _most_likely_next(model: Llama, rows: Sequence[Sequence[int]]) -> list[int]:
+    """The most likely next token of each row."""
+    # Padding is on the right, where causal attention does not see it.
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     last = model(padded)[torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in rows])]
-    likeliest: list[int] = F.linear(last, model.model.embed_tokens.weight).argmax(-1).tolist()
-    return likeliest
+    token_ids: list[int] = F.linear(last, model.model.embed_tokens.weight).argmax(-1).tolist()
+    return token_ids
 
 
-def _asked(questions: Sequence[Question], rng: random.Random) -> list[tuple[str, str]]:
+def _question_pairs(questions: Sequence[Question], rng: random.Random) -> list[tuple[str, str]]:
     render = chat_renderer()
     sample = rng.sample(list(questions), min(NUM_QUESTIONS, len(questions)))
     return [(render(ask(question.text)), question.answer) for question in sample]
 
 
 def _new_tool_calls(facts: Sequence[Fact]) -> list[tuple[str, str]]:
-    """Requests drawn with another seed than the training set's, and the calls they ask for."""
+    """Random requests with another seed than the training set's, and the expected calls."""
     render = chat_renderer()
-    asked: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for one in tool_conversations(facts, 10 * NUM_TOOL_CALLS, random.Random(SEED)):
         call = next((i for i, m in enumerate(one.messages) if m.get("tool_calls")), None)
         if call is not None:
             prompt = render(Conversation(one.messages[:call], one.tools, True))
-            whole = render(Conversation(one.messages[: call + 1], one.tools))
-            asked.append((prompt, whole.removeprefix(prompt).removesuffix(f"{TURN_END}\n")))
-    return asked[:NUM_TOOL_CALLS]
+            text = render(Conversation(one.messages[: call + 1], one.tools))
+            pairs.append((prompt, text.removeprefix(prompt).removesuffix(f"{TURN_END}\n")))
+    return pairs[:NUM_TOOL_CALLS]
 
 
 def _encode_document(tokenizer: Tokenizer, document: Document) -> np.ndarray:

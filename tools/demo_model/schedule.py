@@ -1,4 +1,4 @@
-"""How far a run is, and what follows from it: learning rate, share of chat rows, context length.
+"""How far a run is, and what follows from it: learning rate, fraction of chat rows, context length.
 
 Pure functions of a run's progress in [0, 1], so that a deadline and a token budget drive training
 in the same way. Called by `train`.
@@ -22,7 +22,7 @@ def learning_rate_scale(progress: float) -> float:
 
 
 def chat_share(progress: float) -> float:
-    """The share of chat rows; the decay phase dwells on them."""
+    """The fraction of chat rows, which is larger in the decay phase."""
     return _CHAT_SHARE if progress < DECAY_START else _CHAT_SHARE_DECAY
 
 

@@ -22,7 +22,7 @@ TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 TOOL_TOKENS = ("<tool_call>", "</tool_call>")
 
-# A word takes one leading space or sign (" return", ".join", "_name"), digits stand alone, and a
+# A word takes one leading space or sign (" return", ".join", "_name"), digits are separate, and a
 # line break takes the indentation after it, so that a Python line costs one token of whitespace.
 _SPLIT = r"[^\s\p{L}\p{N}]?\p{L}+| \p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -55,7 +55,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def write_tokenizer_files(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and the three JSON files that transformers reads beside it."""
+    """Write tokenizer.json and the three JSON files that transformers reads with it."""
     tokenizer.save(str(folder / "tokenizer.json"))
     added = {
         str(token_id): {

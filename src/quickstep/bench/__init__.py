@@ -1,1 +1,1 @@
-"""Measured speed of the engine beside the measured limits of the machine."""
+"""Benchmarks: speed of the engine and of servers, accuracy of formats, limits of the machine."""

@@ -1,8 +1,8 @@
-"""Request lengths and arrival times that the benchmarks draw. Standard library only.
+"""Random request lengths and arrival times for the benchmarks. Standard library only.
 
-Lengths are lognormal, near those of short chat turns: 64 requests have some 14,000 prompt and
-6,000 output tokens. Arrivals are Poisson, and every tenth prompt is long: what stalls a server
-that computes a whole prompt in one step. All are functions of the generator that draws them.
+Lengths are lognormal and similar to short chat messages: 64 requests have about 14,000 prompt
+tokens and 6,000 output tokens. Arrivals are Poisson, and every tenth prompt is long, which stalls
+a server that computes a complete prompt in one step. All depend on the random generator only.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _LONG_EVERY = 10
 
 
 class RequestLengths(msgspec.Struct, frozen=True):
-    """Tokens of one request."""
+    """Prompt and output tokens of one request."""
 
     num_inputs: int
     num_outputs: int
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """A request's lengths, and when it comes, in seconds from the start."""
+    """The lengths of a request that arrives `at_s` seconds after the start."""
 
     lengths: RequestLengths
     at_s: float
 
 
 def random_request(rng: random.Random, max_len: int | None = None) -> RequestLengths:
-    """Lognormal lengths; `max_len` caps each."""
+    """Lognormal lengths of at most `max_len` each."""
     return RequestLengths(
-        _draw(rng, _INPUT_MEDIAN, _INPUT_SIGMA, _INPUT_RANGE, max_len),
-        _draw(rng, _OUTPUT_MEDIAN, _OUTPUT_SIGMA, _OUTPUT_RANGE, max_len),
+        _random_length(rng, _INPUT_MEDIAN, _INPUT_SIGMA, _INPUT_RANGE, max_len),
+        _random_length(rng, _OUTPUT_MEDIAN, _OUTPUT_SIGMA, _OUTPUT_RANGE, max_len),
     )
 
 
@@ -56,12 +56,12 @@ def random_arrivals(
     return tuple(arrivals)
 
 
-def _draw(
+def _random_length(
     rng: random.Random,
     median: float,
     sigma: float,
     limits: tuple[int, int],
     max_len: int | None,
 ) -> int:
-    drawn = min(max(limits[0], round(median * rng.lognormvariate(0.0, sigma))), limits[1])
-    return drawn if max_len is None else min(drawn, max_len)
+    length = min(max(limits[0], round(median * rng.lognormvariate(0.0, sigma))), limits[1])
+    return length if max_len is None else min(length, max_len)

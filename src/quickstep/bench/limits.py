@@ -1,8 +1,8 @@
-"""What the machine can do at most, sampled between the measurements that are compared with it.
+"""The machine's limits: memory bandwidth and arithmetic peak, measured next to a benchmark.
 
-On a CPU with native kernels the probes are theirs: streaming reads of huge pages, and the register
-peak of the dot product that prefill uses. Elsewhere torch measures: a sum over a buffer, and a
-square matrix product, which is a weaker bound (its share can exceed 1).
+On a CPU with native kernels, their probes measure streaming reads of huge pages, and the dot
+product that prefill uses, in registers. Otherwise torch measures the sum of a buffer, and a square
+matrix product, which can be slower than what is compared with it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from quickstep.ops.dtypes import DType, torch_dtype
-from quickstep.ops.host_tensor import Device
-from quickstep.ops.native.backend import load_probe
-from quickstep.ops.native.probe import NativeProbe
+from quickstep.ops.native.backend import NativeProbe, load_probe
+from quickstep.ops.tensors import Device, DType, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -22,26 +20,26 @@ __all__ = ["DEFAULT_PROBE_BYTES", "Limits", "NativeLimits", "TorchLimits", "open
 
 DEFAULT_PROBE_BYTES = 512 * 2**20  # far above any cache
 _PASSES = 3
-_LEAST_S = 0.02  # of multiplying: enough for every thread to wake up and take part
+_LEAST_S = 0.02  # of multiplying, so that every thread wakes up and takes part
 _FIRST_ROUNDS = 1000
 _SQUARE = 2048
 
 
 class Limits(Protocol):
-    """Samples, the best of a few passes each; `read_how` and `multiply_how` say what was run."""
+    """Measures both limits, best of a few passes; `read_how` and `multiply_how` describe how."""
 
     read_how: str
     multiply_how: str
 
     def read_bytes_per_s(self) -> float:
-        """Bytes read from memory in a second."""
+        """Bytes read from memory per second."""
 
     def flops_per_s(self) -> float:
-        """Operations in a second, a multiplication and an addition being two."""
+        """Operations per second; a multiply-add counts as two."""
 
 
 class NativeLimits:
-    """The kernels' own probes."""
+    """Measures with the probes of the native kernels."""
 
     def __init__(
         self, probe: NativeProbe, dtype: DType | torch.dtype, clock: Callable[[], float]
@@ -79,7 +77,7 @@ class NativeLimits:
 
 
 class TorchLimits:
-    """torch on any device, where there are no native kernels."""
+    """Measures with torch, on any device without native kernels."""
 
     def __init__(
         self,
@@ -131,12 +129,12 @@ def open_limits(
     num_bytes: int,
     clock: Callable[[], float],
 ) -> Limits:
-    """The native probes on a CPU that has them, otherwise torch's."""
+    """Use the native probes on a CPU that has them, otherwise torch."""
     probe = load_probe(num_bytes, num_threads, isa) if device.type == "cpu" else None
     if probe is None:
         import torch
 
-        # torch has no product of integers that runs everywhere
+        # torch has no integer product that works on every device
         square = torch_dtype(dtype)
         square = square if square.is_floating_point else torch.float32
         return TorchLimits(torch.device(device.type), square, num_bytes, clock)

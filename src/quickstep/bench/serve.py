@@ -1,8 +1,8 @@
-"""A client that measures a server: requests over HTTP at given times, streamed, token by token.
+"""A client that measures a server: streaming HTTP requests at given times.
 
-Any server with OpenAI's `/v1/completions` and prompts of token ids: `bench serve` and the peers'
-comparison use it alike. One thread per request, standard library only. Requests are greedy and
-ask for outputs of an exact length (`ignore_eos`), so that every server does the same work.
+It works with any server that has OpenAI's `/v1/completions` with prompts of token ids. One thread
+per request, standard library only. Requests are greedy and their outputs have an exact length
+(`ignore_eos`), so that every server does the same work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quickstep.errors import ConfigError, EngineError
 
 __all__ = [
     "Objectives",
-    "Served",
+    "RequestResult",
     "ServedRequest",
     "Target",
     "find_target",
@@ -35,8 +35,13 @@ _TIMEOUT_S = 3600.0
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A server: `http://host:port`, the model's name there, its longest sequence in tokens if it
-    says so, and a key if it wants one.
+    """A server to measure.
+
+    Attributes:
+        url: Such as `http://127.0.0.1:8000`.
+        model: The name of the model on the server.
+        max_model_len: Its longest sequence in tokens, if the server reports it.
+        api_key: Sent with each request.
     """
 
     url: str
@@ -46,43 +51,43 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class ServedRequest(msgspec.Struct, frozen=True):
-    """What to send: a prompt, output tokens, and when, in seconds from the start."""
+    """A request to send `at_s` seconds after the start."""
 
     prompt: tuple[int, ...]
     num_outputs: int
     at_s: float
 
 
-class Served(msgspec.Struct):
-    """What came of a request, by `time.perf_counter`. Owned by the thread that follows it.
+class RequestResult(msgspec.Struct):
+    """The times of a request, by `time.perf_counter`. Owned by the thread that sends it.
 
     Attributes:
-        due_s: When it was to be sent; times count from here, so that a late client shows.
-        marks: When each piece of the stream came; servers send a token a piece.
-        num_tokens: As the server counted them.
+        due_s: When it should be sent; latencies start here, so that a late client is visible.
+        chunks_s: When each chunk of the stream arrived; servers send one token per chunk.
+        num_tokens: Output tokens as counted by the server.
         error: Why it failed.
     """
 
     due_s: float
-    marks: list[float] = msgspec.field(default_factory=list)
+    chunks_s: list[float] = msgspec.field(default_factory=list)
     num_tokens: int = 0
     error: str | None = None
 
 
 class Objectives(msgspec.Struct, frozen=True):
-    """A request is good if its first token came within `ttft_ms` and no gap exceeded `itl_ms`."""
+    """A request counts as good if its TTFT is at most `ttft_ms` and every ITL at most `itl_ms`."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
 
 
 def find_target(url: str, model: str | None = None, api_key: str | None = None) -> Target:
-    """The server, and `model` there or the first that it lists. Raises ConfigError."""
+    """The server, with `model` or the first model that it lists. Raises ConfigError."""
     connection = _connect(url)
     try:
         connection.request("GET", f"{_path(url)}/v1/models", headers=_headers(api_key))
-        answer = json.loads(connection.getresponse().read())
-        named = [one for one in answer["data"] if model in (None, one["id"])] or answer["data"]
+        body = json.loads(connection.getresponse().read())
+        named = [one for one in body["data"] if model in (None, one["id"])] or body["data"]
         name = str(named[0]["id"]) if model is None else model
         return Target(url, name, named[0].get("max_model_len"), api_key)
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
@@ -91,36 +96,36 @@ def find_target(url: str, model: str | None = None, api_key: str | None = None) 
         connection.close()
 
 
-def send_all(target: Target, requests: Sequence[ServedRequest]) -> list[Served]:
-    """Send each at its time and follow all to their ends. Raises EngineError if any failed."""
+def send_all(target: Target, requests: Sequence[ServedRequest]) -> list[RequestResult]:
+    """Send each request at its time and wait for all. Raises EngineError if any failed."""
     start_s = time.perf_counter()
-    found = [Served(start_s + request.at_s) for request in requests]
+    results = [RequestResult(start_s + request.at_s) for request in requests]
     threads = [
-        threading.Thread(target=_follow, args=(target, request, served), daemon=True)
-        for request, served in zip(requests, found, strict=True)
+        threading.Thread(target=_send, args=(target, request, result), daemon=True)
+        for request, result in zip(requests, results, strict=True)
     ]
-    for served, thread in zip(found, threads, strict=True):
-        time.sleep(max(0.0, served.due_s - time.perf_counter()))
+    for result, thread in zip(results, threads, strict=True):
+        time.sleep(max(0.0, result.due_s - time.perf_counter()))
         thread.start()
     for thread in threads:
         thread.join()
-    failed = [served.error for served in found if served.error is not None]
+    failed = [result.error for result in results if result.error is not None]
     if failed:
-        raise EngineError(f"{len(failed)} of {len(found)} requests failed, first: {failed[0]}")
-    return found
+        raise EngineError(f"{len(failed)} of {len(results)} requests failed, first: {failed[0]}")
+    return results
 
 
-def serve_figures(found: Sequence[Served], objectives: Objectives) -> dict[str, float]:
+def serve_figures(results: Sequence[RequestResult], objectives: Objectives) -> dict[str, float]:
     """Times, throughput and goodput of one round; every name ends in its unit."""
-    firsts = [1e3 * (one.marks[0] - one.due_s) for one in found]
-    gaps = [[1e3 * (b - a) for a, b in pairwise(one.marks)] for one in found]
-    ends = [1e3 * (one.marks[-1] - one.due_s) for one in found]
+    firsts = [1e3 * (one.chunks_s[0] - one.due_s) for one in results]
+    gaps = [[1e3 * (b - a) for a, b in pairwise(one.chunks_s)] for one in results]
+    ends = [1e3 * (one.chunks_s[-1] - one.due_s) for one in results]
     per_token = [
-        1e3 * (one.marks[-1] - one.marks[0]) / (one.num_tokens - 1)
-        for one in found
+        1e3 * (one.chunks_s[-1] - one.chunks_s[0]) / (one.num_tokens - 1)
+        for one in results
         if one.num_tokens > 1
     ]
-    wall_s = max(one.marks[-1] for one in found) - min(one.due_s for one in found)
+    wall_s = max(one.chunks_s[-1] for one in results) - min(one.due_s for one in results)
     good = sum(_good(first, within, objectives) for first, within in zip(firsts, gaps, strict=True))
     return {
         **_spread("ttft", firsts),
@@ -128,22 +133,24 @@ def serve_figures(found: Sequence[Served], objectives: Objectives) -> dict[str, 
         **_spread("itl", [gap for within in gaps for gap in within]),
         **_spread("e2e", ends),
         "wall_s": wall_s,
-        "requests_per_s": len(found) / wall_s,
-        "output_tokens_per_s": sum(one.num_tokens for one in found) / wall_s,
+        "requests_per_s": len(results) / wall_s,
+        "output_tokens_per_s": sum(one.num_tokens for one in results) / wall_s,
         "goodput_requests_per_s": good / wall_s,
-        "goodput_share": good / len(found),
+        "goodput_share": good / len(results),
     }
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of all are at or below; 0 for none."""
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """The value that a `fraction` of all values do not exceed; 0 for no values."""
     ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+    return ordered[min(int(fraction * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-    found = {f"{name}_{key}_ms": percentile(values, share) for key, share in shares.items()}
+    fractions = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    found = {
+        f"{name}_{key}_ms": percentile(values, fraction) for key, fraction in fractions.items()
+    }
     return {**found, f"{name}_max_ms": max(values, default=0.0)}
 
 
@@ -152,19 +159,19 @@ def _good(first_ms: float, gaps_ms: Sequence[float], objectives: Objectives) -> 
     return in_time and (objectives.itl_ms is None or max(gaps_ms, default=0.0) <= objectives.itl_ms)
 
 
-def _follow(target: Target, request: ServedRequest, served: Served) -> None:
-    """A thread's top: what goes wrong is this request's error."""
+def _send(target: Target, request: ServedRequest, result: RequestResult) -> None:
+    """Run one request in its thread; any failure becomes its `error`."""
     try:
-        _stream(target, request, served)
-        if not served.marks:
-            served.error = "the stream had no token"
-        elif served.num_tokens != request.num_outputs:
-            served.error = f"it gave {served.num_tokens} of {request.num_outputs} output tokens"
+        _stream(target, request, result)
+        if not result.chunks_s:
+            result.error = "the stream had no token"
+        elif result.num_tokens != request.num_outputs:
+            result.error = f"it gave {result.num_tokens} of {request.num_outputs} output tokens"
     except Exception as error:  # the thread's top
-        served.error = f"{type(error).__name__}: {error}"
+        result.error = f"{type(error).__name__}: {error}"
 
 
-def _stream(target: Target, request: ServedRequest, served: Served) -> None:
+def _stream(target: Target, request: ServedRequest, result: RequestResult) -> None:
     body = {
         "model": target.model,
         "prompt": list(request.prompt),
@@ -178,29 +185,29 @@ def _stream(target: Target, request: ServedRequest, served: Served) -> None:
     try:
         path = f"{_path(target.url)}/v1/completions"
         connection.request("POST", path, json.dumps(body), _headers(target.api_key))
-        answer = connection.getresponse()
-        if answer.status != 200:
+        response = connection.getresponse()
+        if response.status != 200:
             raise EngineError(
-                f"status {answer.status}: {answer.read(500).decode(errors='replace')}"
+                f"status {response.status}: {response.read(500).decode(errors='replace')}"
             )
-        for line in answer:
+        for line in response:
             if line.startswith(b"data: ") and line[6:].strip() != b"[DONE]":
-                _note(json.loads(line[6:]), served)
+                _add_chunk(json.loads(line[6:]), result)
     finally:
         connection.close()
 
 
-def _note(piece: dict[str, Any], served: Served) -> None:
-    """A piece of the stream; the usage comes with the last one, or after it."""
-    if "error" in piece:
-        raise EngineError(str(piece["error"]))
-    usage = piece.get("usage")
+def _add_chunk(chunk: dict[str, Any], result: RequestResult) -> None:
+    """Read a chunk; the usage is in the last one or follows it."""
+    if "error" in chunk:
+        raise EngineError(str(chunk["error"]))
+    usage = chunk.get("usage")
     if usage:
-        served.num_tokens = usage["completion_tokens"]
-    choices = piece.get("choices")
-    # a piece that only ends the stream has no text: it is no token
+        result.num_tokens = usage["completion_tokens"]
+    choices = chunk.get("choices")
+    # a chunk with a finish reason and no text has no token
     if choices and (choices[0].get("text") or choices[0].get("finish_reason") is None):
-        served.marks.append(time.perf_counter())
+        result.chunks_s.append(time.perf_counter())
 
 
 def _connect(url: str) -> http.client.HTTPConnection:
@@ -212,7 +219,7 @@ def _connect(url: str) -> http.client.HTTPConnection:
 
 
 def _path(url: str) -> str:
-    """What stands before `/v1`; a URL may end in it."""
+    """The path before `/v1`; the URL may include `/v1` or not."""
     return urllib.parse.urlsplit(url).path.rstrip("/").removesuffix("/v1")
 
 

@@ -1,6 +1,6 @@
-"""Shapes that a benchmark can fill with random weights, as the `config.json` of the model named.
+"""Model shapes that a benchmark fills with random weights, as in the `config.json` of the model.
 
-Standard library only: the command line lists the names. Sizes are the published configurations'.
+Standard library only, because the command line lists the names. Sizes are the published ones.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""`quickstep bench step`: a decode step and a prefill beside the machine's limits of that moment.
+"""`quickstep bench step`: times of a decode step and a prefill, and the machine's limits.
 
-Each repeat samples the memory's bandwidth, decodes, samples the arithmetic peak, and prefills, so
-that on a machine whose speed drifts a share compares neighbours in time. Everything runs through
-the live engine: scheduling, sampling, detokenising and the stream to the reader are inside.
+Each repeat measures the memory bandwidth, decodes, measures the arithmetic peak, and prefills: the
+speed of a machine may change over time, so a limit is measured next to what is compared with it.
+All requests run on the live engine, with scheduling, sampling, detokenizing and streaming.
 
-    decode    requests decode together; a step's time is the gap between two tokens of one stream
-    overhead  that time less the time in kernels: what Python, torch's small operations, sampling,
-              scheduling and delivery take in a decode step
-    prefill   a fresh prompt alone, from submission to its first token
+    decode    requests decode together; the time of a step is that between two tokens of one stream
+    overhead  that time without the time in kernels: Python, small operations of torch, sampling,
+              scheduling and streaming
+    prefill   one new prompt at batch size 1, from submission to its first token
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.bench.limits import Limits
-from quickstep.bench.lives import Life, follow
-from quickstep.bench.subject import Subject, random_prompt
+from quickstep.bench.measured_engine import (
+    MeasuredEngine,
+    RequestTimes,
+    random_prompt,
+    run_request,
+)
 from quickstep.bench.work import decode_kv_bytes, prefill_flops
 from quickstep.config import CacheConfig, EngineConfig
 from quickstep.errors import ConfigError, EngineError
@@ -38,11 +42,11 @@ __all__ = [
     "sized_for_steps",
 ]
 
-_SLACK = 4  # steps in which some requests of the batch have not begun or have ended
+_SLACK = 4  # steps in which some requests of the batch have not started or have ended
 
 
 class StepOptions(msgspec.Struct, frozen=True):
-    """What is measured.
+    """The options of the command.
 
     Attributes:
         batch: Rows of a decode step.
@@ -50,7 +54,7 @@ class StepOptions(msgspec.Struct, frozen=True):
         prefill: Tokens of the prompt.
         steps: Decode steps per repeat.
         repeats: Measured rounds; one more warms up and fills the prefix cache.
-        seed: Draws the prompts.
+        seed: Seed of the prompts.
     """
 
     batch: int = 1
@@ -66,17 +70,17 @@ class StepOptions(msgspec.Struct, frozen=True):
 
     @property
     def decode_prompt_len(self) -> int:
-        """Prompt of a decoding request."""
+        """Prompt length of a decoding request."""
         return max(1, self.context - self.steps // 2)
 
     @property
     def num_outputs(self) -> int:
-        """Tokens that a decoding request gives."""
+        """Output tokens of a decoding request."""
         return self.steps + _SLACK
 
 
 class StepSample(msgspec.Struct, frozen=True):
-    """One repeat."""
+    """The measurements of one repeat."""
 
     decode_s: float
     overhead_s: float
@@ -86,12 +90,12 @@ class StepSample(msgspec.Struct, frozen=True):
 
 
 def sized_for_steps(config: EngineConfig, options: StepOptions) -> EngineConfig:
-    """An engine that holds the batch, its blocks over all repeats, and the prompt in one step."""
+    """Size the engine for the batch, its blocks in all repeats, and the prompt in one step."""
     block_size = config.cache.block_size
     longest = max(options.decode_prompt_len + options.num_outputs, options.prefill + 1)
     decode_blocks = -(-(options.decode_prompt_len + options.num_outputs) // block_size)
     prefill_blocks = -(-(options.prefill + 1) // block_size)
-    # Twice the prefill: a fresh prompt takes the blocks of the last one, not the decoding ones.
+    # Twice the prefill, so that a new prompt evicts the last one, not the decoding prompts.
     num_blocks = options.batch * (decode_blocks + 1) + 2 * prefill_blocks
     tokens = max(config.scheduler.max_num_batched_tokens, options.prefill)
     num_seqs = max(config.scheduler.max_num_seqs, options.batch)
@@ -109,27 +113,27 @@ def _with_blocks(cache: CacheConfig, num_blocks: int) -> CacheConfig:
 
 
 async def measure_steps(
-    subject: Subject, limits: Limits, options: StepOptions
+    measured: MeasuredEngine, limits: Limits, options: StepOptions
 ) -> tuple[StepSample, ...]:
-    """The samples of a started engine, in order."""
+    """Measure a started engine; a sample per repeat."""
     rng = random.Random(options.seed)
-    vocab_size = subject.model.vocab_size
-    # The same in every repeat: from the second on, the prefix cache has them.
+    vocab_size = measured.model.vocab_size
+    # The same in every repeat, so that the prefix cache has them from the second one on.
     prompts = [
         random_prompt(rng, vocab_size, options.decode_prompt_len) for _ in range(options.batch)
     ]
     samples = []
     for repeat in range(options.repeats + 1):
         read_bytes_per_s = limits.read_bytes_per_s()
-        lives = await asyncio.gather(
-            *(follow(subject, prompt, options.num_outputs) for prompt in prompts)
+        times = await asyncio.gather(
+            *(run_request(measured, prompt, options.num_outputs) for prompt in prompts)
         )
         flops_per_s = limits.flops_per_s()
         prompt = random_prompt(rng, vocab_size, options.prefill)
-        prefill = await follow(subject, prompt, 1)
-        if repeat == 0:  # its prompts were computed one after another: they may never have met
+        prefill = await run_request(measured, prompt, 1)
+        if repeat == 0:  # it computed the prompts one after another, so they may not overlap
             continue
-        decode_s, overhead_s = decode_times(lives)
+        decode_s, overhead_s = decode_times(times)
         samples.append(
             StepSample(
                 decode_s,
@@ -142,16 +146,16 @@ async def measure_steps(
     return tuple(samples)
 
 
-def decode_times(lives: Sequence[Life]) -> tuple[float, float]:
-    """Medians of the steps in which every request decodes: a step, and its time outside kernels."""
-    begin_s = max(life.marks[0].at_s for life in lives)
-    end_s = min(life.marks[-1].at_s for life in lives)
-    marks = [mark for mark in lives[0].marks if begin_s <= mark.at_s <= end_s]
-    if len(marks) < 2:
+def decode_times(times: Sequence[RequestTimes]) -> tuple[float, float]:
+    """Medians of a step's time and of its time outside kernels, while all requests decode."""
+    begin_s = max(one.arrivals[0].at_s for one in times)
+    end_s = min(one.arrivals[-1].at_s for one in times)
+    arrivals = [one for one in times[0].arrivals if begin_s <= one.at_s <= end_s]
+    if len(arrivals) < 2:
         raise EngineError(
             "the requests of the batch never decoded together; give more --steps, or more KV blocks"
         )
-    pairs = list(itertools.pairwise(marks))
+    pairs = list(itertools.pairwise(arrivals))
     step_s = [(after.at_s - before.at_s) / after.num_tokens for before, after in pairs]
     kernel_s = [(after.kernel_s - before.kernel_s) / after.num_tokens for before, after in pairs]
     outside_s = [step - kernel for step, kernel in zip(step_s, kernel_s, strict=True)]
@@ -159,13 +163,13 @@ def decode_times(lives: Sequence[Life]) -> tuple[float, float]:
 
 
 def figures(
-    subject: Subject, options: StepOptions, samples: Sequence[StepSample]
+    measured: MeasuredEngine, options: StepOptions, samples: Sequence[StepSample]
 ) -> dict[str, list[float]]:
-    """Every figure that is printed, a value per repeat."""
-    head_bytes = kv_head_bytes(subject.spec.head_size, subject.dtype.itemsize, subject.kv_dtype)
-    kv_bytes = decode_kv_bytes(subject.spec, head_bytes, options.context, options.batch)
-    num_bytes = subject.weight_bytes_read(options.batch) + kv_bytes
-    num_flops = prefill_flops(subject.spec, options.prefill)
+    """The figures to print; each has a value per repeat."""
+    head_bytes = kv_head_bytes(measured.spec.head_size, measured.dtype.itemsize, measured.kv_dtype)
+    kv_bytes = decode_kv_bytes(measured.spec, head_bytes, options.context, options.batch)
+    num_bytes = measured.weight_bytes_read(options.batch) + kv_bytes
+    num_flops = prefill_flops(measured.spec, options.prefill)
     return {
         "decode_ms": [1e3 * one.decode_s for one in samples],
         "decode_tokens_per_s": [options.batch / one.decode_s for one in samples],

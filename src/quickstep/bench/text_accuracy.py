@@ -1,19 +1,23 @@
-"""How far a format of weights or of the KV cache is from float32 on a text: per token,
-over a model's own vocabulary.
+"""The accuracy of a format of weights or of the KV cache on a text, compared with float32.
 
     kl          sum over v of p(v) ln(p(v) / q(v)), p of float32, q of the format: nats per token
-    top1        how often both have the same likeliest token
+    top1        fraction of tokens where both have the same most likely token
     perplexity  exp of the mean of -ln q(next token), as a change from that of float32
 
-The text is cut into windows that stand at even distances in it; each runs as one prefill through
-the model and kernels that serve. The float32 model's hidden states are kept, not its logits, so
-memory does not grow with the vocabulary.
+The text is cut into windows at even distances; each is one prefill with the model and kernels that
+`serve` uses. The float32 model's hidden states are stored, not its logits, to save memory.
+
+The default text is source code of the standard library that the bundled demo model was not trained
+on (`tools/demo_model` takes the list of modules from here). It needs no download, but it differs
+slightly between Python versions, so a report names the version.
 """
 
 from __future__ import annotations
 
 import math
+import sysconfig
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -25,20 +29,45 @@ from quickstep.model.interface import ForwardBatch, Model
 from quickstep.ops.table import KVCache, PagedLayout
 from quickstep.runtime.kv_probe import BLOCK_SIZE, kv_of_one_sequence
 
-__all__ = ["Reference", "TextAccuracy", "compare", "cut_windows"]
+__all__ = [
+    "HELD_OUT_MODULES",
+    "Reference",
+    "TextAccuracy",
+    "compare",
+    "cut_windows",
+    "held_out_text",
+]
 
-_POSITIONS = 64  # whose logits are held at a time
+# They cover parsing, numerics, networking, text and file formats, and no other module contains a
+# copy of one.
+HELD_OUT_MODULES = (
+    "cmd", "colorsys", "configparser", "difflib", "fileinput", "graphlib", "mailbox",
+    "netrc", "quopri", "sched", "shelve", "statistics", "tomllib", "wave", "xmlrpc", "zipapp",
+)  # fmt: skip
+
+_POSITIONS = 64  # logits are computed for this many positions at a time
+
+
+def held_out_text(library: Path | None = None) -> str:
+    """Source code of the held-out modules; `library` is the folder of the standard library."""
+    root = library or Path(sysconfig.get_path("stdlib"))
+    texts = []
+    for module in HELD_OUT_MODULES:
+        file = root / f"{module}.py"
+        paths = [file] if file.is_file() else sorted((root / module).rglob("*.py"))
+        texts += [path.read_text(encoding="utf-8") for path in paths]
+    return "".join(texts)
 
 
 class TextAccuracy(msgspec.Struct, frozen=True):
-    """A format beside float32 on the same tokens.
+    """The result of comparing a format with float32 on the same tokens.
 
     Attributes:
         kl_mean: Nats per token.
-        kl_p99: Nats; one token in a hundred is further off.
-        top1_agreement: A share.
+        kl_p99: Nats; the 99th percentile over tokens.
+        top1_agreement: A fraction.
         perplexity: Of the format.
-        perplexity_change: Over that of float32, less 1.
+        perplexity_change: Divided by that of float32, minus 1.
     """
 
     kl_mean: float
@@ -57,14 +86,14 @@ class Reference(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, model: Model, windows: Sequence[tuple[int, ...]]) -> Reference:
-        """Run the windows."""
+        """Run all windows through the float32 model."""
         return cls(model, tuple(windows), tuple(_hidden(model, windows, "auto")))
 
 
 def cut_windows(
     token_ids: Sequence[int], num_tokens: int, window: int
 ) -> tuple[tuple[int, ...], ...]:
-    """`num_tokens // window` windows, evenly over the text. Raises ConfigError: it is too short."""
+    """Cut `num_tokens // window` windows at even distances. Raises ConfigError for a short text."""
     count = num_tokens // window
     if count < 1 or len(token_ids) < count * window:
         raise ConfigError(
@@ -78,10 +107,10 @@ def cut_windows(
 
 
 def compare(reference: Reference, model: Model, kv_dtype: str = "auto") -> TextAccuracy:
-    """The model, its weights and KV cache in some format, beside float32."""
+    """Compare a model with some format of weights and KV cache with the reference."""
     divergences: list[Tensor] = []
     agreements = 0
-    losses = own_losses = 0.0
+    losses = reference_losses = 0.0
     hidden = _hidden(model, reference.windows, kv_dtype)
     for window, exact, other in zip(reference.windows, reference.hidden, hidden, strict=True):
         targets = torch.tensor(window[1:])
@@ -91,22 +120,22 @@ def compare(reference: Reference, model: Model, kv_dtype: str = "auto") -> TextA
             q = _log_probs(model, other[part])
             divergences.append((p.exp() * (p - q)).sum(-1))
             agreements += int((p.argmax(-1) == q.argmax(-1)).sum())
-            own_losses -= float(p.gather(1, targets[part, None]).sum())
+            reference_losses -= float(p.gather(1, targets[part, None]).sum())
             losses -= float(q.gather(1, targets[part, None]).sum())
-    # rounding of the logarithms can leave -1e-17 where nothing differs
-    found = torch.cat(divergences).clamp_(min=0.0).numpy()
-    count = len(found)
+    # rounding can give -1e-17 for equal distributions
+    kl = torch.cat(divergences).clamp_(min=0.0).numpy()
+    count = len(kl)
     return TextAccuracy(
-        kl_mean=float(found.mean()),
-        kl_p99=float(np.quantile(found, 0.99)),
+        kl_mean=float(kl.mean()),
+        kl_p99=float(np.quantile(kl, 0.99)),
         top1_agreement=agreements / count,
         perplexity=math.exp(losses / count),
-        perplexity_change=math.expm1((losses - own_losses) / count),
+        perplexity_change=math.expm1((losses - reference_losses) / count),
     )
 
 
 def _log_probs(model: Model, hidden: Tensor) -> Tensor:
-    """[E, hidden] -> [E, V] in float64: differences of the last digits are what is measured."""
+    """[E, hidden] -> [E, V] in float64, since differences in the last digits are measured."""
     return torch.log_softmax(model.logits(hidden).double(), dim=-1).cpu()
 
 
@@ -114,13 +143,13 @@ def _hidden(model: Model, windows: Sequence[tuple[int, ...]], kv_dtype: str) -> 
     """Final hidden states [window, hidden] of each window, each a prefill from position 0."""
     kv = kv_of_one_sequence(model, len(windows[0]), kv_dtype)
     with torch.inference_mode():
-        return [_hidden_alone(model, window, kv) for window in windows]
+        return [_hidden_of(model, window, kv) for window in windows]
 
 
-def _hidden_alone(model: Model, token_ids: Sequence[int], kv: KVCache) -> Tensor:
+def _hidden_of(model: Model, token_ids: Sequence[int], kv: KVCache) -> Tensor:
     """Final hidden states [T, hidden] of one prompt from position 0, its blocks in order.
 
-    Attention reads every key and value, a token's own included, out of the cache.
+    Attention reads all keys and values from the cache, each token's own included.
     """
     count = len(token_ids)
     positions = torch.arange(count)

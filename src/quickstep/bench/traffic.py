@@ -1,7 +1,7 @@
-"""`quickstep bench latency` and `bench throughput`: whole requests through the live engine.
+"""`quickstep bench latency` and `bench throughput`: complete requests on the live engine.
 
-Prompts are random token ids, new in every repeat, so the prefix cache has nothing of them; their
-lengths are the same in every repeat. Outputs have exactly the length asked for.
+Prompts are random token ids and new in every repeat, so the prefix cache never hits; their lengths
+are the same in every repeat. Outputs have exactly the configured length.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.bench.lengths import RequestLengths, random_request
-from quickstep.bench.lives import follow
-from quickstep.bench.subject import Subject, random_prompt
+from quickstep.bench.measured_engine import MeasuredEngine, random_prompt, run_request
 from quickstep.config import EngineConfig
 
 __all__ = [
@@ -29,7 +28,7 @@ __all__ = [
 
 
 class LatencyOptions(msgspec.Struct, frozen=True):
-    """One stream: `repeats` measured requests of these lengths; one more warms up."""
+    """One stream: `repeats` measured requests of these lengths, after one for warm-up."""
 
     input_len: int = 512
     output_len: int = 128
@@ -47,46 +46,48 @@ class ThroughputOptions(msgspec.Struct, frozen=True):
 
 
 def random_lengths(options: ThroughputOptions) -> tuple[RequestLengths, ...]:
-    """Lognormal lengths: a function of the seed."""
+    """Lognormal lengths that depend on the seed only."""
     rng = random.Random(options.seed)
     return tuple(random_request(rng, options.max_len) for _ in range(options.num_requests))
 
 
 def sized_for(config: EngineConfig, max_model_len: int) -> EngineConfig:
-    """The user's limit, or what the requests need."""
+    """`config` with the length that the requests need, unless the user set one."""
     return replace(config, max_model_len=config.max_model_len or max_model_len)
 
 
-async def measure_latency(subject: Subject, options: LatencyOptions) -> dict[str, list[float]]:
-    """A value per repeat; the engine has to be started."""
+async def measure_latency(
+    measured: MeasuredEngine, options: LatencyOptions
+) -> dict[str, list[float]]:
+    """Measure a started engine; each figure has a value per repeat."""
     rng = random.Random(options.seed)
-    lives = []
+    times = []
     for _ in range(options.repeats + 1):
-        prompt = random_prompt(rng, subject.model.vocab_size, options.input_len)
-        lives.append(await follow(subject, prompt, options.output_len))
-    measured = lives[1:]
-    found = {"ttft_ms": [1e3 * life.time_to_first_token_s for life in measured]}
+        prompt = random_prompt(rng, measured.model.vocab_size, options.input_len)
+        times.append(await run_request(measured, prompt, options.output_len))
+    times = times[1:]  # the first was for warm-up
+    figures = {"ttft_ms": [1e3 * one.time_to_first_token_s for one in times]}
     if options.output_len > 1:
-        found["tpot_ms"] = [1e3 * life.time_per_output_token_s for life in measured]
-        found["decode_tokens_per_s"] = [1 / life.time_per_output_token_s for life in measured]
-    found["end_to_end_ms"] = [1e3 * (life.marks[-1].at_s - life.submitted_s) for life in measured]
-    return found
+        figures["tpot_ms"] = [1e3 * one.time_per_output_token_s for one in times]
+        figures["decode_tokens_per_s"] = [1 / one.time_per_output_token_s for one in times]
+    figures["end_to_end_ms"] = [1e3 * (one.arrivals[-1].at_s - one.submitted_s) for one in times]
+    return figures
 
 
 async def measure_throughput(
-    subject: Subject, options: ThroughputOptions
+    measured: MeasuredEngine, options: ThroughputOptions
 ) -> dict[str, list[float]]:
-    """A value per repeat; the engine has to be started."""
+    """Measure a started engine; each figure has a value per repeat."""
     lengths = random_lengths(options)
     rng = random.Random(options.seed)
-    await follow(subject, random_prompt(rng, subject.model.vocab_size, 32), 8)
+    await run_request(measured, random_prompt(rng, measured.model.vocab_size, 32), 8)
     seconds = []
     for _ in range(options.repeats):
-        prompts = [random_prompt(rng, subject.model.vocab_size, one.num_inputs) for one in lengths]
+        prompts = [random_prompt(rng, measured.model.vocab_size, one.num_inputs) for one in lengths]
         started_s = time.perf_counter()
         await asyncio.gather(
             *(
-                follow(subject, prompt, one.num_outputs)
+                run_request(measured, prompt, one.num_outputs)
                 for prompt, one in zip(prompts, lengths, strict=True)
             )
         )

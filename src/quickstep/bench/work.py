@@ -1,7 +1,7 @@
-"""How much a step has to do at least: bytes it reads, operations it computes. Pure functions.
+"""The least work of a step: bytes that it reads, operations that it computes. Pure functions.
 
-The shares that the benchmarks print are these amounts over the measured time, over the measured
-limits. Weights are read once per step, whatever the batch.
+A benchmark divides these amounts by the measured time, and then by the machine's measured limits.
+Weights are read once per step at any batch size.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import math
 from quickstep.model.checkpoint.tensor_schema import layer_tensors
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec
 
-__all__ = ["decode_kv_bytes", "prefill_flops", "read_share"]
+__all__ = ["decode_kv_bytes", "expert_fraction", "prefill_flops"]
 
 
 def decode_kv_bytes(spec: ModelSpec, head_bytes: int, context: int, batch: int) -> int:
-    """KV bytes that one decode step reads: K and V of every token that a layer's window shows.
+    """KV bytes that one decode step reads: K and V of every token in a layer's window.
 
-    `head_bytes` are those of one token's key in one kv head (`model.sizing.kv_head_bytes`).
+    `head_bytes` is the size of one token's key in one KV head (`model.sizing.kv_head_bytes`).
     """
     per_token = 2 * spec.num_kv_heads * head_bytes
-    return batch * per_token * sum(_visible(layer, context) for layer in spec.layers)
+    return batch * per_token * sum(_window_len(layer, context) for layer in spec.layers)
 
 
 def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
     """Operations of a prompt's prefill: 2 per active parameter of the layers and token, 4 per
     query dimension and pair of positions, and the output projection once, for the last position.
 
-    The usual count of a model's work, the same for every engine. What an engine leaves out counts
-    as well (of the last layer, Quickstep computes keys and values for every token and the rest for
-    emitting ones), so that a share is time against the model's floor, not how busy the cores are.
+    The usual count of a model's work, the same for every engine. It includes what an engine skips:
+    in the last layer, Quickstep computes keys and values of every token, and the rest only for
+    tokens with an output. So the result is not the utilization of the cores.
     """
     weights = sum(_active_parameters(spec, index) for index in range(spec.num_layers))
     pairs = sum(_pairs(layer, num_tokens) for layer in spec.layers)
@@ -38,29 +38,29 @@ def prefill_flops(spec: ModelSpec, num_tokens: int) -> float:
     return 2.0 * weights * num_tokens + attention + head
 
 
-def read_share(spec: ModelSpec, layer: LayerSpec, batch: int) -> float:
-    """The largest share of a layer's experts that a step can ask for; 1 for a dense layer."""
+def expert_fraction(spec: ModelSpec, layer: LayerSpec, batch: int) -> float:
+    """The largest fraction of a layer's experts that a step can use; 1 for a dense layer."""
     if not layer.sparse or spec.moe is None:
         return 1.0
     return min(1.0, batch * spec.moe.experts_per_token / spec.moe.num_experts)
 
 
 def _active_parameters(spec: ModelSpec, index: int) -> float:
-    """Elements of the layer's matrices that one token is multiplied with."""
-    share = read_share(spec, spec.layers[index], batch=1)
+    """Number of matrix elements of a layer that one token is multiplied with."""
+    fraction = expert_fraction(spec, spec.layers[index], batch=1)
     total = 0.0
     for name, shape in layer_tensors(spec, "", index).items():
         if len(shape) == 2:
             is_expert = f".{spec.naming.experts}." in name
-            total += math.prod(shape) * (share if is_expert else 1.0)
+            total += math.prod(shape) * (fraction if is_expert else 1.0)
     return total
 
 
-def _visible(layer: LayerSpec, context: int) -> int:
+def _window_len(layer: LayerSpec, context: int) -> int:
     return context if layer.window is None else min(context, layer.window)
 
 
 def _pairs(layer: LayerSpec, num_tokens: int) -> int:
     """(query, key) pairs of a causal prompt: n (n + 1) / 2 without a window."""
-    window = _visible(layer, num_tokens)
+    window = _window_len(layer, num_tokens)
     return window * (window + 1) // 2 + (num_tokens - window) * window

@@ -1,19 +1,25 @@
 """`quickstep batch -i IN -o OUT [MODEL]`: a file of requests in OpenAI's batch format, offline.
 
-Every line is answered as the server would answer it, with the same bits. Answers are appended as
-they come, so that an interrupted run continues where it stopped: start it again. Exit code 1 says
-that some lines of the output hold errors.
+Every request gets the response that the server would give, bit for bit. Responses are appended to
+the output file as they are finished; start the same command again to continue an interrupted run.
+A run that was killed may leave an incomplete last line, which the next run removes, so that its
+request runs again. The output file is locked while a run writes it. Exit code 1 means that some
+lines of the output are errors.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, BinaryIO
 
 from quickstep.cli.flags.engine import (
     add_engine_flags,
@@ -26,7 +32,6 @@ from quickstep.cli.flags.parsing import Parser, bytes_size, command, positive_in
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quickstep.cli.batch_output import BatchOutput
     from quickstep.engine.engine import Engine
     from quickstep.server.batches.lines import BatchLine, LineAnswer
     from quickstep.server.options import ServerOptions
@@ -38,57 +43,64 @@ _RETRY_S = 0.05
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
-    parser = command(subparsers, "batch", "Answer a file of requests, as OpenAI's batches.", run)
+    parser = command(subparsers, "batch", "Run a file of requests in OpenAI's batch format.", run)
     add_model(parser)
     parser.add_argument(
-        "-i", "--input-file", required=True, metavar="FILE", help="requests, one JSON object a line"
+        "-i",
+        "--input-file",
+        required=True,
+        metavar="FILE",
+        help="requests, one JSON object per line",
     )
     parser.add_argument(
         "-o",
         "--output-file",
         required=True,
         metavar="FILE",
-        help="answers; requests whose custom_id stands in it are done already",
+        help="responses; requests whose custom_id is already in it are skipped",
     )
     parser.add_argument(
-        "--retry-failed", action="store_true", help="drop the errors in the output, try them again"
+        "--retry-failed",
+        action="store_true",
+        help="remove the errors from the output and run their requests again",
     )
     parser.add_argument(
         "--concurrency",
         type=positive_int,
         metavar="N",
-        help="requests at a time (default: twice --max-num-seqs)",
+        help="requests that run at the same time (default: twice --max-num-seqs)",
     )
     parser.add_argument(
         "--served-model-name",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="names that the requests may use (default: the model's)",
+        help="model names that the requests may use (default: the model's)",
     )
     parser.add_argument(
         "--max-body-bytes",
         type=bytes_size,
         default=4 * 1024 * 1024,
         metavar="SIZE",
-        help="largest body of a line (default: 4MiB)",
+        help="largest body of one request (default: 4MiB)",
     )
-    parser.add_argument("--seed", type=int, help="seeds the draw of seeds for unseeded requests")
+    parser.add_argument(
+        "--seed", type=int, help="makes the seeds of requests without one reproducible"
+    )
     add_format_flags(parser)
     add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer what is not answered yet."""
-    from quickstep.cli.batch_output import BatchOutput
+    """Run the requests that the output file does not answer yet."""
     from quickstep.cli.session import with_engine
 
     source = Path(args.input_file)
     if source.resolve() == Path(args.output_file).resolve():
         raise ConfigError("--input-file and --output-file are the same file")
-    _server_options(args)  # a wrong name is told before the model is loaded
+    _server_options(args)  # reports a wrong name before the model is loaded
     ids = _checked_ids(source, args.max_body_bytes)
-    with BatchOutput(Path(args.output_file), args.retry_failed) as output:
+    with _OutputFile(Path(args.output_file), args.retry_failed) as output:
         num_done = len(ids & output.done)
         progress = _Progress(len(ids), num_done, output.num_failed)
 
@@ -112,8 +124,7 @@ async def _answer_all(
     lines: Iterator[BatchLine],
     write: Callable[[LineAnswer], Awaitable[None]],
 ) -> None:
-    from quickstep.server.batches.endpoints import batch_endpoints
-    from quickstep.server.batches.run import LineRunner, run_lines
+    from quickstep.server.batches.lines import LineRunner, batch_endpoints, run_lines
     from quickstep.server.generate.adapter import Served
     from quickstep.server.metrics import Metrics
 
@@ -131,7 +142,7 @@ async def _each(lines: Iterator[BatchLine]) -> AsyncIterator[BatchLine]:
 
 
 def _server_options(args: argparse.Namespace) -> ServerOptions:
-    """What a server with these flags would have. Raises ConfigError."""
+    """The options of a server with these flags. Raises ConfigError."""
     from quickstep.server.generate.adapter import check_names
     from quickstep.server.options import RequestLimits, ServerOptions
 
@@ -146,12 +157,12 @@ def _server_options(args: argparse.Namespace) -> ServerOptions:
 
 
 def _checked_ids(source: Path, max_line_bytes: int) -> set[str]:
-    """The custom ids of a file that is in order. Raises ConfigError, RequestError."""
+    """Check every line; return the custom ids. Raises ConfigError, RequestError."""
     ids: set[str] = set()
     for line in _lines(source, max_line_bytes, ()):
         if line.custom_id in ids:
             raise ConfigError(
-                f"{source} line {line.number}: custom_id {line.custom_id!r} stands above already"
+                f"{source} line {line.number}: custom_id {line.custom_id!r} is not unique"
             )
         ids.add(line.custom_id)
     if not ids:
@@ -160,9 +171,8 @@ def _checked_ids(source: Path, max_line_bytes: int) -> set[str]:
 
 
 def _lines(source: Path, max_line_bytes: int, done: Collection[str]) -> Iterator[BatchLine]:
-    """The requests that are not done. Raises ConfigError."""
-    from quickstep.server.batches.endpoints import BATCH_URLS
-    from quickstep.server.batches.lines import LineFault, numbered_lines, read_line
+    """Read the requests that are not in `done`. Raises ConfigError."""
+    from quickstep.server.batches.lines import BATCH_URLS, LineFault, numbered_lines, read_line
     from quickstep.server.options import RequestLimits
 
     limits = RequestLimits(body_bytes=max_line_bytes)
@@ -181,11 +191,117 @@ def _lines(source: Path, max_line_bytes: int, done: Collection[str]) -> Iterator
                 yield line
 
 
-class _Progress:
-    """Counts of one run and, for lines that stood in the output, of those before.
+class _OutputFile:
+    """The output file; open within `with`.
 
-    `start` it when the model is loaded.
+    Attributes:
+        done: The custom ids in it.
+        num_failed: How many of them are errors.
     """
+
+    def __init__(self, path: Path, retry_failed: bool) -> None:
+        self._path = path
+        self._retry_failed = retry_failed
+        self._file: BinaryIO | None = None
+        self.done: set[str] = set()
+        self.num_failed = 0
+
+    def __enter__(self) -> _OutputFile:
+        """Open, lock, read and repair the file. Raises ConfigError."""
+        try:
+            self._file = self._path.open("a+b")
+        except OSError as error:
+            raise ConfigError(f"{self._path} cannot be written: {error.strerror}") from None
+        try:
+            self._lock(self._file)
+            self._read(self._file)
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, line: bytes) -> None:
+        """Append a line, which ends with a newline, and flush it to the file."""
+        if self._file is None:
+            raise RuntimeError("the output is not open")
+        self._file.write(line)
+        self._file.flush()
+
+    def _lock(self, file: BinaryIO) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{self._path} is being written by another run") from None
+
+    def _read(self, file: BinaryIO) -> None:
+        """Read what is finished; remove an incomplete end and, if `retry_failed`, the errors."""
+        lines: list[bytes] = []
+        file.seek(0)
+        end = 0
+        for number, line in enumerate(file, 1):
+            entry = _entry(line)
+            if entry is None and not line.endswith(b"\n"):
+                break  # an incomplete last line
+            if entry is None:
+                raise ConfigError(
+                    f"{self._path} line {number} is not a batch response; give another file"
+                )
+            end += len(line)
+            custom_id, succeeded = entry
+            if self._retry_failed and not succeeded:
+                continue
+            self.done.add(custom_id)
+            self.num_failed += not succeeded
+            if self._retry_failed:
+                lines.append(line)
+        if self._retry_failed:
+            self._replace(file, iter(lines))
+            return
+        file.truncate(end)
+        if end and not _ends_a_line(file):
+            file.write(b"\n")  # a complete response without its newline
+            file.flush()
+
+    def _replace(self, file: BinaryIO, lines: Iterator[bytes]) -> None:
+        """Replace the file by `lines` atomically: a crash loses nothing."""
+        copy_path = self._path.with_name(self._path.name + ".part")
+        with copy_path.open("wb") as copy:
+            for line in lines:
+                copy.write(line if line.endswith(b"\n") else line + b"\n")
+            copy.flush()
+            os.fsync(copy.fileno())
+        copy_path.replace(self._path)
+        file.close()
+        self._file = self._path.open("a+b")
+        self._lock(self._file)
+
+
+def _entry(line: bytes) -> tuple[str, bool] | None:
+    """A line's custom id and whether it succeeded; None if it is not a batch response."""
+    try:
+        entry = json.loads(line)
+        response = entry["response"] or {"status_code": 500}
+        return str(entry["custom_id"]), int(response["status_code"]) < 400
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
+
+
+class _Progress:
+    """Counts of requests, those of earlier runs included. `start` it when the model is loaded."""
 
     def __init__(self, num_lines: int, num_done: int, num_failed: int) -> None:
         self.num_lines = num_lines
@@ -196,11 +312,11 @@ class _Progress:
         self._started_s = 0.0
 
     def start(self) -> None:
-        """From now on tokens are made."""
+        """Start the clock of `rate`."""
         self._started_s = time.monotonic()
 
     def add(self, answer: LineAnswer) -> None:
-        """An answer was written."""
+        """Count a response that was written."""
         self.num_done += 1
         self._num_new += 1
         self.num_failed += not answer.succeeded
@@ -208,20 +324,20 @@ class _Progress:
 
     @property
     def rate(self) -> str:
-        """Generated tokens a second."""
+        """Generated tokens per second of this run."""
         seconds = time.monotonic() - self._started_s
         return f"{self._num_tokens / seconds if seconds > 0 else 0:.1f} tokens/s"
 
     def summary(self) -> str:
-        """One line for the end."""
+        """The line that is printed at the end."""
         return (
             f"{self.num_done} of {self.num_lines} requests are answered, {self._num_new} of them "
-            f"now ({self._num_tokens} tokens, {self.rate}); {self.num_failed} failed"
+            f"by this run ({self._num_tokens} tokens, {self.rate}); {self.num_failed} failed"
         )
 
 
 def _writer(
-    output: BatchOutput, progress: _Progress, show: Callable[[], None]
+    output: _OutputFile, progress: _Progress, show: Callable[[], None]
 ) -> Callable[[LineAnswer], Awaitable[None]]:
     async def write(answer: LineAnswer) -> None:
         output.write(answer.text())
@@ -233,7 +349,7 @@ def _writer(
 
 @contextmanager
 def _bar(progress: _Progress) -> Iterator[Callable[[], None]]:
-    """Yields what draws the counts: a bar on a terminal, nothing elsewhere."""
+    """Yield a function that updates a progress bar; it does nothing if stderr is no terminal."""
     if not sys.stderr.isatty():
         yield lambda: None
         return

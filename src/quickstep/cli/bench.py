@@ -1,7 +1,7 @@
-"""`quickstep bench`: measured speed beside measured limits; `serve` and `accuracy` besides.
+"""`quickstep bench`: `step`, `latency` and `throughput`; `serve` and `accuracy` have own modules.
 
-Each runs the live engine on a checkpoint or, with `--shape`, on random weights of a known model's
-sizes in memory. Nothing here is asserted by a test: run it on a quiet machine, on purpose.
+These three run the live engine on a checkpoint or, with `--shape`, on random weights in the sizes
+of a known model. No test asserts a speed: run them on a quiet machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quickstep.errors import ConfigError
 from quickstep.ops.torch_import import require_torch
 
 if TYPE_CHECKING:
-    from quickstep.bench.subject import Subject
+    from quickstep.bench.measured_engine import MeasuredEngine
 
 __all__ = ["add_parser"]
 
@@ -33,27 +33,27 @@ _Result = TypeVar("_Result")
 _KV = tuple(name for name in KV_FORMATS if name != "auto")
 
 _STEP_TEXT = """\
-Measure whole decode steps and a prefill through the live engine.
+Measure decode steps and a prefill of the live engine, and compare them with the machine's limits.
 
-decode_ms               gap between two tokens of one stream while the batch decodes
-decode_bandwidth_share  bytes of packed weights and KV that a step reads, over decode_ms, over the
-                        read bandwidth measured just before
-overhead_us             a decode step's time less the time in native kernels (for models without:
-                        less model.forward and model.logits): Python, torch's small operations,
-                        sampling, scheduling, detokenising and delivery
-prefill_ms              from a prompt's submission to its first token
-prefill_peak_share      the prompt's operations (2 per parameter and token, 4 per query dimension
-                        and pair of positions), over prefill_ms, over the peak of the same
-                        dot products in registers measured just before; operations that the
-                        engine leaves out count too (most of the last layer's, for tokens that
-                        emit nothing): a share of the model's floor, not of busy cores
+decode_ms               time between two tokens of one stream while the batch decodes
+decode_bandwidth_share  (bytes of packed weights and KV that a step reads / decode_ms) divided by
+                        the read bandwidth, which is measured just before
+overhead_us             decode_ms without the time in native kernels (in models without them:
+                        without model.forward and model.logits): Python, sampling, scheduling,
+                        detokenizing and streaming
+prefill_ms              time from submitting a prompt to its first token
+prefill_peak_share      (operations of the prompt / prefill_ms) divided by the peak of the same dot
+                        products in registers, which is measured just before. Operations: 2 per
+                        parameter and token, 4 per query dimension and pair of positions. Those
+                        that the engine skips are counted (most of the last layer's), so this is
+                        not the utilization of the cores
 
-Figures are medians over the repeats, with the least and the greatest."""
+Prints the median, minimum and maximum over the repeats."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the commands."""
-    parser = command(subparsers, "bench", "Measure speed, beside the machine's limits.", _no_kind)
+    parser = command(subparsers, "bench", "Measure speed and accuracy.", _no_kind)
     kinds = parser.add_subparsers(metavar="KIND", required=True)
     _add_step(kinds)
     _add_latency(kinds)
@@ -63,14 +63,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _no_kind(args: argparse.Namespace) -> int:
-    raise AssertionError("argparse asks for the kind")
+    raise AssertionError("argparse requires the kind")
 
 
 def _add_step(kinds: argparse._SubParsersAction[Parser]) -> None:
-    text = "Decode steps and a prefill: times, shares of the limits, overhead."
+    text = "Decode steps and a prefill: times, overhead, fraction of the machine's limits."
     parser = command(kinds, "step", text, _run_step)
     parser.description = _STEP_TEXT
-    _add_subject(parser, repeats=5)
+    _add_shared_flags(parser, repeats=5)
     parser.add_argument(
         "--batch", type=positive_int, default=1, metavar="N", help="decoding rows (default: 1)"
     )
@@ -79,14 +79,14 @@ def _add_step(kinds: argparse._SubParsersAction[Parser]) -> None:
         type=token_count,
         default=512,
         metavar="TOKENS",
-        help="of each decoding sequence, half-way (default: %(default)s)",
+        help="length of each decoding sequence, half-way (default: %(default)s)",
     )
     parser.add_argument(
         "--prefill",
         type=token_count,
         default=512,
         metavar="TOKENS",
-        help="of the prompt (default: %(default)s)",
+        help="length of the prompt (default: %(default)s)",
     )
     parser.add_argument(
         "--steps",
@@ -99,28 +99,28 @@ def _add_step(kinds: argparse._SubParsersAction[Parser]) -> None:
         "--probe-bytes",
         type=bytes_size,
         metavar="SIZE",
-        help="buffer that the read bandwidth is measured with (default: 512MiB)",
+        help="size of the buffer for measuring read bandwidth (default: 512MiB)",
     )
 
 
 def _add_latency(kinds: argparse._SubParsersAction[Parser]) -> None:
-    text = "One stream: time to first token, time per token."
+    text = "One stream: time to first token, time per output token."
     parser = command(kinds, "latency", text, _run_latency)
-    _add_subject(parser, repeats=5)
+    _add_shared_flags(parser, repeats=5)
     for name, default in (("input", 512), ("output", 128)):
         parser.add_argument(
             f"--{name}-len",
             type=token_count,
             default=default,
             metavar="TOKENS",
-            help=f"{name} tokens (default: %(default)s)",
+            help=f"{name} length (default: %(default)s)",
         )
 
 
 def _add_throughput(kinds: argparse._SubParsersAction[Parser]) -> None:
-    text = "Many requests at once, lognormal lengths: wall time, tokens per second."
+    text = "Many requests at once, lognormal lengths: total time, tokens per second."
     parser = command(kinds, "throughput", text, _run_throughput)
-    _add_subject(parser, repeats=3)
+    _add_shared_flags(parser, repeats=3)
     parser.add_argument(
         "--num-prompts",
         type=positive_int,
@@ -133,16 +133,16 @@ def _add_throughput(kinds: argparse._SubParsersAction[Parser]) -> None:
         type=token_count,
         default=1024,
         metavar="TOKENS",
-        help="cap on a drawn prompt or output length (default: %(default)s)",
+        help="largest prompt or output length (default: %(default)s)",
     )
 
 
-def _add_subject(parser: Parser, repeats: int) -> None:
+def _add_shared_flags(parser: Parser, repeats: int) -> None:
     add_model(parser)
     parser.add_argument(
         "--shape",
         choices=list(SHAPES),
-        help="instead of a MODEL: random weights of these sizes, in memory",
+        help="instead of MODEL: random weights in the sizes of this model",
     )
     parser.add_argument(
         "--repeats",
@@ -152,13 +152,16 @@ def _add_subject(parser: Parser, repeats: int) -> None:
         help="measured rounds, after a warm-up (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="draws prompts, lengths, random weights (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of prompts, lengths and random weights (default: 0)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--weights",
         choices=list(WEIGHT_FORMATS),
-        help="short for --dtype, or for --quantization over the model's dtype",
+        help="short for --dtype or --quantization",
     )
     parser.add_argument("--kv", choices=_KV, help="short for --kv-cache-dtype")
     add_engine_flags(parser)
@@ -171,51 +174,52 @@ def _run_step(args: argparse.Namespace) -> int:
 
     from quickstep.bench.limits import DEFAULT_PROBE_BYTES, open_limits
     from quickstep.bench.step import StepOptions, figures, measure_steps, sized_for_steps
-    from quickstep.cli.bench_report import print_report
+    from quickstep.cli.bench_report import print_figures
 
     options = StepOptions(
         args.batch, args.context, args.prefill, args.steps, args.repeats, args.seed
     )
-    subject = _opened(args, sized_for_steps(_config(args), options))
+    measured = _open(args, sized_for_steps(_config(args), options))
     limits = open_limits(
-        subject.model.device,
-        subject.product_dtype,
-        subject.num_threads,
+        measured.model.device,
+        measured.product_dtype,
+        measured.num_threads,
         os.environ.get("QUICKSTEP_CPU_ISA"),
         args.probe_bytes or DEFAULT_PROBE_BYTES,
         time.perf_counter,
     )
-    samples = _measured(subject, lambda: measure_steps(subject, limits, options))
-    how = {
+    samples = _run_started(measured, lambda: measure_steps(measured, limits, options))
+    methods = {
         "read": limits.read_how,
         "peak": limits.multiply_how,
-        "overhead": f"decode time outside {subject.kernel_how}",
+        "overhead": f"decode time outside {measured.kernel_how}",
     }
-    asked = {
+    settings = {
+        **_settings(measured, args),
         "batch": options.batch,
         "context": options.context,
         "prefill": options.prefill,
         "steps": options.steps,
     }
-    print_report(args, subject, figures(subject, options, samples), asked, how)
+    print_figures(figures(measured, options, samples), settings, args.json, methods)
     return 0
 
 
 def _run_latency(args: argparse.Namespace) -> int:
     require_torch("quickstep bench latency")
     from quickstep.bench.traffic import LatencyOptions, measure_latency, sized_for
-    from quickstep.cli.bench_report import print_report
+    from quickstep.cli.bench_report import print_figures
 
     options = LatencyOptions(args.input_len, args.output_len, args.repeats, args.seed)
     longest = options.input_len + options.output_len
     try:
-        subject = _opened(args, sized_for(_config(args), longest))
-    except ConfigError as error:  # which may be about a length that the user did not write
-        lengths = f"--input-len {options.input_len}, --output-len {options.output_len}"
-        raise ConfigError(f"{lengths}: {error}") from None
-    found = _measured(subject, lambda: measure_latency(subject, options))
-    asked = {"input_len": options.input_len, "output_len": options.output_len}
-    print_report(args, subject, found, asked)
+        measured = _open(args, sized_for(_config(args), longest))
+    except ConfigError as error:  # it may name a length that is derived from the flags
+        flags = f"--input-len {options.input_len}, --output-len {options.output_len}"
+        raise ConfigError(f"{flags}: {error}") from None
+    figures = _run_started(measured, lambda: measure_latency(measured, options))
+    lengths = {"input_len": options.input_len, "output_len": options.output_len}
+    print_figures(figures, {**_settings(measured, args), **lengths}, args.json, methods={})
     return 0
 
 
@@ -227,20 +231,35 @@ def _run_throughput(args: argparse.Namespace) -> int:
         random_lengths,
         sized_for,
     )
-    from quickstep.cli.bench_report import print_report
+    from quickstep.cli.bench_report import print_figures
 
     options = ThroughputOptions(args.num_prompts, args.repeats, args.seed, args.max_len)
     lengths = random_lengths(options)
     longest = max(one.num_inputs + one.num_outputs for one in lengths)
-    subject = _opened(args, sized_for(_config(args), longest))
-    found = _measured(subject, lambda: measure_throughput(subject, options))
-    asked = {
+    measured = _open(args, sized_for(_config(args), longest))
+    figures = _run_started(measured, lambda: measure_throughput(measured, options))
+    settings = {
+        **_settings(measured, args),
         "num_requests": len(lengths),
         "input_tokens": sum(one.num_inputs for one in lengths),
         "output_tokens": sum(one.num_outputs for one in lengths),
     }
-    print_report(args, subject, found, asked)
+    print_figures(figures, settings, args.json, methods={})
     return 0
+
+
+def _settings(measured: MeasuredEngine, args: argparse.Namespace) -> dict[str, object]:
+    return {
+        "model": measured.engine.model_name,
+        "device": measured.model.device.type,
+        "dtype": str(measured.dtype).removeprefix("torch."),
+        "quantization": measured.quantization,
+        "kv_cache_dtype": measured.kv_dtype,
+        "kernels": measured.kernels,
+        "threads": measured.num_threads,
+        "repeats": args.repeats,
+        "seed": args.seed,
+    }
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:
@@ -254,13 +273,13 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     if args.weights is None:
         return config
     if args.quantization is not None or config.load.dtype != "auto":
-        raise ConfigError("--weights is short for --dtype and --quantization; give it alone")
+        raise ConfigError("--weights replaces --dtype and --quantization; leave them out")
     dtype, quantization = WEIGHT_FORMATS[args.weights]
     return replace(config, load=replace(config.load, dtype=dtype, quantization=quantization))
 
 
-def _opened(args: argparse.Namespace, config: EngineConfig) -> Subject:
-    from quickstep.bench.subject import open_checkpoint, open_shape
+def _open(args: argparse.Namespace, config: EngineConfig) -> MeasuredEngine:
+    from quickstep.bench.measured_engine import open_checkpoint, open_shape
     from quickstep.cli.screen import loading_bar
 
     with loading_bar(f"loading {args.shape or config.load.model}") as progress:
@@ -269,16 +288,16 @@ def _opened(args: argparse.Namespace, config: EngineConfig) -> Subject:
         return open_checkpoint(config, progress)
 
 
-def _measured(subject: Subject, work: Callable[[], Awaitable[_Result]]) -> _Result:
-    """Start the engine, measure, stop it whatever happens; in the event loop that serving uses."""
+def _run_started(measured: MeasuredEngine, work: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Start the engine, measure, stop it; on the event loop that `serve` uses."""
     import uvloop
 
     async def run() -> _Result:
-        await subject.engine.start()
+        await measured.engine.start()
         try:
             return await work()
         finally:
-            await subject.engine.stop()
+            await measured.engine.stop()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run())

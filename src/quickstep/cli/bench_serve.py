@@ -1,12 +1,9 @@
-"""`quickstep bench serve`: Poisson arrivals over HTTP, at `quickstep serve` or any such server."""
+"""`quickstep bench serve`: Poisson arrivals over HTTP, for `quickstep serve` or another server."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
-import statistics
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -21,32 +18,35 @@ if TYPE_CHECKING:
 __all__ = ["add_serve"]
 
 _TEXT = """\
-Measure a server under Poisson arrivals: lognormal lengths, every tenth prompt long, streaming.
+Measure a server with streaming requests: Poisson arrivals, lognormal lengths, every tenth prompt
+long.
 
-Starts `quickstep serve MODEL` on a free port, or takes --url of any server with OpenAI's
-/v1/completions that reads prompts of token ids and `ignore_eos` (vLLM, llama-server).
+Starts `quickstep serve MODEL` on a free port. With --url, measures a running server instead: any
+that has OpenAI's /v1/completions with token-id prompts and `ignore_eos` (vLLM, llama-server).
 
-ttft      from the time a request is due to its first token
-tpot      (last token - first) / (output tokens - 1), of each request
-itl       gaps between tokens, of all requests together
-e2e       from the time a request is due to its last token
-goodput   requests with ttft within --ttft-slo-ms and no gap above --itl-slo-ms
+ttft      time from a request's scheduled arrival to its first token
+tpot      (last token - first token) / (output tokens - 1), per request
+itl       times between tokens, of all requests together
+e2e       time from a request's scheduled arrival to its last token
+goodput   requests with ttft up to --ttft-slo-ms and no itl above --itl-slo-ms
 
-Figures are medians over the repeats, with the least and the greatest."""
+Prints the median, minimum and maximum over the repeats."""
 
 
 def add_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
-    parser = command(kinds, "serve", "A server over HTTP: Poisson arrivals, streaming.", _run)
+    parser = command(
+        kinds, "serve", "Measure a server over HTTP: Poisson arrivals, streaming.", _run
+    )
     parser.description = _TEXT
     add_model(parser)
-    parser.add_argument("--url", help="of a server that runs: http://127.0.0.1:8000")
-    parser.add_argument("--api-key", metavar="KEY", help="that the server at --url asks for")
+    parser.add_argument("--url", help="a running server, such as http://127.0.0.1:8000")
+    parser.add_argument("--api-key", metavar="KEY", help="API key of the server at --url")
     parser.add_argument(
         "--server-flags",
         default="",
         metavar="'FLAGS'",
-        help="for `quickstep serve`, such as '--quantization int8'",
+        help="flags for `quickstep serve`, such as '--quantization int8'",
     )
     parser.add_argument(
         "--request-rate",
@@ -56,35 +56,41 @@ def add_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
         help="requests per second (default: %(default)s)",
     )
     parser.add_argument(
-        "--num-prompts", type=positive_int, default=64, metavar="N", help="requests (default: 64)"
+        "--num-prompts",
+        type=positive_int,
+        default=64,
+        metavar="N",
+        help="number of requests (default: %(default)s)",
     )
     parser.add_argument(
         "--long-prompt",
         type=token_count,
         default=2000,
         metavar="TOKENS",
-        help="of every tenth request (default: %(default)s)",
+        help="prompt length of every tenth request (default: %(default)s)",
     )
     parser.add_argument(
         "--vocab-size",
         type=positive_int,
         default=4096,
         metavar="N",
-        help="token ids of prompts are below (default: %(default)s)",
+        help="prompts have token ids below N (default: %(default)s)",
     )
     for name, what in (("ttft", "first token"), ("itl", "largest gap between tokens")):
         parser.add_argument(
             f"--{name}-slo-ms", type=_positive, metavar="MS", help=f"limit on the {what}"
         )
-    parser.add_argument("--repeats", type=positive_int, default=1, metavar="N", help="rounds")
-    parser.add_argument("--seed", type=int, default=0, help="draws lengths, arrivals, prompts")
+    parser.add_argument(
+        "--repeats", type=positive_int, default=1, metavar="N", help="rounds (default: 1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths, arrivals and prompts")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 
@@ -101,32 +107,35 @@ def _run(args: argparse.Namespace) -> int:
         send_all(target, warm[:1])
         rounds = [serve_figures(send_all(target, requests), objectives) for requests in rest]
     figures = {name: [one[name] for one in rounds] for name in rounds[0]}
-    _print(args, target, figures)
+    from quickstep.cli.bench_report import print_figures
+
+    print_figures(figures, _settings(args, target), args.json)
     return 0
 
 
 @contextmanager
 def _target(args: argparse.Namespace) -> Iterator[Target]:
     from quickstep.bench.serve import find_target
-    from quickstep.bench.served import ServedChild
+    from quickstep.bench.server_process import ServerProcess
 
     named = args.model or args.model_flag
     if args.url:
         yield find_target(args.url, named, args.api_key)
         return
-    child = ServedChild([model_of(args), *shlex.split(args.server_flags)])
-    child.start()
+    server = ServerProcess([model_of(args), *shlex.split(args.server_flags)])
+    server.start()
     try:
-        yield find_target(child.url)
+        yield find_target(server.url)
     finally:
-        child.stop()
+        server.stop()
 
 
 def _requests(
     args: argparse.Namespace, max_model_len: int | None, place: int
 ) -> list[ServedRequest]:
-    """The same lengths and times in every round, and prompts of its own; what the model cannot
-    hold is cut.
+    """The requests of a round: lengths and times are the same in every round, prompts are not.
+
+    Lengths that the model does not support are cut.
     """
     import random
 
@@ -148,11 +157,8 @@ def _requests(
     return requests
 
 
-def _print(args: argparse.Namespace, target: Target, figures: dict[str, list[float]]) -> None:
-    from quickstep.cli.bench_report import machine_facts
-    from quickstep.cli.screen import console_on, print_table
-
-    asked = {
+def _settings(args: argparse.Namespace, target: Target) -> dict[str, object]:
+    return {
         "url": target.url if args.url else "started here",
         "model": target.model,
         "server_flags": args.server_flags,
@@ -164,18 +170,3 @@ def _print(args: argparse.Namespace, target: Target, figures: dict[str, list[flo
         "repeats": args.repeats,
         "seed": args.seed,
     }
-    medians = {name: statistics.median(values) for name, values in figures.items()}
-    if args.json:
-        spread = {name: [min(values), max(values)] for name, values in figures.items()}
-        whole = {**medians, "spread": spread, **asked, "machine": machine_facts()}
-        print(json.dumps(whole, indent=2))
-        return
-    console = console_on(sys.stdout)
-    for name, value in {**machine_facts(), **asked}.items():
-        console.print(f"{name.replace('_', ' ')}: {value}", markup=False)
-    console.print()
-    rows = [
-        (name, *(f"{value:.4g}" for value in (medians[name], min(values), max(values))))
-        for name, values in figures.items()
-    ]
-    print_table(console, "", ("figure", "median", "min", "max"), rows)

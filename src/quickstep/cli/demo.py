@@ -1,5 +1,6 @@
-"""`quickstep demo` (and `make demo`): the bundled model completes code, answers a question, and
-the run's phases stand in a table. The figures are the engine's own, from its step log.
+"""`quickstep demo` (and `make demo`): the bundled model completes code and answers a question.
+
+A table at the end shows the phases of each request, with the times that the engine measured.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from quickstep.cli.flags.engine import add_engine_flags, engine_config
 from quickstep.cli.flags.parsing import Parser, command
+from quickstep.cli.screen import console_on, print_table, write_out
 from quickstep.types import SamplingParams
 
 if TYPE_CHECKING:
-    from quickstep.cli.answers import Answer
+    from quickstep.cli.session import Answer
     from quickstep.engine.engine import Engine
 
 __all__ = ["add_parser", "run"]
@@ -26,19 +28,18 @@ _QUESTION = "What does itertools.chain do?"
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
     parser = command(
-        subparsers, "demo", "Stream a completion and an answer from the bundled model.", run
+        subparsers, "demo", "Stream a completion and a chat answer from the bundled model.", run
     )
     parser.add_argument("--model", default="demo", help=argparse.SUPPRESS)
     add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stream, then print the table."""
-    from quickstep.cli.screen import console_on, print_table
+    """Stream the three answers, then print the table."""
     from quickstep.cli.session import with_engine
 
     console = console_on(sys.stdout)
-    answers = with_engine(engine_config(args, args.model), _stream_both, show_memory=True)
+    answers = with_engine(engine_config(args, args.model), _stream_all, show_memory=True)
     print()
     columns = [_figures(answer) for answer in answers.values()]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
@@ -46,15 +47,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _stream_both(engine: Engine) -> dict[str, Answer]:
-    """The third prompt is the first with its completion: the prefix cache holds its blocks."""
+async def _stream_all(engine: Engine) -> dict[str, Answer]:
+    """The third prompt is the first with its completion, so the prefix cache has its blocks."""
     code = engine.tokenizer.encode(_CODE)
-    _write(f"\n>>> completion\n{_CODE}")
+    write_out(f"\n>>> completion\n{_CODE}")
     completion = await _streamed(engine, code, SamplingParams(temperature=0.0, max_tokens=64))
-    _write(f"\n>>> chat: {_QUESTION}\n")
+    write_out(f"\n>>> chat: {_QUESTION}\n")
     chat = engine.chat_prompt([{"role": "user", "content": _QUESTION}])
     answer = await _streamed(engine, chat, SamplingParams(temperature=0.0, max_tokens=96))
-    _write("\n>>> completion, resumed where it ended\n")
+    write_out("\n>>> completion, continued\n")
     resumed = await _streamed(
         engine, [*code, *completion.token_ids], SamplingParams(temperature=0.0, max_tokens=16)
     )
@@ -62,10 +63,10 @@ async def _stream_both(engine: Engine) -> dict[str, Answer]:
 
 
 async def _streamed(engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> Answer:
-    from quickstep.cli.answers import collect
+    from quickstep.cli.session import collect
 
-    (answer,) = await collect(engine.generate(prompt, sampling), 1, _write)
-    _write("\n")
+    (answer,) = await collect(engine.generate(prompt, sampling), 1, write_out)
+    write_out("\n")
     return answer
 
 
@@ -92,8 +93,3 @@ def _figures(answer: Answer) -> dict[str, str]:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1000:.1f}"
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -1,4 +1,8 @@
-"""`quickstep doctor`: what this machine has, and what Quickstep can use of it."""
+"""`quickstep doctor`: facts about this machine, and which of them Quickstep can use.
+
+The readers of Linux files (`cpu_facts`, `huge_pages`, ...) take the text or the folder that they
+read, so that tests can pass files of other machines. A fact that cannot be read is None.
+"""
 
 from __future__ import annotations
 
@@ -17,46 +21,69 @@ from typing import Any
 
 from quickstep import __version__
 from quickstep.cli.flags.parsing import Parser, command
-from quickstep.cli.machine import (
-    cgroup_cpus,
-    cpu_facts,
-    huge_pages,
-    memory_facts,
-    usable_cpus,
-)
 from quickstep.cli.screen import console_on, print_table, size_text
 from quickstep.ops.torch_import import has_torch
 
-__all__ = ["add_parser", "collect_facts", "run"]
+__all__ = [
+    "add_parser",
+    "cgroup_cpus",
+    "collect_facts",
+    "cpu_facts",
+    "huge_pages",
+    "memory_facts",
+    "run",
+    "usable_cpus",
+]
 
 _READ_SAMPLES = 2
+# Flags of /proc/cpuinfo that matter to the kernels, and the names that `doctor` prints.
+_ISA_FLAGS: Mapping[str, str] = {
+    "avx2": "avx2",
+    "fma": "fma",
+    "avx_vnni": "avx-vnni",
+    "avx512f": "avx512f",
+    "avx512bw": "avx512bw",
+    "avx512_vnni": "avx512-vnni",
+    "avx512_bf16": "avx512-bf16",
+    "avx512_fp16": "avx512-fp16",
+    "amx_tile": "amx-tile",
+    "amx_int8": "amx-int8",
+    "amx_bf16": "amx-bf16",
+    "asimd": "neon",
+    "asimddp": "dot-product",
+    "sve": "sve",
+    "i8mm": "i8mm",
+    "bf16": "bf16",
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Register the command."""
-    parser = command(subparsers, "doctor", "Tell what this machine has.", run)
+    parser = command(subparsers, "doctor", "Print what Quickstep finds on this machine.", run)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--no-bandwidth", action="store_true", help="leave out the measurement (a second)"
+        "--no-bandwidth",
+        action="store_true",
+        help="do not measure memory bandwidth (1 s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the facts."""
+    """Print all facts."""
     facts = collect_facts(with_bandwidth=not args.no_bandwidth)
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
     console = console_on(sys.stdout)
     for part, section in facts.items():
-        rows = [(_label(name), _shown(name, value)) for name, value in section.items()]
+        rows = [(_label(name), _value_text(name, value)) for name, value in section.items()]
         print_table(console, part, ("what", "value"), rows, num_text_columns=2)
         console.print()
     return 0
 
 
 def collect_facts(with_bandwidth: bool = True) -> dict[str, dict[str, Any]]:
-    """All facts, by part of the machine."""
+    """All facts, by part of the machine; the names end in their units."""
     cpu = cpu_facts(_text("/proc/cpuinfo"))
     cpu["model"] = cpu["model"] or platform.processor() or platform.machine()
     memory: dict[str, Any] = dict(memory_facts(_text("/proc/meminfo")))
@@ -115,16 +142,18 @@ def _native_facts() -> dict[str, Any]:
 
 
 def _bandwidth(available_bytes: int | None) -> dict[str, Any]:
-    """The best of some passes over a buffer far larger than the caches, on all threads."""
+    """The best of several reads of a buffer far larger than the caches, with all threads."""
     from quickstep.bench.limits import DEFAULT_PROBE_BYTES, open_limits
     from quickstep.engine.machine import usable_cores
-    from quickstep.ops.dtypes import FLOAT32
-    from quickstep.ops.host_tensor import CPU
+    from quickstep.ops.tensors import CPU, FLOAT32
 
     if available_bytes is not None and available_bytes < 4 * DEFAULT_PROBE_BYTES:
-        return {"read_bytes_per_s": None, "measured_how": "not: too little memory is free"}
+        return {"read_bytes_per_s": None, "measured_how": "not measured: too little free memory"}
     if not _native_facts()["present"] and not has_torch():
-        return {"read_bytes_per_s": None, "measured_how": "not: no native kernels and no PyTorch"}
+        return {
+            "read_bytes_per_s": None,
+            "measured_how": "not measured: no native kernels, no PyTorch",
+        }
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
     num_threads = usable_cores()
     limits = open_limits(CPU, FLOAT32, num_threads, isa, DEFAULT_PROBE_BYTES, time.perf_counter)
@@ -146,13 +175,13 @@ def _text(path: str) -> str:
 
 
 def _label(name: str) -> str:
-    """A fact's name without its unit, which stands in the value."""
+    """A fact's name without its unit, which `_value_text` adds to the value."""
     bare = name.removeprefix("num_").removesuffix("_per_s").removesuffix("_bytes")
     return {"read": "read bandwidth"}.get(bare, bare.replace("_", " "))
 
 
-def _shown(name: str, value: object) -> str:
-    """A value as people read it; the name's ending says the unit."""
+def _value_text(name: str, value: object) -> str:
+    """A readable value; the ending of the name tells the unit."""
     if value is None:
         return "unlimited" if name.endswith("limit") else "-"
     if isinstance(value, bool):
@@ -166,3 +195,76 @@ def _shown(name: str, value: object) -> str:
     if name.endswith("bytes"):
         return size_text(float(str(value)))
     return str(value)
+
+
+def cpu_facts(cpuinfo: str) -> dict[str, object]:
+    """Model name, logical and physical cores, instruction sets, from /proc/cpuinfo."""
+    fields: dict[str, str] = {}
+    num_logical = 0
+    physical = set()
+    package = ""
+    for line in cpuinfo.splitlines():
+        name, _, value = (part.strip() for part in line.partition(":"))
+        fields.setdefault(name, value)
+        num_logical += name == "processor"
+        package = value if name == "physical id" else package
+        if name == "core id":
+            physical.add((package, value))
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    return {
+        "model": fields.get("model name") or None,
+        "num_logical_cpus": num_logical or None,
+        "num_physical_cores": len(physical) or None,
+        "isa": [name for flag, name in _ISA_FLAGS.items() if flag in flags],
+    }
+
+
+def memory_facts(meminfo: str) -> dict[str, int | None]:
+    """Total and available bytes, from /proc/meminfo."""
+    fields = {}
+    for line in meminfo.splitlines():
+        name, _, value = line.partition(":")
+        values = value.split()
+        if values and values[0].isdigit():
+            fields[name] = int(values[0]) * (1024 if values[-1] == "kB" else 1)
+    return {
+        "total_bytes": fields.get("MemTotal"),
+        "available_bytes": fields.get("MemAvailable"),
+        "num_huge_pages": fields.get("HugePages_Total"),
+        "huge_page_bytes": fields.get("Hugepagesize"),
+    }
+
+
+def huge_pages(folder: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> str | None:
+    """The setting of transparent huge pages: `always`, `madvise` or `never`."""
+    text = _read(folder / "enabled")
+    if text is None or "[" not in text:
+        return None
+    return text.partition("[")[2].partition("]")[0]
+
+
+def cgroup_cpus(folder: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """The CPU limit of the control group; None if there is none."""
+    limit = _read(folder / "cpu.max")
+    if limit is not None:
+        quota, _, period = limit.partition(" ")
+        return None if quota == "max" else int(quota) / int(period)
+    old_quota = _read(folder / "cpu" / "cpu.cfs_quota_us")
+    old_period = _read(folder / "cpu" / "cpu.cfs_period_us")
+    if old_quota is None or old_period is None or int(old_quota) < 0:
+        return None
+    return int(old_quota) / int(old_period)
+
+
+def usable_cpus() -> int:
+    """CPUs that the process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None

@@ -1,4 +1,4 @@
-"""`quickstep generate PROMPT`: complete a text, on stdout; `--json` tells everything about it."""
+"""`quickstep generate PROMPT`: complete a text; `--json` adds tokens, seed and timings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from quickstep.cli.flags.engine import add_engine_flags, engine_config
 from quickstep.cli.flags.parsing import Parser, command, positive_int
-from quickstep.cli.flags.sampling import add_sampling_flags, sampling_params, say_defaults
+from quickstep.cli.flags.sampling import add_sampling_flags, print_defaults, sampling_params
+from quickstep.cli.screen import write_out
 from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quickstep.cli.answers import Answer
+    from quickstep.cli.session import Answer
     from quickstep.engine.engine import Engine
     from quickstep.engine.stream import Stream
 
@@ -26,17 +27,25 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = command(subparsers, "generate", "Complete a prompt and print the text.", run)
     parser.add_argument("prompt", metavar="PROMPT", help="the text to complete; - reads stdin")
     parser.add_argument(
-        "--model", default="demo", help="a directory, a hub id or demo (default: %(default)s)"
+        "--model", default="demo", help="a directory, a Hugging Face id, or demo (default)"
     )
     parser.add_argument(
-        "--n", type=positive_int, default=1, metavar="N", help="completions (default: %(default)s)"
+        "--n",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="number of completions (default: 1)",
     )
     parser.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
-        help="print text as it comes (default: on a terminal)",
+        help="print text while it is generated (default: if stdout is a terminal)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON: text, tokens, seed, timings",
+    )
     add_sampling_flags(parser, max_tokens=128)
     add_engine_flags(parser)
 
@@ -45,23 +54,22 @@ def run(args: argparse.Namespace) -> int:
     """Generate and print."""
     if args.stream and (args.json or args.n > 1):
         raise ConfigError("--stream prints one text; leave out --json and --n")
-    from quickstep.cli.answers import collect
-    from quickstep.cli.session import with_engine
+    from quickstep.cli.session import collect, with_engine
 
-    sampling_params(args, {}, args.n)  # a wrong value is told before the model is loaded
+    sampling_params(args, {}, args.n)  # reports an invalid value before the model is loaded
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     live = sys.stdout.isatty() if args.stream is None else args.stream
     live = live and not args.json and args.n == 1
 
     async def work(engine: Engine) -> None:
-        say_defaults(engine.default_sampling)
+        print_defaults(engine.default_sampling)
         sampling = sampling_params(args, engine.default_sampling, args.n)
         stream = engine.generate(prompt, sampling)
-        answers = await collect(stream, args.n, _write if live else None)
+        answers = await collect(stream, args.n, write_out if live else None)
         if args.json:
-            print(json.dumps(_described(engine, stream, answers), indent=2))
+            print(json.dumps(_as_json(engine, stream, answers), indent=2))
         elif live:
-            _write("\n")
+            write_out("\n")
         else:
             _print_texts(answers)
 
@@ -76,17 +84,12 @@ def _print_texts(answers: Sequence[Answer]) -> None:
         print(answer.text)
 
 
-def _described(engine: Engine, stream: Stream, answers: Sequence[Answer]) -> dict[str, Any]:
+def _as_json(engine: Engine, stream: Stream, answers: Sequence[Answer]) -> dict[str, Any]:
     return {
         "model": engine.model_name,
         "system_fingerprint": engine.fingerprint,
         "num_prompt_tokens": len(stream.prompt_token_ids),
         "num_output_tokens": sum(len(answer.token_ids) for answer in answers),
         "seed": stream.seed,
-        "choices": [answer.as_json() for answer in answers],
+        "choices": [answer.to_json() for answer in answers],
     }
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -1,8 +1,9 @@
-"""The engine's process of `serve`, launched before its command line is parsed.
+"""Launching the engine's process of `serve` before the command line is parsed.
 
-The worker's imports and its loading take longer than all that the server does before it listens,
-and parsing imports the flags of everything. So `main` launches it when it sees the word; the worker
-waits for its first message meanwhile, and a command line that cannot be used ends it.
+The imports and the loading of that process take longer than everything that the server does before
+it listens, and parsing the command line imports many modules. So `main` launches the process when
+the command is `serve`; the process waits for its first message, and an invalid command line ends
+it.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ if TYPE_CHECKING:
 
 __all__ = ["KEY_VARIABLE", "launch_ahead"]
 
-# The server's own secret: the engine's process has no use for it.
+# A secret of the server, which the engine's process does not need.
 KEY_VARIABLE = "QUICKSTEP_API_KEY"
-_ASKS_ONLY = frozenset(("-h", "--help", "--version"))
+_INFORMATION_FLAGS = frozenset(("-h", "--help", "--version"))
 
 
-def launch_ahead(words: Sequence[str]) -> Launched | None:
-    """The process for a command line; None if that is not going to serve.
+def launch_ahead(arguments: Sequence[str]) -> Launched | None:
+    """Launch the engine's process if the command line is one of `serve`; otherwise return None.
 
     Raises:
         EngineError: The process cannot be started.
     """
-    if words[:1] != ["serve"] or not _ASKS_ONLY.isdisjoint(words):
+    if arguments[:1] != ["serve"] or not _INFORMATION_FLAGS.isdisjoint(arguments):
         return None
     from quickstep.engine.remote.launch import launch
 

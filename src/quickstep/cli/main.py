@@ -1,9 +1,9 @@
-"""The `quickstep` command: parse, run one subcommand, turn its errors into an exit code.
+"""The `quickstep` command: parse arguments, run a subcommand, turn its errors into an exit code.
 
-Exit codes: 0 done; 1 failed while running; 2 the command line, the configuration or a request
-cannot be used; 130 interrupted. A user's mistake is one sentence on stderr, never a traceback.
-Each subcommand is a module with `add_parser(subparsers)` and `run(args) -> int`; what is heavy to
-import is imported inside `run`.
+Exit codes: 0 success; 1 failure while running; 2 invalid arguments, configuration or request; 130
+interrupted. A user's mistake is reported in one sentence on stderr, never as a traceback.
+Each subcommand is a module with `add_parser(subparsers)` and `run(args) -> int`; heavy imports are
+inside `run`.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _COMMANDS = ("serve", "generate", "chat", "batch", "demo", "verify", "doctor", "
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`. Returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     launched: Launched | None = None
     try:
-        launched = launch_ahead(words)
-        args = _parse(words)
+        launched = launch_ahead(arguments)
+        args = _parse(arguments)
         args.launched = launched
         code: int = args.run(args)
         sys.stdout.flush()
         return code
-    except SystemExit as done:  # argparse's way out of --help, --version and its errors
-        return done.code if isinstance(done.code, int) else 2
+    except SystemExit as exit_:  # argparse raises it for --help, --version and errors
+        return exit_.code if isinstance(exit_.code, int) else 2
     except (ConfigError, RequestError) as error:
-        return _failed(error, 2)
+        return _report(error, 2)
     except (QuickstepError, OSError) as error:
         if isinstance(error, BrokenPipeError):
-            return _reader_gone()
-        return _failed(error, 1)
+            return _end_quietly()
+        return _report(error, 1)
     except KeyboardInterrupt:
         return _INTERRUPTED
     finally:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             launched.end()
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="quickstep",
         description="LLM inference and serving.",
@@ -63,21 +63,22 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"quickstep {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    # the modules of the others need not be imported to run one
-    for command in words[:1] if words[:1] and words[0] in _COMMANDS else _COMMANDS:
+    # to run one command, only its module is imported
+    known = [name for name in arguments[:1] if name in _COMMANDS]
+    for command in known or _COMMANDS:
         import_module(f"quickstep.cli.{command}").add_parser(subparsers)
-    args, unknown = parser.parse_known_args(words)
+    args, unknown = parser.parse_known_args(arguments)
     if unknown:
-        args.parser.refuse(unknown)
+        args.parser.reject(unknown)
     return args
 
 
-def _failed(error: Exception, code: int) -> int:
+def _report(error: Exception, code: int) -> int:
     print(f"quickstep: {error}", file=sys.stderr)
     return code
 
 
-def _reader_gone() -> int:
-    """`quickstep ... | head`: end quietly; the interpreter must not flush into the pipe again."""
+def _end_quietly() -> int:
+    """The reader has closed the pipe (`quickstep ... | head`): avoid an error at the last flush."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1

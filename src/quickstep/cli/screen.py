@@ -1,11 +1,13 @@
-"""What the commands show beside their output: tables, a progress bar, colours on a terminal only.
+"""Tables, progress bars and colours that commands print.
 
-Everything here goes to stderr unless a command's purpose is the table itself, so that stdout
-stays what a pipe wants. `rich` is imported where it is used: it is not needed to parse flags.
+They go to stderr unless the table is the output of the command, so that stdout can be piped.
+Colours and bars appear only on a terminal. `rich` is imported where it is used, because parsing
+flags does not need it.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +16,23 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console_on", "loading_bar", "plain_table", "print_table", "size_text"]
+    from quickstep.model.sizing import MemoryPlan
+
+__all__ = [
+    "console_on",
+    "loading_bar",
+    "plain_table",
+    "print_memory",
+    "print_table",
+    "size_text",
+    "write_out",
+]
 
 _PLAIN_WIDTH = 100
 
 
 def console_on(stream: IO[str] | None = None) -> Console:
-    """A console on `stream` (stderr). Plain text unless it is a terminal."""
+    """A console on `stream` (default: stderr); plain text unless that is a terminal."""
     from rich.console import Console
 
     stream = stream or sys.stderr
@@ -34,7 +46,7 @@ def console_on(stream: IO[str] | None = None) -> Console:
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes as people read them, in binary units."""
+    """A number of bytes in binary units, such as `1.50 GiB`."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.2f} {unit}"
@@ -48,7 +60,7 @@ def print_table(
     rows: Sequence[Sequence[str]],
     num_text_columns: int = 1,
 ) -> None:
-    """A table whose first columns are text and whose others are figures."""
+    """Print a table; its first `num_text_columns` columns are text, the others figures."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -65,8 +77,8 @@ def print_table(
 
 
 def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str | None:
-    """What `print_table` prints off a terminal, for tables that a start waits for: `rich` takes as
-    long to import as all of Starlette. None for a table that does not fit, which `rich` breaks.
+    """The text that `print_table` prints if the output is not a terminal, without importing `rich`,
+    which would slow down the start. None if the table is too wide; `rich` wraps it.
     """
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     width = sum(widths) + 3 * len(widths) - 1
@@ -82,9 +94,24 @@ def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
     return "\n".join((title, lines[0], "─" * width, *lines[1:], ""))
 
 
+def print_memory(plan: MemoryPlan) -> None:
+    """Print the memory plan and its notes to stderr."""
+    title, header = "memory", ("part", "size", "of")
+    rows = [(row.label, size_text(row.num_bytes), row.detail) for row in plan.rows]
+    text = None if sys.stderr.isatty() else plain_table(title, header, rows)
+    if text is None:
+        print_table(console_on(), title, header, rows)
+    else:
+        sys.stderr.write(text)
+    if logging.getLogger("quickstep").isEnabledFor(logging.INFO):
+        return  # the engine has logged the notes
+    for note in plan.notes:
+        print(note, file=sys.stderr)
+
+
 @contextmanager
 def loading_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Yields `progress(done, total)` that draws a bar of bytes; None off a terminal."""
+    """Yield `progress(done, total)`, which updates a bar of bytes; None if there is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -98,3 +125,9 @@ def loading_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
             bar.update(task, completed=done, total=total)
 
         yield progress
+
+
+def write_out(text: str) -> None:
+    """Write a piece of streamed text to stdout at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,7 +1,8 @@
-"""`quickstep verify [MODEL]`: same request, same bits, measured.
+"""`quickstep verify [MODEL]`: check that a request gives the same bits in any batch.
 
-Runs random requests alone and inside random batches (`verify.checker`) and prints how many
-comparisons and mismatches there were. Exit codes: 0 all equal, 1 something differed, 2 bad input.
+Runs random requests at batch size 1 and in random batches (`verify.checker`) and prints the number
+of comparisons and mismatches; `--formats` does so for several formats of weights and KV cache, one
+table row each. Exit codes: 0 no mismatch, 1 a mismatch, 2 invalid input.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
 from quickstep.cli.flags.engine import add_kv_cache_dtype
 from quickstep.cli.flags.parsing import Parser, command, positive_int
 from quickstep.cli.flags.quantization import KV_FORMATS, WEIGHT_FORMATS, FormatPair, format_pairs
-from quickstep.cli.screen import console_on
+from quickstep.cli.screen import console_on, print_table
 from quickstep.config import QUANTIZATIONS
 from quickstep.errors import ConfigError
 
@@ -32,9 +33,23 @@ if TYPE_CHECKING:
     from quickstep.runtime.sampling.grammar import ClosingStart
     from quickstep.types import Grammar
     from quickstep.verify.checker import Progress, VerifyOptions
-    from quickstep.verify.report import VerifyReport
+    from quickstep.verify.report import Mismatch, VerifyReport
 
 __all__ = ["add_parser", "run"]
+
+_SCENARIO_COLUMNS = (
+    "scenario",
+    "compared",
+    "differ",
+    "steps",
+    "chunks",
+    "hits",
+    "preempted",
+    "aborted",
+    "paused",
+    "overlap",
+)
+_FORMAT_COLUMNS = ("weights", "KV", "compared", "differ", "fingerprint")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
@@ -42,11 +57,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser = command(
         subparsers,
         "verify",
-        "Check that requests give the same bits alone and in any batch.",
+        "Check that a request gives the same bits at batch size 1 and in any batch.",
         run,
     )
     parser.add_argument(
-        "model", nargs="?", default="demo", help="directory, hub id or demo (default: demo)"
+        "model", nargs="?", default="demo", help="a directory, a Hugging Face id, or demo (default)"
     )
     parser.add_argument(
         "--requests",
@@ -63,7 +78,10 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="batches that each request takes part in, per thread count (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="draws the requests and batches (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the random requests and batches (default: %(default)s)",
     )
     parser.add_argument(
         "--threads",
@@ -76,35 +94,35 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--dtype",
         choices=["auto", "bfloat16", "float16", "float32"],
         default="auto",
-        help="weights and activations (default: the checkpoint's)",
+        help="dtype of weights and activations (default: the checkpoint's)",
     )
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="round the matrices as they are loaded (default: do not)",
+        help="quantize the weights while loading (default: do not)",
     )
     add_kv_cache_dtype(parser)
     parser.add_argument(
         "--formats",
         type=format_pairs,
         metavar="all|WEIGHTS[/KV][,...]",
-        help="verify once for each pair of formats; WEIGHTS alone takes every KV format; weights: "
+        help="verify each of these pairs of formats; without /KV, every KV format; weights: "
         f"{', '.join(WEIGHT_FORMATS)}; KV: {', '.join(KV_FORMATS)}",
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--block-size", type=positive_int, default=16, metavar="TOKENS")
-    parser.add_argument("--revision", help="hub revision")
-    parser.add_argument("--offline", action="store_true", help="never touch the network")
-    parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
+    parser.add_argument("--revision", help="hub revision (default: the default branch)")
+    parser.add_argument("--offline", action="store_true", help="never use the network")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _thread_counts(text: str) -> tuple[int, ...]:
-    """`1,2`: the counts, each once, in order."""
+    """Parse `1,2`; repeated counts are dropped."""
     return tuple(dict.fromkeys(positive_int(part) for part in text.split(",")))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, verify, print. Returns the exit code; raises ConfigError for bad input."""
+    """Run the command. Raises ConfigError for invalid input."""
     from quickstep.config import CacheConfig, LoadConfig
     from quickstep.verify.checker import VerifyOptions
 
@@ -126,53 +144,85 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.formats is not None:
         return _run_formats(args, load, options)
-    from quickstep.cli.verify_report import print_verify_report
-
-    subject = _Subject(load, options.kv_dtype)
-    report = _verified(subject, options, None)
+    checkpoint = _Checkpoint(load, options.kv_dtype)
+    report = _verified(checkpoint, options, None)
     if args.json:
-        facts = {"model": subject.checkpoint.name, "fingerprint": subject.fingerprint}
+        facts = {"model": checkpoint.name, "fingerprint": checkpoint.fingerprint}
         json.dump({**facts, **report.to_json()}, sys.stdout)
         print()
     else:
-        print_verify_report(report, subject.checkpoint.name)
+        _print_scenarios(checkpoint.name, report)
     return 1 if report.mismatches else 0
 
 
 def _run_formats(args: argparse.Namespace, load: LoadConfig, options: VerifyOptions) -> int:
-    """Verify each pair of --formats."""
-    from quickstep.cli.verify_formats import FormatResult, verify_formats
+    """Verify each pair of `--formats` and print all results."""
     from quickstep.model.checkpoint.source import find_checkpoint
 
     if (args.dtype, args.quantization, args.kv_cache_dtype) != ("auto", None, "auto"):
         raise ConfigError(
-            "--formats says what --dtype, --quantization and --kv-cache-dtype say; give it alone"
+            "--formats replaces --dtype, --quantization and --kv-cache-dtype; leave them out"
         )
-
-    def verify_pair(pair: FormatPair) -> FormatResult:
-        weights = WEIGHT_FORMATS[pair.weights]
-        kv_dtype = KV_FORMATS[pair.kv]
-        subject = _Subject(
-            replace(load, dtype=weights.dtype, quantization=weights.quantization), kv_dtype
-        )
-        report = _verified(subject, replace(options, kv_dtype=kv_dtype), pair)
-        return FormatResult(pair, subject.fingerprint, report)
-
-    return verify_formats(find_checkpoint(load).name, args.formats, verify_pair, args.json)
+    name = find_checkpoint(load).name
+    results = [_verify_pair(pair, load, options) for pair in args.formats]
+    if args.json:
+        json.dump({"model": name, "formats": [one.to_json() for one in results]}, sys.stdout)
+        print()
+    else:
+        _print_formats(name, results)
+    return 1 if any(result.report.mismatches for result in results) else 0
 
 
-def _verified(subject: _Subject, options: VerifyOptions, pair: FormatPair | None) -> VerifyReport:
+class _FormatResult(NamedTuple):
+    """The verification of one pair of formats."""
+
+    pair: FormatPair
+    fingerprint: str
+    report: VerifyReport
+
+    def to_json(self) -> dict[str, object]:
+        """Plain data."""
+        return {
+            "weights": self.pair.weights,
+            "kv": self.pair.kv,
+            "fingerprint": self.fingerprint,
+            **self.report.to_json(),
+        }
+
+
+def _verify_pair(pair: FormatPair, load: LoadConfig, options: VerifyOptions) -> _FormatResult:
+    weights = WEIGHT_FORMATS[pair.weights]
+    kv_dtype = KV_FORMATS[pair.kv]
+    checkpoint = _Checkpoint(
+        replace(load, dtype=weights.dtype, quantization=weights.quantization), kv_dtype
+    )
+    report = _verified(checkpoint, replace(options, kv_dtype=kv_dtype), pair)
+    return _FormatResult(pair, checkpoint.fingerprint, report)
+
+
+def _verified(
+    checkpoint: _Checkpoint, options: VerifyOptions, pair: FormatPair | None
+) -> VerifyReport:
     from quickstep.verify.checker import verify
 
     with _progress_bar("" if pair is None else f"{pair.weights}/{pair.kv} ") as progress:
-        new_matcher = subject.new_matcher if subject.eos_token_ids else None
+        eos_token_ids = checkpoint.tokenizer.eos_token_ids
         return verify(
-            subject.load, options, subject.eos_token_ids, progress, new_matcher, subject.tokenizer
+            checkpoint.load_model,
+            options,
+            eos_token_ids,
+            progress,
+            checkpoint.new_matcher if eos_token_ids else None,
+            checkpoint.tokenizer,
         )
 
 
-class _Subject:
-    """The checkpoint to verify, which loads on any number of threads."""
+class _Checkpoint:
+    """The checkpoint to verify; its model can be loaded for any number of threads.
+
+    Attributes:
+        fingerprint: Of the model that was loaded last; empty before.
+    """
 
     def __init__(self, config: LoadConfig, kv_dtype: str) -> None:
         from quickstep.engine.text.tokenizer import Tokenizer
@@ -181,13 +231,14 @@ class _Subject:
         self._config = config
         self._kv_dtype = kv_dtype
         self._isa = os.environ.get("QUICKSTEP_CPU_ISA")
-        self.checkpoint = find_checkpoint(self._config)
-        self.tokenizer = Tokenizer.open(self.checkpoint.path)
+        self._checkpoint = find_checkpoint(self._config)
         self._grammars: GrammarCompiler | None = None
-        self.eos_token_ids = self.tokenizer.eos_token_ids
+        self.name = self._checkpoint.name
+        self.tokenizer = Tokenizer.open(self._checkpoint.path)
         self.fingerprint = ""
 
-    def load(self, threads: int) -> Model:
+    def load_model(self, threads: int) -> Model:
+        """Load it in the way that `serve` does."""
         from quickstep.engine.grammar.grammars import GrammarCompiler
         from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
         from quickstep.model.checkpoint.placement import choose_device
@@ -197,26 +248,26 @@ class _Subject:
         from quickstep.ops.resolve import resolve_ops
 
         ops = resolve_ops(choose_device(self._config.device), "auto", threads, self._isa)
-        spec = read_spec(self.checkpoint.path)
+        spec = read_spec(self._checkpoint.path)
         on_host = spec.native and not reason_for_torch(
-            open_weights(self.checkpoint.path, spec), ops, self._config
-        )  # as it is served
-        model = load_model(self.checkpoint, spec, ops, self._config, on_host=on_host)
+            open_weights(self._checkpoint.path, spec), ops, self._config
+        )
+        model = load_model(self._checkpoint, spec, ops, self._config, on_host=on_host)
         kv_shape = model.kv_shape.stored_as(self._kv_dtype)
         self.fingerprint = fingerprint_with_kv(model, kv_shape)
         self._grammars = GrammarCompiler(self.tokenizer, model.vocab_size)
         return model
 
     def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingStart]:
-        """Of the model that was loaded last; here nobody waits for a step."""
-        assert self._grammars is not None, "requests follow the loading"
+        """Compile a grammar for the model that was loaded last; compiling may block here."""
+        assert self._grammars is not None, "requests are made after loading"
         self._grammars.compile(grammar)
         return self._grammars.new_matcher(grammar)
 
 
 @contextmanager
 def _progress_bar(prefix: str) -> Iterator[Progress | None]:
-    """A bar on a terminal, its texts behind `prefix`; nothing elsewhere."""
+    """A progress bar, if stderr is a terminal; `prefix` starts its text."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -226,9 +277,85 @@ def _progress_bar(prefix: str) -> Iterator[Progress | None]:
     text = TextColumn("{task.description:<32}")
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console_on(), transient=True) as bar:
-        task = bar.add_task("alone", total=None)
+        task = bar.add_task("batch size 1", total=None)
 
         def show(what: str, done: int, total: int) -> None:
             bar.update(task, description=prefix + what, completed=done, total=total)
 
         yield show
+
+
+def _print_scenarios(model_name: str, report: VerifyReport) -> None:
+    """Print one verification: a row per scenario; `hits` counts tokens from the prefix cache."""
+    console = console_on(sys.stdout)
+    rows = []
+    for scenario, counts in report.scenarios.items():
+        runs = counts.runs
+        figures = (
+            counts.comparisons,
+            counts.mismatches,
+            runs.steps,
+            runs.chunked_rows,
+            runs.prefix_hit_tokens,
+            runs.preemptions,
+            runs.aborts,
+            runs.pauses,
+            runs.overlapped_steps,
+        )
+        rows.append((scenario, *(str(figure) for figure in figures)))
+    options = report.options
+    title = f"{model_name}: {options.num_requests} requests, at batch size 1 and in batches"
+    print_table(console, title, _SCENARIO_COLUMNS, rows)
+    if report.first_mismatch is not None:
+        console.print(_mismatch_text(report.first_mismatch), style="red")
+    threads = ",".join(str(count) for count in options.threads)
+    console.print(
+        f"{report.comparisons} comparisons, {report.mismatches} mismatches"
+        f" (seed {options.seed}, threads {threads})",
+        style="red" if report.mismatches else "green",
+    )
+
+
+def _print_formats(model_name: str, results: Sequence[_FormatResult]) -> None:
+    """Print a row per pair, and the first mismatch."""
+    console = console_on(sys.stdout)
+    options = results[0].report.options
+    rows = [
+        (
+            result.pair.weights,
+            result.pair.kv,
+            str(result.report.comparisons),
+            str(result.report.mismatches),
+            result.fingerprint,
+        )
+        for result in results
+    ]
+    title = (
+        f"{model_name}: {options.num_requests} requests per format, at batch size 1 and in batches"
+    )
+    print_table(console, title, _FORMAT_COLUMNS, rows)
+    for result in results:
+        if result.report.first_mismatch is not None:
+            name = f"{result.pair.weights} over {result.pair.kv} KV"
+            console.print(f"{name}: {_mismatch_text(result.report.first_mismatch)}", style="red")
+            break
+    mismatches = sum(result.report.mismatches for result in results)
+    comparisons = sum(result.report.comparisons for result in results)
+    threads = ",".join(str(count) for count in options.threads)
+    console.print(
+        f"{len(results)} formats, {comparisons} comparisons, {mismatches} mismatches"
+        f" (seed {options.seed}, threads {threads})",
+        style="red" if mismatches else "green",
+    )
+
+
+def _mismatch_text(mismatch: Mismatch) -> str:
+    """Where the outputs of two runs differ, in several lines."""
+    return (
+        f"first mismatch: {mismatch.sequence_id}, output {mismatch.position}, "
+        f"in {mismatch.scenario!r} at {mismatch.threads} threads\n"
+        f"  token     {mismatch.expected_token} at batch size 1, {mismatch.got_token} here\n"
+        f"  logprobs  {mismatch.expected_logprobs} at batch size 1\n"
+        f"            {mismatch.got_logprobs} here\n"
+        f"  {mismatch.detail}"
+    )

@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from quickstep.model.interface import KVShape, Model
     from quickstep.model.sizing import MemoryPlan
     from quickstep.model.spec import ModelSpec
-    from quickstep.ops.dtypes import DType
-    from quickstep.ops.host_tensor import Device
     from quickstep.ops.table import KVCache, OpTable
+    from quickstep.ops.tensors import Device, DType
 
 __all__ = [
     "LoadProgress",
@@ -186,8 +185,7 @@ def load_weights(
     from quickstep.model.checkpoint.source import find_checkpoint
     from quickstep.model.checkpoint.weights import open_checkpoint_files, open_weights
     from quickstep.model.loader import check_requantization, load_model, reason_for_torch
-    from quickstep.model.long_context import with_context
-    from quickstep.model.spec import read_spec
+    from quickstep.model.spec import read_spec, with_context
     from quickstep.ops.native.backend import native_status
     from quickstep.ops.resolve import resolve_ops
     from quickstep.ops.torch_import import require_torch

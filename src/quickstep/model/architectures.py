@@ -58,7 +58,7 @@ class Architecture(msgspec.Struct, frozen=True):
     Attributes:
         defaults: Values for keys that a config may leave out.
         neutral: Keys with the one value at which they change nothing.
-        activation_key: Where the activation stands.
+        activation_key: The config key of the activation.
         bias_key: A key that switches the biases of q, k, v (and o, with `output_bias`).
         qkv_bias: q, k and v always have a bias.
         mlp_bias_key: A key that switches the biases of gate, up and down.

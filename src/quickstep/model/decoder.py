@@ -1,32 +1,86 @@
-"""The decoder: one forward pass for every native architecture, driven by its `ModelSpec`.
+"""The decoder: its packed weights, and one forward pass for every native architecture.
 
-Built by the loader, called by the runtime through `model.interface.Model`. Computes over rows
-only through the op table or elementwise, so that a row's bits never depend on the rows beside it.
-Holds no per-request state and never allocates KV.
+The `ModelSpec` drives the forward pass. Built by the loader, called by the runtime through
+`model.interface.Model`. Computes over rows only through the op table or elementwise, so that a
+row's bits never depend on the other rows. Holds no per-request state and never allocates KV.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from quickstep.model.decoder_spec import LayerSpec, ModelSpec, QKNorm
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable
-from quickstep.model.weights import (
-    AttentionWeights,
-    DecoderWeights,
-    LayerWeights,
-    MLPWeights,
-    MoEWeights,
-)
-from quickstep.ops.host_tensor import Device, rounded
-from quickstep.ops.table import AttentionParams, KVCache, OpTable, PagedLayout
+from quickstep.ops.table import AttentionParams, KVCache, LinearWeight, OpTable, PagedLayout
+from quickstep.ops.tensors import Device, rounded
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Decoder", "dense_mlp"]
+__all__ = [
+    "AttentionWeights",
+    "Decoder",
+    "DecoderWeights",
+    "LayerWeights",
+    "MLPWeights",
+    "MoEWeights",
+    "dense_mlp",
+]
+
+
+class AttentionWeights(msgspec.Struct, frozen=True):
+    """qkv: hidden -> (H + 2 K) * D in that order; norms are None without QK norm; sinks [H]
+    float32, None where the architecture has none.
+    """
+
+    qkv: LinearWeight
+    o_proj: LinearWeight
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    sinks: Tensor | None
+
+
+class MLPWeights(msgspec.Struct, frozen=True):
+    """gate_up: hidden -> 2 * width, gate first; down_proj: width -> hidden. Also one expert."""
+
+    gate_up: LinearWeight
+    down_proj: LinearWeight
+
+
+class MoEWeights(msgspec.Struct, frozen=True):
+    """A mixture of experts: router hidden -> experts."""
+
+    router: LinearWeight
+    experts: tuple[MLPWeights, ...]
+
+
+class LayerWeights(msgspec.Struct, frozen=True):
+    """One layer; a norm that the architecture lacks is None. Names are of places, as in Gemma:
+    Llama's `post_attention_layernorm`, before the MLP, is `pre_feedforward_layernorm` here.
+    """
+
+    attention: AttentionWeights
+    mlp: MLPWeights | MoEWeights
+    input_layernorm: Tensor | None
+    post_attention_layernorm: Tensor | None
+    pre_feedforward_layernorm: Tensor | None
+    post_feedforward_layernorm: Tensor | None
+
+
+class DecoderWeights(msgspec.Struct, frozen=True):
+    """A complete decoder: embedding [V, hidden], layers, final norm, output projection.
+
+    The embedding of a tied model is the output projection itself, held once.
+    """
+
+    embed_tokens: Tensor | LinearWeight
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    lm_head: LinearWeight
 
 
 class Decoder:
@@ -120,7 +174,7 @@ class Decoder:
         return self._fingerprint
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
-        """`Model.forward`. For emitting tokens alone, the last layer stops at its KV for others:
+        """`Model.forward`. With emitting tokens only, the last layer stops at its KV for others:
         the layer's keys and values are all that later tokens read of them.
         """
         layout, emitting = batch.layout, batch.emitting
@@ -151,7 +205,7 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[E, hidden] -> [E, V] fp32, soft-capped and scaled as the architecture asks."""
+        """[E, hidden] -> [E, V] fp32, soft-capped and scaled as in the architecture."""
         spec = self._spec
         return self._ops.logits(
             hidden, self._weights.lm_head, spec.logit_divisor, spec.logit_softcap
@@ -160,7 +214,7 @@ class Decoder:
     def _add_and_norm(
         self, delta: Tensor | None, residual: Tensor, norm: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Add the last sub-block's output to the residual; give the next one's input and it."""
+        """Add the last sub-block's output to the residual; return the next one's input, and it."""
         eps, offset = self._spec.norm_eps, self._spec.norm_offset
         if delta is not None and norm is not None:
             return self._ops.add_rms_norm(delta, residual, norm, eps, offset)

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class NormPlacement(enum.Enum):
-    """Where a sub-block's norms stand: before it, after it, or on both sides."""
+    """The place of a sub-block's norms: before it, after it, or on both sides."""
 
     PRE = "pre"
     POST = "post"
@@ -50,7 +50,7 @@ class MoESpec(msgspec.Struct, frozen=True):
         experts_per_token: Experts that each token is sent to.
         intermediate_size: Width of one expert.
         normalise: Scale the chosen experts' weights so that they add up to 1: a softmax over the
-            chosen alone gives the same (gpt-oss).
+            chosen only is the same (gpt-oss).
         biases: The router and both projections of an expert have a bias.
     """
 
@@ -105,7 +105,7 @@ STANDARD_NAMING = TensorNaming()
 
 
 class LongContext(msgspec.Struct, frozen=True):
-    """How positions beyond a model's limit are scaled, in the words of `rope_scaling`.
+    """How positions beyond a model's limit are scaled, in the terms of `rope_scaling`.
 
     Attributes:
         rope_type: The method.
@@ -127,7 +127,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
         num_layers, num_heads, num_kv_heads, head_size, hidden_size, intermediate_size, vocab_size:
             The usual sizes; `num_heads` H, `num_kv_heads` K, `head_size` D, `vocab_size` V.
         max_model_len: Longest sequence that the positions allow, RoPE scaling included.
-        dtype: The checkpoint's dtype by name, "" where the config does not say.
+        dtype: The checkpoint's dtype by name, "" if the config has none.
         activation: `silu`, `gelu`, `gelu_tanh` or `clamped_swiglu`, between gate and up.
         norm_offset: Added to every norm's weight (Gemma: 1).
         qkv_bias, output_bias, mlp_bias: Which projections have a bias.

@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quickstep.model.decoder import dense_mlp
+from quickstep.model.decoder import MoEWeights, dense_mlp
 from quickstep.model.decoder_spec import MoESpec
-from quickstep.model.weights import MoEWeights
 from quickstep.ops.reference.exact_math import exp_nonpositive, round_rows
 from quickstep.ops.table import OpTable
 
@@ -26,13 +25,13 @@ def route(ops: OpTable, weights: MoEWeights, x: Tensor, moe: MoESpec) -> tuple[T
     # a stable sort, as top-k may break ties differently for another number of rows
     ranked, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     chosen = order[:, : moe.experts_per_token].contiguous()
-    shares = ranked[:, : moe.experts_per_token].contiguous()
+    expert_weights = ranked[:, : moe.experts_per_token].contiguous()
     if moe.normalise:
-        total = shares[:, 0]
+        total = expert_weights[:, 0]
         for column in range(1, moe.experts_per_token):
-            total = total + shares[:, column]
-        shares = shares / total.unsqueeze(1)
-    return chosen, shares
+            total = total + expert_weights[:, column]
+        expert_weights = expert_weights / total.unsqueeze(1)
+    return chosen, expert_weights
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -48,8 +47,9 @@ def mixture_of_experts(
     ops: OpTable, weights: MoEWeights, x: Tensor, moe: MoESpec, activation: str
 ) -> Tensor:
     """[T, C] -> [T, C]: each token's experts, weighted."""
-    chosen, shares = route(ops, weights, x, moe)
-    shares = shares.float().to(x.dtype).float().flatten()  # rounded as the models were trained
+    chosen, expert_weights = route(ops, weights, x, moe)
+    # rounded as the models were trained
+    expert_weights = expert_weights.float().to(x.dtype).float().flatten()
     experts = chosen.flatten()
     by_expert = torch.argsort(experts, stable=True)
     tokens = torch.div(by_expert, moe.experts_per_token, rounding_mode="floor")
@@ -63,7 +63,7 @@ def mixture_of_experts(
         stop = start + count
         rows = tokens[start:stop]
         output = dense_mlp(ops, expert, x[rows], activation)
-        share = shares[by_expert[start:stop]].unsqueeze(1)
-        result.index_add_(0, rows, output.float() * share)  # a token is in `rows` once
+        expert_weight = expert_weights[by_expert[start:stop]].unsqueeze(1)
+        result.index_add_(0, rows, output.float() * expert_weight)  # a token is in `rows` once
         start = stop
     return result.to(x.dtype)

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.ops.dtypes import DType, find_dtype, of_kind
-from quickstep.ops.host_tensor import Device
-from quickstep.ops.kv_format import head_width
 from quickstep.ops.table import KVCache, PagedLayout
+from quickstep.ops.tensors import Device, DType, find_dtype, head_width, of_kind
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +25,7 @@ class EmittingTokens(msgspec.Struct, frozen=True):
 
     Attributes:
         tokens: [E] int64, which of the step's tokens they are.
-        layout: Where they stand, as `PagedLayout` says it of a step.
+        layout: Their place, like the `PagedLayout` of a step.
     """
 
     tokens: Tensor
@@ -35,9 +33,9 @@ class EmittingTokens(msgspec.Struct, frozen=True):
 
 
 class ForwardBatch(msgspec.Struct, frozen=True):
-    """One step's inputs: token_ids [T] int64 and where they stand.
+    """One step's inputs: token_ids [T] int64 and their layout.
 
-    With `emitting`, only the hidden states of its tokens are wanted.
+    With `emitting`, only the hidden states of its tokens are needed.
     """
 
     token_ids: Tensor
@@ -95,12 +93,12 @@ class Model(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether a row's bits never depend on its batch; a fallback model may have to say no."""
+        """Whether a row's bits never depend on its batch; it may be False for a fallback model."""
 
     def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Write the step's KV, return the final normed hidden states: [T, hidden], or those of
-        `batch.emitting` alone, [E, hidden], with the same bits.
+        `batch.emitting` only, [E, hidden], with the same bits.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[E, hidden] -> [E, V] fp32, soft-capped and scaled as the architecture asks."""
+        """[E, hidden] -> [E, V] fp32, soft-capped and scaled as in the architecture."""

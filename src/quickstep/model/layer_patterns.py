@@ -83,7 +83,7 @@ def _from_layer_types(fields: ConfigFields, num_layers: int, window: int | None)
 
 
 def full_attention(fields: ConfigFields, num_layers: int) -> Windows:
-    """No windows. `layer_types` may be there, and say so."""
+    """No windows. `layer_types`, if present, must agree."""
     windows = _from_layer_types(fields, num_layers, window=None)
     return windows or (None,) * num_layers
 
@@ -94,7 +94,7 @@ def every_layer_window(fields: ConfigFields, num_layers: int) -> Windows:
 
 
 def optional_window(fields: ConfigFields, num_layers: int) -> Windows:
-    """One window for all layers behind `use_sliding_window` (Qwen3-MoE)."""
+    """One window for all layers if `use_sliding_window` is set (Qwen3-MoE)."""
     window = fields.optional_integer("sliding_window")
     fields.optional_integer("max_window_layers")
     used = fields.flag("use_sliding_window")
@@ -102,7 +102,7 @@ def optional_window(fields: ConfigFields, num_layers: int) -> Windows:
 
 
 def qwen_windows(fields: ConfigFields, num_layers: int) -> Windows:
-    """Layers from `max_window_layers` on slide, behind `use_sliding_window` (Qwen2, Qwen3)."""
+    """Layers from `max_window_layers` on slide if `use_sliding_window` is set (Qwen2, Qwen3)."""
     window = fields.optional_integer("sliding_window")
     window = window if fields.flag("use_sliding_window") else None
     first = fields.optional_integer("max_window_layers") or 0
@@ -136,7 +136,7 @@ def granite_windows(fields: ConfigFields, num_layers: int) -> Windows:
 
 
 def smollm_windows(fields: ConfigFields, num_layers: int) -> Windows:
-    """NoPE layers slide, behind `use_sliding_window`."""
+    """NoPE layers slide if `use_sliding_window` is set."""
     window = fields.optional_integer("sliding_window")
     window = window if fields.flag("use_sliding_window") else None
     fields.optional_integer("max_window_layers")
@@ -166,7 +166,7 @@ def one_rope(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
 
 
 def phi_ropes(fields: ConfigFields, num_layers: int, head_size: int) -> Ropes:
-    """As `one_rope`; old Phi-3 files say `su` or `yarn` and mean longrope."""
+    """As `one_rope`; old Phi-3 files have `su` or `yarn` for longrope."""
     max_positions = fields.integer("max_position_embeddings")
     trained_len = fields.integer("original_max_position_embeddings")
     parameters = rope_parameters(fields)
@@ -245,7 +245,7 @@ def mixtral_experts(fields: ConfigFields) -> MoESpec:
 
 
 def qwen_experts(fields: ConfigFields) -> MoESpec:
-    """Normalised only where `norm_topk_prob` says so."""
+    """Normalised only if `norm_topk_prob` is set."""
     count = fields.optional_integer("num_local_experts")
     return MoESpec(
         num_experts=count or fields.integer("num_experts"),
@@ -256,7 +256,7 @@ def qwen_experts(fields: ConfigFields) -> MoESpec:
 
 
 def gpt_oss_experts(fields: ConfigFields) -> MoESpec:
-    """Biases everywhere, and a softmax over the chosen experts alone."""
+    """Biases everywhere, and a softmax over only the chosen experts."""
     chosen = fields.integer("num_experts_per_tok")
     again = fields.optional_integer("experts_per_token")  # as the released files have it, too
     if again not in (None, chosen):

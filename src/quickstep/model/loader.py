@@ -33,7 +33,14 @@ from quickstep.model.checkpoint.weights import (
     open_checkpoint_files,
     open_weights,
 )
-from quickstep.model.decoder import Decoder
+from quickstep.model.decoder import (
+    AttentionWeights,
+    Decoder,
+    DecoderWeights,
+    LayerWeights,
+    MLPWeights,
+    MoEWeights,
+)
 from quickstep.model.decoder_spec import ModelSpec, QKNorm
 from quickstep.model.formats.detect import open_quantized_reader
 from quickstep.model.interface import Model
@@ -42,23 +49,15 @@ from quickstep.model.quantize import QuantizingSource
 from quickstep.model.rope import make_rope_table
 from quickstep.model.rope_spec import RopeKind
 from quickstep.model.spec import read_config
-from quickstep.model.weights import (
-    AttentionWeights,
-    DecoderWeights,
-    LayerWeights,
-    MLPWeights,
-    MoEWeights,
-)
-from quickstep.ops.dtypes import DType, torch_dtype
-from quickstep.ops.host_tensor import CPU, HostTensor, torch_device
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
+from quickstep.ops.tensors import CPU, DType, HostTensor, torch_device, torch_dtype
 from quickstep.ops.torch_import import complete_torch, require_torch
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from quickstep.ops.host_tensor import Device
+    from quickstep.ops.tensors import Device
 
 __all__ = [
     "DecoderNames",
@@ -84,8 +83,8 @@ def load_model(
     """Load the weights of a checkpoint for an op table.
 
     `progress(done_bytes, total_bytes)` is called as bytes are read. `max_model_len` sizes the
-    position tables (and chooses longrope's factors); None takes all that the spec allows.
-    `on_host` asks for tensors without torch, where `reason_for_torch` has none.
+    position tables (and chooses longrope's factors); None is the limit of the spec.
+    `on_host`: tensors without torch, if `reason_for_torch` is None.
 
     Raises:
         ConfigError: Tensors are missing, unexpected, misshapen or corrupt.
@@ -180,7 +179,7 @@ def _open_source(
     total_bytes = sum(weights.files.tensors[name].nbytes for name in weights.stored())
     reader = TensorReader(weights.files, dtype, device, total_bytes, progress)
     if weights.experts is not None:
-        # Imported here: it takes tensors apart with torch.
+        # Imported here: it needs torch.
         from quickstep.model.formats.fused_experts_source import FusedExpertsSource
 
         return FusedExpertsSource(reader, weights.experts)
@@ -194,7 +193,7 @@ def _open_source(
 def quantizing(
     source: TensorSource, quantization: str | None, names: DecoderNames, ops: OpTable
 ) -> TensorSource:
-    """`source`, with matrices in the quantized values that `--quantization` asks for."""
+    """`source`, with matrices quantized as in `--quantization`."""
     scheme = find_scheme(quantization)
     if scheme is None:
         return source
@@ -211,7 +210,7 @@ def build_decoder(
 ) -> Decoder:
     """Pack the tensors of `source`, layer by layer, for a spec that they fit.
 
-    `fingerprint` is asked for when they are packed.
+    `fingerprint` is called when they are packed.
     """
     weights = _Packing(spec, ops, source).decoder(names)
     device = weights.final_norm.device
@@ -303,7 +302,7 @@ class _Packing:
         gate, up, down = naming.expert_parts
         gates = (gate,) if naming.fused_experts else (gate, up)
         bias = self._reader.tensor(f"{start}{naming.router}.bias") if moe.biases else None
-        # never quantised: which expert a token goes to turns on small differences
+        # never quantised: the choice of a token's experts depends on small differences
         router = self._ops.pack_linear(self._reader.tensor(f"{start}{naming.router}.weight"), bias)
         experts = []
         for index in range(moe.num_experts):

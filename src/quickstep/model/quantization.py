@@ -1,23 +1,24 @@
 """What `--quantization` means, weight by weight: bits, groups, bytes. Standard library only.
 
 A matrix has a symmetric scale per output and group of inputs; the kernels quantise activations per
-token and the same groups. `int4` has groups of 128 whose parts of 16 inputs take the scale an odd
-number of times, up to 15. Where a scheme's group size does not divide a matrix's inputs, a half or
-a quarter of it may; where none does, the matrix has 8 bits and one scale per output. Embeddings
-and the output projection always have 8 bits, in groups of 64. Norms, biases and the routers of
-experts keep the model's dtype. docs/design/0005 has the measurements behind it.
+token and the same groups. `int4` has groups of 128 whose parts of 16 inputs multiply the scale by
+an odd number up to 15. Where a scheme's group size does not divide a matrix's inputs, a half or a
+quarter of it may; where none does, the matrix has 8 bits and one scale per output. Embeddings and
+the output projection always have 8 bits, in groups of 64. Norms, biases and the routers of experts
+keep the model's dtype. The measurements are in docs/design/0005.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
 
 from quickstep.ops.table import SUB_BLOCK_INPUTS
 
-__all__ = ["SCHEMES", "MatrixFormat", "QuantizationScheme", "find_scheme"]
+__all__ = ["SCHEMES", "MatrixFormat", "QuantizationScheme", "common_form", "find_scheme"]
 
 _PANEL = 64  # outputs that the kernels read together; a matrix is padded to whole panels
 _STEP = 8  # inputs that they read together
@@ -28,8 +29,8 @@ class MatrixFormat(msgspec.Struct, frozen=True):
 
     Attributes:
         bits: Of a quantized value.
-        group_size: Inputs that share a scale, a divisor of the matrix's; None for all of them.
-        has_zeros: Whether a group has a zero point beside its scale.
+        group_size: Inputs per scale, a divisor of the matrix's inputs; None for all of them.
+        has_zeros: Whether a group has a zero point in addition to its scale.
         wide_scales: Whether scales and zeros need more than 16 bits.
         has_sub_scales: Whether parts of 16 inputs have a sub-block scale of 4 bits each.
     """
@@ -70,10 +71,10 @@ class QuantizationScheme(msgspec.Struct, frozen=True):
             return MatrixFormat(8)
         if outer or not self.has_sub_scales:
             return MatrixFormat(8 if outer else self.bits, size)
-        return _multiplied(num_inputs, size)
+        return _int4_format(num_inputs, size)
 
 
-def _multiplied(num_inputs: int, size: int) -> MatrixFormat:
+def _int4_format(num_inputs: int, size: int) -> MatrixFormat:
     """4 bits with sub-block scales, or in groups of 16 if the inputs have no two groups of 32."""
     if size == num_inputs:
         size //= 2
@@ -100,3 +101,16 @@ SCHEMES: Mapping[str, QuantizationScheme] = MappingProxyType(
 def find_scheme(name: str | None) -> QuantizationScheme | None:
     """The scheme of a name of `config.QUANTIZATIONS`; None for None."""
     return None if name is None else SCHEMES[name]
+
+
+def common_form(forms: Sequence[MatrixFormat], num_inputs: int) -> MatrixFormat:
+    """The format that matrices of these formats are stacked in
+    (`formats.quantized_reader.stack_matrices`).
+    """
+    group_size = math.gcd(*(form.group_size or num_inputs for form in forms))
+    return MatrixFormat(
+        max(form.bits for form in forms),
+        None if group_size == num_inputs else group_size,
+        any(form.has_zeros for form in forms),
+        any(form.wide_scales for form in forms),
+    )

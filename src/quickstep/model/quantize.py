@@ -1,10 +1,10 @@
 """On-the-fly quantisation: a `TensorSource` whose matrices come out as quantized values.
 
-The quantized values are a function of the weight and its format alone (`OpTable.quantize`).
-Matrices are quantised as the loader asks for them, so that one is in memory twice at most.
+The quantized values are a function of the weight and its format only (`OpTable.quantize`).
+Matrices are quantised when the loader reads them, so that at most one is in memory twice.
 
-What rounding did to a matrix is measured on a sample of its rows. A matrix that lost more than
-weights of trained models do gives a warning: no perplexity doubles in silence.
+The rounding error of a matrix is measured on a sample of its rows. An error above that of trained
+models' weights is a warning, so that no perplexity doubles without a message.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SAMPLED_ROWS = 64
 
 
 class QuantizingSource:
-    """Quantises what `linear` gives; `outer` names the embeddings and the output projection."""
+    """Quantises the results of `linear`; `outer` names the embeddings and the output projection."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class QuantizingSource:
     def _judge(self, names: tuple[str, ...], error: float) -> None:
         if not error <= ERROR_BOUND:
             warnings.warn(
-                f"{self._scheme.name} changes {' + '.join(names)} by {error:.0%} (a warning stands "
-                f"above {ERROR_BOUND:.0%}), answers may suffer: measure with `quickstep bench "
+                f"{self._scheme.name} changes {' + '.join(names)} by {error:.0%} (more than "
+                f"{ERROR_BOUND:.0%}), answers may suffer: measure with `quickstep bench "
                 "accuracy`, or use --quantization int8 or none",
                 RuntimeWarning,
                 stacklevel=3,

@@ -1,17 +1,17 @@
 """Rotary tables: cos and sin of every position, computed once at load in float32.
 
 A row's bits never depend on the table's length or on the batch. Two kinds change with length in
-the literature; here they are functions of the position or of the configuration alone:
+the literature; here they are functions of the position or of the configuration only:
 
 - `dynamic`: position p uses the frequencies for length max(p + 1, trained length). This is what
   transformers computes when it decodes with a cache; a prompt longer than the trained length is
-  not rotated as a whole for its end, which would make a token's KV depend on its chunk.
+  not rotated by its final length, which would make a token's KV depend on its chunk.
 - `longrope`: long factors for every position when `max_model_len` exceeds the trained length,
   short ones otherwise. Sequences beyond the trained length (or engines that allow none) equal
   transformers, which re-computes a sequence's KV when it crosses the border.
 
 In NumPy, whatever computes the model: powers and cosines in float64, rounded to float32, so that no
-library's rounding of its own shows. Products with a reciprocal stand for quotients where the models
+library's own rounding has an effect. Products with a reciprocal replace quotients where the models
 were trained so.
 """
 
@@ -25,9 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.model.rope_spec import RopeKind, RopeSpec
-from quickstep.ops.dtypes import FLOAT32
-from quickstep.ops.host_tensor import Device, HostTensor
 from quickstep.ops.table import OpTable
+from quickstep.ops.tensors import FLOAT32, Device, HostTensor
 
 if TYPE_CHECKING:
     import torch

@@ -68,7 +68,7 @@ _NEUTRAL: Mapping[str, object] = MappingProxyType({"finetuned": True})
 
 
 def rope_parameters(fields: ConfigFields) -> dict[str, object]:
-    """The flat form, from whichever keys the config uses: what `rope_scaling` says wins."""
+    """The flat form, from whichever keys the config uses: `rope_scaling` has priority."""
     merged: dict[str, object] = {}
     for name in ("rope_theta", "partial_rotary_factor"):
         value = fields.optional_number(name)
@@ -84,7 +84,7 @@ def read_rope(
     """Read one set of frequencies.
 
     `max_positions` is the config's `max_position_embeddings`; `trained_len` its
-    `original_max_position_embeddings` where that stands outside of the parameters (Phi-3).
+    `original_max_position_embeddings` where that is outside of the parameters (Phi-3).
     """
     fields = ConfigFields(parameters, {"partial_rotary_factor": 1.0}, "config.json's rope scaling")
     name = fields.text("rope_type") or fields.text("type") or "default"

@@ -2,7 +2,7 @@
 
 Pure functions over a spec and the configuration; called by the engine's assembly and by the
 planner. What does not fit is shrunk with a note, in this order: tokens of a step, KV blocks, then
-context and resident sequences; when even the least does not fit, one sentence says so.
+context and resident sequences; if even the minimum does not fit, it raises one sentence.
 
 Activations are an upper estimate: the tensors of a layer, scratch of the ops for each element at
 its widest point, and three copies of the sampled logits in float32.
@@ -74,7 +74,7 @@ class MemoryPlan(msgspec.Struct, frozen=True):
         max_model_len: Longest sequence, prompt and output.
         max_num_seqs: Resident sequences.
         max_num_batched_tokens: Tokens of a step.
-        rows: weights, KV cache, activations, spare; they add up to the memory given.
+        rows: weights, KV cache, activations, spare; they add up to `memory_bytes`.
         long_context: How positions are scaled beyond the model's own limit.
     """
 
@@ -102,9 +102,9 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, quantization: str | None = N
         return num_parameters(spec) * dtype_bytes
     total = 0
     for name, shape in _tensors(spec):
-        kept = len(shape) < 2 or name.endswith(f"{spec.naming.router}.weight")
+        is_plain = len(shape) < 2 or name.endswith(f"{spec.naming.router}.weight")
         form = scheme.format_of(shape[-1], outer=name in _OUTER)
-        total += math.prod(shape) * dtype_bytes if kept else form.num_bytes(shape)
+        total += math.prod(shape) * dtype_bytes if is_plain else form.num_bytes(shape)
     return total
 
 
@@ -128,7 +128,7 @@ def kv_head_bytes(head_size: int, dtype_bytes: int, kv_dtype: str = "auto") -> i
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype_bytes: int, kv_dtype: str = "auto") -> int:
-    """2 x layers x kv heads x bytes of a head. Layers with a window take as much as others."""
+    """2 x layers x kv heads x bytes of a head. Layers with a window need as much as others."""
     head_bytes = kv_head_bytes(spec.head_size, dtype_bytes, kv_dtype)
     return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
 
@@ -140,7 +140,7 @@ def activation_bytes(
     max_num_seqs: int,
     scratch_bytes: int,
 ) -> int:
-    """Upper estimate of a step's peak beside weights and KV.
+    """Upper estimate of a step's peak in addition to weights and KV.
 
     `scratch_bytes` are what the op table needs for each element at the widest point of a layer.
     """
@@ -164,7 +164,7 @@ def plan_memory(
     memory_bytes: int,
     default_kv_bytes: int | None = DEFAULT_KV_BYTES,
 ) -> MemoryPlan:
-    """Share `memory_bytes` between weights, activations and KV. The spec allows the scheduler's
+    """Divide `memory_bytes` among weights, activations and KV. The spec allows the scheduler's
     `max_model_len` (`long_context.with_context` sees to that).
 
     Without `num_blocks` or `kv_cache_bytes` the KV cache gets what `max_num_seqs` sequences of
@@ -200,9 +200,9 @@ def plan_memory(
             "--max-num-batched-tokens"
         )
     num_blocks = _num_blocks(cache, scheduler, context, (fitting, block_bytes), default_kv_bytes)
-    asked = _requested_blocks(cache, block_bytes)
-    if asked is not None and num_blocks < asked:
-        notes.append(f"KV blocks {asked} became {num_blocks}, as more would not fit")
+    requested = _requested_blocks(cache, block_bytes)
+    if requested is not None and num_blocks < requested:
+        notes.append(f"KV blocks {requested} became {num_blocks}, as more would not fit")
     if num_blocks * cache.block_size < context:
         longest = num_blocks * cache.block_size
         notes.append(f"max_model_len {context} became {longest}, as the KV cache holds no more")
@@ -245,19 +245,19 @@ def _num_blocks(
 ) -> int:
     """Blocks to allocate; `block` is how many fit and the bytes of one."""
     fitting, block_bytes = block
-    asked = _requested_blocks(cache, block_bytes)
-    if asked is not None:
-        if asked < 1:
+    requested = _requested_blocks(cache, block_bytes)
+    if requested is not None:
+        if requested < 1:
             raise ConfigError(
                 f"--kv-cache-bytes is {cache.kv_cache_bytes}, one block takes {block_bytes} bytes"
             )
-        return min(asked, fitting)
+        return min(requested, fitting)
     one_sequence = -(-context // cache.block_size)
-    wanted = one_sequence * scheduler.max_num_seqs
+    all_sequences = one_sequence * scheduler.max_num_seqs
     if default_kv_bytes is None:
-        return min(wanted, fitting)
+        return min(all_sequences, fitting)
     modest = max(min(fitting // 2, default_kv_bytes // block_bytes), min(one_sequence, fitting))
-    return min(wanted, modest)
+    return min(all_sequences, modest)
 
 
 def _rows(
@@ -267,7 +267,7 @@ def _rows(
     sizes: tuple[int, int, int],
     left: int,
 ) -> tuple[MemoryRow, ...]:
-    """`sizes` are blocks, block size, tokens of a step; `left` is what KV and spare share."""
+    """`sizes` are blocks, block size, tokens of a step; `left` is what remains for KV and spare."""
     num_blocks, block_size, tokens = sizes
     weights = _weights(spec, elements)
     per_token = kv_bytes_per_token(spec, elements.dtype, elements.kv_dtype)

@@ -1,7 +1,14 @@
 """`read_spec`: from a checkpoint's `config.json` to a `ModelSpec`, or one sentence why not.
 
-Called by the engine's assembly, the planner and the command line. Touches no tensor file and
-imports no torch, but for architectures that only the `transformers` fallback can run.
+Called by the engine's assembly, the planner and the command line. Reads no tensor file and imports
+no torch, except for architectures that only the `transformers` fallback can run.
+
+`with_context` handles contexts beyond the model's limit: refused, or allowed with scaled rotary
+positions. The method is YaRN (arXiv:2309.00071) by the ratio of the lengths; positions that the
+checkpoint already scales keep their method, with a factor that is larger by the ratio. YaRN is
+static: every position has one rotation, so attention still depends on distances only, cached
+prefixes stay valid and the same request has the same bits. Dynamic NTK would leave short requests
+unchanged, but its keys and queries beyond the limit are rotated by different bases.
 """
 
 from __future__ import annotations
@@ -17,8 +24,16 @@ from quickstep.model.architectures import ARCHITECTURES, MODEL_TYPES, Architectu
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.gguf_file import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_config
-from quickstep.model.decoder_spec import LayerSpec, ModelSpec, MoESpec, NormPlacement, QKNorm
+from quickstep.model.decoder_spec import (
+    LayerSpec,
+    LongContext,
+    ModelSpec,
+    MoESpec,
+    NormPlacement,
+    QKNorm,
+)
 from quickstep.model.layer_patterns import make_layers
+from quickstep.model.rope_spec import RopeKind, RopeSpec
 
 __all__ = [
     "LayerSpec",
@@ -29,6 +44,7 @@ __all__ = [
     "parse_spec",
     "read_config",
     "read_spec",
+    "with_context",
 ]
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
@@ -115,7 +131,7 @@ def _notes(config: Mapping[str, object], name: str) -> tuple[str, ...]:
     if isinstance(stored_as, Mapping) and stored_as.get("quant_method") == "mxfp4":
         notes.append(
             "the checkpoint's experts are stored in MXFP4 (4.25 bits a weight) and held in the "
-            "model's dtype, or in --quantization's codes"
+            "model's dtype, or in --quantization's formats"
         )
     if config.get("vision_config"):
         notes.append("the checkpoint's vision part is left out: only text is served")
@@ -191,7 +207,7 @@ def _activation(fields: ConfigFields, entry: Architecture) -> str:
 
 
 def _clamped_swiglu(fields: ConfigFields) -> str:
-    """The kernels know the released models' numbers alone."""
+    """Only the released models' numbers have kernels."""
     for name, known in _CLAMPED_SWIGLU.items():
         if fields.number(name) != known:
             raise ConfigError(
@@ -202,3 +218,55 @@ def _clamped_swiglu(fields: ConfigFields) -> str:
 
 def _softcap(fields: ConfigFields, entry: Architecture, key: str) -> float | None:
     return fields.optional_number(key) if entry.softcaps else None
+
+
+def with_context(spec: ModelSpec, max_model_len: int | None, allow_longer: bool) -> ModelSpec:
+    """The spec, with scaled positions if `max_model_len` is above its limit.
+
+    Raises:
+        ConfigError: It is, and that is not allowed or not possible.
+    """
+    limit = spec.max_model_len
+    if max_model_len is None or max_model_len <= limit:
+        return spec
+    if not allow_longer:
+        raise ConfigError(
+            f"--max-model-len is {max_model_len}, the model's limit is {limit}; lower it, or add "
+            "--allow-long-context, which scales the model's positions (answers may suffer)"
+        )
+    if not spec.native or not spec.ropes:
+        raise ConfigError(
+            f"--allow-long-context is not supported for {spec.architecture}: its positions cannot "
+            f"be scaled; lower --max-model-len to {limit}"
+        )
+    ratio = max_model_len / limit
+    # a layer with a window sees no distance that it was not trained for
+    wide = {layer.rope for layer in spec.layers if layer.window is None or layer.window > limit}
+    ropes = tuple(
+        _scaled(rope, ratio, limit) if index in wide else rope
+        for index, rope in enumerate(spec.ropes)
+    )
+    kinds = sorted({ropes[index].kind.value for index in wide if index is not None})
+    scaling = LongContext(" and ".join(kinds) or RopeKind.DEFAULT.value, ratio, limit)
+    note = (
+        f"max_model_len {max_model_len} is above the model's limit of {limit}: its positions are "
+        f"scaled ({scaling.rope_type}, factor {ratio:g}), answers may suffer"
+    )
+    return replace(
+        spec,
+        max_model_len=max_model_len,
+        ropes=ropes,
+        long_context=scaling,
+        notes=(*spec.notes, note),
+    )
+
+
+def _scaled(rope: RopeSpec, ratio: float, limit: int) -> RopeSpec:
+    if rope.kind is RopeKind.DEFAULT:
+        return replace(rope, kind=RopeKind.YARN, factor=ratio, trained_len=limit)
+    if rope.kind is RopeKind.LONGROPE:
+        raise ConfigError(
+            "--allow-long-context is not supported for longrope, whose factors are of one length; "
+            f"lower --max-model-len to {limit}"
+        )
+    return replace(rope, factor=rope.factor * ratio)

@@ -1,1 +1,1 @@
-"""Layer 2: the op seam, its PyTorch reference and its other implementations."""
+"""Layer 2: the op table, its PyTorch reference and its other implementations."""

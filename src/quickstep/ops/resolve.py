@@ -18,7 +18,7 @@ from quickstep.ops.torch_import import require_torch
 if TYPE_CHECKING:
     import torch
 
-    from quickstep.ops.host_tensor import Device
+    from quickstep.ops.tensors import Device
 
 __all__ = ["KERNELS", "resolve_ops"]
 

@@ -1,4 +1,4 @@
-"""The op seam: what a model may call, whichever implementation runs it.
+"""The op table: what a model may call, whichever implementation runs it.
 
 A model receives one `OpTable`, resolved once at load (`ops.resolve`), and calls nothing else that
 computes over rows. The PyTorch reference in `ops/reference/` is each op's definition; native and
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quickstep.ops.native.steps import NativeSteps
+    from quickstep.ops.tensors import AnyTensor
 
 __all__ = [
     "SUB_BLOCK_INPUTS",
@@ -41,7 +42,7 @@ SUB_BLOCK_INPUTS = 16  # of a `QuantizedWeight`, those that share a sub-block sc
 
 
 class PagedLayout(msgspec.Struct, frozen=True):
-    """Where a step's tokens stand: rows packed one after another, KV in paged blocks.
+    """Where a step's tokens are: rows packed one after another, KV in paged blocks.
 
     Attributes:
         positions: [T] int64, each token's position in its sequence.
@@ -62,12 +63,12 @@ class PagedLayout(msgspec.Struct, frozen=True):
 
 class KVCache(msgspec.Struct, frozen=True):
     """Per layer one K and one V tensor, [B, S, K, W]: W is D, or more for quantized values with
-    their scale (`ops.kv_format`). Owned by the runner; zeroed at allocation, so that masked
+    their scale (`ops.tensors`). Owned by the runner; zeroed at allocation, so that masked
     positions never hold NaN.
     """
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    keys: tuple[AnyTensor, ...]
+    values: tuple[AnyTensor, ...]
 
 
 class LinearWeight(msgspec.Struct, frozen=True):
@@ -90,8 +91,8 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
 
         weight[n, c] = (quants[n, c] - zeros[n, c // group_size]) * scales[n, c // group_size]
 
-    and times `sub_scales[n, c // 16]` where it has those: a group's scale is then a step that its
-    parts of 16 inputs take an odd number of times. The product of a quantized value and its
+    and times `sub_scales[n, c // 16]` where it has those: a group's scale is then multiplied, for
+    each of its parts of 16 inputs, by an odd integer. The product of a quantized value and its
     sub-block scale still fits 8 bits, so that a kernel may hold 4 bits and multiply 8, in groups of
     `group_size`.
 
@@ -171,7 +172,7 @@ class StoredMatrix(msgspec.Struct, frozen=True):
             block type.
         parts: N rows, one part below another.
         num_inputs: C.
-        rounding: How to quantize it; None for a matrix that is kept as it is or is quantized
+        rounding: How to quantize it; None for a matrix that is not changed or is quantized
             already.
         scales: [N, C / group size] float32 of `I8`, else None.
     """
@@ -208,7 +209,7 @@ class Quantize(Protocol):
         has_zeros: bool,
         has_sub_scales: bool = False,
     ) -> QuantizedWeight:
-        """Quantized values of a weight [N, C]; group size None for whole rows."""
+        """Quantized values of a weight [N, C]; group size None for one group per row."""
 
 
 class OpTable(msgspec.Struct, frozen=True):
@@ -233,17 +234,17 @@ class OpTable(msgspec.Struct, frozen=True):
         paged_attention: (q [T, H, D], k_cache [B, S, K, W], v_cache, PagedLayout, AttentionParams,
             sinks [H] float32 or None) -> [T, H, D]; causal, GQA without copies, KV walked in tiles
             at absolute positions. A sink is one more logit in the denominator of each of its
-            head's queries, with no value behind it (arXiv:2309.17453, gpt-oss); it is neither
+            head's queries, without a value (arXiv:2309.17453, gpt-oss); it is neither
             scaled nor capped, and -inf is none.
         scratch_bytes: Temporary bytes per element at a layer's widest point: the planner's bound.
         gated_activation: (gate_up [T, 2 * N], kind) -> [T, N]: act(first half) * second half; kind
             is `silu`, `gelu`, `gelu_tanh` or `clamped_swiglu`, which changes that half as well.
         logits: (hidden [E, C], LinearWeight, divisor, softcap or None) -> [E, V] fp32: the product,
             widened, divided, then softcap * tanh(logits / softcap) in fp64.
-        kernel_s: Seconds that the kernels have run so far, without what stands between them; None
-            where they are not counted. The difference of two readings is what a benchmark wants.
-        load_linear: (StoredMatrix, bias [N] | None) -> LinearWeight: what reading the matrix and
-            packing it would give, without a copy of it in between. None if unsupported.
+        kernel_s: Seconds that the kernels have run so far, without the time between them; None
+            where they are not counted. Benchmarks take the difference of two readings.
+        load_linear: (StoredMatrix, bias [N] | None) -> LinearWeight: the same as reading the matrix
+            and packing it, without a copy of it in between. None if unsupported.
         steps: Makes captured steps and samples tokens; None where only single ops run.
     """
 
@@ -256,9 +257,9 @@ class OpTable(msgspec.Struct, frozen=True):
     rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
     rotary: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    write_kv: Callable[[Tensor, Tensor, AnyTensor, AnyTensor, Tensor], None]
     paged_attention: Callable[
-        [Tensor, Tensor, Tensor, PagedLayout, AttentionParams, Tensor | None], Tensor
+        [Tensor, AnyTensor, AnyTensor, PagedLayout, AttentionParams, Tensor | None], Tensor
     ]
     gated_activation: Callable[[Tensor, str], Tensor]
     logits: Callable[[Tensor, LinearWeight, float, float | None], Tensor]

@@ -1,4 +1,4 @@
-"""Where the kernels' threads run and their weights lie: the decision, over a machine as data.
+"""Where the kernels' threads run and their weights are placed, decided from a machine as data.
 
 `engine.topology` reads the machine, `ops.native.backend` does as decided. Threads get cores of
 their own before any two share one, on as few NUMA nodes as have the cores.
@@ -27,8 +27,8 @@ class Cpu(msgspec.Struct, frozen=True):
 
 
 class ThreadPlaces(msgspec.Struct, frozen=True):
-    """A CPU for each thread, the calling one first; () leaves them to the system. `nodes` are those
-    that weights are spread over.
+    """A CPU for each thread, the calling one first; () leaves them to the system. Weights are
+    spread over `nodes`.
     """
 
     cpus: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class ThreadPlaces(msgspec.Struct, frozen=True):
 
     @property
     def node_mask(self) -> int:
-        """`nodes`, a bit each; those that the mask cannot name get no weights of their own."""
+        """`nodes`, a bit each; nodes beyond the mask get no weights of their own."""
         return sum(1 << node for node in self.nodes if node < _MAX_NODES)
 
 

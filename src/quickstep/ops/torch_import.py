@@ -3,9 +3,10 @@
 The served path on native kernels never imports torch. `require_torch` is called where something
 else begins: the reference ops, GPUs, checkpoints that are not captured, the transformers fallback.
 
-Half of `import torch` goes into modules for exporting and tracing programs, which inference never
-touches. After `defer_parts_of_torch` an import leaves those out (see `quickstep.deferred`). What
-their code registers with torch (kernels of the meta device) comes with `complete_torch`.
+Half of the time of `import torch` is spent in modules for exporting and tracing programs, which
+inference never touches. After `defer_parts_of_torch` an import leaves those out (see
+`quickstep.deferred`). What their code registers with torch (kernels of the meta device) is added by
+`complete_torch`.
 
 Only the command line and the engine's process call this, and most of them never import torch at
 all. A program that uses the library imports torch as it likes.

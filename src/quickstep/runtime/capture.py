@@ -22,14 +22,12 @@ from typing import TYPE_CHECKING, Protocol, cast
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
-from quickstep.ops.dtypes import FLOAT32, UINT8, host_dtype
-from quickstep.ops.host_tensor import AnyTensor, HostTensor
-from quickstep.ops.native.program import Program, program_bytes
+from quickstep.ops.native.library import StepCall
+from quickstep.ops.native.program import Program, Recording, program_bytes
 from quickstep.ops.native.recorder import NativeRecorder, NotCapturable
-from quickstep.ops.native.step_abi import StepCall
 from quickstep.ops.native.steps import NativeSteps
-from quickstep.ops.recording import Recording
 from quickstep.ops.table import KVCache
+from quickstep.ops.tensors import FLOAT32, UINT8, AnyTensor, HostTensor, host_dtype
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 

@@ -18,12 +18,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.errors import EngineError
-from quickstep.model.decoder import Decoder
+from quickstep.model.decoder import AttentionWeights, Decoder, DecoderWeights, LayerWeights
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
-from quickstep.model.weights import AttentionWeights, DecoderWeights, LayerWeights
-from quickstep.ops.host_tensor import Device, HostTensor, to_torch
 from quickstep.ops.table import KVCache, LinearWeight, PagedLayout
+from quickstep.ops.tensors import Device, HostTensor, to_torch
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import math
 import mmap
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quickstep.model.interface import KVShape
-from quickstep.ops.dtypes import DType
-from quickstep.ops.host_tensor import Device, HostTensor
 from quickstep.ops.table import KVCache
+from quickstep.ops.tensors import AnyTensor, Device, DType, HostTensor
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 __all__ = ["allocate_kv", "kv_bytes"]
 
@@ -35,7 +33,7 @@ def allocate_kv(
     """K and V per layer, [B, S, K, W], zeroed: attention may load positions that it masks."""
     size = (num_blocks, block_size, shape.num_kv_heads, shape.head_width)
 
-    def tensors() -> tuple[Tensor, ...]:
+    def tensors() -> tuple[AnyTensor, ...]:
         return tuple(_zeros(size, shape.dtype, device) for _ in range(shape.num_layers))
 
     return KVCache(keys=tensors(), values=tensors())
@@ -43,7 +41,7 @@ def allocate_kv(
 
 def _zeros(
     size: tuple[int, ...], dtype: DType | torch.dtype, device: torch.device | Device
-) -> Tensor:
+) -> AnyTensor:
     """Zeros; on a CPU in a memory mapping of their own, with advice to use huge pages.
 
     Blocks are read in any order, and with ordinary pages nearly every one costs a page-table walk.
@@ -52,7 +50,7 @@ def _zeros(
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         if isinstance(dtype, DType):
             zeros = np.zeros(size, dtype=dtype.storage)
-            return cast("Tensor", HostTensor(zeros, dtype))
+            return HostTensor(zeros, dtype)
         import torch
 
         return torch.zeros(size, dtype=dtype, device=device.type)
@@ -60,7 +58,7 @@ def _zeros(
     mapping.madvise(mmap.MADV_HUGEPAGE)
     if isinstance(dtype, DType):
         elements = np.frombuffer(mapping, dtype=dtype.storage).reshape(size)
-        return cast("Tensor", HostTensor(elements, dtype))
+        return HostTensor(elements, dtype)
     import torch
 
     return torch.frombuffer(mapping, dtype=dtype).view(size)

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quickstep.model.interface import Model
-from quickstep.ops.host_tensor import to_numpy
 from quickstep.ops.table import KVCache
+from quickstep.ops.tensors import to_numpy
 from quickstep.runtime.capture import open_steps
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.runtime.slots import Slot

@@ -12,7 +12,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.ops.host_tensor import AnyTensor, as_float64
+from quickstep.ops.tensors import AnyTensor, as_float64
 from quickstep.types import Pooling
 
 __all__ = ["Pool"]

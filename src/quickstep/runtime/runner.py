@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from quickstep.errors import EngineError
 from quickstep.model.interface import Model
-from quickstep.ops.host_tensor import AnyTensor
 from quickstep.ops.table import KVCache
+from quickstep.ops.tensors import AnyTensor
 from quickstep.runtime.capture import open_steps
 from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.runtime.sampling.logprobs import PromptScorer

@@ -1,8 +1,12 @@
-"""The keys that clients may call with, each with a name that logs and accounts may show, and with
-the priorities that its requests may have.
+"""API keys: who may call, and what follows from the key for a request: the account that its work
+counts on, the prefix cache that it may hit, and its priority.
 
-Keys are kept and compared as digests, all of them every time, so that the time of an answer says
-nothing about any of them. `cli.serve` gathers them from flags, a file and the environment.
+A key has a name, which logs and accounts use, and a range of priorities. Keys are stored and
+compared as digests, all of them every time, so that the response time reveals nothing about them.
+`cli.serve` collects them from flags, a file and the environment.
+
+What a client writes into the body divides its own key's account and cache further, and never
+reaches another key's. Without keys there is one client, and only the body separates requests.
 """
 
 from __future__ import annotations
@@ -17,7 +21,14 @@ import msgspec
 
 from quickstep.errors import ConfigError, RequestError
 
-__all__ = ["ApiKeys", "PriorityRange", "read_key_file"]
+__all__ = [
+    "ApiKeys",
+    "PriorityRange",
+    "cache_salt_of",
+    "priority_of_key",
+    "read_key_file",
+    "tenant_of_key",
+]
 
 _NAMED = re.compile(
     r"(?P<name>[A-Za-z0-9_.@-]{1,64})(?:\[(?P<range>[^\]]*)\])?[=:](?P<key>.*[^=].*)", re.DOTALL
@@ -44,17 +55,20 @@ class PriorityRange(msgspec.Struct, frozen=True):
         return priority
 
 
-class ApiKeys:
-    """Named keys; no keys means that everybody may call.
+_WITHIN_BATCH = PriorityRange()
 
-    `given` holds `KEY`, `NAME=KEY` or `NAME[LOW..HIGH]=KEY` each, where LOW and HIGH are the range
-    of priorities; a key without a name is called by its place, `key-1`.
+
+class ApiKeys:
+    """Named keys; without keys, every client may call.
+
+    Each of `entries` is `KEY`, `NAME=KEY` or `NAME[LOW..HIGH]=KEY`, where LOW and HIGH are the
+    range of priorities; a key without a name is named by its position, `key-1`.
     """
 
-    def __init__(self, given: Iterable[str] = ()) -> None:
+    def __init__(self, entries: Iterable[str] = ()) -> None:
         named: dict[str, bytes] = {}
         self._ranges: dict[str, PriorityRange] = {}
-        for place, entry in enumerate(given, 1):
+        for place, entry in enumerate(entries, 1):
             name, key, priorities = _split(entry, place)
             digest = _digest(key.encode())
             if name in named:
@@ -70,21 +84,21 @@ class ApiKeys:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Whom the keys belong to."""
+        """The names of the keys."""
         return tuple(name for name, _ in self._digests)
 
     def priorities_of(self, name: str) -> PriorityRange:
-        """What the requests of the key `name` may have; "" is a client of a server without keys."""
+        """The priorities of the key `name`; "" is a client of a server without keys."""
         return self._ranges.get(name, PriorityRange())
 
     @property
     def priorities(self) -> PriorityRange:
-        """From the lowest to the highest that any client may have."""
+        """The range from the lowest to the highest priority that any client may have."""
         ranges = self._ranges.values() or (PriorityRange(),)
         return PriorityRange(min(one.low for one in ranges), max(one.high for one in ranges))
 
     def owner(self, presented: Sequence[bytes]) -> str | None:
-        """The name of the key that is among `presented`, None if none is."""
+        """The name of the first known key in `presented`, or None."""
         found = None
         for key in presented:
             digest = _digest(key)
@@ -98,7 +112,7 @@ def read_key_file(path: Path) -> tuple[list[str], bool]:
     """The entries of a file, one `NAME:KEY` or `NAME=KEY` a line
     (`NAME[LOW..HIGH]=KEY` with the range of its priorities); and whether others may read it.
 
-    Empty lines and lines that begin with `#` say nothing.
+    Empty lines and lines that begin with `#` are skipped.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -135,3 +149,30 @@ def _priority_range(given: str, name: str) -> PriorityRange:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def tenant_of_key(caller: str, label: str) -> str:
+    """The account: the key's name, then the client's own label. Names of keys hold no slash."""
+    if not caller:
+        return label
+    return f"{caller}/{label}" if label else caller
+
+
+def cache_salt_of(caller: str, salt: str, is_shared: bool) -> str:
+    """What separates prefix caches. `is_shared` lets keys hit each other's prompts.
+
+    The length in front makes it unambiguous: two keys never get the same salt.
+    """
+    return salt if is_shared or not caller else f"{len(caller)}:{caller}{salt}"
+
+
+def priority_of_key(caller: str, priority: int, keys: ApiKeys, added: int = 0) -> int:
+    """The priority, if the key may have it. Raises RequestError.
+
+    `added` is for the lines of batches: their own priority orders them among each other, and never
+    puts one in front of other requests.
+    """
+    allowed = keys.priorities_of(caller).check(priority)
+    if not added:
+        return allowed
+    return added + max(_WITHIN_BATCH.low, min(allowed, _WITHIN_BATCH.high))

@@ -1,24 +1,52 @@
 """The ASGI app of one engine with all its routes; the engine starts and stops with it.
 
-`early_app` serves the first requests while this module and all it needs are not imported yet.
+`api_routes` lists the routes of every API. `lazy_app` serves the first requests before this module,
+which imports all of them, is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from types import UnionType
 
+import msgspec
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
 
-from quickstep.server.app_parts import Lifespan, routed, serving
+from quickstep.errors import RequestError
+from quickstep.server.anthropic.endpoint import CountTokens, Messages, with_checked_betas
+from quickstep.server.anthropic.request_types import CountTokensRequest, MessagesRequest
+from quickstep.server.anthropic.response_types import EVENTS as MESSAGES_EVENTS
+from quickstep.server.anthropic.response_types import MessageResponse, TokenCount
+from quickstep.server.app_parts import Lifespan, running_engine, starlette_app
 from quickstep.server.batches.endpoint import LocalBatches
 from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.engine_interface import ServedEngine
+from quickstep.server.http.body import body_of
+from quickstep.server.http.errors import anthropic_shape
+from quickstep.server.http.route import ApiRoute
+from quickstep.server.llama_cpp.endpoint import llama_cpp_routes
 from quickstep.server.metrics import Metrics
+from quickstep.server.ollama.routes import ollama_routes
+from quickstep.server.openai.embeddings import Embeddings
+from quickstep.server.openai.request_types import EmbeddingRequest, decode
+from quickstep.server.openai.response_types import EmbeddingList
+from quickstep.server.openai.tokenize import Tokenizing
 from quickstep.server.options import ServerOptions
-from quickstep.server.route_list import api_routes
+from quickstep.server.responses.endpoint import Responses
+from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
+from quickstep.server.responses.response_types import EVENTS as RESPONSES_EVENTS
+from quickstep.server.responses.response_types import DeletedResponse, InputItems, ResponseObject
+from quickstep.server.responses.store import ResponseStore, StoredResponses
+from quickstep.server.schema.openapi import ApiDocument, ApiPages
+from quickstep.server.startup_routes import generating_routes, probe_routes
 
-__all__ = ["create_app", "whole_app"]
+__all__ = ["api_routes", "complete_app", "create_app"]
+
+_NOT_GIVEN = msgspec.Raw()
 
 
 def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> Starlette:
@@ -31,22 +59,168 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         batches.start()
-        async with serving(engine, metrics):
+        async with running_engine(engine, metrics):
             try:
                 yield
             finally:
                 await batches.stop()
 
-    return whole_app(served, metrics, options, batches, lifespan)
+    return complete_app(served, metrics, options, batches, lifespan)
 
 
-def whole_app(
+def complete_app(
     served: Served,
     metrics: Metrics,
     options: ServerOptions,
     batches: LocalBatches,
     lifespan: Lifespan | None = None,
 ) -> Starlette:
-    """All routes. Who calls this starts and stops `batches`."""
+    """An app with all routes. The caller starts and stops `batches`."""
     routes = api_routes(served, metrics, options, batches)
-    return routed(routes, options, served.lanes, lifespan)
+    return starlette_app(routes, options, served.lanes, lifespan)
+
+
+def api_routes(
+    served: Served, metrics: Metrics, options: ServerOptions, batches: LocalBatches | None = None
+) -> list[ApiRoute]:
+    """Every route, in the order of the reference. The app starts and stops `batches`."""
+    batches = batches or LocalBatches(served, metrics, options)
+    generating = generating_routes(served, metrics)
+    embeddings = _embeddings(served, metrics)
+    routes = [
+        *generating,
+        embeddings,
+        _invocations([*generating, embeddings]),
+        *_responses(served, metrics, options),
+        *_anthropic(served, metrics),
+        *batches.routes(),
+        *Tokenizing(served).routes(),
+        *llama_cpp_routes(served, metrics),
+        *ollama_routes(served, metrics),
+        *probe_routes(served, metrics, options),
+    ]
+    pages = ApiPages(routes, served)  # the document describes these two as well
+    routes += _pages(pages)
+    return routes
+
+
+def _embeddings(served: Served, metrics: Metrics) -> ApiRoute:
+    return ApiRoute(
+        "POST",
+        "/v1/embeddings",
+        Embeddings(served, metrics).answer,
+        "A vector for each input.",
+        request=EmbeddingRequest,
+        response=EmbeddingList,
+        aliases=("/embeddings",),
+    )
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    """The fields by which `/invocations` chooses a route."""
+
+    messages: msgspec.Raw = _NOT_GIVEN
+    prompt: msgspec.Raw = _NOT_GIVEN
+    input: msgspec.Raw = _NOT_GIVEN
+
+
+def _invocations(routes: Sequence[ApiRoute]) -> ApiRoute:
+    """SageMaker's one route, for the bodies of chat, completions and embeddings, in this order."""
+    fields = _Shape.__struct_fields__
+
+    async def answer(request: Request) -> Response:
+        body = body_of(request)
+        shape = decode(body, _Shape)
+        for name, route in zip(fields, routes, strict=True):
+            if bytes(getattr(shape, name)) not in (b"", b"null"):
+                return await route.endpoint(request)
+        raise RequestError(
+            "the body has none of messages (chat), prompt (completions) and input (embeddings)",
+            param=fields[0],
+        )
+
+    responses: UnionType = routes[0].response
+    for route in routes[1:]:
+        responses = responses | route.response
+    return ApiRoute(
+        "POST",
+        "/invocations",
+        answer,
+        "Chat, completions or embeddings, as the body has messages, prompt or input.",
+        requests=tuple(route.request for route in routes if route.request is not None),
+        response=responses,
+        streams=True,
+        events=tuple(event for route in routes for event in route.events),
+    )
+
+
+def _responses(served: Served, metrics: Metrics, options: ServerOptions) -> list[ApiRoute]:
+    store = ResponseStore(options.stored_responses, options.stored_response_bytes)
+    stored = StoredResponses(store)
+    one = "/v1/responses/{response_id}"
+    return [
+        ApiRoute(
+            "POST",
+            "/v1/responses",
+            GeneratingRoute(Responses(store), served, metrics).answer,
+            "OpenAI's Responses API.",
+            request=ResponsesRequest,
+            response=ResponseObject,
+            streams=True,
+            events=RESPONSES_EVENTS,
+        ),
+        ApiRoute("GET", one, stored.retrieve, "A stored response.", response=ResponseObject),
+        ApiRoute("DELETE", one, stored.delete, "Forget a response.", response=DeletedResponse),
+        ApiRoute(
+            "GET",
+            f"{one}/input_items",
+            stored.input_items,
+            "What a stored response answers.",
+            response=InputItems,
+            query=InputItemsQuery,
+        ),
+    ]
+
+
+def _anthropic(served: Served, metrics: Metrics) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "POST",
+            "/v1/messages",
+            with_checked_betas(
+                GeneratingRoute(Messages(), served, metrics).answer, served.field_rules
+            ),
+            "Anthropic's Messages API.",
+            request=MessagesRequest,
+            response=MessageResponse,
+            streams=True,
+            events=MESSAGES_EVENTS,
+            error_shape=anthropic_shape,
+        ),
+        ApiRoute(
+            "POST",
+            "/v1/messages/count_tokens",
+            with_checked_betas(CountTokens(served).answer, served.field_rules),
+            "How many tokens a message's input has.",
+            request=CountTokensRequest,
+            response=TokenCount,
+            error_shape=anthropic_shape,
+        ),
+    ]
+
+
+def _pages(pages: ApiPages) -> list[ApiRoute]:
+    return [
+        ApiRoute(
+            "GET", "/openapi.json", pages.document, "This API as OpenAPI 3.1.", None, ApiDocument
+        ),
+        # the page is the same for every client, so it needs no key; the document that it reads does
+        ApiRoute(
+            "GET",
+            "/docs",
+            pages.page,
+            "This API as a page.",
+            is_probe=True,
+            content_type="text/html",
+        ),
+    ]

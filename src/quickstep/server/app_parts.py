@@ -1,4 +1,6 @@
-"""What every app consists of: the front gate, the checks of bodies, the errors, the engine."""
+"""What `app` and `lazy_app` are built from: middleware, checks of bodies, error responses, and the
+engine's start and stop.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +16,32 @@ from starlette.middleware import Middleware
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.errors import error_response
-from quickstep.server.http.middleware import AccessMiddleware
+from quickstep.server.http.middleware import AccessMiddleware, CrossOriginMiddleware
 from quickstep.server.http.route import ApiRoute, BodyRules, with_checked_body
 from quickstep.server.http.work_lanes import WorkLanes
-from quickstep.server.metrics import Metrics
+from quickstep.server.metrics import Metrics, log_traffic
 from quickstep.server.options import CorsOptions, ServerOptions
-from quickstep.server.traffic_log import watch
 
-__all__ = ["Lifespan", "routed", "serving"]
+__all__ = ["Lifespan", "running_engine", "starlette_app"]
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
-def routed(
+def starlette_app(
     routes: Sequence[ApiRoute],
     options: ServerOptions,
     lanes: WorkLanes,
     lifespan: Lifespan | None = None,
 ) -> Starlette:
-    """The app of these routes; `lanes` are where large bodies are looked at."""
+    """An app with these routes. Large bodies are checked in the threads of `lanes`."""
     rules = BodyRules.of(options)
     app = Starlette(
         routes=[
             route
-            for known in routes
-            for route in replace(known, endpoint=with_checked_body(known, rules, lanes)).starlette()
+            for api_route in routes
+            for route in replace(
+                api_route, endpoint=with_checked_body(api_route, rules, lanes)
+            ).starlette()
         ],
         middleware=[
             *_cors(options.cors),
@@ -57,25 +60,22 @@ def routed(
 
 
 @asynccontextmanager
-async def serving(engine: ServedEngine, metrics: Metrics) -> AsyncIterator[None]:
-    """The engine runs, and its traffic is logged, until the end."""
+async def running_engine(engine: ServedEngine, metrics: Metrics) -> AsyncIterator[None]:
+    """Run the engine and log its traffic inside this context."""
     await engine.start()
-    watching = asyncio.create_task(watch(engine, metrics))
+    logging_traffic = asyncio.create_task(log_traffic(engine, metrics))
     try:
         yield
     finally:
-        watching.cancel()
+        logging_traffic.cancel()
         with suppress(asyncio.CancelledError):
-            await watching
+            await logging_traffic
         await engine.stop()
 
 
 def _cors(options: CorsOptions) -> list[Middleware]:
-    """Outside the gate: a browser asks for permission without a key."""
     if not options.origins:
         return []
-    from quickstep.server.http.cross_origin import CrossOriginMiddleware
-
     return [
         Middleware(
             CrossOriginMiddleware,

@@ -3,10 +3,14 @@
 `Metrics` belongs to one app. What a request took is observed here by its `RequestMeter`, from the
 deltas as they leave and from the timings that the scheduler kept; gauges of the engine are read
 from `stats()` when Prometheus asks.
+
+`log_traffic` writes one log line every ten seconds while there is traffic: rates, queue, cache.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -14,12 +18,14 @@ from prometheus_client.metrics import Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from quickstep.core.accounting import Totals
+from quickstep.engine.stats import EngineStats
 from quickstep.engine.stream import Delta
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
 from quickstep.types import FinishReason
 
-__all__ = ["CONTENT_TYPE", "EmbeddingMeter", "Metrics", "RequestMeter"]
+__all__ = ["CONTENT_TYPE", "EmbeddingMeter", "Metrics", "RequestMeter", "TrafficLog", "log_traffic"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -28,6 +34,8 @@ _SECONDS = (
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_LOG = logging.getLogger("quickstep.server")
+_LOG_EVERY_S = 10.0
 
 
 class Metrics:
@@ -40,7 +48,7 @@ class Metrics:
         self.engine = engine
         self.clock = clock
         self.model = model
-        self.num_embedded = 0  # prompts that became vectors
+        self.num_embedded = 0  # embedded prompts
         self._histograms = {
             name: self._histogram(name, text, buckets)
             for name, text, buckets in (
@@ -76,8 +84,8 @@ class Metrics:
         return EmbeddingMeter(self, prompt_lens)
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format."""
-        # with it comes a web server of its own, which nobody needs before the first scrape
+        """All metrics in Prometheus' text format."""
+        # the module imports a web server, which is not needed before the first scrape
         from prometheus_client.exposition import generate_latest
 
         return generate_latest(self.registry)
@@ -87,15 +95,15 @@ class Metrics:
         self._histograms[name].observe(max(0.0, value))
 
     def count_output(self, num_tokens: int) -> None:
-        """Tokens left the engine."""
+        """Count output tokens."""
         self._generation_tokens.inc(num_tokens)
 
     def count_prompt(self, num_tokens: int) -> None:
-        """A request ended that had this many prompt tokens."""
+        """Count the prompt tokens of a request that ended."""
         self._prompt_tokens.inc(num_tokens)
 
     def count_end(self, reason: FinishReason) -> None:
-        """A choice ended."""
+        """Count a choice that ended."""
         self._ends.labels(self.model, reason.openai).inc()
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
@@ -128,7 +136,7 @@ class RequestMeter:
         return self._metrics.engine.fingerprint
 
     def observe(self, item: ChoiceDelta) -> None:
-        """A delta is about to leave."""
+        """Observe a delta before it is sent."""
         delta, metrics = item.delta, self._metrics
         if not delta.token_ids:
             return
@@ -179,11 +187,11 @@ class EmbeddingMeter:
         self._num_ended = 0
 
     def accepted(self) -> None:
-        """The engine has taken a prompt."""
+        """Count a prompt that the engine accepted."""
         self._num_accepted += 1
 
     def observe(self, delta: Delta) -> None:
-        """News of a prompt: most often its end."""
+        """Observe a delta of a prompt; usually its end."""
         if delta.finish_reason is None:
             return
         self._num_ended += 1
@@ -227,10 +235,10 @@ class EngineGauges(Collector):
                 "Sequences in the queue, preempted ones included.",
                 load.num_waiting + load.num_preempted,
             ),
-            ("num_requests_paused", "Sequences whose readers are behind.", load.num_paused),
+            ("num_requests_paused", "Sequences paused for slow readers.", load.num_paused),
             (
                 "kv_cache_usage_perc",
-                "Share of the KV blocks in use; 1 is all.",
+                "Fraction of the KV blocks in use.",
                 blocks.num_used / num_blocks,
             ),
         )
@@ -259,3 +267,51 @@ class EngineGauges(Collector):
         metric = family(f"quickstep:{name}", text, labels=["model_name"])
         metric.add_metric([self._model], value)
         return metric
+
+
+class TrafficLog:
+    """Compares two moments of the engine."""
+
+    def __init__(self, stats: EngineStats) -> None:
+        self._totals: Totals = stats.scheduler.totals
+        self._now_s = stats.now_s
+        self._num_embedded = 0
+
+    def line(self, stats: EngineStats, num_embedded: int = 0) -> str | None:
+        """The log line about what happened since the last call; None if nothing did.
+
+        `num_embedded` counts the prompts embedded so far.
+        """
+        load, before = stats.scheduler, self._totals
+        totals, seconds = load.totals, stats.now_s - self._now_s
+        self._totals, self._now_s = totals, stats.now_s
+        embedded = num_embedded - self._num_embedded
+        self._num_embedded = num_embedded
+        if totals.num_steps == before.num_steps and not stats.has_work:
+            return None
+        blocks = load.blocks
+        num_blocks = blocks.num_used + blocks.num_cached + blocks.num_free
+        looked_up = totals.prefix_query_tokens - before.prefix_query_tokens
+        found = totals.prefix_hit_tokens - before.prefix_hit_tokens
+        line = (
+            f"prompt {_rate(totals.num_prompt_tokens - before.num_prompt_tokens, seconds)}, "
+            f"generation {_rate(totals.num_output_tokens - before.num_output_tokens, seconds)}, "
+            f"running {load.num_running}, waiting {load.num_waiting + load.num_preempted}, "
+            f"KV blocks in use {blocks.num_used / num_blocks:.1%}, "
+            f"prefix cache hits {found / looked_up if looked_up else 0:.1%}"
+        )
+        return f"{line}, embedded {embedded}" if embedded else line
+
+
+async def log_traffic(engine: ServedEngine, metrics: Metrics) -> None:
+    """Log the traffic until cancelled."""
+    log = TrafficLog(engine.stats())
+    while True:
+        await asyncio.sleep(_LOG_EVERY_S)
+        line = log.line(engine.stats(), metrics.num_embedded)
+        if line is not None:
+            _LOG.info("%s", line)
+
+
+def _rate(num_tokens: int, seconds: float) -> str:
+    return f"{num_tokens / seconds if seconds > 0 else 0:.1f} tokens/s"

@@ -6,18 +6,21 @@ the engine: its own limits (context, queue) are the scheduler's.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.api_keys import ApiKeys
-from quickstep.server.batches.file_options import BatchOptions, FileOptions
 
 __all__ = [
     "AnswerOptions",
+    "BatchOptions",
     "ConnectionOptions",
     "CorsOptions",
     "Deadlines",
     "FieldRules",
+    "FileOptions",
     "RequestLimits",
     "ServerOptions",
     "TlsOptions",
@@ -221,6 +224,52 @@ class FieldRules(msgspec.Struct, frozen=True):
     refuse_hints: bool = False
 
 
+class FileOptions(msgspec.Struct, frozen=True):
+    """The directory of clients' files, and their limits.
+
+    Attributes:
+        directory: None keeps them in a private temporary one until the server stops.
+        file_bytes: Largest upload.
+        total_bytes: Limit of all files together.
+        num_files: Limit of the number of files.
+        bytes_per_key: Limit of all files of one API key. Without keys only the totals count.
+        files_per_key: Limit of the number of files of one API key.
+    """
+
+    directory: Path | None = None
+    file_bytes: int = 100 * 1024 * 1024
+    total_bytes: int = 1024 * 1024 * 1024
+    num_files: int = 1000
+    bytes_per_key: int = 512 * 1024 * 1024
+    files_per_key: int = 500
+
+
+class BatchOptions(msgspec.Struct, frozen=True):
+    """How batches run.
+
+    Attributes:
+        concurrency: Lines of all batches that the engine computes at a time.
+        num_lines: Requests of one batch, as many as OpenAI takes.
+        num_active: Batches that have not ended, of all clients.
+        active_per_key: Batches that have not ended, of one API key.
+        num_kept: Batches that can be retrieved; beyond it, the key that has most ended batches
+            loses the one that ended first.
+        added_priority: Added to the lines' priority, which is between -10 and 10; lower runs
+            first, so live requests do.
+        num_tries: How often a line is sent to an engine that accepts none (during a restart).
+        retry_s: The pause between two tries.
+    """
+
+    concurrency: int = 32
+    num_lines: int = 50_000
+    num_active: int = 64
+    active_per_key: int = 32
+    num_kept: int = 1000
+    added_priority: int = 1000
+    num_tries: int = 240
+    retry_s: float = 0.5
+
+
 class ServerOptions(msgspec.Struct, frozen=True):
     """How one engine is served.
 
@@ -239,7 +288,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
             text they then can guess block by block.
         root_path: The path under which a proxy shows this server, and which it cuts off.
         access_log: One log line per request.
-        files: Where clients' files stand, and how much of them.
+        files: The directory and limits of clients' files.
         batches: How batches run.
         stored_responses: Answers of the Responses API that are kept for `previous_response_id`.
         stored_response_bytes: All of them together, as JSON.

@@ -1,9 +1,9 @@
 """The routes that do not generate: models, health, readiness, metrics, version.
 
-`/health` is about progress, not about being alive: it fails while the engine is started again,
-when that was given up, and when work is pending and no step has finished for `stall_s`; requests
-that are paused for their readers are not pending. `/ready` says whether new requests are welcome:
-not while that is so, and not while the engine's process, with work pending, is suspiciously silent.
+`/health` is about progress: it fails while the engine restarts, when it has failed for good, and
+when work is pending and no step has finished for `stall_s`; requests that are paused for their
+readers are not pending. `/ready` also fails when the engine's process has work and has not reported
+for a quarter of `stall_s`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quickstep.server.openai.response_types import Model, ModelList, RopeScaling
 
 __all__ = ["Health", "Pong", "Probes", "Readiness", "Version"]
 
-# Of `stall_s`, after which the process is replaced: it tells how it does ten times a second.
+# Of `stall_s`, after which the process is replaced; it reports ten times a second.
 _SILENT_FRACTION = 0.25
 
 
@@ -47,7 +47,7 @@ class Health(msgspec.Struct, frozen=True):
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """Whether new requests are welcome; false comes with status 503."""
+    """Whether the server accepts new requests; false comes with status 503."""
 
     ready: bool
 
@@ -101,7 +101,7 @@ class Probes:
         return "stalled" if stats.stalled_s > self._stall_s else "ok"
 
     async def ready(self, _: Request) -> Response:
-        """200 while new requests are welcome, else 503."""
+        """200 while the server accepts new requests, else 503."""
         stats = self._served.engine.stats()
         silent = stats.silent_s > _SILENT_FRACTION * self._stall_s
         ready = stats.state is EngineState.RUNNING and self._status(stats) == "ok" and not silent

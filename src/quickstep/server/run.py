@@ -29,28 +29,28 @@ from uvicorn.server import Server
 from quickstep.engine.stats import EngineState
 from quickstep.errors import ConfigError, EngineError
 from quickstep.server.api_keys import ApiKeys
-from quickstep.server.early_app import EarlyApp
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.protocol import bounded_protocol
+from quickstep.server.lazy_app import LazyApp
 from quickstep.server.options import ServerOptions, TlsOptions
 
-__all__ = ["DrainingServer", "bind", "check_tls", "serve", "server_for", "warn_of_strangers"]
+__all__ = ["DrainingServer", "bind", "check_tls", "serve", "server_for", "warn_without_keys"]
 
 _LOG = logging.getLogger("quickstep.server")
 _BACKLOG = 2048
-# How long a thread that parses or renders may keep the interpreter from the event loop. Beside two
+# How long a thread that parses or renders may keep the interpreter from the event loop. With two
 # busy threads the loop was late by 220 ms at p99 with Python's 5 ms, by 46 ms with 1 ms, and by 38
 # ms with this (two cores under load).
 _SWITCH_S = 0.0005
 _OTHER_FILES = 512  # uploads, batches, pipes, refused connections, libraries
 _FLUSH_S = 5
-_LAST_WORDS_S = 1.0
+_LAST_EVENTS_S = 1.0
 _SIGNAL_POLL_S = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises ConfigError that says what is wrong."""
+    """A bound socket that does not listen yet. Raises ConfigError."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port is {port}, it must be between 0 and 65535")
     try:
@@ -114,16 +114,16 @@ class DrainingServer(Server):
         self._scheme = "https" if options.tls.certfile else "http"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then say so."""
+        """Listen, then log the address."""
         await super().startup(sockets)
         for sock in sockets or []:
             host, port = sock.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            _LOG.info("serving %s at %s://%s:%d/v1", self._names, self._scheme, shown, port)
-            warn_of_strangers(host, self._keys)
+            address = f"[{host}]" if ":" in host else host
+            _LOG.info("serving %s at %s://%s:%d/v1", self._names, self._scheme, address, port)
+            warn_without_keys(host, self._keys)
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second. A server whose engine has failed for good serves nobody any more."""
+        """Ten times a second: end the server if its engine has failed for good."""
         if not self.should_exit and self._engine.stats().state is EngineState.FAILED:
             _LOG.critical("the engine has failed and is not started again: the server ends")
             self.should_exit = True
@@ -140,9 +140,9 @@ class DrainingServer(Server):
             await self._finish_by_force()
 
     async def _finish_by_force(self) -> None:
-        """What uvicorn leaves out when it is told to hurry: last words, and the app's own end."""
+        """Do what uvicorn skips on a forced exit: send last events, and end the app's lifespan."""
         if self.server_state.tasks:
-            await asyncio.wait(set(self.server_state.tasks), timeout=_LAST_WORDS_S)
+            await asyncio.wait(set(self.server_state.tasks), timeout=_LAST_EVENTS_S)
         await self.lifespan.shutdown()
 
     async def _stop_at_second_signal(self, draining: asyncio.Task[None]) -> None:
@@ -153,7 +153,7 @@ class DrainingServer(Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take the signals while serving, and give them back."""
+        """Handle the signals while serving, and restore the previous handlers."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -165,7 +165,7 @@ class DrainingServer(Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First drain, then end."""
+        """Drain at the first signal, end at the second."""
         name = signal.Signals(sig).name
         if self.should_exit:
             _LOG.info("%s again: ending the running requests", name)
@@ -177,19 +177,19 @@ class DrainingServer(Server):
         )
 
 
-def warn_of_strangers(host: str, keys: ApiKeys) -> None:
-    """Say that whoever reaches the bound address may call, if that is so."""
+def warn_without_keys(host: str, keys: ApiKeys) -> None:
+    """Warn if there are no API keys and the address is not the loopback's."""
     if not keys and not ip_address(host.partition("%")[0]).is_loopback:
         _LOG.warning(
-            "everybody who reaches %s may call: there are no API keys; set --api-key-file, or "
-            "--host 127.0.0.1",
+            "without API keys, every client that reaches %s may call; set --api-key-file, "
+            "or --host 127.0.0.1",
             host,
         )
 
 
 def _with_open_files(options: ServerOptions) -> ServerOptions:
-    """Room for a file descriptor per connection, else fewer connections: a server that cannot
-    accept any more would say nothing to its clients.
+    """Raise the limit of file descriptors to one per connection, or else lower the number of
+    connections: beyond the limit, clients would wait without a response.
     """
     wanted = options.connections.max_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -212,7 +212,7 @@ def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
     """The configured server of an engine, not running."""
     tls = options.tls
     config = Config(
-        EarlyApp(engine, options),
+        LazyApp(engine, options),
         loop="none",  # the caller's
         http=bounded_protocol(options.limits, options.connections),
         ws="none",
@@ -220,7 +220,7 @@ def server_for(engine: ServedEngine, options: ServerOptions) -> DrainingServer:
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # whoever connects may write them
+        proxy_headers=False,  # any client may write them
         root_path=options.root_path,
         timeout_keep_alive=options.connections.keep_alive_s,  # type: ignore[arg-type]
         ssl_certfile=tls.certfile,

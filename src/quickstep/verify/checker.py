@@ -1,10 +1,10 @@
-"""The exactness checker: same request, same bits, whatever stands beside it.
+"""The exactness checker: same request, same bits, whatever else is in the batch.
 
 Each random request runs alone first (one slot, whole prompt at once, cold cache); then in random
 groups under scenarios that chunk, hit prefixes, starve the pool, abort neighbours, pause, overlap
 steps, at each thread count. Token ids, logprob bits and the finish reason have to be equal. One
-comparison is one sequence of one run held against its run alone; an aborted neighbour is held
-against the beginning of its run alone.
+comparison is one sequence of one run against its run alone; an aborted neighbour is compared
+with the beginning of its run alone.
 
 Called by `quickstep verify` and by tests. Everything is a function of the model and the seed.
 """
@@ -107,7 +107,7 @@ def verify(
     new_matcher: NewMatcher | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> VerifyReport:
-    """Draw, run and compare. Sets torch's thread count, and puts it back.
+    """Generate, run and compare. Sets torch's thread count, and restores it.
 
     `load` is called once per thread count, since native kernels keep theirs for life; the model of
     one count is dropped before the next is loaded. Without `new_matcher` no request has a grammar,
@@ -125,7 +125,7 @@ def verify(
 
 
 def _set_torch_threads(num_threads: int) -> int:
-    """Set torch's thread count, where torch is installed; gives the one before."""
+    """Set torch's thread count, where torch is installed; return the one before."""
     if not has_torch():
         return num_threads
     import torch
@@ -201,7 +201,7 @@ class _Verifier:
         self._threads = threads
 
     def _run_alone(self, added: RandomRequest) -> dict[tuple[str, int], Trace]:
-        """Each sequence by itself: one slot, the whole prompt at once, nothing cached."""
+        """Each sequence alone: one slot, the prompt in one step, nothing cached."""
         config = SchedulerConfig(
             max_num_seqs=1,
             max_num_batched_tokens=self._max_model_len,
@@ -233,47 +233,47 @@ class _Verifier:
     def _groups(self, threads: int) -> Iterator[tuple[Scenario, list[RandomRequest]]]:
         """Every request once per round, in groups of random size, scenarios in turn.
 
-        Starved groups are drawn beside that.
+        Starved groups are added to that.
         """
-        draws = random.Random(f"groups {self._options.seed} {threads}")
+        rng = random.Random(f"groups {self._options.seed} {threads}")
         num_groups = 0
         # small enough that every scenario gets its turn
         num_drawn = self._options.rounds * len(self._requests)
         largest = min(40, max(6, num_drawn // len(SCENARIOS)))
         for _ in range(self._options.rounds):
-            order = draws.sample(self._requests, len(self._requests))
+            order = rng.sample(self._requests, len(self._requests))
             while order:
                 scenario = SCENARIOS[num_groups % len(SCENARIOS)]
                 num_groups += 1
-                size = draws.randint(6, largest)
+                size = rng.randint(6, largest)
                 if scenario.is_starved:
-                    yield scenario, self._growing_group(draws)
+                    yield scenario, self._growing_group(rng)
                 else:
                     yield scenario, order[:size]
                     del order[:size]
 
-    def _growing_group(self, draws: random.Random) -> list[RandomRequest]:
+    def _growing_group(self, rng: random.Random) -> list[RandomRequest]:
         """Half of it sequences that grow by blocks: only those get preempted once admitted."""
         long = [one for one in self._requests if one.num_outputs >= LONG_OUTPUTS]
-        group = draws.sample(long, min(8, len(long)))
+        group = rng.sample(long, min(8, len(long)))
         short = [one for one in self._requests if one.num_outputs < LONG_OUTPUTS]
-        return group + draws.sample(short, min(8, len(short)))
+        return group + rng.sample(short, min(8, len(short)))
 
     def _compare_group(self, scenario: Scenario, group: list[RandomRequest], threads: int) -> None:
-        draws = random.Random(f"{scenario.name} {threads} {group[0].request.request_id}")
+        rng = random.Random(f"{scenario.name} {threads} {group[0].request.request_id}")
         config = SchedulerConfig(
-            max_num_seqs=draws.randint(6 if scenario.is_starved else 3, _MAX_NUM_SEQS),
-            max_num_batched_tokens=draws.choice((5, 16, 17, 33)) if scenario.is_chunked else 512,
+            max_num_seqs=rng.randint(6 if scenario.is_starved else 3, _MAX_NUM_SEQS),
+            max_num_batched_tokens=rng.choice((5, 16, 17, 33)) if scenario.is_chunked else 512,
             max_model_len=self._max_model_len,
             pipeline_depth=scenario.pipeline_depth,
             policy=scenario.policy,
         )
         num_blocks = self._num_blocks
         if scenario.is_starved:
-            num_blocks = self._blocks_per_sequence + draws.randint(1, 4)
+            num_blocks = self._blocks_per_sequence + rng.randint(1, 4)
         pool = self._pool(num_blocks, scenario.prefix_caching)
         span = 4 if scenario.is_starved else 2 * len(group)
-        events = _events(group, span, scenario, draws)
+        events = _events(group, span, scenario, rng)
         traces, counts = self._run(config, pool, events)
         self._compare(scenario, threads, traces)
         self._report.of(scenario.name).runs.add(counts)
@@ -294,7 +294,7 @@ _NUM_TEXTS = 1000  # tokens of which stop strings are made
 
 
 def _texts(tokenizer: Tokenizer, vocab_size: int) -> tuple[str, ...]:
-    """Of the first tokens, those that are whole characters."""
+    """Of the first tokens, those that are complete characters."""
     texts = (tokenizer.decode([i]) for i in range(min(vocab_size, _NUM_TEXTS)))
     return tuple(text for text in texts if text and "\ufffd" not in text)
 
@@ -313,7 +313,7 @@ def _sequences(added: RandomRequest) -> list[RandomRequest]:
 
 
 def _events(
-    group: list[RandomRequest], span: int, scenario: Scenario, draws: random.Random
+    group: list[RandomRequest], span: int, scenario: Scenario, rng: random.Random
 ) -> list[Event]:
     """Arrivals over `span` steps; with aborts, a third get a twin that is aborted on its way, with
     pauses a third are held for a while.
@@ -321,16 +321,16 @@ def _events(
     events = []
     for one in group:
         request = one.request
-        at = draws.randrange(span)
+        at = rng.randrange(span)
         events.append(Event(at, request.request_id, one))
-        if scenario.has_pauses and draws.random() < 1 / 3:
-            paused_at = at + draws.randint(1, 12)
+        if scenario.has_pauses and rng.random() < 1 / 3:
+            paused_at = at + rng.randint(1, 12)
             events.append(Event(paused_at, request.request_id, Signal.PAUSE))
-            resumed_at = paused_at + draws.randint(1, 30)
+            resumed_at = paused_at + rng.randint(1, 30)
             events.append(Event(resumed_at, request.request_id, Signal.RESUME))
-        if scenario.has_aborts and draws.random() < 1 / 3:
+        if scenario.has_aborts and rng.random() < 1 / 3:
             twin = structs.replace(request, request_id=request.request_id + _NEIGHBOUR)
-            twin_at = max(0, at + draws.randint(-3, 3))
+            twin_at = max(0, at + rng.randint(-3, 3))
             events.append(Event(twin_at, twin.request_id, replace(one, request=twin)))
-            events.append(Event(twin_at + draws.randint(1, 30), twin.request_id, Signal.ABORT))
+            events.append(Event(twin_at + rng.randint(1, 30), twin.request_id, Signal.ABORT))
     return events

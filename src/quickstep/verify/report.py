@@ -1,6 +1,6 @@
-"""What the exactness checker was asked, and what it found. Called by `verify.checker`.
+"""The options of the exactness checker, and its result. Called by `verify.checker`.
 
-A comparison holds one sequence of one run against its run alone: token ids, the bits of their
+A comparison is one sequence of one run against its run alone: token ids, the bits of their
 logprobs, and why it ended.
 """
 
@@ -21,10 +21,10 @@ Item = TypeVar("Item")
 
 
 class VerifyOptions(msgspec.Struct, frozen=True):
-    """What to draw and run.
+    """What to generate and run.
 
     Attributes:
-        rounds: Groups that each request takes part in, per thread count.
+        rounds: Number of groups that contain each request, per thread count.
         threads: CPU thread counts; the runs alone use the first of them.
         kv_dtype: `CacheConfig.kv_dtype`.
     """
@@ -46,7 +46,7 @@ class VerifyOptions(msgspec.Struct, frozen=True):
 
 
 class Mismatch(msgspec.Struct, frozen=True):
-    """The first difference found. Logprobs as hexadecimal bits; None where one run has ended."""
+    """The first difference. Logprobs as hexadecimal bits; None where one run has ended."""
 
     scenario: str
     threads: int
@@ -76,7 +76,7 @@ class VerifyReport(msgspec.Struct):
 
     @property
     def comparisons(self) -> int:
-        """Sequences held against their run alone."""
+        """Sequences compared with their run alone."""
         return sum(counts.comparisons for counts in self.scenarios.values())
 
     @property
@@ -91,7 +91,7 @@ class VerifyReport(msgspec.Struct):
     def compare(
         self, scenario: str, threads: int, sequence_id: str, expected: Trace, got: Trace
     ) -> None:
-        """Hold one sequence against its run alone, and count."""
+        """Compare one sequence with its run alone, and count."""
         counts = self.of(scenario)
         counts.comparisons += 1
         prompt_position = _first_prompt_difference(expected, got)
@@ -143,8 +143,8 @@ def _first_prompt_difference(expected: Trace, got: Trace) -> int | None:
     for position, (one, other) in enumerate(zip(wanted, have, strict=False)):
         if one != other:
             return position
-    is_whole = len(wanted) == len(have) or got.finish_reason is FinishReason.ABORTED
-    return None if is_whole else min(len(wanted), len(have))
+    is_complete = len(wanted) == len(have) or got.finish_reason is FinishReason.ABORTED
+    return None if is_complete else min(len(wanted), len(have))
 
 
 def _first_difference(expected: Trace, got: Trace) -> int | None:

@@ -3,7 +3,7 @@
 Prompt lengths sit at and around block edges, prompts share prefixes, every parameter of sampling
 varies, some outputs follow a grammar, some requests are beam searches, and every request asks for
 logprobs, because their bits show what token ids hide. `best_of` is `n` with logprobs: the best are
-picked from what is compared anyway. A function of the seed alone. Called by `verify.checker`.
+picked from what is compared anyway. A function of the seed only. Called by `verify.checker`.
 """
 
 from __future__ import annotations
@@ -124,114 +124,111 @@ def random_requests(
     count: int, seed: int, vocabulary: Vocabulary, block_size: int, max_model_len: int
 ) -> list[RandomRequest]:
     """`count` requests with ids `r0`, `r1`, ...; no prompt fills `max_model_len`."""
-    draws = random.Random(f"requests {seed}")
+    rng = random.Random(f"requests {seed}")
     longest = min(MAX_PROMPT_LEN, max_model_len - 1)
     documents = [
-        [draws.randrange(vocabulary.size) for _ in range(longest)] for _ in range(_NUM_DOCUMENTS)
+        [rng.randrange(vocabulary.size) for _ in range(longest)] for _ in range(_NUM_DOCUMENTS)
     ]
     return [
-        _request(draws, index, documents, vocabulary, block_size, max_model_len)
+        _request(rng, index, documents, vocabulary, block_size, max_model_len)
         for index in range(count)
     ]
 
 
 def _request(
-    draws: random.Random,
+    rng: random.Random,
     index: int,
     documents: list[list[int]],
     vocabulary: Vocabulary,
     block_size: int,
     max_model_len: int,
 ) -> RandomRequest:
-    prompt = _prompt(draws, documents, vocabulary.size, block_size)
-    room = max_model_len - len(prompt)
+    prompt = _prompt(rng, documents, vocabulary.size, block_size)
+    max_output = max_model_len - len(prompt)
     pooling = _POOLINGS.get(index % 16)
     beams = None
     if index % 16 == _BEAMS:
-        beams = _beams(draws)
+        beams = _beams(rng)
         sampling = SamplingParams(
             n=beams.beam_width,
             temperature=0.0,
             max_tokens=beams.max_tokens,
-            logprobs=draws.choice((0, 3)),
-            prompt_logprobs=draws.choice((None, 2)),
+            logprobs=rng.choice((0, 3)),
+            prompt_logprobs=rng.choice((None, 2)),
         )
     else:
-        sampling = _sampling(draws, vocabulary, is_long=index < 5 or index % 32 == 0)
-        sampling = _with_features(draws, sampling, documents, vocabulary, room)
+        sampling = _sampling(rng, vocabulary, is_long=index < 5 or index % 32 == 0)
+        sampling = _with_features(rng, sampling, documents, vocabulary, max_output)
     if pooling is not None or sampling.max_tokens == 0:  # one prompt has one answer
         sampling = replace(sampling, n=1)
     request = Request(
         request_id=f"r{index}",
         prompt_token_ids=prompt,
         sampling=sampling,
-        seed=draws.getrandbits(64),
+        seed=rng.getrandbits(64),
         eos_token_ids=vocabulary.eos_token_ids,
-        priority=draws.choice((0, 0, 0, 1)),
-        cache_salt=draws.choice(("", "", "", "salt")),
+        priority=rng.choice((0, 0, 0, 1)),
+        cache_salt=rng.choice(("", "", "", "salt")),
         pooling=pooling,
     )
     return RandomRequest(request, beams)
 
 
 def _prompt(
-    draws: random.Random, documents: list[list[int]], vocab_size: int, block_size: int
+    rng: random.Random, documents: list[list[int]], vocab_size: int, block_size: int
 ) -> tuple[int, ...]:
-    document = draws.choice(documents)
-    length = _length(draws, len(document), block_size)
-    if draws.random() < 0.7:
-        num_shared = min(length, _length(draws, len(document), block_size))
-    else:
-        num_shared = 0
-    tail = [draws.randrange(vocab_size) for _ in range(length - num_shared)]
+    document = rng.choice(documents)
+    length = _length(rng, len(document), block_size)
+    num_shared = min(length, _length(rng, len(document), block_size)) if rng.random() < 0.7 else 0
+    tail = [rng.randrange(vocab_size) for _ in range(length - num_shared)]
     return (*document[:num_shared], *tail)
 
 
-def _length(draws: random.Random, longest: int, block_size: int) -> int:
-    """Half at block edges and one beside them, half anywhere."""
-    if draws.random() < 0.5:
-        edge = block_size * draws.randint(1, max(1, longest // block_size))
-        length = edge + draws.choice((-1, 0, 1))
+def _length(rng: random.Random, longest: int, block_size: int) -> int:
+    """Half at block edges or one next to them, half anywhere."""
+    if rng.random() < 0.5:
+        edge = block_size * rng.randint(1, max(1, longest // block_size))
+        length = edge + rng.choice((-1, 0, 1))
     else:
-        length = draws.randint(1, longest)
+        length = rng.randint(1, longest)
     return min(max(length, 1), longest)
 
 
-def _beams(draws: random.Random) -> BeamSearchParams:
+def _beams(rng: random.Random) -> BeamSearchParams:
     return BeamSearchParams(
-        beam_width=draws.randint(1, 3),
-        max_tokens=draws.randint(1, 8),
-        ignore_eos=draws.random() < 0.5,
-        length_penalty=draws.choice((1.0, 0.0, -0.5, 2.0)),
-        early_stopping=draws.random() < 0.5,
+        beam_width=rng.randint(1, 3),
+        max_tokens=rng.randint(1, 8),
+        ignore_eos=rng.random() < 0.5,
+        length_penalty=rng.choice((1.0, 0.0, -0.5, 2.0)),
+        early_stopping=rng.random() < 0.5,
     )
 
 
-def _sampling(draws: random.Random, vocabulary: Vocabulary, is_long: bool) -> SamplingParams:
+def _sampling(rng: random.Random, vocabulary: Vocabulary, is_long: bool) -> SamplingParams:
     def sometimes(probability: float, value: float, otherwise: float) -> float:
-        return value if draws.random() < probability else otherwise
+        return value if rng.random() < probability else otherwise
 
     def tokens(probability: float, most: int) -> tuple[int, ...]:
         size = vocabulary.size
-        has_any = draws.random() < probability
-        return tuple(draws.sample(range(size), min(most, size // 4))) if has_any else ()
+        has_any = rng.random() < probability
+        return tuple(rng.sample(range(size), min(most, size // 4))) if has_any else ()
 
-    max_tokens: int | None = draws.randint(3, 7)
+    max_tokens: int | None = rng.randint(3, 7)
     if is_long:
-        max_tokens = draws.choice((None, draws.randint(LONG_OUTPUTS, MAX_OUTPUTS)))
+        max_tokens = rng.choice((None, rng.randint(LONG_OUTPUTS, MAX_OUTPUTS)))
     penalised = 0.5 if is_long else 0.15
     biased, stops, asked_ids = tokens(0.1, 3), tokens(0.1, 20), tokens(0.1, 4)
     stop_strings: list[str] = []
-    if vocabulary.texts and draws.random() < 0.15:
-        stop_strings = draws.sample(_STOPS, 2) + draws.choices(vocabulary.texts, k=10)
-    prompt_logprobs = draws.choice((0, 2)) if draws.random() < 0.15 else None
-    if prompt_logprobs is not None and draws.random() < 0.2:
+    if vocabulary.texts and rng.random() < 0.15:
+        stop_strings = rng.sample(_STOPS, 2) + rng.choices(vocabulary.texts, k=10)
+    prompt_logprobs = rng.choice((0, 2)) if rng.random() < 0.15 else None
+    if prompt_logprobs is not None and rng.random() < 0.2:
         max_tokens = 0
     return SamplingParams(
-        n=draws.choice((2, 2, 3)) if draws.random() < 0.08 else 1,
-        temperature=draws.choice((0.0, 0.8, 0.8, 1.3)) if draws.random() < 0.6 else 0.0,
+        n=rng.choice((2, 2, 3)) if rng.random() < 0.08 else 1,
+        temperature=rng.choice((0.0, 0.8, 0.8, 1.3)) if rng.random() < 0.6 else 0.0,
         top_p=sometimes(0.3, 0.9, 1.0),
-        top_k=20 if draws.random() < 0.2 else 0,
+        top_k=20 if rng.random() < 0.2 else 0,
         min_p=sometimes(0.1, 0.05, 0.0),
         presence_penalty=sometimes(penalised, 1.5, 0.0),
         frequency_penalty=sometimes(penalised, 1.0, 0.0),
@@ -239,67 +236,67 @@ def _sampling(draws: random.Random, vocabulary: Vocabulary, is_long: bool) -> Sa
         logit_bias=dict(zip(biased, (3.0, -100.0, 0.5), strict=False)),
         allowed_token_ids=tokens(0.05, 30),
         max_tokens=max_tokens,
-        min_tokens=draws.randint(1, 3) if max_tokens != 0 and draws.random() < 0.2 else 0,
+        min_tokens=rng.randint(1, 3) if max_tokens != 0 and rng.random() < 0.2 else 0,
         stop=tuple(stop_strings),
         stop_token_ids=stops,
-        include_stop_str_in_output=draws.random() < 0.5,
-        ignore_eos=draws.random() < 0.5,
-        skip_special_tokens=draws.random() < 0.5,
-        logprobs=draws.choice((0, 0, 3)),
+        include_stop_str_in_output=rng.random() < 0.5,
+        ignore_eos=rng.random() < 0.5,
+        skip_special_tokens=rng.random() < 0.5,
+        logprobs=rng.choice((0, 0, 3)),
         logprob_token_ids=asked_ids,
         prompt_logprobs=prompt_logprobs,
     )
 
 
 def _with_features(
-    draws: random.Random,
+    rng: random.Random,
     sampling: SamplingParams,
     documents: list[list[int]],
     vocabulary: Vocabulary,
-    room: int,
+    max_output: int,
 ) -> SamplingParams:
-    """About half of the requests as they are, the others with one to three of what has a state, or
-    draws, of its own. `room` tokens are left for the output.
+    """About half of the requests unchanged, the others with one to three features that have their
+    own state or random numbers. `max_output` tokens of the context remain for the output.
     """
-    if draws.random() < 0.5 or sampling.max_tokens == 0:
+    if rng.random() < 0.5 or sampling.max_tokens == 0:
         return sampling
     names = ["typical", "xtc", "dry", "bad words", "thinking"]
     names += ["grammar"] * vocabulary.has_grammars
-    chosen = draws.sample(names, draws.randint(1, 3))
+    chosen = rng.sample(names, rng.randint(1, 3))
     follows_grammar = "grammar" in chosen
-    words = tuple(
-        tuple(draws.choices(draws.choice(documents), k=draws.randint(1, 2))) for _ in range(8)
-    )
+    words = tuple(tuple(rng.choices(rng.choice(documents), k=rng.randint(1, 2))) for _ in range(8))
     thinks = "thinking" in chosen
     # a grammar may follow a reasoning that nothing bounds
-    has_budget = thinks and not (follows_grammar and draws.random() < 0.3)
+    has_budget = thinks and not (follows_grammar and rng.random() < 0.3)
     needs_draws = {"typical", "xtc"} & set(chosen) and not sampling.temperature
     return replace(
         sampling,
         temperature=0.8 if needs_draws else sampling.temperature,
         typical_p=0.8 if "typical" in chosen else 1.0,
         xtc_probability=0.5 if "xtc" in chosen else 0.0,
-        xtc_threshold=draws.choice((0.1, 0.02)),
+        xtc_threshold=rng.choice((0.1, 0.02)),
         dry_multiplier=0.8 if "dry" in chosen else 0.0,
-        dry_base=draws.choice((1.75, 1.2)),
-        dry_allowed_length=draws.choice((1, 2)),
-        dry_range=draws.choice((0, 20)),
-        thinking_budget=draws.randint(0, 6) if has_budget else None,
-        grammar=draws.choice(_GRAMMARS) if follows_grammar else None,
+        dry_base=rng.choice((1.75, 1.2)),
+        dry_allowed_length=rng.choice((1, 2)),
+        dry_range=rng.choice((0, 20)),
+        thinking_budget=rng.randint(0, 6) if has_budget else None,
+        grammar=rng.choice(_GRAMMARS) if follows_grammar else None,
         allowed_token_ids=() if follows_grammar else sampling.allowed_token_ids,
         ignore_eos=sampling.ignore_eos and not follows_grammar,
         in_tokens=TokenForms(
             bad_words=words if "bad words" in chosen else (),
             dry_breakers=words[:3],
-            reasoning=_reasoning(draws, vocabulary) if thinks else None,
-            max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+            reasoning=_reasoning(rng, vocabulary) if thinks else None,
+            max_tokens=max_output
+            if sampling.max_tokens is None
+            else min(max_output, sampling.max_tokens),
         ),
     )
 
 
-def _reasoning(draws: random.Random, vocabulary: Vocabulary) -> ReasoningTokens:
+def _reasoning(rng: random.Random, vocabulary: Vocabulary) -> ReasoningTokens:
     """Tags of any tokens; the closing one has two, or comes in one."""
-    opening, first, second, closing, blank = draws.sample(range(vocabulary.size), 5)
+    opening, first, second, closing, blank = rng.sample(range(vocabulary.size), 5)
     pieces = {
         opening: b"<think>",
         first: b"</",
@@ -308,5 +305,5 @@ def _reasoning(draws: random.Random, vocabulary: Vocabulary) -> ReasoningTokens:
         blank: b"\n",
     }
     return ReasoningTokens(
-        b"<think>", b"</think>", (first, second), pieces, starts_open=draws.random() < 0.7
+        b"<think>", b"</think>", (first, second), pieces, starts_open=rng.random() < 0.7
     )

@@ -1,8 +1,9 @@
-"""Drives one scheduler and one runner over some requests, step by step, on a counted clock.
+"""Runs one scheduler and one runner over some requests, step by step, on a counted clock.
 
-The exactness checker's engine: the parts that compute, read text and search beams are the live
-ones, threads and real time are left out, so that a run is a function of its arguments. Called by
-`verify.checker`.
+The exactness checker's engine, called by `verify.checker`. It computes, reads text and searches
+beams with the engine's own parts, but without threads and real time, so that a run is a function of
+its arguments. The beams of a search (`engine.beam_search`) are requests to the run's scheduler; the
+loop runs the search's task between steps.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import asyncio
 import enum
 import struct
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import msgspec
+from msgspec import structs
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
@@ -21,6 +23,8 @@ from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import LinearCostModel
 from quickstep.core.policies import make_policy
 from quickstep.core.scheduler import Scheduler
+from quickstep.engine.beam_search import BeamSearch, BeamSearchParams, Hypothesis
+from quickstep.engine.stream import Delta
 from quickstep.engine.text.output_text import OutputText
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
@@ -31,22 +35,135 @@ from quickstep.runtime.sampling.grammar import NewMatcher
 from quickstep.types import (
     FinishReason,
     Phase,
+    Request,
     SequenceOutput,
     StepPlan,
     StepResult,
     TokenLogprobs,
 )
-from quickstep.verify.beam_search import RunningSearch
 from quickstep.verify.requests import RandomRequest
 
-__all__ = ["Event", "RunCounts", "Signal", "Trace", "run_requests"]
+__all__ = [
+    "Event",
+    "RunCounts",
+    "RunningSearch",
+    "Signal",
+    "Trace",
+    "run_requests",
+]
 
-_STEP_S = 1e-3  # what each step pretends to take: measured time would make runs differ
+
+class _BeamStream:
+    """The deltas of one beam's request: a `Continuation`."""
+
+    def __init__(self, abort: Callable[[], object]) -> None:
+        self._abort = abort
+        self._deltas: deque[Delta] = deque()
+        self._arrived = asyncio.Event()
+        self.is_over = False
+
+    def put(self, output: SequenceOutput) -> None:
+        """Add an output of the scheduler."""
+        self._deltas.append(
+            Delta(
+                output.index,
+                token_ids=output.token_ids,
+                logprobs=output.logprobs,
+                finish_reason=output.finish_reason,
+                error=output.error,
+                prompt_logprobs=output.prompt_logprobs,
+            )
+        )
+        self.is_over = output.finish_reason is not None
+        self._arrived.set()
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """`Continuation.__aiter__`."""
+        while self._deltas or not self.is_over:
+            await self._arrived.wait()
+            self._arrived.clear()
+            while self._deltas:
+                yield self._deltas.popleft()
+
+    async def accepted(self) -> None:
+        """Returns at once: the scheduler accepts every request."""
+
+    async def aclose(self) -> None:
+        """`Continuation.aclose`."""
+        if not self.is_over:
+            self._abort()
+
+
+class RunningSearch:
+    """One search under way. `add` and `abort` are the scheduler's, by request and by its id."""
+
+    def __init__(
+        self,
+        request: Request,
+        params: BeamSearchParams,
+        limits: tuple[int, int],
+        add: Callable[[Request], None],
+        abort: Callable[[str], object],
+    ) -> None:
+        """`limits`: longest sequence and vocabulary."""
+        self._request = request
+        self._add = add
+        self._abort = abort
+        self._streams: dict[str, _BeamStream] = {}
+        max_model_len, vocab_size = limits
+        self._search = BeamSearch(
+            self._submit,
+            request,
+            params,
+            request.eos_token_ids,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+        )
+        self._search.start()
+        self._task = asyncio.ensure_future(self._search.run())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the hypotheses are known."""
+        return self._task.done()
+
+    @property
+    def live_ids(self) -> list[str]:
+        """The requests of the beams that run."""
+        return [name for name, stream in self._streams.items() if not stream.is_over]
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
+        """Of the prompt, after the search."""
+        return self._search.prompt_logprobs
+
+    def hypotheses(self) -> tuple[Hypothesis, ...]:
+        """The result, once done. Raises EngineError."""
+        return self._task.result()
+
+    def put(self, output: SequenceOutput) -> None:
+        """Add the output of one of the beams' requests."""
+        self._streams[output.request_id].put(output)
+
+    def cancel(self) -> None:
+        """Abort the beams that run."""
+        self._task.cancel()
+        for name in self.live_ids:
+            self._abort(name)
+
+    def _submit(self, request: Request) -> _BeamStream:
+        name = f"{self._request.request_id}/{len(self._streams)}"
+        stream = self._streams[name] = _BeamStream(lambda: self._abort(name))
+        self._add(structs.replace(request, request_id=name))
+        return stream
+
+
+_STEP_S = 1e-3  # the assumed time of each step: measured time would make runs differ
 _SEARCH_TURNS = 8  # of the loop between two steps: a search has read its beams and sent the next
 
 
 class Trace(msgspec.Struct):
-    """What one sequence gave: token ids, the bits of each token's logprobs, and its end; of its
+    """The output of one sequence: token ids, the bits of each token's logprobs, and its end; of its
     prompt the bits of each token's score, and of its embedding; the text where it may end in a stop
     string.
     """

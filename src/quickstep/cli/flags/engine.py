@@ -1,4 +1,4 @@
-"""The flags that describe an engine, shared by the commands that open one. Names are vLLM's."""
+"""The flags of an engine, shared by the commands that open one. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -36,22 +36,25 @@ _DTYPES = {
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """`MODEL` or `--model`, as vLLM takes either."""
+    """Add `MODEL` and `--model`; as in vLLM, either names the model."""
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="a directory, a hub id or demo (default)"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a directory, a Hugging Face id, or demo (default)",
     )
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as MODEL")
 
 
 def model_of(args: argparse.Namespace) -> str:
-    """The model that was named, once. Raises ConfigError for two names."""
+    """The model of `MODEL` or `--model`. Raises ConfigError for two different names."""
     if args.model and args.model_flag and args.model != args.model_flag:
         raise ConfigError(f"MODEL is {args.model} and --model is {args.model_flag}; give one")
     return args.model or args.model_flag or LoadConfig().model
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Everything of `EngineConfig` but the model's name, which each command takes in its way."""
+    """Add the flags of `EngineConfig` except the model's name, which differs between commands."""
     _add_load_flags(parser.add_argument_group("model"))
     _add_cache_flags(parser.add_argument_group("KV cache"))
     _add_scheduler_flags(parser.add_argument_group("scheduler"))
@@ -64,20 +67,20 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
         "--dtype",
         choices=list(_DTYPES),
         default=defaults.dtype,
-        help="weights and activations; auto takes the checkpoint's (default: %(default)s)",
+        help="dtype of weights and activations; auto uses the checkpoint's (default: %(default)s)",
     )
     group.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="round the matrices as they are loaded, and compute in integers (default: do not)",
+        help="quantize the weights while loading, and compute in integers (default: do not)",
     )
     group.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default=defaults.device,
-        help="where to run (default: %(default)s)",
+        help="device to run on (default: %(default)s)",
     )
-    group.add_argument("--offline", action="store_true", help="never touch the network")
+    group.add_argument("--offline", action="store_true", help="never use the network")
     group.add_argument(
         "--enforce-eager",
         action="store_true",
@@ -92,21 +95,21 @@ def _add_load_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--pin-threads",
         action="store_true",
-        help="keep each thread of the kernels on a CPU of its own, cores before their second "
-        "threads; for machines that run nothing else",
+        help="pin each kernel thread to its own CPU, one per physical core first; only for "
+        "machines that run nothing else",
     )
     group.add_argument(
         "--max-model-len",
         type=token_count,
         metavar="TOKENS",
-        help="longest sequence, prompt and output, such as 8192 or 8k "
-        "(default: the model's longest, as far as the KV cache holds it)",
+        help="longest sequence, prompt and output together, such as 8192 or 8k (default: the "
+        "model's limit, or less if the KV cache is smaller)",
     )
     group.add_argument(
         "--allow-long-context",
         action="store_true",
-        help="let --max-model-len be above the model's limit: its positions are scaled (YaRN), "
-        "and answers may suffer",
+        help="allow --max-model-len above the model's limit: positions are scaled (YaRN), which "
+        "may reduce quality",
     )
 
 
@@ -123,37 +126,37 @@ def _add_cache_flags(group: argparse._ArgumentGroup) -> None:
         "--num-blocks",
         type=positive_int,
         metavar="N",
-        help="KV blocks (default: what memory holds)",
+        help="number of KV blocks (default: as many as fit in memory)",
     )
     group.add_argument(
         "--kv-cache-memory-bytes",
         type=bytes_size,
         metavar="SIZE",
-        help="memory for the KV cache, such as 500M or 2GiB (default: what is free)",
+        help="memory for the KV cache, such as 500M or 2GiB (default: the free memory)",
     )
     group.add_argument(
         "--memory-bytes",
         type=bytes_size,
         metavar="SIZE",
-        help="cap on the engine's memory, weights included (default: what is free)",
+        help="limit of the engine's memory, weights included (default: the free memory)",
     )
     add_kv_cache_dtype(group)
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=defaults.prefix_caching,
-        help="keep full blocks of ended sequences for later prompts (default: on)",
+        help="keep full blocks of finished sequences for later prompts (default: on)",
     )
 
 
 def add_kv_cache_dtype(group: argparse._ActionsContainer) -> None:
-    """`--kv-cache-dtype`."""
+    """Add `--kv-cache-dtype`."""
     group.add_argument(
         "--kv-cache-dtype",
         choices=KV_DTYPES,
         default=CacheConfig().kv_dtype,
-        help="what keys and values are held in; int8 has a scale for each token and head, auto is "
-        "the dtype of the weights (default: %(default)s)",
+        help="dtype of keys and values; int8 has a scale per token and head, auto is the dtype of "
+        "the weights (default: %(default)s)",
     )
 
 
@@ -164,27 +167,27 @@ def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
         type=positive_int,
         default=defaults.max_num_seqs,
         metavar="N",
-        help="sequences in a batch (default: %(default)s)",
+        help="largest number of sequences in a batch (default: %(default)s)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
         type=token_count,
         default=defaults.max_num_batched_tokens,
         metavar="TOKENS",
-        help="tokens in a step, prefill and decode together (default: %(default)s)",
+        help="largest number of tokens in a step, prefill and decode (default: %(default)s)",
     )
     group.add_argument(
         "--max-waiting",
         type=positive_int,
         metavar="N",
-        help="sequences in the queue beyond which the answer is 429; a request has n of them "
-        "(default: 16384 for serve, else no limit)",
+        help="largest number of waiting sequences, beyond which the server responds 429; a request "
+        "has n sequences (default: 16384 for serve, otherwise no limit)",
     )
     group.add_argument(
         "--scheduling-policy",
         choices=[policy.value for policy in PolicyName],
         default=defaults.policy.value,
-        help="how a step's tokens are split between the phases (default: %(default)s)",
+        help="how a step's tokens are split between prefill and decode (default: %(default)s)",
     )
     group.add_argument(
         "--pipeline-depth",
@@ -198,15 +201,14 @@ def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=defaults.inter_token_target_s,
         metavar="SECONDS",
-        help="step time that the policy `mixed` keeps prefill under (default: %(default)s)",
+        help="step time that the policy `mixed` limits prefill to (default: %(default)s)",
     )
     group.add_argument(
         "--priority-aging-s",
         type=float,
         default=defaults.priority_aging_s,
         metavar="SECONDS",
-        help="time since its arrival for which a request gains one level of priority "
-        "(default: %(default)s)",
+        help="waiting time that raises a request by one level of priority (default: %(default)s)",
     )
 
 
@@ -248,16 +250,16 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
 
 
 def add_format_flags(group: argparse._ActionsContainer) -> None:
-    """`--tool-call-parser` and `--reasoning-parser`; the names are vLLM's."""
+    """Add `--tool-call-parser` and `--reasoning-parser`; the names are vLLM's."""
     group.add_argument(
         "--tool-call-parser",
         metavar="NAME",
         help="format of tool calls: hermes, llama3_json, pythonic, mistral, deepseek_v3, granite, "
-        "harmony, or none (default: what the chat template tells)",
+        "harmony, or none (default: detected in the chat template)",
     )
     group.add_argument(
         "--reasoning-parser",
         metavar="NAME",
-        help="format of reasoning: think, mistral, harmony, or none (default: what the chat "
-        "template tells)",
+        help="format of reasoning: think, mistral, harmony, or none (default: detected in the chat "
+        "template)",
     )

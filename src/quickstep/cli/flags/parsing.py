@@ -1,4 +1,4 @@
-"""What argparse lacks: one-sentence errors that name the nearest flag, and sizes such as 2G."""
+"""Argument parsing: errors in one sentence that suggest the nearest flag, sizes such as 2G."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that takes no abbreviations and suggests what was meant."""
+    """An ArgumentParser without abbreviations that suggests the nearest flag or choice."""
 
     def __init__(self, prog: str | None = None, **texts: str | None) -> None:
         super().__init__(
@@ -29,12 +29,12 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """One sentence, exit code 2."""
+        """Print one sentence and exit with code 2."""
         print(f"{self.prog}: {_with_suggestion(message)}", file=sys.stderr)
         raise SystemExit(2)
 
-    def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Name the first unknown argument, and the nearest flag."""
+    def reject(self, unknown: Sequence[str]) -> NoReturn:
+        """Report the first unknown argument, and suggest the nearest flag."""
         name = unknown[0].partition("=")[0]
         if not name.startswith("-"):
             self.error(f"{name!r} is one argument too many; see {self.prog} --help")
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _with_suggestion(message: str) -> str:
-    """Argparse's sentence, and the nearest choice if it lists choices."""
+    """Argparse's sentence; if it lists choices, with the nearest one."""
     wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message)
     if not wrong:
         return message
@@ -63,14 +63,14 @@ def command(
     text: str,
     run: Callable[[argparse.Namespace], int],
 ) -> Parser:
-    """A subcommand's parser, wired to its `run`."""
+    """Add a subcommand that calls `run`."""
     parser = subparsers.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run, parser=parser)
     return parser
 
 
 def bytes_size(text: str) -> int:
-    """`4000000`, `4M`, `2GiB`: a size in bytes."""
+    """Parse a size in bytes: `4000000`, `4M` or `2GiB`."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 4000000, 500M or 2GiB")
@@ -82,7 +82,7 @@ def bytes_size(text: str) -> int:
 
 
 def token_count(text: str) -> int:
-    """`8192`, `8k` (thousands) or `8Ki`: a number of tokens, as vLLM reads it."""
+    """Parse a number of tokens: `8192`, `8k` (thousands) or `8Ki`, as in vLLM."""
     match = _SIZE.fullmatch(text.strip())
     if not match or text.strip().lower().endswith("b"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a count, such as 8192 or 8k")
@@ -90,16 +90,16 @@ def token_count(text: str) -> int:
 
 
 def positive_int(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse an integer of at least 1."""
     try:
         value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
     return value
 
 
 def positive_or_all(text: str) -> int:
-    """A whole number of at least 1, or -1 for no limit."""
+    """Parse an integer of at least 1, or -1 for no limit."""
     return -1 if text.strip() == "-1" else positive_int(text)

@@ -1,7 +1,4 @@
-"""Formats of weights and of the KV cache by the names that commands take, such as `int8-g32`.
-
-Read by `bench`, `bench accuracy` and `verify`, so that one word means one format in all of them.
-"""
+"""Short names of weight and KV formats, such as `int8-g32`, for `bench` and `verify`."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ __all__ = ["KV_FORMATS", "WEIGHT_FORMATS", "FormatPair", "WeightFormat", "format
 
 
 class WeightFormat(NamedTuple):
-    """What `--dtype` and `--quantization` say; codes stand beside the checkpoint's dtype."""
+    """The values of `--dtype` and `--quantization` that a name stands for."""
 
     dtype: str
     quantization: str | None
 
 
 class FormatPair(NamedTuple):
-    """A name of WEIGHT_FORMATS, and one of KV_FORMATS."""
+    """Keys of WEIGHT_FORMATS and KV_FORMATS."""
 
     weights: str
     kv: str
@@ -45,7 +42,7 @@ KV_FORMATS: Mapping[str, str] = MappingProxyType(
 
 
 def format_pairs(text: str) -> tuple[FormatPair, ...]:
-    """`all`, or `WEIGHTS` (with every KV format) and `WEIGHTS/KV` with commas between.
+    """Parse `all`, or a list of `WEIGHTS` (with every KV format) and `WEIGHTS/KV`.
 
     Raises:
         argparse.ArgumentTypeError: A name is unknown.
@@ -66,5 +63,5 @@ def format_pairs(text: str) -> tuple[FormatPair, ...]:
 def _check(name: str, known: Mapping[str, object], what: str) -> None:
     if name not in known:
         raise argparse.ArgumentTypeError(
-            f"{name!r} is no format of {what}; there are {', '.join(known)}"
+            f"{name!r} is not a format of {what}; known are {', '.join(known)}"
         )

@@ -1,7 +1,7 @@
-"""The flags of `generate` and `chat` that choose tokens. Names are vLLM's and llama.cpp's.
+"""The sampling flags of `generate` and `chat`. Names are vLLM's and llama.cpp's.
 
-A flag goes before `--preset`, the preset before the checkpoint's own values; what none of them
-sets is greedy, since a command should say the same twice.
+A flag overrides `--preset`, which overrides the checkpoint's defaults. Without any of them,
+temperature is 0, so that a command prints the same every time.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from quickstep.cli.flags.parsing import positive_int
 from quickstep.sampling_params import PRESETS, SamplingField, preset_values, sampling_fields
 from quickstep.types import SamplingParams
 
-__all__ = ["add_sampling_flags", "sampling_params", "say_defaults"]
+__all__ = ["add_sampling_flags", "print_defaults", "sampling_params"]
 
 _TEXT_FLAGS = ("stop", "bad_words", "dry_sequence_breakers")
-# Numbers with a flag of another form, or with none.
+# Numbers whose flag is different, or that have none.
 _OTHERS = ("n", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 
 
 def _number_flags() -> dict[str, SamplingField]:
-    """The fields with a flag of the same name that takes a number."""
+    """The sampling fields that have a flag of the same name with a number."""
     known = sampling_fields()
     return {name: known[name] for name in known if known[name].kind and name not in _OTHERS}
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Flags, with the command's own default of `--max-tokens`."""
+    """Add the flags; each command has its own default of `--max-tokens`."""
     group = parser.add_argument_group(
-        "sampling", "What is not given has the model's own value; temperature 0 if it has none."
+        "sampling", "Defaults are the model's own, and temperature 0 if it has none."
     )
     group.add_argument(
         "--max-tokens",
         type=positive_int,
         default=max_tokens,
         metavar="N",
-        help="output tokens at most (default: %(default)s)",
+        help="largest number of output tokens (default: %(default)s)",
     )
     group.add_argument(
-        "--preset", choices=list(PRESETS), help="temperature and top-p of a kind of task"
+        "--preset", choices=list(PRESETS), help="temperature and top-p for a kind of task"
     )
     for name, field in _number_flags().items():
         flag = "--" + name.replace("_", "-")
@@ -51,16 +51,18 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int) -> None
         text = f"{sampling_fields()[name].description} Repeatable."
         group.add_argument(flag, action="append", metavar="TEXT", help=text)
     group.add_argument(
-        "--seed", type=int, metavar="N", help="noise seed (default: drawn, --json tells it)"
+        "--seed", type=int, metavar="N", help="sampling seed (default: random; --json prints it)"
     )
-    group.add_argument("--ignore-eos", action="store_true", help="do not end at the end token")
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="continue after the model's end token"
+    )
 
 
 def sampling_params(
     args: argparse.Namespace, defaults: Mapping[str, float], n: int = 1
 ) -> SamplingParams:
-    """The flags as parameters, over the checkpoint's own defaults. Raises RequestError."""
-    given: dict[str, Any] = {
+    """Sampling parameters from the flags and the checkpoint's `defaults`. Raises RequestError."""
+    values: dict[str, Any] = {
         name: value for name in _number_flags() if (value := getattr(args, name)) is not None
     }
     texts = {name: tuple(texts) for name in _TEXT_FLAGS if (texts := getattr(args, name))}
@@ -69,7 +71,7 @@ def sampling_params(
             "temperature": 0.0,
             **defaults,
             **preset_values(args.preset),
-            **given,
+            **values,
             **texts,
             "max_tokens": args.max_tokens,
         },
@@ -79,9 +81,9 @@ def sampling_params(
     )
 
 
-def say_defaults(defaults: Mapping[str, float]) -> None:
-    """Tell on stderr which of the checkpoint's own values hold where no flag is given."""
+def print_defaults(defaults: Mapping[str, float]) -> None:
+    """Print the checkpoint's own sampling defaults to stderr."""
     values = {name: value for name, value in defaults.items() if name != "max_tokens"}
     if values:
-        told = ", ".join(f"{name} {value:g}" for name, value in values.items())
-        print(f"the model's own sampling defaults: {told}", file=sys.stderr)
+        text = ", ".join(f"{name} {value:g}" for name, value in values.items())
+        print(f"the model's own sampling defaults: {text}", file=sys.stderr)

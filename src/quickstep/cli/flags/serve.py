@@ -1,4 +1,4 @@
-"""The flags of `quickstep serve` that are about HTTP: who may call, bounds, TLS, log."""
+"""The flags of `quickstep serve` about HTTP: access, limits, stored files, TLS, log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quickstep.cli.flags.files import batch_options, file_options
 from quickstep.cli.flags.parsing import bytes_size, positive_int, positive_or_all
 from quickstep.cli.launch_ahead import KEY_VARIABLE
 from quickstep.config import InputConfig, StreamConfig
@@ -31,58 +30,81 @@ __all__ = [
 _LOG = logging.getLogger("quickstep.cli")
 _LEVELS = ("debug", "info", "warning", "error")
 
-# flag -> (field of RequestLimits, type, default as shown, help)
+# flag -> (field of RequestLimits, type, default as text, help)
 _LIMITS = (
     ("--max-body-bytes", "body_bytes", bytes_size, "4MiB", "largest request body"),
     ("--max-header-bytes", "header_bytes", bytes_size, "32KiB", "request line and headers"),
     ("--max-url-bytes", "url_bytes", bytes_size, "8KiB", "path and query"),
-    ("--max-json-depth", "json_depth", positive_int, "64", "nested objects and lists of a body"),
+    ("--max-json-depth", "json_depth", positive_int, "64", "nesting depth of a body"),
     ("--max-n", "n", positive_int, "32", "choices per prompt"),
     ("--max-prompts", "prompts", positive_int, "256", "prompts per request"),
-    ("--max-sequences", "sequences", positive_int, "512", "prompts times choices of a request"),
+    ("--max-sequences", "sequences", positive_int, "512", "prompts times choices per request"),
     (
         "--max-request-tokens",
         "tokens",
         positive_int,
         "8388608",
-        "tokens that a request may take in all",
+        "total tokens per request, prompts and outputs",
     ),
     ("--max-stop", "stop", positive_int, "16", "stop strings per request"),
-    ("--max-stop-chars", "stop_chars", positive_int, "256", "characters of a stop string"),
+    ("--max-stop-chars", "stop_chars", positive_int, "256", "characters per stop string"),
     ("--max-logit-bias", "logit_bias", positive_int, "1024", "entries of logit_bias"),
-    ("--max-logprobs", "logprobs", positive_or_all, "20", "alternatives per token, -1 for all"),
+    (
+        "--max-logprobs",
+        "logprobs",
+        positive_or_all,
+        "20",
+        "alternatives per token, -1 for no limit",
+    ),
     ("--max-tools", "tools", positive_int, "128", "functions per request"),
 )
-# flag -> (field of InputConfig, type, default as shown, help)
+# flag -> (field of InputConfig, type, default as text, help)
 _INPUTS = (
-    ("--max-schema-bytes", "schema_bytes", bytes_size, "512KiB", "a JSON schema or a grammar"),
-    ("--max-schema-depth", "schema_depth", positive_int, "32", "levels of a JSON schema"),
-    ("--max-regex-bytes", "regex_bytes", bytes_size, "2KiB", "a regular expression"),
-    ("--grammar-timeout-s", "grammar_s", float, "2", "processor time to compile a grammar"),
-    ("--template-timeout-s", "template_s", float, "1", "processor time to render a conversation"),
+    (
+        "--max-schema-bytes",
+        "schema_bytes",
+        bytes_size,
+        "512KiB",
+        "size of a JSON schema or a grammar",
+    ),
+    ("--max-schema-depth", "schema_depth", positive_int, "32", "nesting depth of a JSON schema"),
+    ("--max-regex-bytes", "regex_bytes", bytes_size, "2KiB", "size of a regular expression"),
+    ("--grammar-timeout-s", "grammar_s", float, "2", "CPU time to compile a grammar, in seconds"),
+    (
+        "--template-timeout-s",
+        "template_s",
+        float,
+        "1",
+        "CPU time to render a chat template, in seconds",
+    ),
 )
 _STREAMS = (
-    ("--max-unread-deltas", positive_int, "256", "pieces of output"),
-    ("--max-unread-bytes", bytes_size, "1MiB", "output"),
+    ("--max-unread-deltas", positive_int, "256", "chunks of output"),
+    ("--max-unread-bytes", bytes_size, "1MiB", "bytes of output"),
 )
 _SECONDS = (
-    ("--keep-alive-timeout-s", "an idle connection between two requests", 5.0),
-    ("--header-timeout-s", "until a request's headers are there", 20.0),
-    ("--upload-timeout-s", "until a request's body is there", 120.0),
-    ("--slow-reader-timeout-s", "a stream that its client does not read; then it is ended", 60.0),
-    ("--stream-comment-s", "after which a silent stream gets a comment; 0 for never", 15.0),
+    ("--keep-alive-timeout-s", "how long an idle connection stays open", 5.0),
+    ("--header-timeout-s", "how long a request's headers may take to arrive", 20.0),
+    ("--upload-timeout-s", "how long a request's body may take to arrive", 120.0),
+    (
+        "--slow-reader-timeout-s",
+        "how long a client may not read a stream before it is aborted",
+        60.0,
+    ),
+    ("--stream-comment-s", "interval of comments in a stream without output; 0 for none", 15.0),
     (
         "--stall-timeout-s",
-        "without progress of the engine's process while requests wait for it; then another is "
-        "started in its place",
+        "how long the engine's process may make no progress while requests wait, before it is "
+        "restarted",
         30.0,
     ),
-    ("--drain-timeout-s", "what SIGTERM leaves to running requests", 30.0),
+    ("--drain-timeout-s", "how long running requests may continue after SIGTERM", 30.0),
 )
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Register the flags in groups."""
+    _add_file_flags(parser.add_argument_group("files and batches"))
     _add_access_flags(parser.add_argument_group("access"))
     _add_request_flags(parser.add_argument_group("requests"))
     group = parser.add_argument_group("connections")
@@ -91,8 +113,8 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=4096,
         metavar="N",
-        help="open at a time; beyond them the answer is 503 (default: %(default)s, less where the "
-        "process may open fewer files)",
+        help="open connections, beyond which the server responds 503 (default: %(default)s, or "
+        "less if the process may open fewer files)",
     )
     for flag, text, default in _SECONDS:
         group.add_argument(
@@ -108,20 +130,23 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
             type=kind,
             default=kind(default_text),
             metavar="N" if kind is positive_int else "SIZE",
-            help=f"{text} that a client may leave unread; beyond it its request is paused until "
-            f"half is left (default: {default_text})",
+            help=f"{text} that a client may leave unread; its request is paused at the limit until "
+            f"half of it is read (default: {default_text})",
         )
     group = parser.add_argument_group("log")
     group.add_argument(
         "--log-format",
         choices=["text", "json"],
         default="text",
-        help="lines of text, or one JSON object a line (default: %(default)s)",
+        help="text, or one JSON object per line (default: %(default)s)",
     )
     group.add_argument(
-        "--log-level", choices=_LEVELS, default="info", help="least level (default: %(default)s)"
+        "--log-level",
+        choices=_LEVELS,
+        default="info",
+        help="lowest level to log (default: %(default)s)",
     )
-    group.add_argument("--access-log", action="store_true", help="one line per request")
+    group.add_argument("--access-log", action="store_true", help="log one line per request")
 
 
 def _add_access_flags(group: argparse._ArgumentGroup) -> None:
@@ -131,91 +156,161 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
         action="extend",
         default=[],
         metavar="KEY",
-        help="KEY or NAME=KEY that clients have to send, or NAME[LOW..HIGH]=KEY with the range of "
-        "its requests' priorities (default: -10..10); also taken from the variable "
-        f"{KEY_VARIABLE}, which no other user can see (default: everybody may call)",
+        help="KEY or NAME=KEY that clients must send, or NAME[LOW..HIGH]=KEY with the range of "
+        "priorities for its requests (default range: -10..10); the environment variable "
+        f"{KEY_VARIABLE} works too, and other users cannot see it (default: no key needed)",
     )
     group.add_argument(
-        "--api-key-file", metavar="FILE", help="such keys, one in each line (NAME:KEY as well)"
+        "--api-key-file", metavar="FILE", help="file of such keys, one per line (also NAME:KEY)"
     )
     group.add_argument(
         "--share-prefix-cache",
         action="store_true",
-        help="let prompts of one API key hit those of another; their clients can then find out "
-        "each other's prompts (default: each key has its own part of the cache)",
+        help="share cached prefixes between API keys; clients may then detect prompts of other "
+        "keys by timing (default: each key has its own part of the cache)",
     )
     group.add_argument(
         "--allowed-origins",
         nargs="+",
         default=[],
         metavar="ORIGIN",
-        help="web pages that browsers may call from, or * (default: none)",
+        help="origins of web pages that may call the server, or * (default: none)",
     )
     group.add_argument("--allowed-methods", nargs="+", default=["*"], metavar="METHOD")
     group.add_argument("--allowed-headers", nargs="+", default=["*"], metavar="HEADER")
     group.add_argument(
-        "--allow-credentials", action="store_true", help="let browsers send cookies along"
+        "--allow-credentials", action="store_true", help="allow browsers to send cookies"
     )
     group.add_argument("--ssl-certfile", metavar="FILE", help="serve https with this certificate")
-    group.add_argument("--ssl-keyfile", metavar="FILE", help="its key, unless it stands beside it")
     group.add_argument(
-        "--ssl-ca-certs", metavar="FILE", help="clients need a certificate signed by one of these"
+        "--ssl-keyfile", metavar="FILE", help="private key, unless it is in --ssl-certfile"
+    )
+    group.add_argument(
+        "--ssl-ca-certs",
+        metavar="FILE",
+        help="require client certificates that one of these signed",
     )
     group.add_argument(
         "--root-path",
         default="",
         metavar="PATH",
-        help="path that a proxy in front cuts off, such as /llm",
+        help="path prefix that a proxy removes, such as /llm",
     )
 
 
 def _add_request_flags(group: argparse._ArgumentGroup) -> None:
-    for flag, name, kind, shown, text in (*_LIMITS, *_INPUTS):
-        default = kind(shown)
+    for flag, name, kind, default_text, text in (*_LIMITS, *_INPUTS):
+        default = kind(default_text)
         group.add_argument(
             flag, dest=f"limit_{name}", type=kind, default=default, metavar="N",
-            help=f"{text} (default: {shown})",
+            help=f"{text} (default: {default_text})",
         )  # fmt: skip
     group.add_argument(
         "--unknown-fields",
         choices=["report", "refuse"],
         default="report",
-        help="of a request: drop them and report them, or answer 400 (default: %(default)s)",
+        help="unknown fields of a request: ignore and report them, or respond 400 "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--strict",
         action="store_true",
-        help="answer 400 for unknown fields and for hints that have no effect",
+        help="respond 400 for unknown fields, and for known fields that have no effect",
     )
     group.add_argument(
         "--enable-force-include-usage",
         action="store_true",
-        help="every stream of chat and completions ends with its usage",
+        help="end every stream of chat and completions with its usage",
     )
     group.add_argument(
         "--enable-per-request-metrics",
         action="store_true",
-        help="answers of chat and completions tell how long their parts took",
+        help="add timings to responses of chat and completions",
     )
     group.add_argument(
         "--default-timeout-s",
         type=float,
         metavar="SECONDS",
-        help="for requests without timeout_s; then what they have is the answer (default: none)",
+        help="time limit of requests without timeout_s; at the limit they return what is generated "
+        "(default: none)",
     )
     group.add_argument(
-        "--max-timeout-s", type=float, metavar="SECONDS", help="largest timeout_s (default: none)"
+        "--max-timeout-s",
+        type=float,
+        metavar="SECONDS",
+        help="largest timeout_s of a request (default: none)",
+    )
+
+
+def _add_file_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--files-dir",
+        metavar="DIR",
+        help="directory of uploaded files and batch outputs (default: a temporary directory)",
+    )
+    group.add_argument(
+        "--max-file-bytes",
+        type=bytes_size,
+        default=100 * 1024 * 1024,
+        metavar="SIZE",
+        help="largest uploaded file (default: 100MiB)",
+    )
+    group.add_argument(
+        "--max-files-bytes",
+        type=bytes_size,
+        default=1024 * 1024 * 1024,
+        metavar="SIZE",
+        help="total size of all files (default: 1GiB)",
+    )
+    group.add_argument(
+        "--max-files-bytes-per-key",
+        type=bytes_size,
+        default=512 * 1024 * 1024,
+        metavar="SIZE",
+        help="total size of the files of one API key (default: 512MiB)",
+    )
+    group.add_argument(
+        "--max-files-per-key",
+        type=positive_int,
+        default=500,
+        metavar="N",
+        help="number of files of one API key (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-stored-responses",
+        type=positive_int,
+        default=4096,
+        metavar="N",
+        help="responses stored for previous_response_id; the least recently used are dropped "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-stored-response-bytes",
+        type=bytes_size,
+        default=64 * 1024 * 1024,
+        metavar="SIZE",
+        help="total size of the stored responses (default: 64MiB)",
+    )
+    group.add_argument(
+        "--batch-concurrency",
+        type=positive_int,
+        default=32,
+        metavar="N",
+        help="batch requests that run at the same time; other requests go first "
+        "(default: %(default)s)",
     )
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
-    """The flags as options. Raises ConfigError."""
+    """The options of the server. Raises ConfigError."""
     from quickstep.server.options import (
         AnswerOptions,
+        BatchOptions,
         ConnectionOptions,
         CorsOptions,
         Deadlines,
         FieldRules,
+        FileOptions,
         ServerOptions,
         TlsOptions,
     )
@@ -253,8 +348,14 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         share_prefix_cache=args.share_prefix_cache,
         root_path=args.root_path,
         access_log=args.access_log,
-        files=file_options(args),
-        batches=batch_options(args),
+        files=FileOptions(
+            directory=Path(args.files_dir) if args.files_dir else None,
+            file_bytes=args.max_file_bytes,
+            total_bytes=args.max_files_bytes,
+            bytes_per_key=args.max_files_bytes_per_key,
+            files_per_key=args.max_files_per_key,
+        ),
+        batches=BatchOptions(concurrency=args.batch_concurrency),
         stored_responses=args.max_stored_responses,
         stored_response_bytes=args.max_stored_response_bytes,
         stall_s=args.stall_timeout_s,
@@ -265,18 +366,18 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 
 
 def input_config(args: argparse.Namespace) -> InputConfig:
-    """What preparing a request may take. Raises ConfigError."""
+    """The limits of preparing a request. Raises ConfigError."""
     values = vars(args)
     return InputConfig(**{name: values[f"limit_{name}"] for _, name, *_ in _INPUTS})
 
 
 def stream_config(args: argparse.Namespace) -> StreamConfig:
-    """What a client may leave unread. Raises ConfigError."""
+    """The limits of unread output. Raises ConfigError."""
     return StreamConfig(args.max_unread_deltas, args.max_unread_bytes)
 
 
 def log_setup(args: argparse.Namespace) -> LogSetup:
-    """How both processes log."""
+    """The log configuration of both processes."""
     from quickstep.engine.logs import LogSetup
 
     level = logging.getLevelNamesMapping()[args.log_level.upper()]
@@ -284,23 +385,24 @@ def log_setup(args: argparse.Namespace) -> LogSetup:
 
 
 def take_api_keys(args: argparse.Namespace, environ: os._Environ[str] | dict[str, str]) -> ApiKeys:
-    """The keys of flags, file and environment, which are taken out of the environment: the
-    engine's process has no use for them. Raises ConfigError.
+    """The keys of flags, file and environment. Raises ConfigError.
+
+    The variable is removed from the environment, because child processes do not need it.
     """
     from quickstep.server.api_keys import ApiKeys, read_key_file
 
-    given = list(args.api_key)
+    keys = list(args.api_key)
     if args.api_key_file is not None:
         entries, is_shared = read_key_file(Path(args.api_key_file))
         if is_shared:
             _LOG.warning("other users can read or change %s: chmod 600 it", args.api_key_file)
         if not entries:
-            raise ConfigError(f"--api-key-file {args.api_key_file} holds no key")
-        given += entries
+            raise ConfigError(f"--api-key-file {args.api_key_file} contains no key")
+        keys += entries
     variable = environ.pop(KEY_VARIABLE, "")
     if variable:
-        given.append(variable)
-    return ApiKeys(given)
+        keys.append(variable)
+    return ApiKeys(keys)
 
 
 def _limits(args: argparse.Namespace) -> RequestLimits:

@@ -1,13 +1,13 @@
-"""Grammars of requests: bounded, tried out, compiled once and kept for the next request.
+"""Grammars of requests: bounded, tried out, compiled once and cached.
 
-    Grammar --bounds--> source --trial in a process of its own--> matcher, copied for each sequence
+    Grammar --bounds--> source --trial in a separate process--> matcher, copied for each sequence
 
-`submit` refuses what cannot be compiled; the server calls `prepare` before it, which does the same
-in a thread. A compiled grammar lives as long as the request that holds it, and the last used ones
-longer; the runner takes its matchers from `new_matcher`, which compiles nothing. llguidance is
-native code that a grammar can bring down: what it makes of a new one is tried in a worker process
-that may die, and only what has passed is compiled in this process. It is loaded by the first
-grammar, never at import.
+`submit` refuses a grammar that cannot be compiled; the server calls `prepare` first, which does the
+same in a thread. A compiled grammar lives as long as the request that holds it, and the last used
+ones longer; the runner gets its matchers from `new_matcher`, which never compiles. llguidance is
+native code that a grammar can crash: a new grammar is tried in a worker process first, and only
+compiled in this process if that succeeds. llguidance is imported by the first grammar, never with
+this module.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from quickstep.engine.grammar.build import Refusal, build_matcher
-from quickstep.engine.grammar.source import GrammarLimits, grammar_source
-from quickstep.engine.grammar.trial import GrammarTrial, TrialLimits
-from quickstep.engine.grammar.vocabulary import (
+from quickstep.engine.grammar.matcher import (
     GrammarVocabulary,
+    Refusal,
+    build_matcher,
     byte_vocabulary,
     grammar_vocabulary,
 )
+from quickstep.engine.grammar.source import GrammarLimits, grammar_source
+from quickstep.engine.grammar.trial import GrammarTrial, TrialLimits
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import RequestError
 from quickstep.runtime.sampling.closing_search import ClosingVocabulary
@@ -48,13 +49,14 @@ __all__ = [
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_QUEUED = 64
-_ONE_OF = "oneOf constraints are not supported"  # llguidance, of branches that may overlap
+# llguidance's message about branches that may overlap
+_ONE_OF = "oneOf constraints are not supported"
 
 
 class CompiledGrammar:
-    """A matcher at the grammar's start, and the way to its end. Whoever holds it keeps it.
+    """A matcher at the grammar's start, and the way to its end. It is cached while referenced.
 
-    `ignored` names the keywords that are enforced less strictly than they say, for the client.
+    `ignored` names the keywords that are enforced less strictly than specified, for the client.
     """
 
     def __init__(self, matcher: LLMatcher, closing: ClosingStart, ignored: tuple[str, ...]) -> None:
@@ -79,23 +81,25 @@ class GrammarCompiler:
         self._last_used: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
         self._compiled: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
         self._lock = threading.Lock()
-        self._trial = GrammarTrial(lambda: self._words, self._limits, trial_limits or TrialLimits())
+        self._trial = GrammarTrial(
+            lambda: self._tokens, self._limits, trial_limits or TrialLimits()
+        )
         # its thread starts with the first grammar; one, so that no client can keep all cores busy
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quickstep-grammar")
         self._num_queued = 0
 
     @property
     def num_kept(self) -> int:
-        """Compiled grammars that the next request finds, whoever holds them."""
+        """Compiled grammars that are kept even if no request holds them."""
         return len(self._last_used)
 
     @property
     def trial(self) -> GrammarTrial:
-        """Where new grammars are tried out."""
+        """The process that tries new grammars."""
         return self._trial
 
     async def prepare(self, grammar: Grammar) -> CompiledGrammar:
-        """`compile` in a thread. Raises RequestError, with status 429 when too many wait for it."""
+        """`compile` in a thread. Raises RequestError, with status 429 if too many are queued."""
         known = self._known(grammar)
         if known is not None:
             return known
@@ -113,10 +117,10 @@ class GrammarCompiler:
             self._num_queued -= 1
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """The grammar compiled; hold it as long as `new_matcher` has to know it.
+        """Compile a grammar; hold the result as long as `new_matcher` needs it.
 
         Raises:
-            RequestError: What is wrong with it.
+            RequestError: The grammar cannot be enforced.
         """
         known = self._known(grammar)
         if known is not None:
@@ -131,10 +135,10 @@ class GrammarCompiler:
         return compiled
 
     def new_matcher(self, grammar: Grammar) -> tuple[LLMatcher, ClosingStart]:
-        """A matcher at the grammar's start, which shares no state. For a step: compiles nothing.
+        """A new matcher at the grammar's start. Called in a step, so it never compiles.
 
         Raises:
-            RequestError: Nobody holds the compiled grammar.
+            RequestError: The grammar is not compiled.
         """
         compiled = self._known(grammar)
         if compiled is None:
@@ -173,23 +177,23 @@ class GrammarCompiler:
         return CompiledGrammar(matcher, ClosingStart(over_bytes, vocabulary, ending), ignored)
 
     @cached_property
-    def _words(self) -> GrammarVocabulary:
+    def _tokens(self) -> GrammarVocabulary:
         """The vocabulary as plain data: a large one takes a moment."""
         return GrammarVocabulary.of(self._tokenizer, self._vocab_size)
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        return grammar_vocabulary(self._words, self._tokenizer)
+        return grammar_vocabulary(self._tokens, self._tokenizer)
 
     @cached_property
     def _byte_vocabulary(self) -> LLTokenizer:
-        return byte_vocabulary(self._words)
+        return byte_vocabulary(self._tokens)
 
     @cached_property
     def _closing_vocabulary(self) -> ClosingVocabulary:
-        """What the endings of grammars are spelled with."""
-        words = self._words
-        return ClosingVocabulary(words.tokens, words.special_token_ids, words.end_token_ids[0])
+        """The tokens that spell the endings of grammars."""
+        tokens = self._tokens
+        return ClosingVocabulary(tokens.tokens, tokens.special_token_ids, tokens.end_token_ids[0])
 
 
 def check_grammar(

@@ -1,21 +1,29 @@
-"""A client's JSON schema as llguidance is given it: same meaning, fewer words.
+"""A client's JSON schema in the keywords that llguidance knows, with the same meaning.
 
 llguidance enforces what it knows and refuses the rest. JSON Schema says that a `format` which an
-implementation does not know is an annotation, so those are left out here; `dependencies` of
-properties and some forms of `not` are written with keywords that it has. `oneOf` it takes as
-`anyOf` only on request: `grammars` does so, and reports it, where the branches are not provably
-disjoint. Nothing else is passed over.
+implementation does not know is an annotation, so those are removed here; `dependencies` of
+properties and some forms of `not` are rewritten with keywords that llguidance has. It treats
+`oneOf` as `anyOf` only on request: `grammars` requests and reports it where the branches are not
+provably disjoint. Nothing else is ignored.
 
-Called by `grammar_source`; the schema is bounded in size and depth before.
+Called by `grammar_source`, which bounds the schema in size and depth first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
-__all__ = ["KNOWN_FORMATS", "for_llguidance", "reference_depth"]
+__all__ = ["KNOWN_FORMATS", "ONE_LINE", "for_llguidance", "reference_depth"]
+
+# llguidance's options for JSON on one line, with a space after each comma and colon. `json.dumps`
+# and chat templates write it so, hence models have seen it; without the spaces a small model loses
+# track. Fixed spacing also keeps a model from writing white space up to the limit.
+ONE_LINE: Mapping[str, object] = MappingProxyType(
+    {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+)
 
 # The formats of llguidance 1.x; a test compares them with the installed one.
 KNOWN_FORMATS = frozenset(
@@ -24,9 +32,9 @@ KNOWN_FORMATS = frozenset(
         *("email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"),
     )
 )
-# What these hold is data, or names, and no schema.
+# The values of these keywords are data or names, not schemas.
 _DATA = frozenset(("const", "enum", "default", "example", "examples", "required"))
-# Names of their own, each with a schema.
+# The values of these keywords map names to schemas.
 _BY_NAME = frozenset(
     ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 )
@@ -36,7 +44,7 @@ _MAX_DEPENDENCIES = 4
 
 
 def for_llguidance(schema: Any) -> Any:
-    """The schema without formats that are annotations, dependencies and `not` written out.
+    """The schema without formats that are annotations, with dependencies and `not` rewritten.
 
     Recursive: the caller bounds the depth.
     """
@@ -59,11 +67,10 @@ def for_llguidance(schema: Any) -> Any:
 
 def _without_dependencies(schema: dict[str, Any]) -> dict[str, Any]:
     """A property that demands others, or a schema: either it is absent or the demand holds."""
-    stated = [schema.get(keyword) for keyword in _DEPENDENCIES]
-    given = [value for value in stated if value is not None]
-    if not given or not all(isinstance(value, dict) for value in given):
+    values = [schema[keyword] for keyword in _DEPENDENCIES if schema.get(keyword) is not None]
+    if not values or not all(isinstance(value, dict) for value in values):
         return schema
-    demands = [(name, demand) for value in given for name, demand in value.items()]
+    demands = [(name, demand) for value in values for name, demand in value.items()]
     if len(demands) > _MAX_DEPENDENCIES or not all(map(_is_demand, demands)):
         return schema  # which is then refused
     rest = {key: value for key, value in schema.items() if key not in _DEPENDENCIES}
@@ -82,7 +89,7 @@ def _without_dependencies(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_not(schema: dict[str, Any]) -> dict[str, Any]:
-    """`not` of everything allows nothing; of required names, an object that lacks one of them."""
+    """`not` of everything allows nothing; `not` of required names, an object without one."""
     refused = schema.get("not")
     rest = {key: value for key, value in schema.items() if key != "not"}
     if refused is True or refused == {}:
@@ -132,7 +139,7 @@ def reference_depth(schema: Mapping[str, Any], limit: int) -> int:
 
 
 def _resolved(schema: Mapping[str, Any], reference: str) -> Any:
-    """What a reference within the schema points to; None where it points elsewhere."""
+    """The target of a reference within the schema; None where it points elsewhere."""
     _, has_pointer, pointer = reference.partition("#")
     value: Any = schema
     if not has_pointer or not pointer.startswith("/"):

@@ -1,7 +1,7 @@
 """A request's grammar within its bounds, in one of the forms that llguidance reads.
 
 What is known to exhaust the compiler's stack (long chains of rules or references) is refused here
-by counting; what counting cannot see, `grammar_trial` finds out in a process of its own.
+by counting; what counting cannot find, `grammar.trial` finds in a process of its own.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class GrammarLimits(msgspec.Struct, frozen=True):
         regex_bytes: UTF-8 of a regular expression.
         depth: Nested objects and lists of a schema.
         reference_levels: Depth of a schema by way of its `$ref`s: llguidance follows chains of
-            them on its stack, which 8 MB of it do up to about 3,000.
+            them on its stack; 8 MB suffice for about 3,000.
         lines: Lines of a Lark grammar, hence rules, which may chain in the same way.
-        groups: Opening brackets of a Lark grammar, its schemas left out.
+        groups: Opening brackets of a Lark grammar outside its schemas.
         choices: Texts to choose from.
         gbnf_chars: Of a GBNF grammar, whose translation takes time that grows with its square.
         compile_fuel: llguidance's measure of work to compile; 300,000 stay below 0.5 s.
@@ -59,7 +59,7 @@ class GrammarLimits(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, inputs: InputConfig) -> GrammarLimits:
-        """What the operator sets of them; the others follow from llguidance."""
+        """The limits that the operator sets; the others depend on llguidance."""
         return cls(
             text_bytes=inputs.schema_bytes,
             depth=inputs.schema_depth,
@@ -68,7 +68,7 @@ class GrammarLimits(msgspec.Struct, frozen=True):
 
 
 class GrammarSource(msgspec.Struct, frozen=True):
-    """The text that is compiled, and what it is."""
+    """The text to compile, and its form."""
 
     form: Literal["json_schema", "json_object", "regex", "lark"]
     text: str
@@ -79,7 +79,7 @@ def grammar_source(
 ) -> GrammarSource:
     """The grammar within the limits. Raises RequestError.
 
-    With `one_of_as_any_of` schemas say that `oneOf` may be taken so.
+    With `one_of_as_any_of`, llguidance may treat `oneOf` as `anyOf`.
     """
     text = grammar.text
     is_regex = grammar.kind == "regex"
@@ -103,7 +103,7 @@ def grammar_source(
 
 
 def _schema(text: str, limits: GrammarLimits, one_of_as_any_of: bool) -> str:
-    """The schema's text as we read it, so that nothing hides in its spelling."""
+    """The schema's text as we parse it, so that the original spelling has no effect."""
     schema = _parsed(text)
     if not isinstance(schema, dict):
         raise RequestError("grammar is no JSON schema: it must be an object", param="grammar")
@@ -113,7 +113,7 @@ def _schema(text: str, limits: GrammarLimits, one_of_as_any_of: bool) -> str:
 
 
 def _schema_text(schema: Any, limits: GrammarLimits, one_of_as_any_of: bool) -> str:
-    """A bounded schema in llguidance's words. Raises RequestError."""
+    """A bounded schema in llguidance's keywords. Raises RequestError."""
     for _, depth in _values(schema):
         _bound(depth, limits.depth, "levels")
     if isinstance(schema, dict):
@@ -147,7 +147,7 @@ def _lark(text: str, limits: GrammarLimits, one_of_as_any_of: bool) -> str:
 
 
 def _translated(gbnf: str, limits: GrammarLimits) -> str:
-    """llama.cpp's grammar in Lark. Some milliseconds: no work for an event loop."""
+    """llama.cpp's grammar in Lark. It takes milliseconds: do not call it in an event loop."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     _bound(len(gbnf), limits.gbnf_chars, "characters of GBNF")

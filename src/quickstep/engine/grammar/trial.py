@@ -1,11 +1,11 @@
-"""Whether a grammar can be compiled at all, found out in a process that may die of it.
+"""Compiles a grammar in a separate process first, which the grammar may crash.
 
-llguidance works within limits of its own, but it is native code: a grammar can exhaust its stack
-or the machine's memory, which no caller can catch. So each new grammar is compiled in a worker
-first (`grammar_trial_worker`), with a limit of processor time, of memory and half of the stack
-that it has here. The search for the shortest text runs there as well: it is Python, and here would
-keep steps waiting. A worker that dies of a grammar has answered: the grammar is refused, the next
-one gets another worker. Verdicts are kept, the last used ones.
+llguidance has limits of its own, but it is native code: a grammar can exhaust its stack or the
+machine's memory, which no caller can catch. So each new grammar is compiled in a worker first
+(`trial_worker`), with a limit of processor time, of memory and with half of the stack that this
+process has. The search for the shortest text runs there as well: it is Python, and would delay
+steps here. If the worker dies, the grammar is refused and the next one gets another worker. The
+last used verdicts are cached.
 
 The worker starts with the first grammar and ends with its owner: its standard input closes.
 """
@@ -26,9 +26,8 @@ from typing import IO
 
 import msgspec
 
-from quickstep.engine.grammar.build import Refusal
+from quickstep.engine.grammar.matcher import GrammarVocabulary, Refusal
 from quickstep.engine.grammar.source import GrammarLimits, GrammarSource
-from quickstep.engine.grammar.vocabulary import GrammarVocabulary
 from quickstep.errors import EngineError
 
 __all__ = ["GrammarTrial", "TrialLimits", "TrialOpening", "Verdict", "read_frame", "write_frame"]
@@ -42,10 +41,10 @@ class TrialLimits(msgspec.Struct, frozen=True):
 
     Attributes:
         cpu_s: Processor time.
-        wall_s: Time on the clock, for a worker that hangs without working, or a busy machine.
-        start_s: The same for a new worker, which reads the vocabulary.
+        wall_s: Elapsed time, for a worker that hangs without computing, or a busy machine.
+        start_s: Elapsed time for a new worker, which reads the vocabulary.
         memory_bytes: Address space beyond that of a worker that has compiled nothing yet.
-        kept: Verdicts that are remembered.
+        kept: Verdicts that are cached.
     """
 
     cpu_s: float = 2.0
@@ -56,7 +55,7 @@ class TrialLimits(msgspec.Struct, frozen=True):
 
 
 class TrialOpening(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker is told first."""
+    """The first message to a worker."""
 
     vocabulary: GrammarVocabulary
     grammar_limits: GrammarLimits
@@ -65,7 +64,7 @@ class TrialOpening(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker answers.
+    """A worker's answer.
 
     Attributes:
         refusal: Why the grammar is refused, "" if it is not.
@@ -99,7 +98,7 @@ class GrammarTrial:
 
     @property
     def num_started(self) -> int:
-        """Workers so far: one, and one more after each grammar that ended one."""
+        """Workers started so far: one, and another after each grammar that crashed one."""
         return self._num_started
 
     @property
@@ -109,17 +108,17 @@ class GrammarTrial:
         return None if worker is None else worker.process_id
 
     def check(self, source: GrammarSource) -> str | None:
-        """The path of a text that completes the grammar, if one was found; it can be compiled.
+        """Check that a grammar compiles. Returns the path of a text that completes it, if found.
 
         Raises:
-            Refusal: It cannot, or the worker died of it.
-            EngineError: No worker can be started, or it had no processor time for too long: that
-                says nothing of the grammar, which may be tried again.
+            Refusal: It does not compile, or the worker died of it.
+            EngineError: No worker can be started, or it had no processor time for too long. The
+                grammar may be fine and can be tried again.
         """
         with self._lock:
             verdict = self._verdicts.pop(source, None)
             if verdict is None:
-                verdict = self._tried(source)
+                verdict = self._try(source)
             self._verdicts[source] = verdict
             while len(self._verdicts) > self._limits.kept:
                 self._verdicts.popitem(last=False)
@@ -127,11 +126,11 @@ class GrammarTrial:
             raise Refusal(verdict.refusal)
         return None if verdict.ending is None else "".join(map(chr, verdict.ending))
 
-    def _tried(self, source: GrammarSource) -> Verdict:
+    def _try(self, source: GrammarSource) -> Verdict:
         if self._worker is None:
             self._worker = self._start()
         try:
-            return self._worker.ask(source, self._limits.wall_s)
+            return self._worker.verdict(source, self._limits.wall_s)
         except _WorkerDied as death:
             self._worker = None
             if death.code == -signal.SIGKILL:
@@ -164,7 +163,7 @@ class GrammarTrial:
 
 
 class _WorkerDied(Exception):
-    """The worker is gone, and reaped; negative codes are signals."""
+    """The worker has ended and was reaped; negative codes are signals."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -187,7 +186,7 @@ class _Worker:
                 f"the process that tries out grammars cannot be started: {error}"
             ) from error
         assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), False)  # a worker may read no further
+        os.set_blocking(self._process.stdin.fileno(), False)  # a worker may stop reading
         self._finalizer = weakref.finalize(self, _end, self._process)
 
     @property
@@ -196,10 +195,10 @@ class _Worker:
         return self._process.pid
 
     def open(self, opening: TrialOpening, timeout_s: float) -> None:
-        """Have it read the vocabulary. Raises _WorkerDied."""
+        """Send it the vocabulary. Raises _WorkerDied."""
         self._exchange(msgspec.msgpack.encode(opening), timeout_s)
 
-    def ask(self, source: GrammarSource, timeout_s: float) -> Verdict:
+    def verdict(self, source: GrammarSource, timeout_s: float) -> Verdict:
         """The verdict on a grammar. Raises _WorkerDied."""
         answer = self._exchange(msgspec.msgpack.encode(source), timeout_s)
         return msgspec.msgpack.decode(answer, type=Verdict)
@@ -226,7 +225,7 @@ class _Worker:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Close the pipes, which ends the worker; kill it, in case it is at work; reap it."""
+    """Close the pipes, which ends an idle worker; kill a busy one; reap it."""
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
@@ -241,8 +240,8 @@ def _refusal_of(code: int, limits: TrialLimits) -> str:
 
 
 def _is_ready(pipe: IO[bytes], event: int, deadline_s: float) -> bool:
-    """Wait until a pipe can be read or written; False if the clock shows `deadline_s` first."""
-    ready = select.poll()  # `select` itself knows low file descriptors only
+    """Wait until a pipe can be read or written; False if `deadline_s` comes first."""
+    ready = select.poll()  # `select` only works with low file descriptors
     ready.register(pipe, event)
     return bool(ready.poll(max(0.0, deadline_s - time.monotonic()) * 1000))
 

@@ -1,8 +1,8 @@
 """The process that tries out grammars: `python -m quickstep.engine.grammar.trial_worker`.
 
-Started by `grammar_trial`; frames on standard input and output. It may be killed at any moment, by
-its parent, by its own clock of processor time (SIGPROF) or by what it compiles, and loses nothing.
-It exits when its input ends. No torch, no tokenizer: the vocabulary comes as data.
+Started by `trial`, with frames on standard input and output. It may be killed at any moment, by its
+parent, by its own limit of processor time (SIGPROF) or by the grammar, and has no state to lose. It
+exits when its input ends. It imports no torch and no tokenizer: the vocabulary comes as data.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quickstep.engine.grammar.build import Refusal, build_matcher, reason_of
+from quickstep.engine.grammar.matcher import (
+    Refusal,
+    build_matcher,
+    byte_vocabulary,
+    grammar_vocabulary,
+    reason_of,
+)
 from quickstep.engine.grammar.source import GrammarSource
 from quickstep.engine.grammar.trial import TrialOpening, Verdict, read_frame, write_frame
-from quickstep.engine.grammar.vocabulary import byte_vocabulary, grammar_vocabulary
 from quickstep.runtime.sampling.closing_search import ClosingVocabulary
 from quickstep.runtime.sampling.grammar import start_ending
 
@@ -37,7 +42,7 @@ _WALKED_TOKENS = 8
 
 def main() -> int:
     """Serve until the input ends. Returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to answer
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent handles them
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(_half_stack())
@@ -48,10 +53,10 @@ def main() -> int:
 
 
 def _half_stack() -> int:
-    """Half of what a thread of the parent has, so that what passes here passes there."""
+    """Half the stack of the parent's threads: a grammar that compiles here compiles there."""
     soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    whole = _DEFAULT_STACK if soft == resource.RLIM_INFINITY else soft
-    return max(min(whole, _DEFAULT_STACK) // 2, _LEAST_STACK)
+    full = _DEFAULT_STACK if soft == resource.RLIM_INFINITY else soft
+    return max(min(full, _DEFAULT_STACK) // 2, _LEAST_STACK)
 
 
 def _serve() -> None:
@@ -74,16 +79,16 @@ def _serve() -> None:
 
 
 class _Trial:
-    """Compiles what it is sent, over the model's vocabulary and over bytes."""
+    """Compiles grammars over the model's vocabulary and over bytes."""
 
     def __init__(self, opening: TrialOpening) -> None:
-        words = opening.vocabulary
+        vocabulary = opening.vocabulary
         self._limits = opening.grammar_limits
-        self._vocab_size = len(words.tokens)
-        self._vocabulary = grammar_vocabulary(words, None)
-        self._byte_vocabulary = byte_vocabulary(words)
+        self._vocab_size = len(vocabulary.tokens)
+        self._vocabulary = grammar_vocabulary(vocabulary, None)
+        self._byte_vocabulary = byte_vocabulary(vocabulary)
         self._closing_vocabulary = ClosingVocabulary(
-            words.tokens, words.special_token_ids, words.end_token_ids[0]
+            vocabulary.tokens, vocabulary.special_token_ids, vocabulary.end_token_ids[0]
         )
 
     def verdict(self, source: GrammarSource) -> Verdict:
@@ -103,12 +108,12 @@ class _Trial:
 
 
 def _printable(text: str) -> str:
-    """Without halves of surrogate pairs, which no encoding takes."""
+    """The text with halves of surrogate pairs replaced, which cannot be encoded."""
     return text.encode(errors="replace").decode()
 
 
 def _walk(matcher: LLMatcher, vocab_size: int) -> None:
-    """A few tokens on, as the sampler goes: what is too much at once shows early."""
+    """Advance a few tokens, as the sampler does: this finds steps that exceed the limits."""
     for step in range(_WALKED_TOKENS):
         matcher.compute_ff_tokens()
         matcher.compute_ff_bytes()
@@ -117,7 +122,7 @@ def _walk(matcher: LLMatcher, vocab_size: int) -> None:
         mask = int.from_bytes(matcher.compute_bitmask(), "little") & ((1 << vocab_size) - 1)
         if not mask:
             return
-        # from either end in turn: quotes and brackets are low ids, words are high ones
+        # alternate between both ends: quotes and brackets have low ids, words have high ones
         token_id = mask.bit_length() - 1 if step % 2 else (mask & -mask).bit_length() - 1
         matcher.consume_token(token_id)
 

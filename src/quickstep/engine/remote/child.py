@@ -1,8 +1,8 @@
-"""One life of the engine's process, as its parent sees it: spawn, open, talk, end.
+"""One engine process, as its parent sees it: start, open, send and receive, end.
 
-The two ends of a socket pair are the whole connection: it has no name in the file system, so that
-nobody else can connect and nothing is left behind. The worker exits when its end closes, and the
-kernel ends it with its parent (see `worker`).
+The connection is a socket pair: it has no name in the file system, so that no other process can
+connect and no file remains. The worker exits when the connection closes, and the kernel ends it
+with its parent (see `worker`).
 
 Spawn in a thread that lives as long as the engine (see `launch`).
 """
@@ -12,19 +12,20 @@ from __future__ import annotations
 import asyncio
 import signal
 import subprocess
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from quickstep.engine.remote.launch import WORKER_COMMAND, Launched, launch
 from quickstep.engine.remote.messages import (
+    BUFFER_BYTES,
     FROM_ENGINE,
     FromEngine,
     Loading,
     Open,
     Opened,
     OpenRefused,
-    ToEngine,
+    Sender,
+    read_messages,
 )
-from quickstep.engine.remote.wire import BUFFER_BYTES, Sender, read_messages
 from quickstep.errors import ConfigError, EngineError
 
 __all__ = ["WORKER_COMMAND", "EngineProcess", "LoadProgress"]
@@ -36,21 +37,24 @@ _REAP_S = 5.0
 
 
 class EngineProcess:
-    """A running worker and the connection to it. Made by `spawn`; `end` it whatever happens."""
+    """A running worker and the connection to it. Made by `spawn`; `end` it in any case.
+
+    `sender` queues messages for the worker. `messages` are the worker's, until it ends.
+    """
 
     def __init__(
         self,
         process: subprocess.Popen[bytes],
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        is_told: bool = False,
+        has_opening: bool = False,
     ) -> None:
         self._process = process
-        self._is_told = is_told
+        self._has_opening = has_opening
         self._writer = writer
-        self._sender = Sender(writer)
-        self._sending = asyncio.create_task(self._sender.run(), name="to-engine")
-        self._messages = read_messages(reader, FROM_ENGINE)
+        self.sender = Sender(writer)
+        self._sending = asyncio.create_task(self.sender.run(), name="to-engine")
+        self.messages = read_messages(reader, FROM_ENGINE)
 
     @classmethod
     async def spawn(cls, command: Sequence[str] = WORKER_COMMAND) -> EngineProcess:
@@ -69,31 +73,26 @@ class EngineProcess:
             launched.process.kill()
             launched.process.wait()
             raise
-        return cls(launched.process, reader, writer, launched.is_told)
+        return cls(launched.process, reader, writer, launched.has_opening)
 
     @property
     def process_id(self) -> int:
         """The operating system's id of the worker."""
         return self._process.pid
 
-    @property
-    def messages(self) -> AsyncGenerator[FromEngine, None]:
-        """What the worker says, until it is gone; one generator for the whole life."""
-        return self._messages
-
     async def open(
         self, opening: Open, progress: LoadProgress | None, silence_s: float | None = None
     ) -> Opened:
-        """Have the model loaded. Who launched the process may have told it to already.
+        """Have the model loaded; the opening is sent unless it was sent when launching.
 
-        `silence_s` is how long it may say nothing; None for as long as it likes.
+        `silence_s` is the longest time between two messages; None for any time.
 
         Raises:
             ConfigError: The checkpoint is missing or broken, or does not fit.
             EngineError: The process failed.
         """
-        if not self._is_told:
-            self.send(opening)
+        if not self._has_opening:
+            self.sender.put(opening)
         while (message := await self._next(silence_s)) is not None:
             match message:
                 case Loading(num_bytes=num_bytes, total_bytes=total_bytes):
@@ -104,7 +103,7 @@ class EngineProcess:
                 case OpenRefused(message=reason, is_config=is_config):
                     raise ConfigError(reason) if is_config else EngineError(reason)
                 case _:
-                    raise EngineError(f"the engine process said {message} before it had opened")
+                    raise EngineError(f"the engine process sent {message} before it had opened")
         how = await self.end()
         raise EngineError(f"the engine process {how} while it loaded the model")
 
@@ -112,29 +111,20 @@ class EngineProcess:
         """The next message; None after the last one. Raises EngineError if it takes too long."""
         try:
             async with asyncio.timeout(silence_s):
-                return await anext(self._messages, None)
+                return await anext(self.messages, None)
         except TimeoutError:
             raise EngineError(
                 f"the engine process said nothing for {silence_s:g} s while it loaded the model"
             ) from None
-
-    @property
-    def num_unsent_bytes(self) -> int:
-        """Size of the messages that the worker has not taken from us."""
-        return self._sender.num_bytes
-
-    def send(self, message: ToEngine) -> None:
-        """Queue a message; lost if the worker is gone. Raises UnicodeEncodeError."""
-        self._sender.put(message)
 
     def kill(self) -> None:
         """End it now; `messages` ends with it."""
         self._process.kill()
 
     async def end(self) -> str:
-        """Close the connection, wait for the process, kill it if need be; says how it ended.
+        """Close the connection, wait for the process, kill it if needed. Returns how it ended.
 
-        There is no process any more when this is over, not even by (repeated) cancellation.
+        The process has ended when this returns, even if it was cancelled (repeatedly).
         """
         self._sending.cancel()
         self._writer.close()

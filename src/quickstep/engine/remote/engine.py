@@ -1,12 +1,11 @@
-"""An engine in its own process, with the interface that the server knows: `RemoteEngine`.
+"""An engine in its own process, with the interface that the server uses: `RemoteEngine`.
 
     RemoteEngine (here: no torch) ── socket pair, msgpack ── worker: EngineService ── Engine
 
-The `Supervisor` keeps a worker alive; here is what it works for. When it is gone, every stream
-ends with an error at once. A request is checked here, before it is sent; what only the engine
-knows, it refuses, and its refusals come through the stream's `accepted`. Both processes read the
-machine's monotonic clock, so that the worker's times are ours. Everything runs in the event loop
-that called `open`.
+The `Supervisor` keeps a worker running. When the worker ends, every stream ends with an error at
+once. A request is checked here, before it is sent; the engine checks the rest, and its refusals are
+raised by the stream's `accepted`. Both processes read the machine's monotonic clock, so their times
+are comparable. Everything runs in the event loop that called `open`.
 """
 
 from __future__ import annotations
@@ -19,8 +18,11 @@ from datetime import datetime
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import fields, replace
 
 from quickstep.config import EngineConfig
+from quickstep.core.accounting import SchedulerStats, Totals
+from quickstep.core.block_pool import PoolStats
 from quickstep.engine.remote.child import EngineProcess, LoadProgress
 from quickstep.engine.remote.launch import WORKER_COMMAND, Launched
 from quickstep.engine.remote.messages import (
@@ -40,10 +42,8 @@ from quickstep.engine.remote.messages import (
     StepNote,
 )
 from quickstep.engine.remote.opening import opening_of
-from quickstep.engine.remote.restarts import RestartLimits
-from quickstep.engine.remote.stats import Ledger
 from quickstep.engine.remote.streams import RemoteStreams
-from quickstep.engine.remote.supervisor import Supervisor
+from quickstep.engine.remote.supervisor import RestartLimits, Supervisor
 from quickstep.engine.requests import RequestIntake, open_seeds
 from quickstep.engine.stats import EngineState, EngineStats
 from quickstep.engine.step_log import StepLog
@@ -65,7 +65,7 @@ _MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 
 class _Texts(msgspec.Struct, frozen=True):
-    """What this process itself reads of a checkpoint."""
+    """The parts of a checkpoint that this process reads itself."""
 
     path: Path
     tokenizer: Tokenizer
@@ -73,16 +73,16 @@ class _Texts(msgspec.Struct, frozen=True):
 
     @classmethod
     def open(cls, path: Path, template_s: float) -> _Texts:
-        """Raises ConfigError."""
+        """Read the checkpoint at `path`. Raises ConfigError."""
         tokenizer = Tokenizer.open(path)
         template = ChatTemplate.open(path, tokenizer.special_tokens, datetime.now, template_s)
         return cls(path, tokenizer, template)
 
     @classmethod
     def ahead(cls, model: str, template_s: float) -> _Texts | None:
-        """Of a checkpoint that need not be downloaded; None if they have to be opened later.
+        """Read a checkpoint that need not be downloaded; None if that has to be done later.
 
-        What is wrong with it, the worker says first; else opening them again does.
+        The worker reports errors in the checkpoint, or else `open` does later.
         """
         try:
             found = local_checkpoint(model)
@@ -91,21 +91,94 @@ class _Texts(msgspec.Struct, frozen=True):
             return None
 
 
-class _Served(msgspec.Struct, frozen=True):
-    """The loaded model, as far as this process knows it."""
+class _LoadedModel(msgspec.Struct, frozen=True):
+    """What this process knows of the loaded model."""
 
     facts: ModelFacts
     texts: _Texts
 
 
+class _WorkerStats:
+    """The stats that the worker last sent, with counts over all of the engine's processes.
+
+    Counts only grow, even if a process dies; blocks and queues are the current process's, and empty
+    while there is none.
+    """
+
+    def __init__(self) -> None:
+        self._last: EngineStats | None = None
+        self._past = Totals()
+
+    def update(self, stats: EngineStats) -> None:
+        """The worker sent its stats."""
+        self._last = stats
+
+    def add_past(self) -> str:
+        """The worker has ended, with all its blocks and queues. Returns why its engine failed."""
+        last = self._required()
+        self._past = _sum(self._past, last.scheduler.totals)
+        blocks = last.scheduler.blocks
+        num_blocks = blocks.num_free + blocks.num_cached + blocks.num_used
+        self._last = replace(
+            last,
+            failure="",
+            last_step_s=None,
+            num_steps_in_flight=0,
+            scheduler=SchedulerStats(
+                num_waiting=0,
+                num_running=0,
+                num_preempted=0,
+                num_in_flight=0,
+                blocks=PoolStats(num_blocks, 0, 0, 0, 0),
+                totals=Totals(),
+            ),
+        )
+        return last.failure
+
+    def stats(
+        self,
+        state: EngineState,
+        failure: str,
+        now_s: float,
+        busy_since_s: float | None,
+        num_requests: int,
+        num_restarts: int,
+        silent_s: float,
+    ) -> EngineStats:
+        """The current stats: the arguments, and the rest as the worker last sent it."""
+        last = self._required()
+        totals = _sum(self._past, last.scheduler.totals)
+        return replace(
+            last,
+            state=state,
+            failure=failure,
+            now_s=now_s,
+            busy_since_s=busy_since_s,
+            num_requests=num_requests,
+            scheduler=replace(last.scheduler, totals=totals),
+            num_restarts=num_restarts,
+            silent_s=silent_s,
+        )
+
+    def _required(self) -> EngineStats:
+        if self._last is None:
+            raise EngineError("the engine is not open")
+        return self._last
+
+
+def _sum(one: Totals, other: Totals) -> Totals:
+    names = [field.name for field in fields(Totals)]
+    return Totals(**{name: getattr(one, name) + getattr(other, name) for name in names})
+
+
 class RemoteEngine:
     """One model in a process that this object owns. `open` it, `start` it, `stop` it.
 
-    `command` is what the worker is started with; tests have their own. `launched` is the first
-    worker, where it has been started already, and perhaps told to open the same `config`; it is
-    owned by this object from now on. A process that makes no progress for `stall_s` seconds with
-    requests pending is replaced. At most `max_undecided` requests wait for it to take or refuse
-    them: there are more only where it does not read what is sent.
+    `command` starts the worker; tests have their own. `launched` is the first worker, if it has
+    been started, perhaps with the message to open the same `config`; this object takes it over. A
+    process that makes no progress for `stall_s` seconds with requests pending is replaced. At most
+    `max_undecided` requests wait to be accepted or refused: more only wait if the process does not
+    read its messages.
     """
 
     def __init__(
@@ -131,16 +204,16 @@ class RemoteEngine:
         )
         self._clock = clock
         self._max_undecided = max_undecided
-        self._model = config.load.model
+        self._model_name_or_path = config.load.model
         self._template_s = config.inputs.template_s
         self._stream_bounds = config.streams
         self._block_size = config.cache.block_size
-        self._ledger = Ledger()
+        self._worker_stats = _WorkerStats()
         self._step_log = StepLog()
         self._streams = RemoteStreams(clock)
         self._intake = RequestIntake(open_seeds(config.seed), self._streams)
         self._ahead: asyncio.Task[_Texts | None] | None = None
-        self._served: _Served | None = None
+        self._model: _LoadedModel | None = None
 
     async def open(self, progress: LoadProgress | None = None) -> None:
         """Start the process and have the model loaded.
@@ -150,7 +223,7 @@ class RemoteEngine:
             EngineError: The process failed.
         """
         self._ahead = asyncio.create_task(
-            asyncio.to_thread(_Texts.ahead, self._model, self._template_s)
+            asyncio.to_thread(_Texts.ahead, self._model_name_or_path, self._template_s)
         )
         await self._supervisor.open(progress)
 
@@ -205,12 +278,12 @@ class RemoteEngine:
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """What the engine's memory is used for."""
+        """The use of the engine's memory."""
         return self._loaded.facts.memory_plan
 
     @property
     def block_size(self) -> int:
-        """Tokens of a KV block: what the prefix cache keeps is a multiple of it."""
+        """Tokens of a KV block; the prefix cache holds complete blocks."""
         return self._block_size
 
     @property
@@ -225,12 +298,12 @@ class RemoteEngine:
 
     @property
     def step_log(self) -> StepLog:
-        """What the engine's own step log says, over all its lives; read it, subscribe to it."""
+        """A copy of the engine's step log, over all its processes; read it, subscribe to it."""
         return self._step_log
 
     def stats(self) -> EngineStats:
-        """How the engine is doing; what only the worker knows is up to a tenth of a second old."""
-        return self._ledger.stats(
+        """The engine's state; values from the worker are up to a tenth of a second old."""
+        return self._worker_stats.stats(
             state=self._supervisor.state,
             failure=self._supervisor.failure,
             now_s=self._clock(),
@@ -241,17 +314,17 @@ class RemoteEngine:
         )
 
     async def prepare(self, sampling: SamplingParams) -> None:
-        """Nothing: the engine's process prepares what it takes, and its verdict tells."""
+        """Do nothing: the engine's process prepares a request before it accepts it."""
 
     def stream(self, request: Request) -> Stream:
-        """Check a request and send it to the engine; its stream says whether it was taken.
+        """Check a request and send it to the engine; `Stream.accepted` returns once it is accepted.
 
         The id, the seed and the end tokens are set here. If the engine has not ended the request a
-        second after its deadline, it is ended here with what has come.
+        second after its deadline, it is ended here with the output so far.
 
         Raises:
             RequestError: The request cannot be served as it is.
-            EngineError: The engine takes no requests now (not started, restarting, stopping), or
+            EngineError: The engine accepts no requests now (not started, restarting, stopping), or
                 does not read those that were sent.
         """
         process = self._running_process()
@@ -261,7 +334,14 @@ class RemoteEngine:
         request = self._intake.take(request, facts.vocab_size, facts.max_model_len, eos_token_ids)
         stream = Stream(request, self, self._stream_bounds)
         self._streams.open(stream, request.sampling.n)
-        self._send(process, request)
+        try:
+            process.sender.put(request)
+        except (UnicodeEncodeError, OverflowError) as error:
+            refusal = RequestError("the request holds a whole number of more than 64 bits")
+            if isinstance(error, UnicodeEncodeError):
+                refusal = RequestError(f"the request holds half a surrogate pair: {error.object!r}")
+            self._streams.refuse(request.request_id, refusal)
+            raise refusal from error
         if request.timeout_s is not None:
             loop = asyncio.get_running_loop()
             wait_s = request.timeout_s + _DEADLINE_MARGIN_S
@@ -269,31 +349,19 @@ class RemoteEngine:
             self._streams.set_deadline(request.request_id, timer)
         return stream
 
-    def _send(self, process: EngineProcess, request: Request) -> None:
-        try:
-            process.send(request)
-        except UnicodeEncodeError as error:
-            refusal = RequestError(f"the request holds half a surrogate pair: {error.object!r}")
-            self._streams.refuse(request.request_id, refusal)
-            raise refusal from error
-        except OverflowError as error:
-            refusal = RequestError("the request holds a whole number of more than 64 bits")
-            self._streams.refuse(request.request_id, refusal)
-            raise refusal from error
-
     def abort(self, request_id: str) -> None:
-        """End a request; what it has is its answer. An unknown or finished id is fine."""
-        self._tell(request_id, Abort)
+        """End a request; its output so far is its answer. Ignores unknown and finished ids."""
+        self._send(request_id, Abort)
 
     def pause(self, request_id: str) -> None:
-        """Generate no more for a request until `resume`; what is under way still comes."""
-        self._tell(request_id, Pause)
+        """Generate no more for a request until `resume`; steps in flight still give deltas."""
+        self._send(request_id, Pause)
         if self._streams.is_live(request_id):
             self._streams.pause(request_id)
 
     def resume(self, request_id: str) -> None:
-        """Go on with a paused request, from where it stopped."""
-        self._tell(request_id, Resume)
+        """Continue a paused request."""
+        self._send(request_id, Resume)
         if self._streams.is_live(request_id):
             self._streams.resume(request_id)
 
@@ -301,10 +369,10 @@ class RemoteEngine:
         self.abort(request_id)
         self._streams.expire(request_id)
 
-    def _tell(self, request_id: str, kind: type[Abort | Pause | Resume]) -> None:
+    def _send(self, request_id: str, kind: type[Abort | Pause | Resume]) -> None:
         process = self._supervisor.process
         if process is not None and self._streams.is_live(request_id):
-            process.send(kind(request_id))
+            process.sender.put(kind(request_id))
 
     async def opened(self, opened: Opened) -> None:
         """A process has the model loaded (the supervisor only)."""
@@ -313,11 +381,11 @@ class RemoteEngine:
         texts = None if ahead is None else await ahead
         if texts is None or texts.path != path:
             texts = await asyncio.to_thread(_Texts.open, path, self._template_s)
-        self._served = _Served(opened.facts, texts)
-        self._ledger.update(opened.stats)
+        self._model = _LoadedModel(opened.facts, texts)
+        self._worker_stats.update(opened.stats)
 
     def receive(self, message: FromEngine) -> None:
-        """The process said something (the supervisor only)."""
+        """The process sent a message (the supervisor only)."""
         match message:
             case DeltaNote(request_id=request_id, delta=delta):
                 self._streams.deliver(request_id, delta)
@@ -334,7 +402,7 @@ class RemoteEngine:
             case StatsNote(stats=stats):
                 self._note_stats(stats)
             case _:
-                _LOGGER.error("the engine process said %s out of turn", message)
+                _LOGGER.error("the engine process sent %s out of turn", message)
 
     @property
     def has_work(self) -> bool:
@@ -342,18 +410,18 @@ class RemoteEngine:
         return self._streams.busy_since_s is not None
 
     def died(self) -> str:
-        """The process is gone, and whoever waits is told (the supervisor only)."""
+        """The process has ended: end all streams (the supervisor only)."""
         if self._supervisor.is_ending:
             self._streams.end_all(FinishReason.SHUTDOWN, "the engine was stopped")
         else:
             self._streams.end_all(FinishReason.ERROR, "the engine process ended; send it again")
-        return self._ledger.close_life()
+        return self._worker_stats.add_past()
 
     @property
-    def _loaded(self) -> _Served:
-        if self._served is None:
+    def _loaded(self) -> _LoadedModel:
+        if self._model is None:
             raise EngineError("the engine is not open")
-        return self._served
+        return self._model
 
     def _running_process(self) -> EngineProcess:
         state, failure = self._supervisor.state, self._supervisor.failure
@@ -365,14 +433,14 @@ class RemoteEngine:
 
     def _check_backlog(self, process: EngineProcess) -> None:
         num_undecided, limit = self._streams.num_undecided, self._max_undecided
-        if num_undecided >= limit or process.num_unsent_bytes >= _MAX_UNSENT_BYTES:
+        if num_undecided >= limit or process.sender.num_bytes >= _MAX_UNSENT_BYTES:
             raise EngineError(
                 f"{num_undecided} requests wait for the engine to take them, the limit is {limit} "
                 f"or {_MAX_UNSENT_BYTES} bytes; send it again later"
             )
 
     def _note_stats(self, stats: EngineStats) -> None:
-        self._ledger.update(stats)
+        self._worker_stats.update(stats)
         process = self._supervisor.process
         if stats.state is EngineState.FAILED and process is not None:
-            process.kill()  # its loop broke: nothing in there can be trusted
+            process.kill()  # its loop failed, so its state is unknown

@@ -1,8 +1,8 @@
-"""Starting the engine's process: one call, which needs no event loop and hardly an import.
+"""Starts the engine's process: one call, which needs no event loop and almost no imports.
 
-A command that is going to serve launches it first of all and tells it what to open, so that the
-worker's imports, then its loading, and our own imports run side by side. Whoever has a `Launched`
-owns it: `child.EngineProcess` takes it over; closing `connection` ends a worker that nobody took.
+A command that is going to serve calls it first and sends the worker the model to open, so that the
+worker's imports and loading run in parallel with our own imports. The holder of a `Launched` owns
+it, until `child.EngineProcess` takes it over; closing `connection` ends the worker.
 
 Launch in a thread that lives as long as the engine: Linux sends a child its parent's death signal
 when the thread that made it ends.
@@ -23,7 +23,7 @@ from quickstep.errors import EngineError
 
 __all__ = ["WORKER_COMMAND", "Launched", "launch"]
 
-# -P: whatever lies in the working directory is no module of ours
+# -P: do not import modules from the working directory
 WORKER_COMMAND = (sys.executable, "-P", "-m", "quickstep.engine.remote.worker")
 
 # numpy's threads for matrix products, of which the worker has none: they spin and take memory
@@ -31,20 +31,20 @@ _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class Launched(msgspec.Struct):
-    """A process that starts up, and our end of its connection. Owned by whoever launched it.
+    """A process that starts up, and our end of its connection. Owned by the caller of `launch`.
 
     Attributes:
-        is_told: It has its first message, so that it need not wait for our event loop.
+        has_opening: The first message was sent, so the process need not wait for our event loop.
     """
 
     process: subprocess.Popen[bytes]
     connection: socket.socket
-    is_told: bool = False
+    has_opening: bool = False
 
-    def tell(self, frame: bytes) -> None:
-        """Send the frame of the first message; it is short enough for the socket to hold."""
-        self.is_told = True
-        with suppress(ConnectionError):  # a worker that is gone is found to be when it is read
+    def send_opening(self, frame: bytes) -> None:
+        """Send the frame of the first message; it fits into the socket's buffer."""
+        self.has_opening = True
+        with suppress(ConnectionError):  # reading from the worker will report its end
             self.connection.sendall(frame)
 
     def end(self) -> None:
@@ -57,7 +57,7 @@ class Launched(msgspec.Struct):
 def launch(command: Sequence[str] = WORKER_COMMAND, hidden: Sequence[str] = ()) -> Launched:
     """Start `command` with its end of a connection and our process id as arguments.
 
-    It does not get the environment's variables that `hidden` names.
+    The environment variables that `hidden` names are not passed on.
 
     Raises:
         EngineError: The process cannot be started.

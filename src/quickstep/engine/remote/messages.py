@@ -1,23 +1,30 @@
-"""What the server's process and the engine's say to each other, as msgpack.
+"""The messages between the server's process and the engine's, and how they are sent.
+
+    ToEngine     Open, then Request, Abort, Pause and Resume, in the end Stop
+    FromEngine   Loading*, Opened or OpenRefused, then Accepted or Refused per Request, and notes
 
 Plain frozen data: `Request` as the server's process has made it, and the domain's own types
 (`Delta`, `EngineStats`, ...) inside small tagged messages. Both ends are the same installation, so
-there are no versions. A request is known by its id, which the client of the engine gives to no
-other until the engine has said the last of it. Never pickle, and no torch to read any of it.
+there are no versions. A request is identified by its id, which the engine's client does not reuse
+until the engine has sent the request's last message. Never pickle, and no torch to read any of it.
 
-    ToEngine     Open, then Request, Abort, Pause and Resume, in the end Stop
-    FromEngine   Loading*, Opened or OpenRefused, then a verdict per Request, and notes as they come
+On the socket, messages are frames of a length and a msgpack list:
+
+    4 bytes, big endian: length | msgpack [message, message, ...]
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from quickstep.engine.logs import LogSetup
-from quickstep.engine.remote.opening import Open, WireMessage
+from quickstep.engine.remote.opening import LENGTH, Open, WireMessage, framed
 from quickstep.engine.stats import EngineStats
 from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
@@ -26,6 +33,7 @@ from quickstep.model.sizing import MemoryPlan
 from quickstep.types import Pooling, Request, StepRecord
 
 __all__ = [
+    "BUFFER_BYTES",
     "FROM_ENGINE",
     "TO_ENGINE",
     "Abort",
@@ -43,17 +51,26 @@ __all__ = [
     "Pause",
     "Refused",
     "Resume",
+    "Sender",
     "SequenceNote",
     "StatsNote",
     "StepNote",
     "Stop",
     "ToEngine",
     "encode",
+    "read_messages",
 ]
+
+# What a connection's reader buffers before the socket has to wait.
+BUFFER_BYTES = 256 * 1024
+# Decoding a frame must not block the reader's loop for long.
+_MESSAGES_PER_FRAME = 256
+
+_Received = TypeVar("_Received")
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """`LoadedModel` as it travels: the receiver opens tokenizer and template at `path` itself."""
+    """`LoadedModel` as it is sent: the receiver opens tokenizer and template at `path` itself."""
 
     name: str
     fingerprint: str
@@ -67,19 +84,19 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class Abort(WireMessage, frozen=True):
-    """End a request; its last deltas come as for any end. Unknown and ended ids are fine."""
+    """End a request; its last deltas follow as for any end. Unknown and ended ids are ignored."""
 
     request_id: str
 
 
 class Pause(WireMessage, frozen=True):
-    """The reader of a request is behind: generate no more until Resume. Any id is fine."""
+    """The reader of a request is too slow: generate no more until Resume. Any id is allowed."""
 
     request_id: str
 
 
 class Resume(WireMessage, frozen=True):
-    """Its reader has caught up."""
+    """The reader of a paused request has caught up."""
 
     request_id: str
 
@@ -89,21 +106,21 @@ class Stop(WireMessage, frozen=True):
 
 
 class Loading(WireMessage, frozen=True):
-    """How far the weights are."""
+    """How much of the weights is loaded."""
 
     num_bytes: int
     total_bytes: int
 
 
 class Opened(WireMessage, frozen=True):
-    """The engine steps from now on."""
+    """The engine is open and runs."""
 
     facts: ModelFacts
     stats: EngineStats
 
 
 class OpenRefused(WireMessage, frozen=True):
-    """There is no engine; `is_config` if the configuration or the checkpoint is to blame."""
+    """The engine could not be opened; `is_config`: because of the configuration or checkpoint."""
 
     message: str
     is_config: bool
@@ -117,8 +134,8 @@ class Accepted(WireMessage, frozen=True):
 
 
 class Refused(WireMessage, frozen=True):
-    """The engine refused the request, or cannot continue with it. A status below 500 makes it
-    the client's fault.
+    """The engine refused the request, or cannot continue with it. A status below 500 means that
+    the client caused it.
     """
 
     request_id: str
@@ -136,7 +153,7 @@ class Refused(WireMessage, frozen=True):
 
 
 class DeltaNote(WireMessage, frozen=True):
-    """News of one of a request's sequences."""
+    """A delta of one of a request's sequences."""
 
     request_id: str
     delta: Delta
@@ -161,8 +178,8 @@ class SequenceNote(WireMessage, frozen=True):
 
 
 class StatsNote(WireMessage, frozen=True):
-    """How the engine is doing; sent when a request came or ended, and now and then while busy: it
-    is the worker's heartbeat. `computed_s` is the processor time of all threads but the event loop.
+    """The engine's state; sent when a request came or ended, and regularly while busy, as the
+    worker's heartbeat. `computed_s` is the processor time of all threads but the event loop's.
     """
 
     stats: EngineStats
@@ -186,7 +203,7 @@ Message = ToEngine | FromEngine
 
 
 def _plain(value: Any) -> Any:
-    """Frozen mappings are the only values here that msgpack does not know."""
+    """Convert the only values in messages that msgpack does not know: frozen mappings."""
     if isinstance(value, MappingProxyType):
         return dict(value)
     raise TypeError(f"{type(value).__name__} has no msgpack form")
@@ -201,6 +218,73 @@ def encode(message: Message) -> msgspec.Raw:
     """One message's bytes; a list of them decodes with `TO_ENGINE` or `FROM_ENGINE`.
 
     Raises:
-        UnicodeEncodeError: A string holds half a surrogate pair.
+        UnicodeEncodeError: A string contains half a surrogate pair.
     """
     return msgspec.Raw(_ENCODER.encode(message))
+
+
+class Sender:
+    """The sending half of a connection, used in one event loop. `run` is its task.
+
+    Everything that was put since the last frame is sent in the next one, so a step's deltas for all
+    requests are one frame. `put` never waits: while the reader is slow, encoded messages queue up
+    here, bounded by what the live requests may still generate, and the engine's loop continues.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._pending: deque[msgspec.Raw] = deque()
+        self._num_bytes = 0  # of what is pending
+        self._has_pending = asyncio.Event()
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the messages that are not sent yet."""
+        return self._num_bytes
+
+    def put(self, message: Message) -> None:
+        """Queue a message; it is lost if the other end has closed.
+
+        Raises:
+            UnicodeEncodeError: A string contains half a surrogate pair.
+            OverflowError: An integer has more than 64 bits.
+        """
+        encoded = encode(message)
+        self._pending.append(encoded)
+        self._num_bytes += len(encoded)
+        self._has_pending.set()
+
+    async def run(self) -> None:
+        """Send messages until cancelled, or until the other end has closed."""
+        try:
+            while True:
+                await self._has_pending.wait()
+                self._has_pending.clear()
+                await self.flush()
+        except ConnectionError:
+            return  # the task that reads this connection notices its end
+
+    async def flush(self) -> None:
+        """Send all queued messages. Raises ConnectionError."""
+        while self._pending:
+            count = min(len(self._pending), _MESSAGES_PER_FRAME)
+            messages = [self._pending.popleft() for _ in range(count)]
+            self._num_bytes -= sum(map(len, messages))
+            self._writer.write(framed(messages))
+            await self._writer.drain()
+
+
+async def read_messages(
+    reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[list[_Received]]
+) -> AsyncGenerator[_Received, None]:
+    """All messages until the other end closes. Raises EngineError for an invalid one."""
+    while True:
+        try:
+            (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            messages = decoder.decode(await reader.readexactly(length))
+        except msgspec.DecodeError as error:
+            raise EngineError(f"what came from the other process is no message: {error}") from error
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+        for message in messages:
+            yield message

@@ -1,7 +1,7 @@
 """The first message to the engine's process, and how messages are framed.
 
-Apart from `messages`, because both ends need it before anything else: it goes out when the worker
-has just been launched, and the worker begins to load when it has hardly imported more than this.
+Separate from `messages`, because both ends need it first: it is sent when the worker has just been
+launched, and the worker begins to load when it has imported little more than this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LENGTH = struct.Struct(">I")
 
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The encoding that all messages have: an array that begins with the class's name."""
+    """The encoding of all messages: an array that begins with the class's name."""
 
 
 class Open(WireMessage, frozen=True):
@@ -34,12 +34,12 @@ class Open(WireMessage, frozen=True):
 
 
 def opening_of(config: EngineConfig, log: LogSetup | None = None) -> Open:
-    """The first message. Who reads the streams is at this end, and so is the bound on them."""
+    """The first message. It has no bounds of streams: they are read, and bounded, at this end."""
     return Open(replace(config, streams=None), log or LogSetup())
 
 
 def framed(messages: Sequence[object]) -> bytes:
-    """Messages, encoded or not, as one frame of the connection (see `wire`)."""
+    """Messages, encoded or not, as one frame of the connection (see `messages`)."""
     content = msgspec.msgpack.encode(messages)
     return LENGTH.pack(len(content)) + content
 
@@ -50,7 +50,7 @@ def opening_frame(config: EngineConfig, log: LogSetup) -> bytes:
 
 
 def opening_in(received: bytes) -> Open | None:
-    """The opening that a connection begins with; None if that is not all there yet.
+    """The opening at the beginning of a connection; None if it has not been received completely.
 
     Raises:
         EngineError: It begins with something else.

@@ -1,9 +1,9 @@
-"""The engine's side of the connection: messages to calls of `Engine`, its news to messages.
+"""The engine's side of the connection: messages become calls of `Engine`, deltas become messages.
 
 One `EngineService` per process. Reading never stops, so that a closed connection is noticed while
 a model loads (in a thread) or a long step runs. The engine puts each delta into the connection
 (`_RequestSink`); stats are sent when a request comes or ends, and ten times a second while there
-is work, which is how the other end knows that this loop runs (see `stall_watch`).
+is work, so that the other end knows that this loop runs (see `supervisor.StallWatch`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from quickstep.config import EngineConfig
 from quickstep.engine.logs import install
 from quickstep.engine.remote.messages import (
+    BUFFER_BYTES,
     TO_ENGINE,
     Abort,
     Accepted,
@@ -34,13 +35,14 @@ from quickstep.engine.remote.messages import (
     Pause,
     Refused,
     Resume,
+    Sender,
     SequenceNote,
     StatsNote,
     StepNote,
     Stop,
     ToEngine,
+    read_messages,
 )
-from quickstep.engine.remote.wire import BUFFER_BYTES, Sender, read_messages
 from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
 from quickstep.errors import ConfigError, EngineError, RequestError
@@ -53,15 +55,15 @@ __all__ = ["EngineOpener", "EngineService"]
 
 _LOGGER = logging.getLogger(__name__)
 _STATS_EVERY_S = 0.1
-_TOLD_SHARE = 0.02  # of the weights: how much more is read when it is told again
-_PYTHONS_SWITCH_S = 0.005
+_PROGRESS_STEP = 0.02  # of the weights, between two Loading messages
+_DEFAULT_SWITCH_S = 0.005  # Python's own
 
 # `engine.assembly.open_engine`, or a test's; called in a thread
 EngineOpener = Callable[[EngineConfig, Callable[[int, int], None]], "Engine"]
 
 
 class StepLogNotes:
-    """Follows the engine's step log and sends each of its lines."""
+    """Follows the engine's step log and sends each of its records."""
 
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
@@ -89,7 +91,7 @@ class _RequestSink:
         self._ended = ended
 
     def put(self, delta: Delta) -> None:
-        """Raises UnicodeEncodeError for text that is not Unicode."""
+        """Send a delta. Raises UnicodeEncodeError for text that is not Unicode."""
         self._sender.put(DeltaNote(self._request_id, delta))
         if delta.finish_reason is not None:
             self._num_running -= 1
@@ -120,7 +122,7 @@ class EngineService:
         return cls(reader, writer, opener)
 
     async def run(self) -> bool:
-        """Serve until the connection ends; whether that was after a Stop."""
+        """Serve until the connection ends. Returns whether that was after a Stop."""
         self._start(self._sender.run())
         async for message in read_messages(self._reader, TO_ENGINE):
             self._receive(message)
@@ -135,7 +137,7 @@ class EngineService:
         def ended(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
-                # nothing here does that task's work any more: the process ends, and is replaced
+                # no other task does its work: end the process, which the supervisor replaces
                 _LOGGER.critical("a task of the engine process failed", exc_info=error)
                 self._writer.close()
 
@@ -144,7 +146,7 @@ class EngineService:
     def _receive(self, message: ToEngine) -> None:
         match message:
             case Abort() | Pause() | Resume() if self._engine is None:
-                pass  # nothing was taken yet
+                pass  # no request was accepted yet
             case Open():
                 self._start(self._open(message))
             case Request() if self._is_prepared(message):
@@ -174,13 +176,16 @@ class EngineService:
         install(opening.log)
         loop = asyncio.get_running_loop()
 
-        told_bytes = 0
+        reported_bytes = 0
 
         def progress(num_bytes: int, total_bytes: int) -> None:
-            nonlocal told_bytes
-            if num_bytes < total_bytes and num_bytes - told_bytes < total_bytes * _TOLD_SHARE:
+            nonlocal reported_bytes
+            if (
+                num_bytes < total_bytes
+                and num_bytes - reported_bytes < total_bytes * _PROGRESS_STEP
+            ):
                 return  # a message wakes two loops, and a model has hundreds of tensors
-            told_bytes = num_bytes
+            reported_bytes = num_bytes
             loop.call_soon_threadsafe(self._sender.put, Loading(num_bytes, total_bytes))
 
         try:
@@ -196,14 +201,14 @@ class EngineService:
             reason = f"the engine could not be opened: {type(error).__name__}: {error}"
             self._sender.put(OpenRefused(reason, is_config=False))
             return
-        # the end of what `worker.main` began; what is there now stays
+        # undo the settings of `worker.main`; the objects that exist now stay
         gc.freeze()
         gc.enable()
-        sys.setswitchinterval(_PYTHONS_SWITCH_S)
+        sys.setswitchinterval(_DEFAULT_SWITCH_S)
         self._engine = engine
         self._sender.put(opened)
-        self._start(self._tell_stats(engine))
-        self._start(self._tell_failure(engine))
+        self._start(self._send_stats(engine))
+        self._start(self._report_failure(engine))
 
     def _submit(self, request: Request) -> None:
         sink = _RequestSink(request, self._sender, self._stats_due.set)
@@ -221,8 +226,8 @@ class EngineService:
         return self._engine is None or self._engine.is_prepared(request.sampling)
 
     async def _prepare(self, request: Request) -> None:
-        """Do in a thread what takes long, such as to compile a grammar; then submit the request,
-        unless it was aborted.
+        """Do slow work in a thread, such as compiling a grammar; then submit the request, unless
+        it was aborted.
         """
         request_id = request.request_id
         try:
@@ -234,7 +239,7 @@ class EngineService:
         else:
             if request_id in self._preparing:
                 self._submit(request)
-                del held  # from here on the live request holds it
+                del held  # the live request holds it now
             else:
                 self._refuse(request_id, EngineError("the request was aborted"))
         self._preparing.discard(request_id)
@@ -249,7 +254,7 @@ class EngineService:
                 _LOGGER.error("a request failed in the engine process", exc_info=error)
                 self._sender.put(Refused(request_id, f"{type(error).__name__}: {error}", None, 500))
 
-    async def _tell_stats(self, engine: Engine) -> None:
+    async def _send_stats(self, engine: Engine) -> None:
         while True:
             self._stats_due.clear()
             stats = engine.stats()
@@ -260,13 +265,13 @@ class EngineService:
                 async with asyncio.timeout(_STATS_EVERY_S if busy else None):
                     await self._stats_due.wait()
 
-    async def _tell_failure(self, engine: Engine) -> None:
-        """A failed engine has no requests, so that no stats would be due."""
+    async def _report_failure(self, engine: Engine) -> None:
+        """Send the stats of a failed engine, which has no requests that would cause it."""
         await engine.wait_until_failed()
         self._stats_due.set()
 
     async def _stop(self) -> None:
-        """End everything in order, then close the connection, which ends `run`."""
+        """Stop the engine in order, then close the connection, which ends `run`."""
         try:
             if self._engine is not None:
                 await self._engine.stop()

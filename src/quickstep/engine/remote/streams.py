@@ -1,9 +1,8 @@
-"""The live requests of an engine in another process: what was submitted and has not ended.
+"""The live requests of an engine in another process: submitted and not ended.
 
-Owned by `RemoteEngine`, called in its event loop only. Verdicts and deltas go in by request id; the
-readers are the same `Stream`s as in the engine's own process. A request that was ended here, at its
-deadline, keeps its id until the engine has ended it as well, so that no late delta reaches a newer
-request.
+Owned by `RemoteEngine`, called in its event loop only. Its messages are assigned to the `Stream`s
+by request id. A request that was ended here, at its deadline, keeps its id until the engine has
+ended it as well, so that no late delta reaches a newer request.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ class _Live(msgspec.Struct):
 
 
 class RemoteStreams:
-    """All of them, by request id. `clock` is the engine's."""
+    """The streams of all live requests, by request id. `clock` is the engine's."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._live: dict[str, _Live] = {}
         self._paused: set[str] = set()
         self._undecided: set[str] = set()
-        self._ended_here: dict[str, set[int]] = {}  # what the engine has not ended of them
+        self._ended_here: dict[str, set[int]] = {}  # sequences that the engine has not ended
         self._busy_since_s = 0.0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -52,12 +51,12 @@ class RemoteStreams:
 
     @property
     def num_undecided(self) -> int:
-        """Requests that the engine has neither taken nor refused."""
+        """Number of requests that the engine has neither accepted nor refused."""
         return len(self._undecided)
 
     @property
     def busy_since_s(self) -> float | None:
-        """Since when there has been a request that is not paused; None while there is none."""
+        """The time since which a request that is not paused is live; None while there is none."""
         return None if self._is_held else self._busy_since_s
 
     @property
@@ -77,13 +76,15 @@ class RemoteStreams:
         self._empty.clear()
 
     def accept(self, request_id: str, ignored: tuple[str, ...]) -> None:
-        """The engine has taken the request."""
+        """The engine has accepted the request."""
         self._undecided.discard(request_id)
         if request_id in self._live:
             self._live[request_id].stream.accept(ignored)
 
     def refuse(self, request_id: str, error: QuickstepError) -> None:
-        """The engine has not; its stream raises `error`, or ends with it if it had been taken."""
+        """The engine has refused the request: its stream raises `error`, or ends with it if it had
+        been accepted.
+        """
         self._ended_here.pop(request_id, None)
         if request_id in self._live:
             self._end(request_id, FinishReason.ERROR, error)
@@ -93,7 +94,7 @@ class RemoteStreams:
         self._live[request_id].timer = timer
 
     def expire(self, request_id: str) -> None:
-        """End a request as the engine should have at its deadline: with what there is."""
+        """End a request as the engine should have at its deadline: with its output so far."""
         live = self._live[request_id]
         live.stream.accept()
         reason = FinishReason.DEADLINE
@@ -110,17 +111,17 @@ class RemoteStreams:
         self._remove(request_id)
 
     def pause(self, request_id: str) -> None:
-        """The reader of a live request is behind."""
+        """The reader of a live request is too slow."""
         self._paused.add(request_id)
 
     def resume(self, request_id: str) -> None:
-        """It has caught up."""
+        """The reader of a paused request has caught up."""
         if self._is_held:
             self._busy_since_s = self._clock()
         self._paused.discard(request_id)
 
     def deliver(self, request_id: str, delta: Delta) -> None:
-        """Hand a delta to its reader, if there is one."""
+        """Put a delta into its stream, if the request is live."""
         live = self._live.get(request_id)
         running = self._ended_here.get(request_id) if live is None else live.running
         if running is None:
@@ -138,7 +139,7 @@ class RemoteStreams:
             self._remove(request_id)
 
     def end_all(self, reason: FinishReason, error: str) -> None:
-        """The engine is gone: end every stream, and refuse what it had not taken."""
+        """The engine has ended: end every stream, and refuse requests that were not accepted."""
         self._ended_here.clear()
         for request_id in tuple(self._live):
             self._end(request_id, reason, EngineDied(error))

@@ -1,9 +1,23 @@
-"""Keeps an engine's process alive: reads it, notices its death or its stall, starts another, and
-ends it.
+"""Keeps an engine's process running: reads its messages, notices its death or its stall, starts
+another process, and ends the last one.
 
-A task follows each process from its opening to its end. Whoever stands behind (`EngineClient`) is
-told of a death before anything else is done about it. Restarts come slower each time a process
-dies young, until they are given up. Everything runs in the event loop that called `open`.
+A task follows each process from its opening to its end. The `EngineClient` is notified of a death
+first. Each process that dies early delays the next restart longer, until there are too many
+(`Restarts`). Everything runs in the event loop that called `open`.
+
+Whether a process makes progress is judged by its messages and a clock (`StallWatch`). While it has
+work the worker sends its stats ten times a second, from its event loop; the loop runs during a
+step, because steps run in a thread. Two things are a stall when they last for `stall_s` with
+requests pending:
+
+    silence         No message comes: the process is stopped, or something blocks its loop.
+    a stuck step    Messages come, but the step in flight does not end, and no thread but the
+                    loop's uses the processor: the step waits for something that does not come.
+
+A step that computes, however slowly, is neither: a large model on a small machine is not
+restarted, and `/ready` and `/health` report that no step has ended. A process with nothing in
+flight is not stalled either: grammars are prepared in other processes, and policies wait on
+purpose.
 """
 
 from __future__ import annotations
@@ -13,45 +27,149 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from quickstep.engine.remote.child import EngineProcess, LoadProgress
 from quickstep.engine.remote.launch import Launched
-from quickstep.engine.remote.messages import FromEngine, Open, Opened, Stop
-from quickstep.engine.remote.restarts import RestartLimits, Restarts
-from quickstep.engine.remote.stall_watch import StallWatch
+from quickstep.engine.remote.messages import FromEngine, Open, Opened, StatsNote, Stop
 from quickstep.engine.stats import EngineState
 from quickstep.errors import EngineError, QuickstepError
 
-__all__ = ["EngineClient", "Supervisor"]
+__all__ = ["EngineClient", "RestartLimits", "Restarts", "StallWatch", "Supervisor"]
 
 _LOGGER = logging.getLogger(__name__)
 # What a process may take between two messages while it loads a model that was loaded before.
 _RELOAD_SILENCE_S = 600.0
-# What an engine that was told to stop may take to finish its step and close.
+# What an engine may take to finish its step and close after Stop.
 _STOP_S = 5.0
+_NUM_CHECKS = 60  # of a stall, within `stall_s`
+# Processor time per second above which a step computes. An idle worker's threads use almost none;
+# one that reads its weights back from a swap file or a slow disk uses little, but more.
+_COMPUTING_RATE = 0.02
+
+
+class RestartLimits(msgspec.Struct, frozen=True):
+    """How often and how fast an engine's process is restarted.
+
+    Attributes:
+        max_quick_deaths: Give up when more processes than this in a row died early.
+        quick_s: A process that lived for less than this died early; a failed start lived for 0 s.
+        first_delay_s: Wait before the first restart; doubled with each early death in a row.
+        max_delay_s: Longest wait.
+    """
+
+    max_quick_deaths: int = 5
+    quick_s: float = 60.0
+    first_delay_s: float = 0.1
+    max_delay_s: float = 10.0
+
+
+class Restarts:
+    """Counts early deaths in a row. Owned by the supervisor, which does the waiting."""
+
+    def __init__(self, limits: RestartLimits) -> None:
+        self._limits = limits
+        self._num_quick = 0
+
+    def delay_after(self, lived_s: float) -> float | None:
+        """A process died after `lived_s`: seconds until the next may start; None to give up."""
+        limits = self._limits
+        if lived_s >= limits.quick_s:
+            self._num_quick = 0
+            return limits.first_delay_s
+        self._num_quick += 1
+        if self._num_quick > limits.max_quick_deaths:
+            return None
+        return min(limits.max_delay_s, limits.first_delay_s * 2.0 ** (self._num_quick - 1))
+
+
+class StallWatch:
+    """Decides whether a process is stalled. Pure: time is an argument.
+
+    A check that comes late counts for at most two intervals: this process may have been stopped
+    with the worker, or the machine may have been asleep.
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self.every_s = stall_s / _NUM_CHECKS
+        self.begin(0.0)
+
+    def begin(self, now: float) -> None:
+        """Begin to watch a new process."""
+        self._checked_s = now
+        self._was_pending = False
+        self._silent_s = 0.0
+        self._last_step_s: float | None = None
+        self._is_in_flight = False
+        self._computed_s = 0.0
+        self._begin_window()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds with requests pending since the process last sent a message."""
+        return self._silent_s
+
+    def note(self, message: FromEngine) -> None:
+        """Note a message of the process."""
+        self._silent_s = 0.0
+        if not isinstance(message, StatsNote):
+            return
+        self._computed_s = message.computed_s
+        stats = message.stats
+        if not self._is_in_flight or stats.last_step_s != self._last_step_s:
+            self._begin_window()
+        self._is_in_flight = stats.num_steps_in_flight > 0
+        self._last_step_s = stats.last_step_s
+
+    def stall(self, now: float, has_work: bool) -> str:
+        """Why the process must be replaced, "" if it need not. Called every `every_s` seconds."""
+        passed_s = min(now - self._checked_s, 2 * self.every_s) if self._was_pending else 0.0
+        self._checked_s, self._was_pending = now, has_work
+        if not has_work:
+            self._silent_s = 0.0
+            self._begin_window()
+            return ""
+        self._silent_s += passed_s
+        if self._silent_s >= self._stall_s:
+            return f"the engine process said nothing for {self._silent_s:.0f} s with work pending"
+        if self._is_in_flight:
+            self._stuck_s += passed_s
+        if self._stuck_s < self._stall_s:
+            return ""
+        if self._computed_s - self._window_computed_s < _COMPUTING_RATE * self._stuck_s:
+            return f"no step has ended for {self._stuck_s:.0f} s, and none has computed"
+        self._begin_window()
+        return ""
+
+    def _begin_window(self) -> None:
+        """Restart the count of seconds in which the step in flight neither ended nor computed."""
+        self._stuck_s = 0.0
+        self._window_computed_s = self._computed_s
 
 
 class EngineClient(Protocol):
-    """Whom the engine's process works for."""
+    """The object that the process works for; the supervisor notifies it."""
 
     async def opened(self, opened: Opened) -> None:
         """A process has the model loaded. Raises ConfigError if that cannot be served."""
 
     def receive(self, message: FromEngine) -> None:
-        """The process said something."""
+        """The process sent a message."""
 
     @property
     def has_work(self) -> bool:
-        """Whether it waits for the process."""
+        """Whether a request waits for the process."""
 
     def died(self) -> str:
-        """The process is gone. Says why its engine had failed before, "" if it had not."""
+        """The process has ended. Returns why its engine had failed before, "" if it had not."""
 
 
 class Supervisor:
     """Owns the process and the engine's state. `open`, `start`, `drain`, `end`, in this order.
 
-    `launched` is the first process, where there is one already. One that makes no progress for
-    `stall_s` seconds with work pending is killed, and so replaced (see `stall_watch`).
+    `launched` is the first process, if it has been started. A process that makes no progress for
+    `stall_s` seconds with work pending is killed, and so replaced (see `StallWatch`).
     """
 
     def __init__(
@@ -81,7 +199,7 @@ class Supervisor:
 
     @property
     def state(self) -> EngineState:
-        """Where the engine is in its life."""
+        """The engine's state."""
         return self._state
 
     @property
@@ -91,12 +209,12 @@ class Supervisor:
 
     @property
     def num_restarts(self) -> int:
-        """Processes that were started after the first one."""
+        """Number of processes started after the first one."""
         return self._num_restarts
 
     @property
     def silent_s(self) -> float:
-        """Seconds that the process has said nothing with work pending."""
+        """Seconds that the process has sent no message with work pending."""
         return self._watch.silent_s
 
     @property
@@ -115,14 +233,14 @@ class Supervisor:
         self._following = asyncio.create_task(self._follow(self._process), name="engine-process")
 
     def start(self) -> None:
-        """Requests are welcome. Raises EngineError if there is nothing open."""
+        """Accept requests. Raises EngineError if there is no open process."""
         if self._following is None or self._state in (EngineState.STOPPED, EngineState.FAILED):
             raise EngineError(f"the engine is {self._state.value}, it cannot start")
         if self._state is EngineState.NEW:
             self._state = EngineState.RUNNING
 
     def drain(self) -> None:
-        """No request is welcome any more, and a process that dies now is the last one."""
+        """Accept no more requests, and do not restart a process that dies from now on."""
         if self._state in (EngineState.STOPPED, EngineState.FAILED):
             return
         self._state = EngineState.DRAINING
@@ -130,14 +248,14 @@ class Supervisor:
             self._following.cancel()
 
     async def end(self) -> None:
-        """Stop the process, in order if it can; when this returns there is none. Idempotent."""
+        """Stop the process, in order if possible; there is none when this returns. Idempotent."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._end(), name="engine-end")
         await asyncio.shield(self._ending)
 
     async def _end(self) -> None:
         if self._process is not None and self._following is not None:
-            self._process.send(Stop())
+            self._process.sender.put(Stop())
             await asyncio.wait({self._following}, timeout=_STOP_S)
         if self._following is not None:
             self._following.cancel()
@@ -176,19 +294,19 @@ class Supervisor:
                 living = await self._restarted(reason, self._clock() - since_s)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # the task's top: what this object knows is in doubt
+        except BaseException as error:  # the task's top: this object's state is unknown
             _LOGGER.exception("the engine's supervisor failed")
             self._give_up(f"{type(error).__name__}: {error}")
 
     async def _live(self, process: EngineProcess) -> str:
-        """Take in what the process says until it is gone; says why it went."""
+        """Receive the process's messages until it ends. Returns why it ended."""
         self._process = process
         self._watch.begin(self._clock())
         self._stall = ""
         watching = asyncio.create_task(self._watch_stalls(process), name="engine-stalls")
         try:
             async for message in process.messages:
-                self._watch.heard(message)
+                self._watch.note(message)
                 self._client.receive(message)
         except EngineError as error:
             _LOGGER.error("%s", error)
@@ -210,12 +328,12 @@ class Supervisor:
         """Kill a process that makes no progress; its end is then noticed as any other."""
         while not self._stall:
             await asyncio.sleep(self._watch.every_s)
-            self._stall = self._watch.look(self._clock(), self._client.has_work)
+            self._stall = self._watch.stall(self._clock(), self._client.has_work)
         _LOGGER.error("%s: killing process %d", self._stall, process.process_id)
         process.kill()
 
     async def _restarted(self, reason: str, lived_s: float) -> EngineProcess | None:
-        """The next process, open; None when none is wanted, or it is no use."""
+        """The next process, open; None if the engine drains, or there were too many deaths."""
         since_s = self._clock()
         if self._state is EngineState.DRAINING:
             if self._ending is None:

@@ -1,13 +1,12 @@
 """The engine's process: `python -m quickstep.engine.remote.worker SOCKET_FD PARENT_PID`.
 
-Started by `child.EngineProcess` with its end of a socket pair. It serves what comes over it and
-exits when the other end is gone: whatever becomes of the parent, no engine is left behind. On
-Linux the kernel also kills it with its parent, even in the middle of a native call. SIGINT and
-SIGTERM are the parent's to answer: a terminal and a service manager send them to the whole group,
-and the parent then drains.
+Started by `launch` with its end of a socket pair. It serves the messages on it and exits when the
+other end closes, so no engine survives its parent. On Linux the kernel also kills it with its
+parent, even in a native call. It ignores SIGINT and SIGTERM: a terminal and a service manager send
+them to the process group, and the parent then drains.
 
-What a start waits for is the weights, so this imports what reads them, looks at the first message
-to see which, and imports what serves while a thread reads them.
+Loading the weights takes longest at the start. So this module imports what reads them, looks at the
+first message to see which ones, and imports the rest while a thread reads them.
 """
 
 from __future__ import annotations
@@ -45,46 +44,46 @@ _NOT_NEEDED = ("tokenizers", "numpy._core._add_newdocs")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve the real engine. Returns the exit code."""
-    # Importing makes nothing but objects that stay: collecting garbage in between costs a sixth of
-    # the time. `EngineService` turns it on again.
+    # Imports only make objects that stay: collecting garbage meanwhile costs a sixth of the time.
+    # `EngineService` enables it again.
     gc.disable()
     arguments = sys.argv[1:] if argv is None else argv
     _leave_signals()
     _die_with(int(arguments[1]))
     sys.setswitchinterval(_SWITCH_S)
-    defer_parts_of_torch()  # of an import that most models never come to
+    defer_parts_of_torch()  # which most models never import
     defer(_NOT_NEEDED)
     return run(arguments, _opener(int(arguments[0])))
 
 
 def _opener(socket_fd: int) -> EngineOpener:
-    """The real engine's, which begins before the message that asks for it has been received."""
+    """Opens the real engine, and begins before the event loop receives the first message."""
     from concurrent.futures import ThreadPoolExecutor
 
     from quickstep.engine.assembly import import_loading, open_engine
     from quickstep.engine.logs import install
 
     import_loading()
-    told = _Told()
+    progress = _LoadProgress()
     thread = ThreadPoolExecutor(1, thread_name_prefix="open")
     first = _first_message(socket_fd)
     if first is None:
         return partial(open_engine, with_template=False)
     install(first.log)
-    begun = thread.submit(open_engine, first.config, told, with_template=False)
-    begun.add_done_callback(lambda _: told.reading.set())
-    told.reading.wait()  # what comes next is imports, and would take the interpreter from it
+    opening = thread.submit(open_engine, first.config, progress, with_template=False)
+    opening.add_done_callback(lambda _: progress.has_begun.set())
+    progress.has_begun.wait()  # the imports that follow would take the interpreter's lock from it
 
-    def opened(config: EngineConfig, progress: Callable[[int, int], None]) -> Engine:
-        assert config == first.config  # it was looked at, and has now been received
-        told.listener = progress
-        return begun.result()
+    def opened(config: EngineConfig, listener: Callable[[int, int], None]) -> Engine:
+        assert config == first.config, "the first message is the one that was peeked at"
+        progress.listener = listener
+        return opening.result()
 
     return opened
 
 
 def _first_message(socket_fd: int) -> Open | None:
-    """The opening, left where it is; None if the connection has something else, or its end."""
+    """Peek at the opening, which stays in the socket; None if something else is first."""
     from quickstep.engine.remote.opening import opening_in
 
     connection = socket.socket(fileno=socket_fd)
@@ -96,23 +95,23 @@ def _first_message(socket_fd: int) -> Open | None:
         connection.detach()
 
 
-class _Told:
-    """How far the weights are, for who listens by now. `reading` is set when they are begun."""
+class _LoadProgress:
+    """Passes the progress of loading on to `listener`, once that is set."""
 
     def __init__(self) -> None:
         from threading import Event
 
-        self.reading = Event()
+        self.has_begun = Event()
         self.listener: Callable[[int, int], None] | None = None
 
     def __call__(self, num_bytes: int, total_bytes: int) -> None:
-        self.reading.set()
+        self.has_begun.set()
         if self.listener is not None:
             self.listener(num_bytes, total_bytes)
 
 
 def run(argv: Sequence[str], opener: EngineOpener) -> int:
-    """Serve the engine that `opener` loads, until told to stop or the parent is gone."""
+    """Serve the engine that `opener` loads, until it is stopped or the parent ends."""
     socket_fd, parent_pid = (int(argument) for argument in argv)
     _leave_signals()
     _die_with(parent_pid)
@@ -132,7 +131,7 @@ def _leave_signals() -> None:
 def _die_with(parent_pid: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it was gone before the line above
+    if os.getppid() != parent_pid:  # the parent ended before the line above
         os._exit(1)
 
 
@@ -144,11 +143,11 @@ async def _serve(socket_fd: int, opener: EngineOpener) -> int:
     try:
         service = await EngineService.connect(socket.socket(fileno=socket_fd), opener)
         stopped = await service.run()
-    except BaseException:  # the process's top: it ends, whatever it was
+    except BaseException:  # the process's top: it ends in any case
         logging.getLogger(__name__).exception("the engine process failed")
         stopped = False
     if not stopped:
-        # A thread may be loading or stepping, and nobody is left to wait for it.
+        # A thread may still load or run a step; there is no reason to wait for it.
         os._exit(1)
     return 0
 

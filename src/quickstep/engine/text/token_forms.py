@@ -1,9 +1,9 @@
-"""What the texts of a request's parameters are in token ids: bad words, DRY's breakers, the tags
-around the reasoning.
+"""The texts in a request's parameters as token ids: bad words, DRY's breakers, the tags around
+the reasoning.
 
-`Engine.submit` asks for it once per request; the sampler reads the answer. A text may be spelled
-in several ways beside its neighbours, so each spelling that the tokenizer has for it counts. What
-is found for DRY's breakers and for tags is kept, since it takes a look at the whole vocabulary.
+`Engine.submit` calls `find` once per request; the sampler reads the result. A text may have several
+spellings, depending on its neighbours, so every spelling that the tokenizer has counts. The results
+for DRY's breakers and for tags are cached, since they search the complete vocabulary.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ __all__ = ["TokenFormFinder"]
 
 Spelling = tuple[int, ...]
 
-_KEPT = 64  # texts of breakers, and pairs of tags, whose tokens are kept
-_PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of the reasoning
+_MAX_CACHED = 64  # texts of breakers, and pairs of tags
+_PROMPT_END = 32  # tokens at the end of a prompt that may have the opening of the reasoning
 
 
 class TokenFormFinder:
-    """One model's. `vocab_size` is the width of the logits, `reasoning` the template's format."""
+    """Finds tokens for the requests of one model.
+
+    `vocab_size` is the width of the logits, `reasoning` the format of the chat template.
+    """
 
     def __init__(
         self,
@@ -56,13 +59,13 @@ class TokenFormFinder:
 
     @classmethod
     def of_model(cls, model: LoadedModel) -> TokenFormFinder:
-        """The finder of a loaded model, whose template tells how it reasons."""
+        """The finder of a loaded model; its template has the format of the reasoning."""
         template = model.chat_template
         reasoning = None if template is None else template.formats.reasoning
         return cls(model.tokenizer, model.vocab_size, model.max_model_len, reasoning)
 
     def knows(self, sampling: SamplingParams) -> bool:
-        """Whether `find` need not look at the whole vocabulary."""
+        """Whether `find` can do without a search of the vocabulary."""
         tags = self._tags_of(sampling)
         breakers = sampling.dry_sequence_breakers if sampling.dry_multiplier else ()
         with self._lock:
@@ -71,36 +74,38 @@ class TokenFormFinder:
             )
 
     async def prepare(self, sampling: SamplingParams) -> None:
-        """Look at it in a thread. Raises RequestError as `find`."""
+        """Search the vocabulary in a thread. Raises RequestError as `find`."""
         if not self.knows(sampling):
             await asyncio.to_thread(self.find, sampling, ())
 
     def find(self, sampling: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
-        """The parameters with `in_tokens` set if anything asks for it.
+        """The parameters, with `in_tokens` set if one of them needs it.
 
         Raises:
             RequestError: A text has no tokens, or there is no reasoning to count in.
         """
-        asks = (
+        needs_tokens = (
             sampling.bad_words
             or sampling.dry_multiplier > 0.0
             or sampling.thinking_budget is not None
             or sampling.grammar is not None
         )
-        if not asks:
+        if not needs_tokens:
             return sampling
-        room = self._max_model_len - len(prompt)
+        max_tokens = self._max_model_len - len(prompt)
+        if sampling.max_tokens is not None:
+            max_tokens = min(max_tokens, sampling.max_tokens)
         found = TokenForms(
             bad_words=self._bad_words(sampling),
             dry_breakers=self._dry_breakers(sampling),
             dry_breaker_flags=self._breaker_flags(sampling),
             reasoning=self._reasoning_tokens(sampling, prompt),
-            max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+            max_tokens=max_tokens,
         )
         return replace(sampling, in_tokens=found)
 
     def _bad_words(self, sampling: SamplingParams) -> tuple[Spelling, ...]:
-        """Each word as it stands, and behind a space."""
+        """Each bad word as it is, and after a space."""
         found: dict[Spelling, None] = {}
         for word in sampling.bad_words:
             for text in (word, " " + word.lstrip(" ")):
@@ -111,43 +116,41 @@ class TokenFormFinder:
                     )
                 found[ids] = None
         words = tuple(found)
-        alone = {ids[0] for ids in words if len(ids) == 1}
-        if sampling.allowed_token_ids and alone.issuperset(sampling.allowed_token_ids):
+        single_tokens = {ids[0] for ids in words if len(ids) == 1}
+        if sampling.allowed_token_ids and single_tokens.issuperset(sampling.allowed_token_ids):
             raise RequestError(
                 "bad_words bans everything that allowed_token_ids allows", param="bad_words"
             )
         return words
 
     def _breaker_flags(self, sampling: SamplingParams) -> bytes:
-        """Every token that holds a breaker's text."""
+        """A flag per token: whether it contains a breaker's text."""
         if sampling.dry_multiplier == 0.0 or not sampling.dry_sequence_breakers:
             return b""
-        return self._texts.flags(map(self._holding, sampling.dry_sequence_breakers))
+        return self._texts.flags(map(self._containing, sampling.dry_sequence_breakers))
 
     def _dry_breakers(self, sampling: SamplingParams) -> tuple[Spelling, ...]:
-        """The breakers' own tokens in a row."""
+        """The breakers that are several tokens, as sequences of tokens."""
         if sampling.dry_multiplier == 0.0:
             return ()
         texts = [t for text in sampling.dry_sequence_breakers for t in (text, " " + text)]
         spelled = (self._encode("dry_sequence_breakers", text) for text in texts)
         return tuple(dict.fromkeys(ids for ids in spelled if len(ids) > 1))
 
-    def _holding(self, text: str) -> Ids:
+    def _containing(self, text: str) -> Ids:
         with self._lock:
             known = self._breakers.pop(text, None)
         if known is None:
-            known = self._texts.holding(text.encode())
+            known = self._texts.containing(text.encode())
         with self._lock:
             self._breakers[text] = known
-            while len(self._breakers) > _KEPT:
+            while len(self._breakers) > _MAX_CACHED:
                 self._breakers.popitem(last=False)
         return known
 
     @cached_property
     def _texts(self) -> TokenTexts:
-        from quickstep.engine.text.token_texts import (
-            TokenTexts,  # and NumPy, which a server needs late
-        )
+        from quickstep.engine.text.token_texts import TokenTexts  # imports NumPy
 
         return TokenTexts([self._tokenizer.token_bytes(i) for i in range(self._vocab_size)])
 
@@ -162,11 +165,11 @@ class TokenFormFinder:
         is_open = sampling.inside_reasoning or end.endswith(found.opening.decode())
         is_over = not is_open and end.endswith(found.closing.decode())
         if is_over and sampling.thinking_budget is None:
-            return None  # the template has turned the reasoning off: the grammar begins at once
+            return None  # the template has disabled the reasoning: the grammar begins at once
         return replace(found, starts_open=is_open)
 
     def _tags_of(self, sampling: SamplingParams) -> tuple[str, str] | None:
-        """The tags that the request's reasoning stands between; None where it does not matter."""
+        """The tags around the request's reasoning; None if it needs none."""
         if not _follows_reasoning(sampling):
             return None
         if sampling.reasoning_tags is None and self._reasoning is not None:
@@ -174,7 +177,7 @@ class TokenFormFinder:
         return sampling.reasoning_tags
 
     def _tag_tokens(self, tags: tuple[str, str]) -> ReasoningTokens:
-        """The tags in tokens; kept, since it takes a look at the whole vocabulary."""
+        """The tags as tokens, from the cache or a search of the vocabulary."""
         with self._lock:
             known = self._tags.get(tags)
         if known is not None:
@@ -186,7 +189,7 @@ class TokenFormFinder:
         found = ReasoningTokens(opening, closing, closing_ids, MappingProxyType(pieces))
         with self._lock:
             self._tags[tags] = found
-            while len(self._tags) > _KEPT:
+            while len(self._tags) > _MAX_CACHED:
                 self._tags.popitem(last=False)
         return found
 

@@ -1,8 +1,8 @@
 """The texts of all tokens in one string, so that a search is one native pass over it.
 
-A loop over the tokens of a large vocabulary takes a tenth of a second and more, which is too long
-for an event loop, and for a thread that holds the interpreter's lock. Owned by
-`engine.token_forms`.
+A Python loop over a large vocabulary takes a tenth of a second and more, which is too long for an
+event loop, and for a thread that holds the interpreter's lock. Used by `token_forms` only, and a
+module of its own because it imports NumPy, which is imported by the first request that needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Ids", "TokenTexts"]
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 
-_BETWEEN = b"\xff"  # around every token; in no text that is searched, since UTF-8 has no such byte
+_BETWEEN = b"\xff"  # around every token; no text that is searched has it, as UTF-8 does not
 _SPACE = b" \t\n\r"
 
 
@@ -37,11 +37,11 @@ class TokenTexts:
     def __getitem__(self, token_id: int) -> bytes:
         return self._tokens[token_id]
 
-    def holding(self, text: bytes) -> Ids:
-        """The tokens that hold `text`, in order."""
+    def containing(self, text: bytes) -> Ids:
+        """The tokens that contain `text`, in order."""
         places = np.flatnonzero(self._bytes == text[0])
         for offset, byte in enumerate(text[1:], 1):
-            # one position more would be behind the last separator, which a match never is
+            # a match never ends after the last separator
             places = places[self._bytes[np.minimum(places + offset, self._bytes.size - 1)] == byte]
         return self._ids_at(places)
 
@@ -53,10 +53,10 @@ class TokenTexts:
         return flags.tobytes()
 
     def within(self, *tags: bytes) -> Ids:
-        """The tokens that may hold a part of a tag, with or without neighbours, or are blank.
+        """The tokens that may contain a part of a tag, with or without neighbours, or are blank.
 
-        A token holds the tag, ends in its beginning, begins with its end, or is inside it. A raw
-        byte of a token may look like the separator: then one more is found, which does no harm.
+        A token contains the tag, ends in its beginning, begins with its end, or is inside it. A raw
+        byte of a token may equal the separator: then an extra token is found, which does no harm.
         """
         texts: set[bytes] = set()
         for tag in tags:

@@ -1,9 +1,9 @@
 """Text to token ids and back, over the `tokenizers` library and the checkpoint's own files.
 
 Reads `tokenizer.json` (model, normaliser, post-processor, decoder), `tokenizer_config.json`
-(special tokens) and `generation_config.json` / `config.json` (end tokens). Whether a beginning
-token is added is the post-processor's business. Used by the engine, the detokenizer and the
-server; read-only after `open`, so any thread may call it. Never loads `transformers`.
+(special tokens) and `generation_config.json` / `config.json` (end tokens). The post-processor
+decides whether a beginning token is added. Used by the engine, the detokenizer and the server;
+read-only after `open`, so any thread may call it. Never loads `transformers`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,26 @@ from __future__ import annotations
 import enum
 import json
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 from tokenizers.tokenizers import Tokenizer as Library
 
 from quickstep.engine.text.json_file import read_json
-from quickstep.engine.text.token_bound import TokenBound, token_bound
 from quickstep.errors import ConfigError, RequestError
 from quickstep.model.checkpoint.gguf_file import is_gguf
 
 __all__ = ["DecoderKind", "Tokenizer"]
 
 _HEX_DIGITS = frozenset(string.hexdigits)
+# canonical composition: the longest spelling of a character is this many times its composed one
+_COMPOSING = 4
+_KEEPING_SPLITTERS = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
+_NUM_BYTES = 256
 
 
 class DecoderKind(enum.Enum):
@@ -36,8 +40,23 @@ class DecoderKind(enum.Enum):
     PIECES = "pieces"
 
 
+class _TokenBound(msgspec.Struct, frozen=True):
+    """The most bytes of text that one token covers, blanks not counted if `swallows_blanks`.
+
+    So a text that is too long for the context is found without tokenizing it.
+    """
+
+    num_bytes: int
+    swallows_blanks: bool
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the tokens of `text`."""
+        kept = "".join(text.split()) if self.swallows_blanks else text
+        return -(-len(kept.encode("utf-8", "surrogatepass")) // self.num_bytes)
+
+
 class Tokenizer:
-    """One checkpoint's vocabulary. `open` reads the files; all methods only ask."""
+    """One checkpoint's vocabulary. `open` reads the files; no method changes it."""
 
     def __init__(
         self,
@@ -53,7 +72,7 @@ class Tokenizer:
         self._special_tokens = MappingProxyType(dict(special_tokens))
         added = library.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        # a decoder's pickled state is its JSON; that of the whole tokenizer is all its vocabulary
+        # a decoder's pickled state is its JSON; the tokenizer's would contain the vocabulary
         decoder = None if library.decoder is None else json.loads(library.decoder.__getstate__())
         steps = _decoder_steps(decoder)
         self._kind = _decoder_kind(steps)
@@ -89,7 +108,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids known here, added tokens included; the model's logits may be wider."""
+        """The number of token ids, added tokens included; the model's logits may be wider."""
         return int(self._library.get_vocab_size(with_added_tokens=True))
 
     @property
@@ -99,32 +118,32 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """`bos_token`, `eos_token`, ... to their text, as a chat template sees them."""
+        """`bos_token`, `eos_token`, ... and their texts, which chat templates use."""
         return self._special_tokens
 
     @property
     def kind(self) -> DecoderKind:
-        """How this vocabulary's tokens become text."""
+        """How the vocabulary's tokens become text."""
         return self._kind
 
     def least_tokens(self, text: str) -> int:
-        """Tokens that `text` has at least, at the price of its bytes; 0 where nothing is known."""
+        """A lower bound on the tokens of `text`, computed from its bytes; 0 if there is none."""
         bound = self._bound
         return 0 if bound is None else bound.least_tokens(text)
 
     @cached_property
-    def _bound(self) -> TokenBound | None:
-        """Reads the whole vocabulary, so only a text of some length asks for it."""
-        return token_bound(self._library, self._byte_of_char)
+    def _bound(self) -> _TokenBound | None:
+        """Reads the complete vocabulary, so it is only called for long texts."""
+        return _token_bound(self._library, self._byte_of_char)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised.
+        """Token ids of `text`; special tokens written out in it are recognized.
 
         Raises:
             RequestError: The text is not Unicode (JSON can spell half a surrogate pair).
         """
         try:
-            # The batch call frees the interpreter while it works: a long prompt stalls no one.
+            # The batch call releases the interpreter's lock: a long prompt blocks no other thread.
             [encoding] = self._library.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
@@ -136,13 +155,13 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence; incomplete UTF-8 becomes U+FFFD.
+        """The text of a complete sequence; incomplete UTF-8 becomes U+FFFD.
 
         Raises:
             RequestError: An id is negative or no 32-bit number.
         """
         try:
-            # The batch call frees the interpreter while it works.
+            # The batch call releases the interpreter's lock.
             [text] = self._library.decode_batch(
                 [list(ids)], skip_special_tokens=skip_special_tokens
             )
@@ -168,14 +187,14 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def is_byte_piece(self, piece: str) -> bool:
-        """Whether a piece such as `<0xAB>` stands for one byte here."""
+        """Whether a piece such as `<0xAB>` is a byte in this vocabulary."""
         return self._byte_fallback and _fallback_byte(piece) is not None
 
     def decode_pieces(self, pieces: Sequence[str], at_start: bool) -> str:
         """The text that `pieces` add at the start of a text or inside one (see DecoderKind.PIECES).
 
-        Decoders treat the first token of a text apart (a leading space goes); inside a text
-        another token stands before, so one is put there and its text cut off.
+        Decoders treat the first token of a text differently (they drop a leading space). Inside a
+        text another token precedes, so one is put there and its text removed.
         """
         if at_start:
             return self._join(list(pieces))
@@ -208,6 +227,77 @@ class Tokenizer:
             return " ".join(pieces)
         text: str = self._decoder.decode(pieces)
         return text
+
+
+def _token_bound(library: Any, byte_level_alphabet: Mapping[str, int]) -> _TokenBound | None:
+    """The bound of a tokenizer of the `tokenizers` library.
+
+    None where a step of the tokenizer may drop text: a normalizer that strips, a splitter that
+    removes blanks, an unknown token for a complete word.
+    """
+    factor = _shrinking(_state(library.normalizer))
+    splitters = list(_sequence_steps(_state(library.pre_tokenizer), "pretokenizers"))
+    if factor is None or not all(map(_keeps_text, splitters)):
+        return None
+    vocabulary: Mapping[str, int] = library.get_vocab(with_added_tokens=True)
+    is_byte_level = any(step["type"] == "ByteLevel" for step in splitters)
+    alphabet = byte_level_alphabet if is_byte_level else None
+    if not _spells_every_byte(library.model, vocabulary, alphabet):
+        return None
+    longest = max(len(piece.encode("utf-8", "surrogatepass")) for piece in vocabulary)
+    added = library.get_added_tokens_decoder().values()
+    return _TokenBound(longest * factor, any(token.lstrip or token.rstrip for token in added))
+
+
+def _state(step: Any) -> Mapping[str, Any] | None:
+    """A step's JSON, which is its pickled state."""
+    return None if step is None else json.loads(step.__getstate__())
+
+
+def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
+    """How many times shorter a normalizer may make a text; None if there is no limit."""
+    factor = 1
+    for step in _sequence_steps(normalizer, "normalizers"):
+        match step:
+            case {"type": "Prepend"}:
+                pass
+            case {"type": "NFC"}:
+                factor *= _COMPOSING
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                if len(new.encode()) < len(old.encode()):
+                    return None
+            case _:
+                return None
+    return factor
+
+
+def _keeps_text(splitter: Mapping[str, Any]) -> bool:
+    if splitter["type"] in ("Split", "Punctuation"):
+        removes: bool = splitter["behavior"] == "Removed"
+        return not removes
+    return splitter["type"] in _KEEPING_SPLITTERS
+
+
+def _sequence_steps(step: Mapping[str, Any] | None, list_name: str) -> Iterator[Mapping[str, Any]]:
+    if step is None:
+        return
+    if step["type"] != "Sequence":
+        yield step
+        return
+    for part in step[list_name]:
+        yield from _sequence_steps(part, list_name)
+
+
+def _spells_every_byte(
+    model: Any, vocabulary: Mapping[str, int], byte_level_alphabet: Mapping[str, int] | None
+) -> bool:
+    """Whether no text becomes an unknown token, which may cover any number of bytes."""
+    if type(model).__name__ != "BPE":
+        return False
+    spellings: Iterable[str] = byte_level_alphabet or ()
+    if model.byte_fallback:
+        spellings = (f"<0x{byte:02X}>" for byte in range(_NUM_BYTES))
+    return len(set(spellings) & vocabulary.keys()) == _NUM_BYTES
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,16 +1,16 @@
-"""The grammar of an answer that may call: text, or text and calls whose arguments fit.
+"""The grammar of an answer that may call: text, or text and calls whose arguments match.
 
-For functions that are `strict` where the model may choose. All text is free up to what the
-format's reader takes for the opening of a call; from there on the call is spelled:
+For functions that are `strict` where the model may choose. Text is free up to what the format's
+reader treats as the opening of a call; from there on the grammar spells the call:
 
     text                                  no call
-    (text OPENING calls)* text            an opening that may stand anywhere
+    (text OPENING calls)* text            an opening that may be anywhere
     calls                                 calls that begin the message without a marker
 
-So whatever is sampled reads back as content, or as calls whose arguments fit. A lazy rule ends with
-its first match, hence the opening is never part of the text; a special token is in no text anyway.
-Where the answer has a grammar of its own, the message is such an answer or calls. The reasoning
-before the message is none of the grammar's, but for channels. Called by the server.
+So whatever is sampled is parsed as content, or as calls whose arguments match. A lazy rule ends
+with its first match, hence the opening is never part of the text; a special token is in no text
+anyway. Where the answer has a grammar of its own, the message is such an answer or calls. The
+grammar does not cover the reasoning before the message, except in channels. Called by the server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quickstep.engine.grammar.json_spacing import ONE_LINE
+from quickstep.engine.grammar.json_schema import ONE_LINE
 from quickstep.engine.tool_calls.call_grammar import (
     CallSpelling,
     CallWriting,
@@ -44,10 +44,9 @@ def answer_grammar(
     special_id: Callable[[str], int | None],
     answer: Grammar | None = None,
 ) -> Grammar:
-    """Text, or an answer under a grammar, or calls of `functions`.
+    """A grammar of text, or of an answer under the grammar `answer`, or of calls of `functions`.
 
-    A function has a `name` and `parameters`, None for any object; `special_id` is that of
-    `call_grammar`.
+    `functions` and `special_id` are those of `call_grammar`.
 
     Raises:
         RequestError: The format cannot spell a function's name or its parameters.
@@ -69,7 +68,7 @@ class NotNestable(ValueError):
 
 
 def _rule_of(grammar: Grammar) -> str:
-    """What a grammar matches, as the right side of a rule. Raises NotNestable."""
+    """The grammar as the right side of a rule. Raises NotNestable."""
     match grammar.kind:
         case "json_schema" | "json_object":
             schema = _schema_of(grammar)
@@ -97,7 +96,7 @@ def _schema_of(grammar: Grammar) -> dict[str, Any]:
 
 
 class _Answer:
-    """Writes the rules of one format whose calls stand in running text."""
+    """Writes the rules of one format that has calls within text."""
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class _Answer:
         self._begin, self._call = _without_opening(spelling)
 
     def grammar(self) -> Grammar:
-        """All rules."""
+        """Write all rules."""
         lines = self._writing.lines
         lines += [
             "start: answer",
@@ -124,7 +123,7 @@ class _Answer:
         return Grammar.of_lark("\n".join(lines) + "\n")
 
     def _message(self, rule: str, text: str) -> list[str]:
-        """A message that begins with `text`."""
+        """The rules of a message that begins with `text`."""
         ways = [text, f"{rule}_opening calls"]
         if self._spelling.anchor is None and not self._one_call:
             ways[1] += " more"
@@ -144,7 +143,7 @@ class _Answer:
         return [f"{rule}: {' | '.join(ways)}", *lines]
 
     def _write_calls(self) -> None:
-        """The calls behind an opening, the same ones that begin the message, and what follows."""
+        """The calls after an opening, the same ones that begin the message, and what follows."""
         writing, spelling = self._writing, self._spelling
         writing.calls(self._call, self._functions)
         repeated = ""
@@ -172,7 +171,7 @@ class _Answer:
         writing.lines.append(f"first_call: {' | '.join(ways)}")
 
     def _text(self, without_anchor: bool) -> str:
-        """Free text: nothing in it opens a call that is not spelled here."""
+        """Free text: nothing in it opens a call that the grammar does not spell."""
         text = f"/{_ANY}/"
         special_id = self._writing.special_id
         others = [other for other in self._spelling.other_openings if special_id(other) is None]
@@ -189,7 +188,7 @@ class _Answer:
 def _without_opening(
     spelling: CallSpelling,
 ) -> tuple[tuple[str, ...], tuple[str | Slot, ...]]:
-    """What stands before the first call, and a call, both behind the opening."""
+    """What is before the first call, and a call, both without the opening."""
     begin, call = spelling.begin, spelling.call
     if begin and begin[0] in spelling.openings:
         return begin[1:], call
@@ -208,8 +207,8 @@ def _of_channels(
 
         part (<|end|> <|start|> "assistant" part)*      part: <|channel|> CHANNEL <|message|> text
 
-    `other_openings` are the markers of headers, which stand in no text. `answer` is the rule of
-    what the final channel holds; None for text.
+    `other_openings` are the markers of headers, which no text contains. `answer` is the rule of
+    the final channel's content; None for text.
     """
     assert spelling.thoughts is not None, "a format with channels has one of thoughts"
     (channel, _, message), (end, *following) = spelling.thoughts

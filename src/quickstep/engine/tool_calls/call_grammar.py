@@ -1,7 +1,7 @@
-"""The grammar of an answer that has to be a call: `tool_choice` required, or a function's name.
+"""The grammar of an answer that must be a call: `tool_choice` required, or a function's name.
 
-Every format says how it spells calls, as a row of texts with slots for the name and for the
-arguments, which follow the function's schema. Called by the server.
+Every format says how it spells calls: as a row of texts with slots for the name and for the
+arguments, which match the function's schema. Called by the server.
 
     begin call separator call ... end        call: texts, NAME, texts, ARGUMENTS, texts
 """
@@ -10,22 +10,34 @@ from __future__ import annotations
 
 import enum
 import json
+import keyword
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from quickstep.engine.grammar.json_spacing import ONE_LINE
-from quickstep.engine.tool_calls.pythonic_grammar import pythonic_arguments
+from quickstep.engine.grammar.json_schema import ONE_LINE
+from quickstep.errors import RequestError
 from quickstep.types import Grammar
 
 __all__ = ["CallSpelling", "CallWriting", "Slot", "around_arguments", "call_grammar"]
 
 _FORM = {**ONE_LINE, "lenient": False}
+_FUNCTION_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_ANNOTATIONS = frozenset({"$schema", "$id", "title", "description", "examples", "default"})
+_KNOWN_KEYS = _ANNOTATIONS | {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "$defs",
+    "definitions",
+}
 
 
 class Slot(enum.Enum):
-    """What differs from call to call; KEYWORDS are arguments as Python writes them."""
+    """The parts that differ from call to call; KEYWORDS are arguments in Python's syntax."""
 
     NAME = "name"
     ARGUMENTS = "arguments"
@@ -33,16 +45,17 @@ class Slot(enum.Enum):
 
 
 class CallSpelling(msgspec.Struct, frozen=True):
-    """How a message of calls only is written.
+    """How a format writes a message that has only calls.
 
     Attributes:
-        thoughts: Texts around what may stand before the calls; empty where nothing may.
+        thoughts: The texts before and after the reasoning that may precede the calls; None where
+            no reasoning may.
         repeats: Several calls may follow each other.
-        openings: Markers that open calls wherever they stand in the text.
-        other_openings: Markers that the format's reader takes for more markup, and that free text
-            must not have.
-        anchor: Pattern of what the reader takes for a call at the beginning of a message; None
-            where calls have a marker.
+        openings: Markers that open calls anywhere in the text.
+        other_openings: Markers that the format's reader treats as more markup, and that free text
+            must not contain.
+        anchor: Pattern of a message's beginning that the reader treats as a call; None where calls
+            have a marker.
     """
 
     call: tuple[str | Slot, ...]
@@ -62,11 +75,10 @@ def call_grammar(
     one_call: bool,
     special_id: Callable[[str], int | None],
 ) -> Grammar:
-    """Calls of `functions` and nothing else; at least one, or exactly one.
+    """A grammar of calls of `functions` and nothing else: at least one, or exactly one.
 
-    A function has a `name` and `parameters`: its schema, or None for any object.
-
-    `special_id` tells the token of a text that is a special one: a grammar's text never matches it.
+    A function has a `name` and `parameters`: its schema, or None for any object. `special_id` gives
+    the id of a text that is a special token, which a grammar's text never matches, else None.
 
     Raises:
         RequestError: The format cannot spell a function's name or its parameters.
@@ -84,29 +96,29 @@ def call_grammar(
 
 
 class CallWriting:
-    """Writes parts of a Lark grammar; `lines` are the rules so far."""
+    """Writes parts of a Lark grammar; `lines` has the rules so far."""
 
     def __init__(self, special_id: Callable[[str], int | None]) -> None:
         self.special_id = special_id
         self.lines: list[str] = []
 
     def texts(self, texts: Sequence[str]) -> list[str]:
-        """Texts in the grammar's words; those that are no special tokens join their neighbours."""
-        words: list[str] = []
+        """Texts as parts of a rule; neighbours that are no special tokens become one part."""
+        parts: list[str] = []
         plain = ""
         for text in texts:
             token_id = self.special_id(text)
             if token_id is None:
                 plain += text
                 continue
-            words += [_quoted(plain), f"<[{token_id}]>"] if plain else [f"<[{token_id}]>"]
+            parts += [_quoted(plain), f"<[{token_id}]>"] if plain else [f"<[{token_id}]>"]
             plain = ""
-        return [*words, _quoted(plain)] if plain else words
+        return [*parts, _quoted(plain)] if plain else parts
 
     def message(
         self, spelling: CallSpelling, functions: Sequence[Mapping[str, Any]], one_call: bool
     ) -> str:
-        """A message of calls only, as a part of a rule; writes the rules of its calls."""
+        """A message that has only calls, as a part of a rule; writes the rules of its calls."""
         calls = ["call"]
         if spelling.repeats and not one_call:
             calls.append(f"({' '.join([*self.texts(spelling.separator), 'call'])})*")
@@ -114,7 +126,7 @@ class CallWriting:
         return " ".join([*self.texts(spelling.begin), *calls, *self.texts(spelling.end)])
 
     def calls(self, call: Sequence[str | Slot], functions: Sequence[Mapping[str, Any]]) -> None:
-        """The rules `call`, and `function_0`, `function_0_arguments`, ..."""
+        """Write the rules `call`, and `function_0`, `function_0_arguments`, ..."""
         rules = [f"function_{index}" for index in range(len(functions))]
         self.lines.append(f"call: {' | '.join(rules)}")
         for rule, function in zip(rules, functions, strict=True):
@@ -126,15 +138,14 @@ class CallWriting:
             parts = [*head, f"{rule}_arguments", *self.texts(after)]
             self.lines.append(f"{rule}: {' '.join(parts)}")
             if Slot.KEYWORDS in call:
-                self.lines += pythonic_arguments(function, rule)
+                self.lines += _keyword_rules(function, rule)
                 continue
             schema = {**(function["parameters"] or {}), "type": "object", "x-guidance": _FORM}
-            told = json.dumps(schema, ensure_ascii=False)
-            self.lines.append(f"{rule}_arguments: %json {told}")
+            self.lines.append(f"{rule}_arguments: %json {json.dumps(schema, ensure_ascii=False)}")
 
 
 def around_arguments(call: Sequence[str | Slot], name: str) -> tuple[list[str], list[str]]:
-    """The texts of a call of the function `name` before its arguments, and behind them."""
+    """The texts of a call of the function `name` before its arguments, and after them."""
     texts = [name if piece is Slot.NAME else piece for piece in call]
     place = next(at for at, piece in enumerate(texts) if isinstance(piece, Slot))
     before, after = texts[:place], texts[place + 1 :]
@@ -143,3 +154,74 @@ def around_arguments(call: Sequence[str | Slot], name: str) -> tuple[list[str], 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _keyword_rules(function: Mapping[str, Any], rule: str) -> list[str]:
+    """Lark rules of arguments in Python's syntax (`a=1, b="x"`), `{rule}_arguments` first.
+
+    The values are JSON, which `pythonic` reads as well. So the schema has to be a plain object
+    with known properties, whose order the arguments have; None allows any arguments. `rest_i` is
+    what may follow after an argument, so it begins with a comma.
+
+    Raises:
+        RequestError: The format cannot spell the name or the schema; it names the key.
+    """
+    name, schema = function["name"], function["parameters"]
+    if not _FUNCTION_NAME.fullmatch(name):
+        raise _refused(name, "begins with no letter")
+    if schema is None:
+        return _any_arguments(rule)
+    properties, required = _checked(name, schema)
+    lines = []
+    first, rest = f"{rule}_arguments", f"{rule}_rest"
+    for place, (key, value) in enumerate(properties.items()):
+        here = f"{rule}_value_{place}"
+        value_json = f"%json {json.dumps(_value_schema(schema, value), ensure_ascii=False)}"
+        lines.append(f"{here}: {json.dumps(f'{key}=')} {value_json}")
+        then = f"{rest}_{place + 1}"
+        may_be_missing = key not in required
+        without = f" | {first}_{place + 1}" if may_be_missing else ""
+        lines.append(f"{first}_{place}: {here} {then}{without}")
+        without = f" | {then}" if may_be_missing else ""
+        lines.append(f'{rest}_{place}: ", " {here} {then}{without}')
+    last = len(properties)
+    return [f"{first}: {first}_0", f'{first}_{last}: ""', f'{rest}_{last}: ""', *lines]
+
+
+def _any_arguments(rule: str) -> list[str]:
+    """Lark rules of any keywords, with any values."""
+    return [
+        f'{rule}_arguments: "" | {rule}_any (", " {rule}_any)*',
+        f"{rule}_any: /[A-Za-z_][A-Za-z0-9_]*=/ %json {json.dumps({'x-guidance': _FORM})}",
+    ]
+
+
+def _checked(name: str, schema: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """All properties (some may only be named in `required`), and the required ones."""
+    unknown = next((key for key in schema if key not in _KNOWN_KEYS), None)
+    if unknown is not None:
+        raise _refused(name, f"has {unknown[:64]} in its parameters")
+    listed, names = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(listed, Mapping) or not isinstance(names, list):
+        raise _refused(name, "has parameters that are no JSON schema")
+    properties, required = dict(listed), frozenset(key for key in names if isinstance(key, str))
+    for key in sorted(required):
+        properties.setdefault(key, {})
+    for key in properties:
+        if not key.isidentifier() or keyword.iskeyword(key):
+            raise _refused(name, f"has the parameter {key[:64]!r}, which is no Python name")
+    return properties, required
+
+
+def _value_schema(schema: Mapping[str, Any], value: object) -> dict[str, Any]:
+    own = dict(value) if isinstance(value, Mapping) else {} if value else {"not": {}}
+    defs = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return {**defs, **own, "x-guidance": _FORM}
+
+
+def _refused(name: str, why: str) -> RequestError:
+    return RequestError(
+        f"tools has the function {name}, whose calls cannot be enforced in the format pythonic: it "
+        f"{why}; send it without strict, and tool_choice auto",
+        param="tools",
+    )

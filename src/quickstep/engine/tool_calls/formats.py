@@ -1,8 +1,9 @@
-"""The formats by name, and which ones a chat template speaks.
+"""The formats of tool calls and reasoning by name, and which ones a chat template uses.
 
-`formats_of` reads the template's text: a format's markers stand in it, since the template has to
+`formats_of` reads the template's text: it contains a format's markers, since the template has to
 write earlier calls the way the model does. `--tool-call-parser` and `--reasoning-parser` override
-the choice with a name (vLLM's names are known as well), or with `none`.
+the choice with a name (vLLM's names are known as well), or with `none`. `message_grammar` combines
+reasoning and calls into the grammar of a message.
 """
 
 from __future__ import annotations
@@ -16,25 +17,28 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.engine.tool_calls.call_grammar import CallSpelling
-from quickstep.engine.tool_calls.deepseek import (
+from quickstep.engine.tool_calls.harmony import HARMONY_MARKERS, HARMONY_SPELLING, harmony
+from quickstep.engine.tool_calls.json_formats import (
     DEEPSEEK_FENCED,
     DEEPSEEK_MARKERS,
     DEEPSEEK_PLAIN,
-    deepseek,
-)
-from quickstep.engine.tool_calls.granite import GRANITE_MARKERS, GRANITE_SPELLING, granite
-from quickstep.engine.tool_calls.harmony import HARMONY_MARKERS, HARMONY_SPELLING, harmony
-from quickstep.engine.tool_calls.hermes import HERMES_MARKERS, HERMES_SPELLING, hermes
-from quickstep.engine.tool_calls.llama import LLAMA_MARKERS, LLAMA_SPELLING, llama3_json
-from quickstep.engine.tool_calls.mistral import (
+    GRANITE_MARKERS,
+    GRANITE_SPELLING,
+    HERMES_MARKERS,
+    HERMES_SPELLING,
+    LLAMA_MARKERS,
+    LLAMA_SPELLING,
     MISTRAL_LISTED,
     MISTRAL_MARKERS,
     MISTRAL_NAMED,
+    deepseek,
+    granite,
+    hermes,
+    llama3_json,
     mistral,
 )
 from quickstep.engine.tool_calls.pythonic import PYTHONIC_MARKERS, PYTHONIC_SPELLING, pythonic
 from quickstep.engine.tool_calls.reader import Grammar, Markers, Parsing, Reader
-from quickstep.engine.tool_calls.think import think
 from quickstep.errors import ConfigError, RequestError
 
 __all__ = [
@@ -55,9 +59,9 @@ class ToolCallFormat(msgspec.Struct, frozen=True):
     """How a model writes calls.
 
     Attributes:
-        markers: Texts of it that may be special tokens, which the output then has to keep.
+        markers: Its markers that may be special tokens, which the output then has to keep.
         spelling: How calls are spelled, for a grammar that forces them.
-        short_ids: Templates of this family take call ids of nine letters and digits only.
+        short_ids: Templates of this family accept only call ids of nine letters and digits.
     """
 
     name: str
@@ -68,7 +72,7 @@ class ToolCallFormat(msgspec.Struct, frozen=True):
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True):
-    """How a model sets its reasoning apart; harmony has markers of its own instead of a pair."""
+    """How a model marks its reasoning; harmony has markers of its own instead of a pair of tags."""
 
     name: str
     opening: str
@@ -117,10 +121,10 @@ _OTHER_NAMES = {
 
 
 class OutputFormats(msgspec.Struct, frozen=True):
-    """What to look for in a model's output; None for nothing.
+    """The formats to parse in a model's output; None where it has none.
 
-    `renders_tools` says that the template shows tools to the model, `renders_calls` that it shows
-    the calls of earlier messages.
+    `renders_tools`: the template writes tools into the prompt. `renders_calls`: it writes the calls
+    of earlier messages.
     """
 
     tool_calls: ToolCallFormat | None = None
@@ -129,7 +133,7 @@ class OutputFormats(msgspec.Struct, frozen=True):
     renders_calls: bool = False
 
 
-# in this order: the first whose text stands in the template
+# in this order: the first whose text is in the template
 _TOOL_CALL_SIGNS = (
     ("<|channel|>commentary", _HARMONY),
     ("tool▁call▁begin", "deepseek_v3"),
@@ -141,7 +145,7 @@ _TOOL_CALL_SIGNS = (
     ("<|python_tag|>", "llama3_json"),
     ("<|python_start|>", "pythonic"),
 )
-# a family's other spelling, and what its templates write
+# a family's other spelling, and a text by which its templates are recognized
 _SPELLING_SIGNS = (
     ("mistral", "[ARGS]", MISTRAL_NAMED),
     ("deepseek_v3", "```json", DEEPSEEK_FENCED),
@@ -157,7 +161,7 @@ _READS_TOOLS = re.compile(r"\{[{%](?:(?![%}]\}).)*\btools\b", re.DOTALL)
 
 
 def formats_of(template: str) -> OutputFormats:
-    """The formats that a chat template's text speaks."""
+    """The formats that a chat template's text uses."""
     tool_calls = _first_sign(template, _TOOL_CALL_SIGNS)
     if tool_calls == "hermes" and any(sign in template for sign in _NOT_HERMES):
         tool_calls = None
@@ -171,7 +175,7 @@ def formats_of(template: str) -> OutputFormats:
 
 
 def _spelled(known: ToolCallFormat, template: str) -> ToolCallFormat:
-    """The format as the template's generation of models writes it."""
+    """The format, spelled as this generation of the family's models writes it."""
     for name, sign, spelling in _SPELLING_SIGNS:
         if known.name == name and sign in template:
             return replace(known, spelling=spelling)
@@ -193,7 +197,7 @@ def message_grammar(
 ) -> Grammar:
     """The grammar of a message: its reasoning, then its calls.
 
-    `inside_reasoning`: the prompt has opened the reasoning. Harmony is one grammar for both.
+    `inside_reasoning`: the prompt ends inside the reasoning. Harmony has one grammar for both.
     """
     if _HARMONY in (tool_calls and tool_calls.name, reasoning and reasoning.name):
         with_tools = tool_calls is not None
@@ -203,10 +207,29 @@ def message_grammar(
     opening, closing = reasoning.opening, Markers(reasoning.closing)
 
     def grammar(reader: Reader) -> Parsing[None]:
-        yield from think(reader, opening, closing, inside_reasoning)
+        yield from _reasoning(reader, opening, closing, inside_reasoning)
         yield from tool_calls.grammar(reader) if tool_calls else reader.content_to_end()
 
     return grammar
+
+
+def _reasoning(
+    reader: Reader, opening: str, closing: Markers, inside_reasoning: bool
+) -> Parsing[None]:
+    """Read the reasoning, if there is any: `<think>...</think>` or `[THINK]...[/THINK]`.
+
+    It is at the beginning of the message only, so that an answer may mention the tag.
+    """
+    yield from reader.space()
+    has_opening = yield from reader.literal(opening)
+    if not has_opening and not inside_reasoning:
+        reader.reject()
+        return
+    reader.drop()
+    reader.reasoning.cut()
+    if (yield from reader.text_until(reader.reasoning, closing)) is not None:
+        reader.drop()
+        reader.reasoning.cut()
 
 
 def _first_sign(template: str, signs: tuple[tuple[str, str], ...]) -> str | None:
@@ -222,7 +245,7 @@ def _named(name: str, formats: Mapping[str, _Format], flag: str) -> _Format:
 
 
 def check_reasoning_tags(tags: tuple[str, str] | None, model_name: str) -> tuple[str, str]:
-    """The tags, if there are any to count between. Raises RequestError."""
+    """The tags that the reasoning is between. Raises RequestError if there are none."""
     if tags is None or not all(tags):
         raise RequestError(
             f"thinking_budget is not supported: {model_name} sets no reasoning apart by tags",

@@ -5,7 +5,7 @@
     <|start|>assistant<|channel|>final<|message|>CONTENT
 
 The prompt ends in `<|start|>assistant`, so the output starts inside a header; `<|call|>` and
-`<|return|>` are end tokens, hence usually absent. The recipient may stand before the channel.
+`<|return|>` are end tokens, hence usually absent. The recipient may precede the channel.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 def harmony(reader: Reader, with_tools: bool) -> Parsing[None]:
-    """The grammar of a message. Without tools a call is content."""
+    """Read a message in harmony. Without tools a call is content."""
     reader.reasoning.cut()
     reader.content.cut()
     yield from reader.space()
@@ -68,7 +68,7 @@ def harmony(reader: Reader, with_tools: bool) -> Parsing[None]:
 
 
 def _part(reader: Reader, marker: str, with_tools: bool) -> Parsing[str | None]:
-    """Read a part from behind `marker`; the marker that the next one begins with, or None."""
+    """Read the part that follows `marker`. Returns the marker of the next part, or None."""
     header = _Header("", "")
 
     def headed() -> Parsing[None]:
@@ -91,7 +91,7 @@ def _part(reader: Reader, marker: str, with_tools: bool) -> Parsing[str | None]:
 
 
 def _header(reader: Reader, marker: str) -> Parsing[_Header]:
-    """Words and markers up to `<|message|>`. Raises Malformed."""
+    """Read text and markers up to `<|message|>`. Raises Malformed."""
     channel, recipient = "", ""
     words = yield from reader.span(_HEADER_CHARS)
     if marker == _RECIPIENT:

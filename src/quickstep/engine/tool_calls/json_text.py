@@ -1,10 +1,10 @@
-"""JSON in a growing text: calls whose arguments go out as they are read.
+"""JSON in a growing text: calls whose arguments are returned as they are read.
 
-What stands around the arguments is checked as it is read, so that a fault is found at its first
-character, and what is no call is held no longer than needed: strict JSON (RFC 8259), nested at most
-64 deep. The arguments are the model's own text, whatever it is: they end where their brackets do.
-`json_calls` reads the object or list of `{"name": ..., "arguments" | "parameters": ...}` that most
-formats share.
+The JSON around the arguments is checked as it is read, so that an error is found at its first
+character, and text that is no call is held back no longer than needed: strict JSON (RFC 8259),
+nested at most 64 deep. The arguments are the model's own text, whatever it is: they end where their
+brackets do. `json_calls` reads the object or list of `{"name": ..., "arguments" | "parameters":
+...}` that most formats have in common.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from quickstep.engine.tool_calls.reader import Malformed, Markers, Parsing, Read
 __all__ = ["arguments_text", "json_call", "json_calls", "known_name"]
 
 _MAX_DEPTH = 64
-# whole escapes in one go; one that a delta cuts is read piece by piece
+# matches complete escapes; one that a delta cuts is read piece by piece
 _STRING_CHARS = re.compile(r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})++', re.DOTALL)
 _NUMBER_CHARS = re.compile(r"[-+.0-9eE]++")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-_WORDS = ("true", "false", "null")
+_CONSTANTS = ("true", "false", "null")
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _ARGUMENTS = ("arguments", "parameters")
 # of arguments: any string, and what is neither a bracket, a quote, a comma nor a marker's beginning
@@ -31,7 +31,7 @@ _OTHER_CHARS = re.compile(r'[^]["{}<,]++')
 
 
 def json_calls(reader: Reader, stops: Markers, is_certain: bool) -> Parsing[None]:
-    """One call, or a list of calls that is not empty; the parameters are those of `json_call`."""
+    """Read one call, or a non-empty list of calls; the parameters are those of `json_call`."""
     if (yield from reader.peek()) != "[":
         yield from json_call(reader, stops, is_certain)
         return
@@ -48,11 +48,12 @@ def json_calls(reader: Reader, stops: Markers, is_certain: bool) -> Parsing[None
 def json_call(
     reader: Reader, stops: Markers, is_certain: bool, only: frozenset[str] | None = None
 ) -> Parsing[None]:
-    """One call: an object with its name and its arguments. Raises Malformed.
+    """Read one call: an object with its name and its arguments. Raises Malformed.
 
-    `stops` are markers that end arguments whose brackets are still open. `is_certain`: it can be
-    nothing but a call, which begins with its name; otherwise it begins with its arguments' bracket.
-    `only` are the members that a call may have, None for any; with them it must have arguments.
+    `stops` are markers that end arguments whose brackets are still open. `is_certain`: the object
+    can only be a call, which begins with its name; otherwise the call begins when the bracket of
+    its arguments is read. `only` are the members that a call may have, None for any; if set, the
+    call must have arguments.
     """
     name, held = "", None
     has_begun = has_arguments = False
@@ -105,7 +106,7 @@ def json_call(
 
 
 def known_name(name: str) -> str:
-    """The name of a function. Raises Malformed for one that cannot be."""
+    """Return the name of a function. Raises Malformed for an impossible one."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -116,19 +117,19 @@ def known_name(name: str) -> str:
 
 
 def arguments_text(reader: Reader, stops: Markers) -> Parsing[None]:
-    """The arguments of the open call: an object, or whatever stands up to one of `stops`."""
+    """Read the arguments of the open call: an object, or any text up to one of `stops`."""
     is_object = (yield from reader.peek()) == "{"
     text = _any_value(reader, stops) if is_object else reader.take_until(stops)
     yield from reader.arguments(text)
 
 
 def _any_value(reader: Reader, stops: Markers) -> Parsing[None]:
-    """Take a value, well formed or not: up to where its brackets close, to a stop or to the end."""
+    """Take a value, well formed or not: to the end of its brackets, to a stop or to the end."""
     depth = 0
     while True:
         yield from reader.span(_OTHER_CHARS)
         char = yield from reader.peek()
-        if not char or (char in "[<" and (yield from reader.stands(stops))):
+        if not char or (char in "[<" and (yield from reader.at_marker(stops))):
             return
         if char == '"':
             yield from _any_string(reader)
@@ -156,7 +157,7 @@ def _any_string(reader: Reader) -> Parsing[None]:
 
 
 def _unquoted(raw: str) -> str:
-    """The arguments that a value is: some models put their text into a string."""
+    """The text of arguments: some models put it into a string."""
     raw = raw.rstrip()
     if raw == "null":
         return "{}"
@@ -171,7 +172,7 @@ def _unquoted(raw: str) -> str:
 
 
 def _object_text(raw: str) -> str:
-    """`_unquoted`, where that is what makes it a call. Raises Malformed if it is no object."""
+    """`_unquoted`, of arguments that must be an object. Raises Malformed if they are not."""
     text = _unquoted(raw)
     try:
         text.encode()
@@ -188,7 +189,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _string(reader: Reader) -> Parsing[str]:
-    """The value of a string."""
+    """Read a string and return its value."""
     mark = reader.mark()
     yield from _string_text(reader)
     return str(json.loads(reader.since(mark)))
@@ -208,15 +209,10 @@ def _value(reader: Reader, depth: int) -> Parsing[None]:
         if not _NUMBER.fullmatch((yield from reader.span(_NUMBER_CHARS))):
             raise Malformed
     else:
-        yield from _word(reader, first)
-
-
-def _word(reader: Reader, first: str) -> Parsing[None]:
-    for word in _WORDS:
-        if word[0] == first:
-            yield from reader.expect(word)
-            return
-    raise Malformed
+        constant = next((text for text in _CONSTANTS if text[0] == first), None)
+        if constant is None:
+            raise Malformed
+        yield from reader.expect(constant)
 
 
 def _object(reader: Reader, depth: int) -> Parsing[None]:

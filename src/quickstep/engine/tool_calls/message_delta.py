@@ -1,7 +1,7 @@
-"""What parsing an output gives: pieces of content, of reasoning and of tool calls, in their order.
+"""The result of parsing an output: parts of content, of reasoning and of tool calls, in order.
 
-`Section` collects one kind of text and decides about white space: what stands between a message
-and its calls, or around reasoning, is layout and goes; everything else stays as it was written.
+`Section` collects one kind of text and decides about white space: between a message and its calls,
+or around reasoning, it is layout and dropped; everywhere else it stays as it was written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
-    """A call with all of its arguments: the text that the model wrote, mostly a JSON object."""
+    """A complete call. Its arguments are the text that the model wrote, mostly a JSON object."""
 
     call_id: str
     name: str
@@ -32,25 +32,25 @@ class FunctionCall(msgspec.Struct, frozen=True):
 
 
 class ContentDelta(msgspec.Struct, frozen=True):
-    """More of the content."""
+    """Text to append to the content."""
 
     text: str
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True):
-    """More of the reasoning."""
+    """Text to append to the reasoning."""
 
     text: str
 
 
 class CallDelta(msgspec.Struct, frozen=True):
-    """A piece of the tool call `index` of a message.
+    """A part of the tool call `index` of a message.
 
-    The first piece of a call has its id and its name, and no arguments yet; the arguments of the
-    later ones add up. Pieces of one call follow each other, with nothing between them.
+    The first part of a call has its id and its name, and no arguments; the later ones have
+    arguments to append. The parts of one call follow each other, with nothing between them.
 
     Attributes:
-        is_last: The call has ended. A call that the end of the text cut has such a piece as well.
+        is_last: The call has ended. A call that the end of the text cut has such a part as well.
     """
 
     index: int
@@ -64,23 +64,23 @@ MessagePart = ContentDelta | ReasoningDelta | CallDelta
 
 
 class MessageDelta(msgspec.Struct, frozen=True):
-    """What became certain with a piece of text."""
+    """What became certain when a piece of text was parsed."""
 
     parts: tuple[MessagePart, ...] = ()
 
     @property
     def content(self) -> str:
-        """The content in it."""
+        """The content of all parts."""
         return "".join(part.text for part in self.parts if isinstance(part, ContentDelta))
 
     @property
     def reasoning(self) -> str:
-        """The reasoning in it."""
+        """The reasoning of all parts."""
         return "".join(part.text for part in self.parts if isinstance(part, ReasoningDelta))
 
     @property
     def calls(self) -> tuple[FunctionCall, ...]:
-        """The calls that begin in it, with the arguments that are in it."""
+        """The calls that begin in this delta, with the arguments in this delta."""
         begun: dict[int, CallDelta] = {}
         arguments: dict[int, list[str]] = {}
         for part in self.parts:
@@ -94,23 +94,23 @@ class MessageDelta(msgspec.Struct, frozen=True):
         )
 
     def followed_by(self, later: MessageDelta) -> MessageDelta:
-        """Both in one."""
+        """This delta and `later` as one."""
         return MessageDelta(joined([*self.parts, *later.parts]))
 
     def with_first_call_only(self) -> MessageDelta:
-        """Without the calls that follow a message's first."""
+        """This delta without the calls after the message's first."""
         return MessageDelta(
             joined(part for part in self.parts if not isinstance(part, CallDelta) or not part.index)
         )
 
 
 def joined(parts: Iterable[MessagePart]) -> tuple[MessagePart, ...]:
-    """The same parts, with neighbours of one kind in one; a call's first piece stays by itself."""
+    """The same parts, neighbours of one kind merged; a call's first part is not merged."""
     return tuple(_in_one(list(group)) for _, group in groupby(parts, _kind))
 
 
 def _kind(part: MessagePart) -> tuple[type, int, str]:
-    """Neighbours of the same kind are joined; a name is the first piece's alone."""
+    """Neighbours of the same kind are merged; only the first part of a call has a name."""
     if isinstance(part, CallDelta):
         return CallDelta, part.index, part.name
     return type(part), 0, ""
@@ -127,9 +127,9 @@ def _in_one(parts: list[MessagePart]) -> MessagePart:
 
 
 class Section:
-    """One kind of text, growing. White space is held until what follows it is known.
+    """One kind of text of a message. White space is held back until what follows it is known.
 
-    `emit` gets the text as it becomes certain.
+    `emit` is called with text as it becomes certain.
     """
 
     def __init__(self, emit: Callable[[str], None]) -> None:
@@ -147,11 +147,11 @@ class Section:
             self._space.append(text[len(body) :])
 
     def cut(self) -> None:
-        """Something else stands here: white space next to it goes at the section's ends."""
+        """Note that something else is here: white space next to it is dropped at the ends."""
         self._at_cut = True
 
     def break_line(self) -> None:
-        """What follows is a paragraph of its own."""
+        """Begin a new paragraph."""
         if self._has_text:
             self.add("\n")
 

@@ -1,8 +1,8 @@
 """Llama's pythonic calls: `[f(a=1), g(b="x", c=[True, None])]`, Python literals only.
 
-The list begins the message or stands after `<|python_start|>`. It is one of calls once a call in it
-has a keyword with a literal behind it, or closes. Arguments become JSON, value by value; behind a
-value that is no literal they stay as the model wrote them. Nothing is evaluated: literals are read
+The list begins the message or follows `<|python_start|>`. It is a list of calls once a call in it
+has a keyword followed by a literal, or closes. Arguments become JSON, value by value; after a value
+that is no literal they stay as the model wrote them. Nothing is evaluated: the literals are parsed
 here, character by character.
 """
 
@@ -44,7 +44,7 @@ _STRING_CHARS = {
     '"': re.compile(r'(?:[^"\\\n]|\\.)++', re.DOTALL),
     "'": re.compile(r"(?:[^'\\\n]|\\.)++", re.DOTALL),
 }
-_WORDS = {
+_CONSTANTS = {
     "True": "true",
     "False": "false",
     "None": "null",
@@ -64,7 +64,7 @@ _PLAIN_ESCAPES = {
 
 
 def pythonic(reader: Reader) -> Parsing[None]:
-    """The grammar of a message."""
+    """Read a message in the pythonic format."""
     yield from reader.space()
     if (yield from reader.peek()) == "[":
         yield from reader.attempt(_calls(reader), is_marked=False)
@@ -128,7 +128,7 @@ def _call(reader: Reader) -> Parsing[None]:
 
 
 def _series(reader: Reader, closing: str, item: Callable[[], Parsing[None]]) -> Parsing[None]:
-    """Items with commas between them, and maybe one behind, up to `closing`."""
+    """Items with commas between them, and maybe one after the last, up to `closing`."""
     yield from reader.space()
     while not (yield from reader.literal(closing)):
         yield from item()
@@ -160,10 +160,10 @@ def _value(reader: Reader, depth: int, parts: list[str]) -> Parsing[None]:
     elif first in "-+.0123456789":
         parts.append(_json_number((yield from reader.span(_NUMBER_CHARS))))
     else:
-        word = _WORDS.get((yield from reader.span(_KEYWORD_CHARS)))
-        if word is None:
+        constant = _CONSTANTS.get((yield from reader.span(_KEYWORD_CHARS)))
+        if constant is None:
             raise Malformed
-        parts.append(word)
+        parts.append(constant)
 
 
 def _list(reader: Reader, depth: int, parts: list[str]) -> Parsing[None]:
@@ -218,7 +218,7 @@ def _string(reader: Reader, quote: str) -> Parsing[str]:
 
 
 def _unescaped(match: re.Match[str]) -> str:
-    """What Python makes of an escape; one that it does not know stays as it is."""
+    """An escape as Python reads it; one that Python does not know stays as it is."""
     code = match.group(1) or match.group(2) or match.group(3)
     if code:
         return chr(int(code, 16))

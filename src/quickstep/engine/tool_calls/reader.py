@@ -1,12 +1,18 @@
-"""Reads a text that arrives in pieces as if it were there: the ground all formats stand on.
+"""Parses a message that arrives in pieces: `MessageParser`, and the `Reader` that formats use.
 
-A format is a generator over a `Reader`. Its primitives yield when they need more text, so that a
-format reads like a parser of whole text and the split into deltas cannot show. Nothing looks
-further ahead than one marker, and nothing is read twice: time is linear in the text.
+    text deltas -> MessageParser -> content, reasoning, tool calls
+                        |
+                  a format's grammar over a Reader
+
+A format's grammar is a generator over a `Reader`. The reader's methods yield when they need more
+text, so a format is written like a parser of the complete text, and the split into deltas has no
+effect. Nothing looks further ahead than one marker, and nothing is read twice: time is linear in
+the text.
 
 What a format reads is *taken* until it is known what it is. `begin_call` makes it markup: from
-there on the arguments go out as they are read. `reject` gives it back as content, so that what
-turns out to be no call is never lost; but markup that the end of the text cut is dropped.
+there on the arguments are returned as they are read. `reject` turns it into content, so that no
+text is lost that looked like a call and is none; but markup that the end of the text cut is
+dropped.
 
     content_until(marker) -> attempt(format's call) -> content_until(marker) -> ...
 """
@@ -28,7 +34,16 @@ from quickstep.engine.tool_calls.message_delta import (
     joined,
 )
 
-__all__ = ["Found", "Grammar", "Malformed", "Markers", "Parsing", "Reader", "calls_in_text"]
+__all__ = [
+    "Found",
+    "Grammar",
+    "Malformed",
+    "Markers",
+    "MessageParser",
+    "Parsing",
+    "Reader",
+    "calls_in_text",
+]
 
 _T = TypeVar("_T")
 Parsing = Generator[None, None, _T]
@@ -41,7 +56,7 @@ class Malformed(Exception):
 
 
 class Found(enum.Enum):
-    """What an attempt to read calls came to."""
+    """The result of an attempt to read calls."""
 
     CALLS = "calls"
     BROKEN_CALLS = "broken calls"  # they had begun
@@ -49,7 +64,7 @@ class Found(enum.Enum):
 
 
 class Markers:
-    """Texts to look for. None of them lies inside another."""
+    """Texts to look for. None of them contains another."""
 
     def __init__(self, *texts: str) -> None:
         self.texts = texts
@@ -57,7 +72,7 @@ class Markers:
         self._first_chars = frozenset(text[0] for text in texts)
         self._longest = max(map(len, texts))
 
-    def stand_at(self, text: str, start: int, is_end: bool) -> bool | None:
+    def starts_at(self, text: str, start: int, is_end: bool) -> bool | None:
         """Whether one of them begins at `start`; None if it takes more text to know.
 
         At the end of the text it may be cut, but not down to one character.
@@ -81,7 +96,7 @@ class Markers:
 
 
 class Reader:
-    """One message's text. Its parser pushes text and drains deltas, its grammar reads."""
+    """The text of one message. The parser pushes text and drains deltas, the grammar reads."""
 
     def __init__(self, new_call_id: Callable[[], str]) -> None:
         self._parts: list[MessagePart] = []
@@ -97,7 +112,7 @@ class Reader:
         self._in_arguments = False
 
     def push(self, text: str) -> None:
-        """Add text. What is left of the old one is shorter than a marker."""
+        """Add text. The part of the earlier text that is not read yet is shorter than a marker."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
@@ -112,17 +127,17 @@ class Reader:
         return MessageDelta(parts)
 
     def peek(self) -> Parsing[str]:
-        """The next character, not taken; "" at the end."""
+        """The next character, "" at the end; takes nothing."""
         while self._at == len(self._text) and not self._ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def take(self) -> None:
-        """Take the character that `peek` showed."""
+        """Take the character that `peek` returned."""
         self._take_to(self._at + 1)
 
     def literal(self, text: str) -> Parsing[bool]:
-        """Take `text` if it stands here."""
+        """Take `text` if it is next. Returns whether it was."""
         while True:
             seen = self._text[self._at : self._at + len(text)]
             if seen == text:
@@ -143,13 +158,13 @@ class Reader:
         return True
 
     def expect(self, text: str) -> Parsing[None]:
-        """Take `text`. Raises Malformed if something else stands here."""
+        """Take `text`. Raises Malformed if something else is next."""
         if not (yield from self.markup(text)):
             raise Malformed
 
-    def stands(self, markers: Markers) -> Parsing[bool]:
-        """Whether a marker stands here, not taken."""
-        while (found := markers.stand_at(self._text, self._at, self._ended)) is None:
+    def at_marker(self, markers: Markers) -> Parsing[bool]:
+        """Whether one of `markers` is next; takes nothing."""
+        while (found := markers.starts_at(self._text, self._at, self._ended)) is None:
             yield
         return found
 
@@ -170,7 +185,7 @@ class Reader:
         yield from self.span(_SPACE)
 
     def text_until(self, section: Section, markers: Markers) -> Parsing[str | None]:
-        """Text up to a marker goes to `section`; the marker is taken. None: the text ended."""
+        """Add the text up to a marker to `section`, and take the marker. None: the text ended."""
         while True:
             match = markers.pattern.search(self._text, self._at)
             if match is not None:
@@ -203,11 +218,11 @@ class Reader:
             yield
 
     def content_until(self, markers: Markers) -> Parsing[str | None]:
-        """`text_until` for content."""
+        """`text_until` with the content as its section."""
         return (yield from self.text_until(self.content, markers))
 
     def content_to_end(self) -> Parsing[None]:
-        """All that follows is content."""
+        """Add everything that follows to the content."""
         while True:
             self.content.add(self._text[self._at :])
             self._at = len(self._text)
@@ -216,15 +231,15 @@ class Reader:
             yield
 
     def mark(self) -> int:
-        """This place among what is taken, for `since`."""
+        """The current position in the taken text, for `since`."""
         return len(self._taken)
 
     def since(self, mark: int) -> str:
-        """What was taken since `mark`."""
+        """The text taken since `mark`."""
         return "".join(self._taken[mark:])
 
     def begin_call(self, name: str) -> None:
-        """A call of the function `name` has begun: what was taken is its markup."""
+        """Begin a call of the function `name`: the taken text is its markup."""
         self.drop()
         call_id = self._new_call_id()
         self._parts.append(CallDelta(self._num_calls, call_id=call_id, name=name))
@@ -232,7 +247,7 @@ class Reader:
         self._has_open_call = True
 
     def arguments(self, parsing: Parsing[None]) -> Parsing[None]:
-        """What `parsing` takes is the text of the open call's arguments, as it comes."""
+        """What `parsing` takes is the text of the open call's arguments; it is returned at once."""
         self._taken.clear()
         self._in_arguments = True
         try:
@@ -241,20 +256,20 @@ class Reader:
             self._in_arguments = False
 
     def add_arguments(self, text: str) -> None:
-        """Append to the arguments of the open call what stands for what was taken."""
+        """Append `text` to the arguments of the open call, in place of the taken text."""
         self._taken.clear()
         self._parts.append(CallDelta(self._num_calls - 1, text))
 
     def end_call(self) -> None:
-        """The open call has all of its arguments; what was taken behind them is its markup."""
+        """End the open call; what was taken after its arguments is markup."""
         self.drop()
         self._close_call()
 
     def attempt(self, parsing: Parsing[None], is_marked: bool) -> Parsing[Found]:
-        """Read calls. Where `parsing` raises Malformed, what it took for no call is content.
+        """Read calls. Where `parsing` raises Malformed, text that is part of no call is content.
 
-        `is_marked`: a marker of calls stands before. What the end cuts there is dropped: it can be
-        nothing but markup.
+        `is_marked`: a marker of calls precedes. Text that the end cuts there is dropped, because
+        it can only be markup.
         """
         num_calls = self._num_calls
         try:
@@ -273,12 +288,12 @@ class Reader:
         return Found.CALLS
 
     def reject(self) -> None:
-        """What was taken is content."""
+        """Make the taken text content."""
         self.content.add("".join(self._taken))
         self._taken.clear()
 
     def drop(self) -> None:
-        """What was taken is markup between pieces of content."""
+        """Drop the taken text: it is markup between pieces of content."""
         self._taken.clear()
         self.content.cut()
 
@@ -296,6 +311,33 @@ class Reader:
 
 
 Grammar = Callable[[Reader], Parsing[None]]
+
+
+class MessageParser:
+    """Parses one message, of one choice: text deltas in, message deltas out.
+
+    Any split of the text gives the same message, and no text makes it raise. It owns the reader;
+    `new_call_id` makes the id of each call that is found.
+    """
+
+    def __init__(self, grammar: Grammar, new_call_id: Callable[[], str]) -> None:
+        self._reader = Reader(new_call_id)
+        self._parsing = grammar(self._reader)
+
+    def feed(self, text: str) -> MessageDelta:
+        """Add text. Returns what has become certain."""
+        if text:
+            self._reader.push(text)
+            next(self._parsing, None)
+        return self._reader.drain()
+
+    def finish(self) -> MessageDelta:
+        """No text follows. Returns what was held back."""
+        self._reader.end()
+        next(self._parsing, None)
+        self._reader.content.end()
+        self._reader.reasoning.end()
+        return self._reader.drain()
 
 
 def calls_in_text(

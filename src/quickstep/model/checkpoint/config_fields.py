@@ -1,4 +1,5 @@
-"""A `config.json` while it is read: typed access, defaults, and a record of what was asked for.
+"""A `config.json` while it is read: typed access, defaults, and a record of the keys read.
+read.
 
 Used by `architectures.py` and `rope_spec.py`. A key counts as honoured once it was read;
 `refuse_unread` then names the first one that could change the computation and was not.
@@ -60,7 +61,7 @@ class ConfigFields:
         return self._defaults.get(name)
 
     def optional_integer(self, name: str) -> int | None:
-        """An int, or None where the config says nothing."""
+        """An int; None if the config has no value."""
         value = self.value(name)
         if value is None:
             return None
@@ -78,7 +79,7 @@ class ConfigFields:
         return value
 
     def optional_number(self, name: str) -> float | None:
-        """A float, or None where the config says nothing."""
+        """A float; None if the config has no value."""
         value = self.value(name)
         if value is None:
             return None
@@ -94,7 +95,7 @@ class ConfigFields:
         return value
 
     def flag(self, name: str) -> bool:
-        """A bool; absent is False unless the architecture's default says otherwise."""
+        """A bool; absent is the architecture's default, or False."""
         value = self.value(name)
         if value is None:
             return False
@@ -112,14 +113,14 @@ class ConfigFields:
         return value
 
     def sequence(self, name: str) -> Sequence[object] | None:
-        """A list, or None where the config says nothing."""
+        """A list; None if the config has no value."""
         value = self.value(name)
         if value is not None and not isinstance(value, (list, tuple)):
             raise self._wrong(name, value, "a list")
         return value
 
     def mapping(self, name: str) -> Mapping[str, object] | None:
-        """An object, or None where the config says nothing."""
+        """An object; None if the config has no value."""
         value = self.value(name)
         if value is not None and not isinstance(value, Mapping):
             raise self._wrong(name, value, "an object")

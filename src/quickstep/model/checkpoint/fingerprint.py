@@ -1,9 +1,9 @@
 """The name of what computes: weights, config, dtype and kernel set in one digest.
 
 Equal fingerprints promise equal bits for equal requests. Checkpoints up to 64 MiB are hashed
-whole. Larger ones are hashed by config, headers (names, shapes, offsets) and sixteen 4 KiB windows
-of every tensor, ends included: another training, merge or quantisation changes every tensor, so it
-shows; an edit of a few bytes elsewhere in a large tensor does not.
+completely. Larger ones are hashed by config, headers (names, shapes, offsets) and sixteen 4 KiB
+windows of every tensor, ends included: another training, merge or quantisation changes every
+tensor, so it is detected; an edit of a few bytes elsewhere in a large tensor is not.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from quickstep.model.interface import KVShape, Model
 
 __all__ = ["Fingerprinting", "fingerprint_with_kv", "weights_fingerprint"]
 
-_WHOLE_BYTES = 64 * 2**20
+_COMPLETE_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**20
 _WINDOW_BYTES = 4096
 _WINDOWS = 16
 
 
 class Fingerprinting:
-    """The `weights_fingerprint` of a checkpoint, in a thread beside the reading of its weights.
+    """The `weights_fingerprint` of a checkpoint, computed in a thread while its weights are read.
 
-    `begin` it when they are being read: it takes 40 ms for some hundred tensors.
+    `begin` it when reading starts: it takes 40 ms for some hundred tensors.
     """
 
     def __init__(
         self, config: Mapping[str, object], files: TensorFiles, settings: tuple[str, ...]
     ) -> None:
-        self._asked = (config, files, settings)
+        self._arguments = (config, files, settings)
         self._begun: Future[str] | None = None
 
     def begin(self) -> None:
         """Start the thread. Idempotent."""
         if self._begun is None:
             thread = ThreadPoolExecutor(1, thread_name_prefix="fingerprint")
-            self._begun = thread.submit(weights_fingerprint, *self._asked)
+            self._begun = thread.submit(weights_fingerprint, *self._arguments)
             thread.shutdown(wait=False)
 
     def result(self) -> str:
@@ -59,10 +59,10 @@ def weights_fingerprint(
     digest.update("\0".join(settings).encode())
     for header in files.headers:
         digest.update(header)
-    whole = files.num_bytes <= _WHOLE_BYTES
+    is_small = files.num_bytes <= _COMPLETE_BYTES
     for name in sorted(files.tensors):
         nbytes = files.tensors[name].nbytes
-        for piece in files.pieces(name, _all(nbytes) if whole else _windows(nbytes)):
+        for piece in files.pieces(name, _all(nbytes) if is_small else _windows(nbytes)):
             digest.update(piece)
     return digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""A `.gguf` file: metadata, and where its tensors stand. No torch; nothing is decoded here.
+"""A `.gguf` file: metadata, and the places of its tensors. No torch; nothing is decoded here.
 
 Layout (ggml's docs/gguf.md): `GGUF`, u32 version, u64 tensors, u64 metadata pairs, the pairs, the
 tensors' names, dimensions (innermost first), types and offsets, then aligned data. Headers are
@@ -54,7 +54,7 @@ _MAX_DIMENSIONS = 4
 
 
 class GgufFile(msgspec.Struct, frozen=True):
-    """One file's metadata (arrays of text only where asked for) and tensors by their own names."""
+    """One file's metadata (lists of text only with `with_texts`) and tensors by their own names."""
 
     path: Path
     metadata: Mapping[str, object]

@@ -1,7 +1,7 @@
 """GGUF metadata as the `config.json` that the checkpoint was converted from. No torch.
 
 One more dialect of configs: `gguf_config` translates it, so that `spec.parse_spec`, its checks and
-the fingerprint work as for any checkpoint, and `gguf_tensor_files` gives the tensors the names of
+the fingerprint work as for any checkpoint, and `gguf_tensor_files` renames the tensors to those of
 the architecture. A key of the model's own section that is not understood is refused.
 """
 
@@ -179,7 +179,7 @@ def _sizes(file: GgufFile, fields: ConfigFields, dialect: _Dialect) -> dict[str,
 
 
 def _dtype(file: GgufFile) -> str:
-    """That of most matrices; bfloat16 beside codes."""
+    """That of most matrices; bfloat16 if these are quantized."""
     sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         if len(tensor.shape) > 1:

@@ -14,8 +14,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
 from quickstep.model.spec import ModelSpec
-from quickstep.ops.dtypes import FLOAT32, DType, torch_dtype
-from quickstep.ops.host_tensor import CPU, Device
+from quickstep.ops.tensors import CPU, FLOAT32, Device, DType, torch_dtype
 from quickstep.ops.torch_import import has_torch, require_torch
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ _DTYPES = {dtype.name: dtype for dtype in STORED_DTYPES.values()}
 
 
 def choose_device(name: str) -> Device:
-    """`auto` takes a GPU where torch sees one; torch is asked only where there is a driver.
+    """`auto` takes a GPU if torch finds one; torch is imported only where there is a driver.
 
     Raises:
         ConfigError: The name is none, or there is no such device.

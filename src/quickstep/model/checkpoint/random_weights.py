@@ -1,8 +1,8 @@
-"""A model of a given shape with random weights, in memory alone: for benchmarks.
+"""A model of a given shape with random weights, in memory only: for benchmarks.
 
-`random_model` takes the loader's way from the tensors on, so that packing, layout and kernels are
-those of a checkpoint. The weights are a function of spec and draw: each tensor draws from a
-generator of its own, seeded by its name.
+`random_model` uses the loader from the tensors on, so that packing, layout and kernels are those of
+a checkpoint. The weights are a function of `ModelSpec` and `RandomValues`: each tensor has its own
+generator, seeded by its name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["RandomTensors", "RandomValues", "random_model"]
 
 
 class RandomValues(msgspec.Struct, frozen=True):
-    """Which weights to draw: their dtype and place, the seed, and `--quantization`, if any."""
+    """Which weights to generate: dtype, device, seed, and `--quantization`, if any."""
 
     dtype: torch.dtype
     device: torch.device
@@ -36,19 +36,19 @@ class RandomValues(msgspec.Struct, frozen=True):
 def random_model(
     spec: ModelSpec,
     ops: OpTable,
-    draw: RandomValues,
+    values: RandomValues,
     max_model_len: int,
     progress: Progress | None = None,
 ) -> Decoder:
-    """Draw and pack the weights of `spec`, a native one, layer by layer."""
+    """Generate and pack the weights of `spec`, a native one, layer by layer."""
     prefix, head = spec.naming.prefixes[0], spec.naming.heads[0]
     shapes = outer_tensors(spec, prefix, head)
     for index in range(spec.num_layers):
         shapes.update(layer_tensors(spec, prefix, index))
-    settings = f"random {draw} {ops.name} {spec!r}"
+    settings = f"random {values} {ops.name} {spec!r}"
     fingerprint = hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
     names = DecoderNames(prefix, head, not spec.tied)
-    source = quantizing(RandomTensors(shapes, draw, progress), draw.quantization, names, ops)
+    source = quantizing(RandomTensors(shapes, values, progress), values.quantization, names, ops)
     return build_decoder(spec, ops, source, names, max_model_len, lambda: fingerprint)
 
 
@@ -60,15 +60,15 @@ class RandomTensors:
     def __init__(
         self,
         shapes: Shapes,
-        draw: RandomValues,
+        values: RandomValues,
         progress: Progress | None = None,
     ) -> None:
         self._shapes = shapes
-        self._dtype = draw.dtype
-        self._device = draw.device
-        self._seed = draw.seed
+        self._dtype = values.dtype
+        self._device = values.device
+        self._seed = values.seed
         self._progress = progress
-        self._total_bytes = sum(map(math.prod, shapes.values())) * draw.dtype.itemsize
+        self._total_bytes = sum(map(math.prod, shapes.values())) * values.dtype.itemsize
         self._done_bytes = 0
 
     def tensor(self, name: str) -> Tensor:
@@ -79,17 +79,17 @@ class RandomTensors:
         """Several tensors, one below the other along the first dimension."""
         shapes = [self._shapes[name] for name in names]
         rows = sum(shape[0] for shape in shapes)
-        drawn = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype)
-        parts = torch.split(drawn, [shape[0] for shape in shapes])
+        tensor = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype)
+        parts = torch.split(tensor, [shape[0] for shape in shapes])
         for name, part in zip(names, parts, strict=True):
             self._fill_(name, part)
-        self._done_bytes += drawn.nbytes
+        self._done_bytes += tensor.nbytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)
-        return drawn.to(self._device)
+        return tensor.to(self._device)
 
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-        """The drawn matrix, whole."""
+        """The matrix, not quantized."""
         return self.stacked(names)
 
     def stored(self, names: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint directory: headers checked at opening, bytes read where asked.
+"""The tensors of a checkpoint directory: headers are checked at opening, bytes read on request.
 
 Reads safetensors with plain file reads into the caller's memory: nothing is mapped, so the peak
-is one destination and no page of the file stays behind. Never opens a pickle. Used by the loader
+is one destination and no page of the file stays mapped. Never opens a pickle. Used by the loader
 and by sizing.
 
 File layout (https://huggingface.co/docs/safetensors): u64 little-endian header length, JSON
@@ -30,7 +30,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """Where one tensor's bytes stand: `offset` counts from the start of `file`."""
+    """The place of one tensor's bytes: `offset` counts from the start of `file`."""
 
     name: str
     dtype: str
@@ -81,7 +81,7 @@ def open_tensor_files(path: str | Path) -> TensorFiles:
         found = _parse_header(file, header)
         twice = next((name for name in found if name in tensors), None)
         if twice is not None:
-            raise ConfigError(f"tensor {twice!r} stands in {tensors[twice].file} and in {file}")
+            raise ConfigError(f"tensor {twice!r} is both in {tensors[twice].file} and in {file}")
         tensors.update(found)
     return TensorFiles(tensors, tuple(headers))
 
@@ -104,7 +104,7 @@ def _read_at(stream: FileIO, tensor: StoredTensor, start: int, destination: memo
 
 
 def _fill(stream: RawIOBase, destination: memoryview) -> int:
-    """Read until `destination` is full or the file ends; gives the bytes read."""
+    """Read until `destination` is full or the file ends; return the number of bytes read."""
     filled = 0
     while filled < len(destination):
         count = stream.readinto(destination[filled:])

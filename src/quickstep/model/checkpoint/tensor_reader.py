@@ -1,7 +1,7 @@
 """Tensors of a checkpoint in the dtype and on the device of the model, one after another.
 
-The loader asks for a layer's tensors, packs them and drops them before it asks for the next
-layer's, so at no time do two copies of the whole model exist. Counts the bytes it has read.
+The loader reads a layer's tensors, packs them and frees them before it reads the next layer's, so
+there are never two copies of the complete model. Counts the bytes that were read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.gguf_file import BLOCKS
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
-from quickstep.ops.dtypes import (
+from quickstep.ops.table import QuantizedWeight, StoredMatrix, StoredRows
+from quickstep.ops.tensors import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
@@ -23,12 +24,12 @@ from quickstep.ops.dtypes import (
     INT32,
     INT64,
     UINT8,
+    Device,
     DType,
+    HostTensor,
     host_dtype,
     torch_dtype,
 )
-from quickstep.ops.host_tensor import Device, HostTensor
-from quickstep.ops.table import QuantizedWeight, StoredMatrix, StoredRows
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,7 @@ _CODE_DTYPES: Mapping[str, DType] = MappingProxyType(
 
 
 class TensorSource(Protocol):
-    """Where the packing takes tensors from: a checkpoint's files, or `random_weights`."""
+    """Where packing reads tensors: a checkpoint's files, or `random_weights`."""
 
     def tensor(self, name: str) -> Tensor:
         """One tensor."""
@@ -56,16 +57,16 @@ class TensorSource(Protocol):
         """Several tensors, one below the other along the first dimension."""
 
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-        """A matrix of `stacked` tensors as it is to be packed: whole, or in quantized values."""
+        """A matrix of `stacked` tensors as it is packed: quantized or not."""
 
     def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
-        """The same as it is in files; None unless `OpTable.load_linear` may take it there."""
+        """The same matrix, still in files; None unless `OpTable.load_linear` can read it there."""
 
 
 class TensorReader:
     """Reads by name; `progress(done_bytes, total_bytes)` is called after each tensor.
 
-    Gives tensors of torch, or `HostTensor`s for a `Device`.
+    Returns tensors of torch, or `HostTensor`s for a `Device`.
     """
 
     def __init__(
@@ -115,8 +116,8 @@ class TensorReader:
             import torch
 
             return torch.cat(parts)
-        whole = np.concatenate([part.numpy() for part in parts])
-        return cast("Tensor", HostTensor(whole, self._dtype))
+        joined = np.concatenate([part.numpy() for part in parts])
+        return cast("Tensor", HostTensor(joined, self._dtype))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -124,7 +125,7 @@ class TensorReader:
         return torch_dtype(self._dtype)
 
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-        """The stored matrix, whole."""
+        """The stored matrix, not quantized."""
         return self.stacked(names)
 
     def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
@@ -137,7 +138,7 @@ class TensorReader:
         return self.placed(names)
 
     def placed(self, names: tuple[str, ...]) -> StoredMatrix:
-        """Where tensors of one dtype stand, one below the other; they count as read."""
+        """The places of tensors of one dtype, one below the other; they count as read."""
         tensors = [self._files.tensors[name] for name in names]
         self._count(sum(tensor.nbytes for tensor in tensors))
         parts = tuple(StoredRows(one.file, one.offset, one.shape[0]) for one in tensors)

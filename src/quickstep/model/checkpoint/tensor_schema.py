@@ -105,9 +105,9 @@ def _attention(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     if spec.sinks:
         yield "self_attn.sinks", (spec.num_heads,)
     if spec.qk_norm is not QKNorm.NONE:
-        whole = spec.qk_norm is QKNorm.FULL
-        yield "self_attn.q_norm.weight", (queries if whole else spec.head_size,)
-        yield "self_attn.k_norm.weight", (keys if whole else spec.head_size,)
+        is_full = spec.qk_norm is QKNorm.FULL
+        yield "self_attn.q_norm.weight", (queries if is_full else spec.head_size,)
+        yield "self_attn.k_norm.weight", (keys if is_full else spec.head_size,)
 
 
 def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -1,7 +1,7 @@
 """A checkpoint's tensors against its spec: which there must be, in which form they are stored.
 
-`open_weights` reads headers alone. The loader checks and reads through it; the assembly asks it how
-many bytes the weights will take, before anything large is read.
+`open_weights` reads only headers. The loader checks and reads tensors through it; the assembly
+learns how many bytes the weights will need before anything large is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quickstep.model.checkpoint.tensor_schema import Shapes, layer_tensors, oute
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.formats.detect import find_storage, quantization_config
 from quickstep.model.formats.fused_experts import FusedExperts, find_fused_experts
-from quickstep.model.quantization import MatrixFormat
+from quickstep.model.quantization import MatrixFormat, common_form
 from quickstep.model.spec import read_config
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
     """What a native checkpoint holds.
 
     Attributes:
-        storage: The format of quantised matrices; None where everything is stored whole.
+        storage: The format of quantised matrices; None if no matrix is quantised.
         shapes: All tensors that the architecture needs, as it sees them.
         experts: How the files hold experts that share one tensor; None where each has its own.
     """
@@ -86,9 +86,6 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
 
     def held_bytes(self, dtype_bytes: int) -> int:
         """Bytes of the weights in memory, for a model's dtype of so many bytes."""
-        # Imported here: it computes with torch.
-        from quickstep.model.formats.stacking import common_form
-
         total = 0
         stacks: dict[str, list[tuple[tuple[int, ...], MatrixFormat | None]]] = {}
         for name, shape in self.shapes.items():

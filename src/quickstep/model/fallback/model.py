@@ -1,17 +1,22 @@
 """Any other decoder through `transformers`, with our paged attention and linear layers inside.
 
-Called by the loader for specs that are not native. Before a model is handed out it has to show on
-a probe that it computes what transformers' own eager attention computes, whole and in chunks;
-otherwise it is refused. `exact` says whether every matrix runs over the op table and the probe gave
-the same bits whole and in chunks: parts that transformers computes in its own way (experts,
-convolutions) may depend on the batch. Norms and activations run on tiles of a fixed shape. This is
-a measurement; for native models exactness holds by construction.
+Called by the loader for specs that are not native. The attention function is registered with
+transformers by name; it holds no state. A step's layout and cache reach it as the keyword
+`paged_step`, which transformers passes through the layers.
+
+A model is accepted only if it computes on a probe what transformers' own eager attention computes,
+in one piece and in chunks. `exact` says that every matrix runs over the op table and that the probe
+gave the same bits in one piece and in chunks: parts that transformers computes in its own way
+(experts, convolutions) may depend on the batch. Norms and activations run on tiles of a fixed
+shape. This is a measurement; for native models exactness holds by construction.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 import transformers
 from torch import Tensor, nn
@@ -20,29 +25,182 @@ from transformers.pytorch_utils import Conv1D
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.fallback.modules import (
-    ATTENTION_NAME,
-    FixedRows,
-    HiddenStates,
-    PackedLinear,
-    PagedStep,
-    paged_attention_forward,
-)
 from quickstep.model.interface import ForwardBatch, KVShape
-from quickstep.ops.table import KVCache, OpTable, PagedLayout
+from quickstep.ops.table import AttentionParams, KVCache, LinearWeight, OpTable, PagedLayout
+from quickstep.ops.tensors import head_size_of
 
-__all__ = ["TransformersModel", "load_fallback"]
+__all__ = [
+    "ATTENTION_NAME",
+    "FixedRows",
+    "HiddenStates",
+    "PackedLinear",
+    "PagedStep",
+    "TransformersModel",
+    "load_fallback",
+    "paged_attention_forward",
+]
+
+ATTENTION_NAME = "quickstep_paged"
+_TILE_ROWS = 16
+_LANES = 64  # twice the widest vector: torch's loops take two at a time
+_SPLIT_ELEMENTS = 32_768  # at::internal::GRAIN_SIZE: smaller tensors stay on one thread
+# Arguments of attention in addition to q, k and v: the supported ones, and those without effect.
+_HONOURED = frozenset(("paged_step", "scaling", "sliding_window", "softcap", "s_aux"))
+_HARMLESS = frozenset(
+    (
+        "cache_position",
+        "deterministic",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    )
+)
+
+
+class PagedStep(msgspec.Struct, frozen=True):
+    """What one forward pass passes to every attention layer. `windows` collects their windows."""
+
+    layout: PagedLayout
+    kv: KVCache
+    ops: OpTable
+    windows: set[int | None]
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention signature: query [1, H, T, D] -> [1, T, H, D], KV written."""
+    step: PagedStep | None = options.get("paged_step")
+    if step is None:
+        raise ConfigError(f"{type(module).__name__} does not hand options to its attention")
+    refused = _refused(attention_mask, options)
+    if refused is not None:
+        raise ConfigError(f"{type(module).__name__} needs {refused}, which cannot be paged")
+    q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
+    index = module.layer_idx
+    assert isinstance(index, int)
+    keys, values = step.kv.keys[index], step.kv.values[index]
+    sized_for = (keys.shape[2], head_size_of(keys))
+    if k.shape[1:] != sized_for or v.shape[1:] != sized_for:
+        raise ConfigError(
+            f"{type(module).__name__} has keys {list(k.shape[1:])} and values "
+            f"{list(v.shape[1:])}, the cache was sized for {list(sized_for)}"
+        )
+    scale, window = options.get("scaling"), options.get("sliding_window")
+    step.windows.add(window)
+    step.ops.write_kv(k, v, keys, values, step.layout.slot_mapping)
+    params = AttentionParams(
+        float(q.shape[-1] ** -0.5 if scale is None else scale), window, options.get("softcap")
+    )
+    sinks = _sinks(module, options.get("s_aux"), q.shape[1])
+    out = step.ops.paged_attention(q, keys, values, step.layout, params, sinks)
+    return out.unsqueeze(0), None
+
+
+def _refused(attention_mask: Tensor | None, options: Mapping[str, Any]) -> str | None:
+    """An argument of attention that is not supported; None if there is none."""
+    if attention_mask is not None or options.get("is_causal") is False:
+        return "a mask of its own"
+    for name, value in options.items():
+        if name in _HONOURED or name in _HARMLESS or value is None or name == "is_causal":
+            continue
+        # switched off: dropout 0.0 above all
+        if isinstance(value, (bool, int, float)) and not value:
+            continue
+        return name
+    return None
+
+
+def _sinks(module: nn.Module, sinks: object, num_heads: int) -> Tensor | None:
+    """[H] float32: a logit of each head's softmax without a value."""
+    if sinks is None:
+        return None
+    if not isinstance(sinks, Tensor) or sinks.numel() != num_heads:
+        raise ConfigError(
+            f"{type(module).__name__} passes s_aux that is no number per query head, which cannot "
+            "be paged"
+        )
+    return sinks.detach().reshape(-1).float().contiguous()
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` over the op table: the same bits for every number of rows."""
+
+    def __init__(self, weight: LinearWeight, linear: Callable[[Tensor, LinearWeight], Tensor]):
+        super().__init__()
+        self._weight = weight
+        self._linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., C] -> [..., N]."""
+        rows = self._linear(x.reshape(-1, x.shape[-1]), self._weight)
+        return rows.reshape(*x.shape[:-1], self._weight.num_outputs)
+
+
+class FixedRows(nn.Module):
+    """Runs a row-wise module (a norm, an activation) on tiles of one shape, the last one padded.
+
+    What torch computes for an element can depend on the shape around it and on where threads split
+    a tensor; a tile always has the same shape and is too small to be split.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape out as in; the last dimension is a row."""
+        width = x.shape[-1]
+        rows = x.reshape(-1, width)
+        # rows of other widths would not start at the same lane of a vector
+        per_tile = min(_TILE_ROWS, max(1, _SPLIT_ELEMENTS // width)) if width % _LANES == 0 else 1
+        padding = -rows.shape[0] % per_tile
+        padded = nn.functional.pad(rows, (0, 0, 0, padding), value=1.0)
+        tiles = [self._inner(tile.contiguous()) for tile in torch.split(padded, per_tile)]
+        return torch.cat(tiles)[: rows.shape[0]].reshape(x.shape)
+
+
+class BodyOutput(msgspec.Struct, frozen=True):
+    """What the heads of transformers read from a body's output."""
+
+    last_hidden_state: Tensor
+    past_key_values: None = None
+    hidden_states: None = None
+    attentions: None = None
+    cross_attentions: None = None
+    router_logits: None = None
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert index == 0
+        return self.last_hidden_state
+
+
+class HiddenStates(nn.Module):
+    """Replaces the body, so that the head can run on hidden states only."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BodyOutput:
+        """Return the hidden states as the body's output."""
+        return BodyOutput(last_hidden_state=inputs_embeds)
+
 
 _PROBE_LEN = 24
 _PROBE_BLOCK = 16
-_WHOLE = (_PROBE_LEN,)
+_ONE_PIECE = (_PROBE_LEN,)
 _CHUNKS = (7, 1, 1, _PROBE_LEN - 9)
 _ACTIVATION_MODULES = ("transformers.activations", "torch.nn.modules.activation")
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
 class TransformersModel:
-    """A transformers model behind `model.interface.Model`."""
+    """A transformers model as a `model.interface.Model`."""
 
     def __init__(
         self,
@@ -94,7 +252,7 @@ class TransformersModel:
 
     @property
     def exact(self) -> bool:
-        """Whether the probe gave a row the same bits whatever stood beside it."""
+        """Whether a row of the probe had the same bits in every batch."""
         return self._exact
 
     @torch.no_grad()
@@ -130,15 +288,15 @@ class TransformersModel:
             ConfigError: They differ by more than the dtype's rounding.
         """
         limit = _TOLERANCE[self._dtype] * float(expected.abs().max())
-        whole, chunked = self._probe(probe, _WHOLE), self._probe(probe, _CHUNKS)
-        for found, how in ((whole, "as a whole"), (chunked, "in chunks")):
-            difference = float((found - expected).abs().max())
+        complete, chunked = self._probe(probe, _ONE_PIECE), self._probe(probe, _CHUNKS)
+        for result, how in ((complete, "in one piece"), (chunked, "in chunks")):
+            difference = float((result - expected).abs().max())
             if not difference <= limit:
                 raise ConfigError(
                     f"architecture {self._spec.architecture!r} computes logits that differ by "
                     f"{difference:.3g} with paged attention ({how}), so it cannot be served"
                 )
-        self._exact = torch.equal(whole, chunked) and _all_packed(self._body)
+        self._exact = torch.equal(complete, chunked) and _all_packed(self._body)
 
     def _probe(self, probe: Tensor, chunks: tuple[int, ...]) -> Tensor:
         """Logits of the probe's tokens, computed in chunks."""
@@ -174,7 +332,7 @@ def load_fallback(
     """Load through transformers, put our parts in, and check the result on a probe.
 
     Raises:
-        ConfigError: The architecture cannot take our attention, or computes something else with it.
+        ConfigError: The architecture cannot use our attention, or computes something else with it.
     """
     device, dtype = placement
     causal = _open(checkpoint, spec, dtype).to(device).eval()
@@ -224,7 +382,7 @@ def _open(checkpoint: Checkpoint, spec: ModelSpec, dtype: torch.dtype) -> Any:
 
 
 def _pack(root: nn.Module, ops: OpTable) -> None:
-    """Replace every linear layer below `root` by one over the op table, freeing as it goes."""
+    """Replace every linear layer below `root` by one over the op table, one after another."""
     for module in list(root.modules()):
         for name, child in list(module.named_children()):
             if type(child) not in (nn.Linear, Conv1D):

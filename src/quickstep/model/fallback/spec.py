@@ -36,8 +36,8 @@ def read_fallback_spec(path: Path, name: str, supported: str) -> ModelSpec:
             "`pip install quickstep[transformers]` runs others through transformers"
         ) from None
     try:
-        whole = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-        config = whole.get_text_config(decoder=True)
+        complete = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        config = complete.get_text_config(decoder=True)
     except (ValueError, KeyError, OSError, ImportError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
@@ -55,7 +55,7 @@ def read_fallback_spec(path: Path, name: str, supported: str) -> ModelSpec:
 
 
 def _sizes(path: Path, name: str, config: Any, values: Mapping[str, Any]) -> ModelSpec:
-    """The spec from the attributes that configs of attention decoders share."""
+    """The spec from the attributes that configs of attention decoders have in common."""
     hidden_size, num_heads = int(config.hidden_size), int(config.num_attention_heads)
     tensors = open_tensor_files(path).tensors.values()
     num_layers = int(config.num_hidden_layers)

@@ -24,7 +24,7 @@ __all__ = ["AwqStorage"]
 
 _SOURCE = "config.json's quantization_config"
 
-# where output 0, 1, ... of eight stands within the word
+# the position of output 0, 1, ... of eight within the word
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
 

@@ -36,7 +36,7 @@ _TYPES = ("nf4", "fp4")
 
 
 class _Blocks(msgspec.Struct, frozen=True):
-    """What a `quant_state` says; `state` is its tensor's name, nested sizes are None without."""
+    """A parsed `quant_state`; `state` is its tensor's name, nested sizes are None if absent."""
 
     state: str
     size: int
@@ -65,7 +65,7 @@ class BitsAndBytesStorage:
             return None
         if tensors[name].dtype != "U8":
             raise ConfigError(
-                f"{name} holds 4-bit codes in {tensors[name].dtype}; only bitsandbytes' uint8 "
+                f"{name} holds 4-bit values in {tensors[name].dtype}; only bitsandbytes' uint8 "
                 "storage (bnb_4bit_quant_storage) is supported"
             )
         count = math.prod(shape)
@@ -123,7 +123,7 @@ class BitsAndBytesStorage:
         module = module_of(name)
         if self._files.tensors[name].dtype != "I8":
             dtype = self._files.tensors[name].dtype
-            raise ConfigError(f"{module}.SCB stands beside a weight of {dtype}, it must be int8")
+            raise ConfigError(f"{module}.SCB belongs to a weight of {dtype}, it must be int8")
         found: Shapes = {name: shape, f"{module}.SCB": (shape[0],)}
         layout = f"{module}.weight_format"
         if layout in self._files.tensors:

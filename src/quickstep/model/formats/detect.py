@@ -26,7 +26,7 @@ _METHODS = (
 
 
 def find_storage(config: Mapping[str, object], files: TensorFiles) -> MatrixStorage | None:
-    """The format of a checkpoint; None where everything is stored whole.
+    """The format of a checkpoint; None if no matrix is quantised.
 
     Raises:
         ConfigError: A format, or a variant of one, that is not supported.
@@ -77,7 +77,7 @@ def open_quantized_reader(
 
 
 def quantization_config(config: Mapping[str, object]) -> dict[str, object]:
-    """What the config says of how weights are stored; empty where it says nothing. ConfigError."""
+    """The config's part on how weights are stored; empty if there is none. Raises ConfigError."""
     inner = config.get("text_config")
     for section in (config, inner if isinstance(inner, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):

@@ -1,14 +1,15 @@
 """Where one expert's tensors are in files that hold a projection of all experts at once.
 
-The packing asks expert by expert, `...experts.3.gate_up_proj.weight` [2 * width, hidden] with the
+The packing reads expert by expert, `...experts.3.gate_up_proj.weight` [2 * width, hidden] with the
 gate's rows above up's. gpt-oss's files hold one of two layouts:
 
 - `...experts.gate_up_proj` [E, hidden, 2 * width] and `...experts.gate_up_proj_bias`
   [E, 2 * width]: inputs first, gate and up in turn, as transformers saves it;
 - MXFP4, as released: `..._blocks` [E, 2 * width, hidden / 32, 16], two quantized values a byte, and
-  `..._scales` [E, 2 * width, hidden / 32] beside the same bias, gate and up in turn as well.
+  `..._scales` [E, 2 * width, hidden / 32] and the same bias, gate and up in turn as well.
 
-Names and shapes alone; `fused_experts_source` reads them. Used by `checkpoint_weights`.
+Names and shapes only, without torch; `fused_experts_source` reads them. Used by
+`checkpoint.weights`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class FusedExperts(msgspec.Struct, frozen=True):
     is_mxfp4: bool
 
     def find(self, name: str) -> ExpertTensor | None:
-        """Where an expert's tensor stands; None for what belongs to no expert."""
+        """The place of an expert's tensor; None for a tensor that belongs to no expert."""
         layer, found, rest = name.partition(f".{self.folder}.")
         if not found:
             return None
@@ -74,7 +75,7 @@ class FusedExperts(msgspec.Struct, frozen=True):
             return {tensor.name: (self.num_experts, inputs, outputs)}
         if inputs % MXFP4_BLOCK:
             raise ConfigError(
-                f"{name} has {inputs} inputs, MXFP4 takes them in blocks of {MXFP4_BLOCK}"
+                f"{name} has {inputs} inputs, MXFP4 has them in blocks of {MXFP4_BLOCK}"
             )
         scales = (self.num_experts, outputs, inputs // MXFP4_BLOCK)
         return {
@@ -97,7 +98,7 @@ def find_fused_experts(spec: ModelSpec, stored_as: Mapping[str, object]) -> Fuse
     if stored_as and method != "mxfp4":
         raise ConfigError(
             f"the checkpoint is quantised by {method or 'an unnamed method'}; of "
-            f"{spec.architecture} those are supported that are stored whole or as mxfp4"
+            f"{spec.architecture} those are supported that are not quantised or are mxfp4"
         )
     strange = sorted(set(stored_as) - _MXFP4_KEYS)
     if strange:

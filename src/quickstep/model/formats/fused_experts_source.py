@@ -1,11 +1,11 @@
-"""A `TensorSource` that gives experts one by one out of tensors that hold all of a layer.
+"""A `TensorSource` that reads experts one by one from tensors that hold all of a layer's experts.
 
-MXFP4 (OCP Microscaling Formats, 1.0) is taken apart here: quantized values of 4 bits (e2m1, the low
+MXFP4 (OCP Microscaling Formats, 1.0) is decoded here: quantized values of 4 bits (e2m1, the low
 half of a byte first) times a power of two per 32 of them. The products are exact in bfloat16 and
 float32; in the model's dtype they are weights like others, so that `--quantization` may round them
 to quantized values.
 
-A layer's tensors are kept, as they are stored, until another layer's are asked for.
+A layer's tensors are held, as they are stored, until another layer's are read.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class FusedExpertsSource:
         found = self._experts.find(name)
         if found is None:
             return self._reader.tensor(name)
-        whole = self._bias(found) if found.is_bias else self._weight(found)
-        return _gate_above_up(whole) if found.interleaved else whole.contiguous()
+        tensor = self._bias(found) if found.is_bias else self._weight(found)
+        return _gate_above_up(tensor) if found.interleaved else tensor.contiguous()
 
     def stacked(self, names: tuple[str, ...]) -> Tensor:
         """Several tensors, one below the other along the first dimension."""
@@ -48,33 +48,33 @@ class FusedExpertsSource:
         return self._reader.stacked(names)
 
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-        """The stacked matrix, whole."""
+        """The stacked matrix, not quantized."""
         return self.stacked(names)
 
     def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
-        """A matrix in its files; none of an expert's stands there as it is packed."""
+        """A matrix in its files; None for an expert's, which is packed in another order."""
         if any(self._experts.find(name) is not None for name in names):
             return None
         return self._reader.stored(names)
 
     def _bias(self, found: ExpertTensor) -> Tensor:
-        return self._whole(found, found.name)[found.index]
+        return self._all_experts(found, found.name)[found.index]
 
     def _weight(self, found: ExpertTensor) -> Tensor:
         """[outputs, inputs], in the files' order."""
         if not self._experts.is_mxfp4:
-            return self._whole(found, found.name)[found.index].t()
-        blocks = self._codes(found, f"{found.name}_blocks")
-        scales = self._codes(found, f"{found.name}_scales")
+            return self._all_experts(found, found.name)[found.index].t()
+        blocks = self._quants(found, f"{found.name}_blocks")
+        scales = self._quants(found, f"{found.name}_scales")
         return mxfp4_values(blocks, scales).to(self._reader.dtype)
 
-    def _whole(self, found: ExpertTensor, name: str) -> Tensor:
+    def _all_experts(self, found: ExpertTensor, name: str) -> Tensor:
         self._enter(found.layer)
         if name not in self._held:
             self._held[name] = self._reader.tensor(name)
         return self._held[name]
 
-    def _codes(self, found: ExpertTensor, name: str) -> Tensor:
+    def _quants(self, found: ExpertTensor, name: str) -> Tensor:
         self._enter(found.layer)
         if name not in self._held:
             raw = self._reader.raw(name)
@@ -102,6 +102,6 @@ def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
     return values.mul_(powers.to(scales.device)[scales.int()].unsqueeze(-1)).flatten(1)
 
 
-def _gate_above_up(whole: Tensor) -> Tensor:
+def _gate_above_up(rows: Tensor) -> Tensor:
     """Rows in turn of gate and up -> gate's, then up's."""
-    return torch.cat((whole[0::2], whole[1::2]))
+    return torch.cat((rows[0::2], rows[1::2]))

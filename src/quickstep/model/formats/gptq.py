@@ -3,10 +3,10 @@
     qweight [C*bits/32, N] int32, qzeros [G, N*bits/32] int32, scales [G, N], g_idx [C] int32
     w[n, c] = (q[c, n] - z[g_idx[c], n]) * scale[g_idx[c], n]
 
-The files of `checkpoint_format: gptq` (and those that do not say) hold each zero point less 1,
+The files of `checkpoint_format: gptq` (and those without one) hold each zero point less 1,
 modulo 2**bits; those of `gptq_v2` hold it as it is.
 
-Act-order (`desc_act`) scatters the groups over the inputs, as `g_idx` says. No product here gathers
+Act-order (`desc_act`) scatters the groups over the inputs, as in `g_idx`. No product here gathers
 its activations, so such a matrix is dequantised and rounded again, to 8 bits in groups of 32: an
 error of about 0.4 % of a group's weights, where its own 4 bits cost ten times that. A `g_idx` in
 order, as files with static groups have it, changes nothing. compressed-tensors uses the same.
@@ -115,7 +115,7 @@ class GptqStorage:
         """None: quantized values are packed in words here, so they are read."""
 
     def is_void(self, name: str) -> bool:
-        """AutoGPTQ gives every module a bias, of zeros where the model has none."""
+        """AutoGPTQ writes a bias for every module, of zeros where the model has none."""
         module, _, kind = name.rpartition(".")
         if kind != "bias" or f"{module}.qweight" not in self._files.tensors:
             return False
@@ -173,6 +173,6 @@ def gathered(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
     order = order.to(weight.quants.device)
     zeros = weight.zeros
     middle = 2 ** (weight.bits - 1) if zeros is None else zeros[:, order]
-    whole = (weight.quants.float() - middle) * weight.scales[:, order]
-    form = requantized_form(whole.shape[1])
-    return quantize(whole, form.bits, form.group_size, form.has_zeros)
+    dequantized = (weight.quants.float() - middle) * weight.scales[:, order]
+    form = requantized_form(dequantized.shape[1])
+    return quantize(dequantized, form.bits, form.group_size, form.has_zeros)

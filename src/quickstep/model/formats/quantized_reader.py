@@ -1,24 +1,32 @@
-"""The tensors of a quantised checkpoint, matrices in the quantized values that its files hold.
+"""The tensors of a quantized checkpoint, with matrices in the quantized values that its files hold.
 
-A `TensorSource` for the loader; one layer's tensors are in memory at a time.
+A `TensorSource` for the loader; one layer's tensors are in memory at a time. Queries, keys and
+values are one product, so matrices of different formats are stacked (`stack_matrices`). A 4-bit
+quantized value is an 8-bit one with the same scale and zero, and a large group is several small
+ones: a common format always exists and nothing is lost. Only where one of the matrices is not
+quantized are the others dequantized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.model.checkpoint.tensor_reader import TensorReader
-from quickstep.model.formats.stacking import stack_matrices
 from quickstep.model.formats.storage import MatrixStorage, Shapes
 from quickstep.ops.table import QuantizedWeight, StoredMatrix
 
-__all__ = ["QuantizedReader", "RowOrder"]
+__all__ = [
+    "QuantizedReader",
+    "RowOrder",
+    "stack_matrices",
+]
 
-# The order in which a tensor's rows are to be taken, by its name; None as they stand.
+# The order of a tensor's rows, by its name; None if it is that of the file.
 RowOrder = Callable[[str], Tensor | None]
 
 
@@ -71,8 +79,8 @@ class QuantizedReader:
         order = None if self._row_order is None else self._row_order(name)
         shape = self._shapes[name]
         if self._storage.parts(name, shape) is None:
-            whole = self._reader.tensor(name)
-            return whole if order is None else whole[order.to(whole.device)]
+            tensor = self._reader.tensor(name)
+            return tensor if order is None else tensor[order.to(tensor.device)]
         quantized = self._storage.read(name, shape, self._reader)
         if order is None:
             return quantized
@@ -80,3 +88,54 @@ class QuantizedReader:
         return replace(
             quantized, quants=quantized.quants[order], scales=quantized.scales[order], zeros=zeros
         )
+
+
+def stack_matrices(
+    parts: Sequence[Tensor | QuantizedWeight], dtype: torch.dtype
+) -> Tensor | QuantizedWeight:
+    """One matrix of all parts, whose inputs are the same; `dtype` is that of matrices that are not
+    quantized.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
+    if len(quantized) < len(parts):
+        return torch.cat([_dequantized(part, dtype) for part in parts])
+    bits = max(part.bits for part in quantized)
+    group_size = math.gcd(*(part.group_size for part in quantized))
+    symmetric = all(part.zeros is None for part in quantized)
+    same = [_as_form(part, bits, group_size, symmetric=symmetric) for part in quantized]
+    zeros = [part.zeros for part in same if part.zeros is not None]
+    return QuantizedWeight(
+        torch.cat([part.quants for part in same]),
+        torch.cat([part.scales for part in same]),
+        torch.cat(zeros) if zeros else None,
+        bits,
+        group_size,
+    )
+
+
+def _dequantized(part: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    return part.dequantized().to(dtype) if isinstance(part, QuantizedWeight) else part
+
+
+def _as_form(
+    part: QuantizedWeight, bits: int, group_size: int, *, symmetric: bool
+) -> QuantizedWeight:
+    """The same weights in quantized values of `bits`, in groups of `group_size`, with or without
+    zeros.
+    """
+    repeats = part.group_size // group_size
+    scales, zeros = part.scales, part.zeros
+    if repeats > 1:
+        scales = scales.repeat_interleave(repeats, 1)
+        zeros = None if zeros is None else zeros.repeat_interleave(repeats, 1)
+    quants = part.quants
+    middle = 2 ** (part.bits - 1)
+    if symmetric and part.bits < bits:
+        quants = quants + (2 ** (bits - 1) - middle)
+    if not symmetric and zeros is None:
+        zeros = torch.full_like(scales, float(middle))
+    return replace(
+        part, quants=quants, scales=scales, zeros=zeros, bits=bits, group_size=group_size
+    )

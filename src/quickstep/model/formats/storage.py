@@ -31,7 +31,7 @@ class MatrixStorage(Protocol):
         """As the checkpoint calls the format, for messages."""
 
     def parts(self, name: str, shape: Shape) -> Shapes | None:
-        """The tensors that hold a matrix, with their shapes; None where it is stored whole.
+        """The tensors that hold a matrix, with their shapes; None if it is not quantized.
 
         Raises:
             ConfigError: The matrix is stored in a variant that is not supported.

@@ -1,7 +1,7 @@
 """The KV ops on libquickstep: new keys and values to their slots, and attention over them.
 
 Part of `ops.native.kernels`. The caches may hold another dtype than the activations, or int8
-quantized values (`ops.kv_format`); types without a kernel go to the reference.
+quantized values (`ops.tensors`); types without a kernel go to the reference.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quickstep.ops.dtypes import FLOAT32, INT32, UINT8, host_dtype
-from quickstep.ops.host_tensor import HostTensor
-from quickstep.ops.kv_format import head_size_of
 from quickstep.ops.native.library import AttentionCall, KVWriteCall, raise_for_status
 from quickstep.ops.native.packed import kernel_dtype, kv_kernel_dtype
 from quickstep.ops.table import AttentionParams, OpTable, PagedLayout
+from quickstep.ops.tensors import (
+    FLOAT32,
+    INT32,
+    UINT8,
+    AnyTensor,
+    HostTensor,
+    head_size_of,
+    host_dtype,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,11 +56,11 @@ class NativeAttention:
         self._reference = reference
         self._write_kv = library.qs_write_kv
         self._paged_attention = library.qs_paged_attention
-        # The layout seen last; replaced whole, so that a reader sees an old one or a new one.
+        # The newest layout; one assignment replaces it, so a reader sees the old or the new one.
         self._layout: _AttentionLayout | None = None
 
     def write_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+        self, k: Tensor, v: Tensor, k_cache: AnyTensor, v_cache: AnyTensor, slot_mapping: Tensor
     ) -> None:
         """`OpTable.write_kv`; a slot outside the cache raises EngineError."""
         assert k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -88,8 +94,8 @@ class NativeAttention:
     def paged_attention(
         self,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: AnyTensor,
+        v_cache: AnyTensor,
         layout: PagedLayout,
         params: AttentionParams,
         sinks: Tensor | None,
@@ -138,7 +144,7 @@ class NativeAttention:
         return out
 
     def _scratch(self, prepared: _AttentionLayout, call: AttentionCall) -> HostTensor:
-        """Room for the partial results of one layout, shared by the layers (they run in turn)."""
+        """Memory for the partial results of one layout, shared by the layers (they run in turn)."""
         key = (call.num_heads, call.num_kv_heads, call.head_size)
         scratch = prepared.scratch.get(key)
         if scratch is None:
@@ -155,5 +161,5 @@ def are_sinks(x: Tensor, num_heads: int) -> bool:
 def heads_in_place(x: Tensor) -> Tensor:
     """[T, H, D] whose tokens are contiguous (any stride between them): itself, or a copy."""
     _, heads, size = x.shape
-    whole = x.stride(2) == 1 and (x.stride(1) == size or heads == 1)
-    return x if whole else x.contiguous()
+    in_place = x.stride(2) == 1 and (x.stride(1) == size or heads == 1)
+    return x if in_place else x.contiguous()

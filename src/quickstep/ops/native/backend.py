@@ -2,6 +2,8 @@
 
 `ops.resolve` calls `load_native` once at load; `quickstep doctor` prints `native_status`. A machine
 without the library, or a build without a C++ compiler, runs on the reference ops instead.
+`NativeProbe` measures the machine's limits for `quickstep bench` and `quickstep doctor`, with the
+thread count and the ISA level that a model would use.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -17,21 +21,32 @@ from msgspec.structs import replace
 from quickstep.errors import ConfigError
 from quickstep.ops.native.kernels import NativeOps
 from quickstep.ops.native.library import library_path, open_library, raise_for_status
-from quickstep.ops.native.probe import NativeProbe
+from quickstep.ops.native.packed import kernel_dtype
 from quickstep.ops.native.steps import NativeSteps
 from quickstep.ops.table import OpTable
+from quickstep.ops.tensors import INT8, DType, host_dtype
 from quickstep.ops.thread_placement import ThreadPlaces
 
-__all__ = ["NativeStatus", "default_num_threads", "load_native", "load_probe", "native_status"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "NativeProbe",
+    "NativeStatus",
+    "default_num_threads",
+    "load_native",
+    "load_probe",
+    "native_status",
+]
 
 
 class NativeStatus(msgspec.Struct, frozen=True):
     """What this machine has.
 
     Attributes:
-        available: Whether `load_native` gives a table.
+        available: Whether `load_native` returns a table.
         isa: The best level that the machine runs, "" without the library.
-        levels: All levels it runs, best first; `isa` of `load_native` takes any of them.
+        levels: All levels it runs, best first; each is a valid `isa` of `load_native`.
         reason: Why not, in one sentence; "" when available.
         path: Where the library is looked for.
     """
@@ -61,7 +76,7 @@ def default_num_threads() -> int:
     """Threads for the kernels: the cores this process may use, at most torch's own number.
 
     torch reads OMP_NUM_THREADS at import, so that variable and `torch.set_num_threads` count here.
-    An engine says how many it wants; this is for who does not.
+    The default where the caller names no number; an engine does.
     """
     import torch
 
@@ -75,16 +90,16 @@ def load_native(
     reference: OpTable | None = None,
     places: Callable[[int], ThreadPlaces] | None = None,
 ) -> OpTable | None:
-    """The native op table on a thread pool of its own, or None when `native_status` says why not.
+    """The native op table with its own thread pool; None where `native_status().reason` is set.
 
     The pool lives as long as the table. After a fork it runs in the child on the calling thread
-    alone, with the same bits; a child that wants threads loads a table of its own.
+    only, with the same bits; a child that needs threads loads its own table.
 
     Args:
         num_threads: None for `default_num_threads()`.
         isa: A level of `native_status().levels`; None or "" for the best.
-        reference: Takes the element types that have no native kernel; None for the PyTorch ops.
-        places: Where so many threads run and weights lie; None leaves both to the system.
+        reference: For the element types that have no native kernel; None for the PyTorch ops.
+        places: Where that many threads run and weights are placed; None leaves both to the system.
 
     Raises:
         ConfigError: The machine does not run `isa`.
@@ -150,3 +165,44 @@ def _place(library: ctypes.CDLL, context: int, places: ThreadPlaces) -> None:
     if status:
         library.qs_context_destroy(context)
     raise_for_status(status, f"pinning threads to the CPUs {', '.join(map(str, places.cpus))}")
+
+
+class NativeProbe:
+    """A context and a buffer of its own, `num_bytes` long; both go with this object."""
+
+    def __init__(self, library: ctypes.CDLL, context: int, num_bytes: int) -> None:
+        self._library = library
+        self._context = context
+        finalizer = weakref.finalize(self, library.qs_context_destroy, context)
+        finalizer.atexit = False
+        self.isa: str = library.qs_context_isa(context).decode()
+        handle = ctypes.c_void_p()
+        status = library.qs_probe_create(context, num_bytes, ctypes.byref(handle))
+        raise_for_status(status, f"allocating {num_bytes} bytes to read")
+        assert handle.value is not None
+        self._handle = handle.value
+        freed = weakref.finalize(self, library.qs_probe_destroy, handle.value)
+        freed.atexit = False
+        self.num_bytes: int = library.qs_probe_bytes(handle.value)
+
+    def read(self) -> int:
+        """Read the buffer once; return the sum of its 32-bit words, modulo 2^32."""
+        total = ctypes.c_uint32()
+        status = self._library.qs_probe_read(self._context, self._handle, ctypes.byref(total))
+        raise_for_status(status, "reading the probe's buffer")
+        return total.value
+
+    def multiply(self, dtype: DType | torch.dtype, rounds: int) -> int:
+        """Multiply and add in registers as `linear` does for `dtype` (`int8`: as it does for
+        quantized values of 8 bits); return the number of operations.
+        """
+        num_flops = ctypes.c_int64()
+        found = ctypes.byref(num_flops)
+        if host_dtype(dtype) == INT8:
+            status = self._library.qs_probe_multiply_int8(self._context, rounds, found)
+        else:
+            status = self._library.qs_probe_multiply(
+                self._context, kernel_dtype(dtype), rounds, found
+            )
+        raise_for_status(status, "multiplying in registers")
+        return num_flops.value

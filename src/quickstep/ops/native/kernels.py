@@ -1,9 +1,9 @@
 """The ops of the table on libquickstep: tensors in, raw pointers through ctypes, tensors out.
 
-`ops.native.backend` makes one `NativeOps` and hands its methods out as the `OpTable`. Each op
+`ops.native.backend` makes one `NativeOps`, whose methods are the `OpTable`. Each op
 allocates its result and makes one call. Element types that have no native kernel go to the
 reference, op by op, which keeps both kinds of op exact. Arguments are checked by assertions of our
-own invariants; what a request could get wrong was checked long before.
+own invariants; a request's own errors were found long before.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quickstep.ops.dtypes import FLOAT32, INT64, host_dtype, of_kind
 from quickstep.ops.native.attention import NativeAttention, heads_in_place
-from quickstep.ops.native.library import raise_for_status
-from quickstep.ops.native.loading import NativeLoading
-from quickstep.ops.native.packed import PackedQuantized, PackedWeight, kernel_dtype
-from quickstep.ops.native.quantized import NativeQuantized
+from quickstep.ops.native.library import ACTIVATIONS, raise_for_status
+from quickstep.ops.native.packed import (
+    NativeLoading,
+    NativeQuantized,
+    PackedQuantized,
+    PackedWeight,
+    kernel_dtype,
+)
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
+from quickstep.ops.tensors import FLOAT32, INT64, host_dtype, of_kind
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 __all__ = ["NativeOps"]
-
-# qs_activation of csrc/quickstep.h
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
 
 # Results of ops that are alive together at a layer's widest point, per element of it.
 _SCRATCH_BYTES = 8
@@ -276,7 +277,7 @@ class NativeOps:
     def gated_activation(self, gate_up: Tensor, kind: str) -> Tensor:
         """`OpTable.gated_activation`."""
         dtype = kernel_dtype(gate_up.dtype)
-        if dtype is None or kind not in _ACTIVATIONS:
+        if dtype is None or kind not in ACTIVATIONS:
             return self._reference().gated_activation(gate_up, kind)
         gate_up = gate_up.contiguous()
         num_tokens, width = gate_up.shape
@@ -284,7 +285,7 @@ class NativeOps:
         status = self._gated_activation(
             self._context,
             dtype,
-            _ACTIVATIONS[kind],
+            ACTIVATIONS[kind],
             gate_up.data_ptr(),
             num_tokens,
             width // 2,

@@ -1,36 +1,63 @@
-"""libquickstep through ctypes: its location, its functions' types, and what its status codes mean.
+"""libquickstep through ctypes: its types and functions, its location, and its status codes.
 
-Used by `ops.native.backend` alone. The library is plain C (`csrc/quickstep.h`), so one file serves
-every Python version; a call costs about a microsecond and releases the interpreter lock.
+The structures and signatures repeat `csrc/quickstep.h` field by field. The library is plain C, so
+one file serves every Python version; a call costs about a microsecond and releases the interpreter
+lock.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from collections.abc import Mapping
+from ctypes import (
+    POINTER,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from pathlib import Path
+from types import MappingProxyType
 
 from quickstep.errors import ConfigError, EngineError
-from quickstep.ops.native.step_abi import STEP_SIGNATURES
 
 __all__ = [
     "ABI_VERSION",
+    "ACTIVATIONS",
     "AttentionCall",
     "KVWriteCall",
+    "OpCall",
+    "OpKind",
+    "ProgramInputs",
     "QuantizeCall",
     "QuantizedWeightCall",
+    "RowsOf",
+    "ScoresCall",
+    "StepCall",
+    "StepRowCall",
     "library_path",
     "open_library",
     "raise_for_status",
 ]
 
+
 ABI_VERSION = 7
+
+# qs_activation
+ACTIVATIONS: Mapping[str, int] = MappingProxyType(
+    {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
+)
 
 _OK, _INVALID, _OUT_OF_MEMORY, _UNSUPPORTED_ISA, _OUT_OF_RANGE = range(5)
 
 
 class AttentionCall(ctypes.Structure):
-    """`qs_attention` of csrc/quickstep.h, field by field."""
+    """`qs_attention`."""
 
     _fields_ = (
         ("dtype", c_int32),
@@ -60,7 +87,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class KVWriteCall(ctypes.Structure):
-    """`qs_kv_write` of csrc/quickstep.h, field by field."""
+    """`qs_kv_write`."""
 
     _fields_ = (
         ("dtype", c_int32),
@@ -80,7 +107,7 @@ class KVWriteCall(ctypes.Structure):
 
 
 class QuantizedWeightCall(ctypes.Structure):
-    """`qs_quantized_weight` of csrc/quickstep.h, field by field."""
+    """`qs_quantized_weight`."""
 
     _fields_ = (
         ("bits", c_int32),
@@ -97,7 +124,7 @@ class QuantizedWeightCall(ctypes.Structure):
 
 
 class QuantizeCall(ctypes.Structure):
-    """`qs_quantize_call` of csrc/quickstep.h, field by field."""
+    """`qs_quantize_call`."""
 
     _fields_ = (
         ("dtype", c_int32),
@@ -114,7 +141,128 @@ class QuantizeCall(ctypes.Structure):
     )
 
 
-_P, _I, _L, _F = c_void_p, c_int, c_int64, c_float
+class OpKind:
+    """`qs_op_kind`."""
+
+    LINEAR, GATHER, RMS_NORM, ADD_NORM, ROTARY, GATED = range(6)
+    WRITE_KV, ATTENTION, ADD, SCALE, LOGITS = range(6, 11)
+    QUANTIZED, LINEAR_ROWS, QUANTIZED_ROWS, TAKE = range(11, 15)
+
+
+class RowsOf:
+    """`qs_op_rows`: which of a step's counts an op runs over."""
+
+    TOKENS, EMITTING = range(2)
+
+
+class OpCall(ctypes.Structure):
+    """`qs_op`."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("dtype", c_int32),
+        ("rows", c_int32),
+        ("option", c_int32),
+        ("size", c_int64 * 5),
+        ("stride", c_int64 * 2),
+        ("scalar", c_double * 2),
+        ("inputs", c_void_p * 4),
+        ("outputs", c_void_p * 2),
+    )
+
+
+class ProgramInputs(ctypes.Structure):
+    """`qs_program_inputs`."""
+
+    _fields_ = (
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("emitting", c_void_p),
+        ("capacity_tokens", c_int64),
+        ("capacity_emitting", c_int64),
+        ("block_size", c_int64),
+    )
+
+
+class StepRowCall(ctypes.Structure):
+    """`qs_step_row`: four 64-bit words, which `runtime.step_rows` writes as integers."""
+
+    _fields_ = (
+        ("start", c_int64),
+        ("num_tokens", c_int64),
+        ("block_ids", c_void_p),
+        ("num_blocks", c_int64),
+    )
+
+
+class StepCall(ctypes.Structure):
+    """`qs_step`."""
+
+    _fields_ = (
+        ("num_rows", c_int64),
+        ("num_emitting", c_int64),
+        ("rows", c_void_p),
+        ("token_ids", c_void_p),
+        ("emitting_rows", c_void_p),
+    )
+
+
+class SampleCall(ctypes.Structure):
+    """`qs_sample`."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("edit_ids", c_void_p),
+        ("edit_values", c_void_p),
+        ("num_edits", c_int64),
+        ("num_set", c_int64),
+        ("allowed", c_void_p),
+        # the arrays of two, element by element
+        ("first_bans", c_void_p),
+        ("second_bans", c_void_p),
+        ("num_first_bans", c_int64),
+        ("num_second_bans", c_int64),
+        ("first_yields", c_int32),
+        ("second_yields", c_int32),
+        ("num_top", c_int32),
+        ("applies_xtc", c_int32),
+        ("top_k", c_int64),
+        ("temperature", c_double),
+        ("top_p", c_double),
+        ("typical_p", c_double),
+        ("log_min_p", c_double),
+        ("xtc_threshold", c_double),
+        ("key_b", c_uint64),
+        ("key_c", c_uint64),
+        ("token_id", c_int64),
+        ("rank", c_int64),
+        ("total_probability", c_int64),
+        ("peak", c_float),
+        ("chosen", c_float),
+        ("top_ids", c_void_p),
+        ("top_logits", c_void_p),
+    )
+
+
+class ScoresCall(ctypes.Structure):
+    """`qs_scores`."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("token_ids", c_void_p),
+        ("num_positions", c_int64),
+        ("vocab_size", c_int64),
+        ("num_top", c_int64),
+        ("ranks", c_void_p),
+        ("total_probabilities", c_void_p),
+        ("peaks", c_void_p),
+        ("chosen", c_void_p),
+        ("top_ids", c_void_p),
+        ("top_logits", c_void_p),
+    )
+
+
+_P, _I, _L, _F, _D = c_void_p, c_int, c_int64, c_float, c_double
 
 # name -> (result, arguments), in the order of csrc/quickstep.h
 _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
@@ -153,7 +301,15 @@ _SIGNATURES: tuple[tuple[str, object, tuple[object, ...]], ...] = (
     ("qs_probe_multiply_int8", _I, (_P, _L, POINTER(_L))),
     ("qs_context_loop_ns", _L, (_P,)),
     ("qs_context_place", _I, (_P, POINTER(c_int32), _L, c_uint64)),
-    *STEP_SIGNATURES,
+    ("qs_add", _I, (_P, _I, _P, _P, _L, _P)),
+    ("qs_scale", _I, (_P, _I, _P, _L, _F, _P)),
+    ("qs_finish_logits", _I, (_P, _I, _P, _L, _D, _D, _P)),
+    ("qs_program_create", _I, (_P, POINTER(OpCall), _L, POINTER(ProgramInputs), POINTER(_P))),
+    ("qs_program_destroy", None, (_P,)),
+    ("qs_program_run", _I, (_P, _P)),
+    ("qs_sample_scratch_bytes", _L, (_P, _L, _L)),
+    ("qs_sample_rows", _I, (_P, _P, _L, _L, _P)),
+    ("qs_score_tokens", _I, (_P, _P, _P)),
 )
 
 

@@ -1,26 +1,56 @@
-"""Weights that libquickstep has packed: owners of its objects, freed with the Python object.
+"""Packed weights on libquickstep: their owners, quantized weights, and loading from files.
 
-And the library's numbers of element types, which tensors of torch and `HostTensor`s are asked for
-alike.
+Used by `ops.native.kernels`, which checks the shapes of activations and chooses by the kind of the
+weight. The memory of a packed weight is freed with its Python object. Loading reads some rows at a
+time with `pread`, rounds or decodes them and packs them, on all threads: no second copy of the
+matrix exists. Also here: the library's numbers of element types.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from ctypes import c_double, c_int16, c_int32, c_int64, c_void_p
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from quickstep.ops.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, DType
+import msgspec
+
+from quickstep.errors import ConfigError
+from quickstep.ops.native.library import QuantizeCall, QuantizedWeightCall, raise_for_status
+from quickstep.ops.table import SUB_BLOCK_INPUTS, LinearWeight, QuantizedWeight, StoredMatrix
+from quickstep.ops.tensors import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    UINT8,
+    DType,
+    HostTensor,
+    of_kind,
+)
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
-__all__ = ["PackedQuantized", "PackedWeight", "kernel_dtype", "kv_kernel_dtype"]
+__all__ = [
+    "LOADED_KINDS",
+    "NativeLoading",
+    "NativeQuantized",
+    "PackedQuantized",
+    "PackedWeight",
+    "kernel_dtype",
+    "kv_kernel_dtype",
+]
 
 # qs_dtype of csrc/quickstep.h, by the type's text
 _KERNEL_DTYPES = {str(FLOAT32): 0, str(BFLOAT16): 1, str(FLOAT16): 2}
 
-# what a KV cache may hold: qs_kv_dtype beside those
+# what a KV cache may hold: qs_kv_dtype adds int8
 _KV_DTYPES = {**_KERNEL_DTYPES, str(INT8): 3}
 
 
@@ -35,7 +65,7 @@ def kv_kernel_dtype(dtype: DType | torch.dtype) -> int | None:
 
 
 class PackedWeight:
-    """Owns one `qs_linear`; its memory goes back to the system with this object."""
+    """Owns one `qs_linear`; its memory is freed with this object."""
 
     __slots__ = ("__weakref__", "dtype", "handle", "nbytes")
 
@@ -48,7 +78,7 @@ class PackedWeight:
 
 
 class PackedQuantized:
-    """Owns one `qs_quantized`; its memory goes back to the system with this object."""
+    """Owns one `qs_quantized`; its memory is freed with this object."""
 
     __slots__ = ("__weakref__", "handle", "nbytes")
 
@@ -57,3 +87,271 @@ class PackedQuantized:
         self.nbytes: int = library.qs_quantized_bytes(handle)
         finalizer = weakref.finalize(self, library.qs_quantized_destroy, handle)
         finalizer.atexit = False  # the process's end frees it, and a daemon thread may still read
+
+
+class NativeQuantized:
+    """The low-bit ops of one `qs_context`, whose owner outlives this object."""
+
+    def __init__(self, library: ctypes.CDLL, context: int) -> None:
+        self._context = context
+        self._library = library
+        self._run = library.qs_quantized_run
+        self._scratch_bytes = library.qs_quantized_scratch_bytes
+
+    def quantize(
+        self,
+        weight: Tensor,
+        bits: int,
+        group_size: int | None,
+        has_zeros: bool,
+        has_sub_scales: bool,
+    ) -> QuantizedWeight:
+        """Quantized values of a weight [N, C] with contiguous rows."""
+        outputs, inputs = weight.shape
+        groups = 1 if group_size is None else inputs // group_size
+        quants = weight.new_empty((outputs, inputs), dtype=of_kind(UINT8, weight.dtype))
+        wide = of_kind(FLOAT32, weight.dtype)
+        scales = weight.new_empty((outputs, groups), dtype=wide)
+        zeros = weight.new_empty((outputs, groups), dtype=wide) if has_zeros else None
+        sub_scales = None
+        if has_sub_scales:
+            shape = (outputs, inputs // SUB_BLOCK_INPUTS)
+            sub_scales = weight.new_empty(shape, dtype=of_kind(INT8, weight.dtype))
+        call = QuantizeCall(
+            dtype=kernel_dtype(weight.dtype),
+            bits=bits,
+            n=outputs,
+            k=inputs,
+            row_stride=weight.stride(0) if outputs > 1 else inputs,
+            group_size=group_size or 0,
+            weight=weight.data_ptr(),
+            quants=quants.data_ptr(),
+            scales=scales.data_ptr(),
+            zeros=None if zeros is None else zeros.data_ptr(),
+            sub_scales=None if sub_scales is None else sub_scales.data_ptr(),
+        )
+        status = self._library.qs_quantize(self._context, ctypes.byref(call))
+        raise_for_status(status, f"rounding a {outputs} x {inputs} weight to {bits} bits")
+        return QuantizedWeight(quants, scales, zeros, bits, group_size or inputs, sub_scales)
+
+    def pack(self, weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
+        """Copy quantized values and scales into the kernel's layout, in memory of the library's
+        own.
+        """
+        quants, scales = weight.quants.contiguous(), weight.scales.float().contiguous()
+        zeros = None if weight.zeros is None else weight.zeros.float().contiguous()
+        wide_bias = None if bias is None else bias.float().contiguous()
+        sub_scales = None if weight.sub_scales is None else weight.sub_scales.contiguous()
+        outputs, inputs = quants.shape
+        call = QuantizedWeightCall(
+            bits=weight.bits,
+            n=outputs,
+            k=inputs,
+            group_size=weight.group_size,
+            quants=quants.data_ptr(),
+            scales=scales.data_ptr(),
+            zeros=None if zeros is None else zeros.data_ptr(),
+            bias=None if wide_bias is None else wide_bias.data_ptr(),
+            sub_scales=None if sub_scales is None else sub_scales.data_ptr(),
+        )
+        handle = ctypes.c_void_p()
+        status = self._library.qs_quantized_create(
+            self._context, ctypes.byref(call), ctypes.byref(handle)
+        )
+        raise_for_status(
+            status,
+            f"packing a {outputs} x {inputs} weight of {weight.bits} bits in groups of "
+            f"{weight.group_size}",
+        )
+        assert handle.value is not None
+        packed = PackedQuantized(self._library, handle.value)
+        return LinearWeight(packed, None, outputs, inputs, packed.nbytes)
+
+    def linear(self, x: Tensor, weight: LinearWeight, packed: PackedQuantized) -> Tensor:
+        """X [T, C] with contiguous rows -> [T, N]."""
+        num_tokens = x.shape[0]
+        out = x.new_empty((num_tokens, weight.num_outputs))
+        scratch = HostTensor.empty((self._scratch_bytes(packed.handle, num_tokens),), UINT8)
+        status = self._run(
+            self._context,
+            packed.handle,
+            kernel_dtype(x.dtype),
+            x.data_ptr(),
+            x.stride(0),
+            num_tokens,
+            out.data_ptr(),
+            scratch.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "linear")
+        return out
+
+    def rows(self, token_ids: Tensor, weight: LinearWeight, out: Tensor) -> None:
+        """Rows of the weight into `out` [T, C]; a token id outside raises EngineError."""
+        packed = weight.data
+        assert isinstance(packed, PackedQuantized)
+        status = self._library.qs_quantized_rows(
+            self._context,
+            packed.handle,
+            kernel_dtype(out.dtype),
+            token_ids.data_ptr(),
+            token_ids.numel(),
+            out.data_ptr(),
+        )
+        if status:
+            raise_for_status(status, "embedding")
+
+
+_UNREADABLE = 5  # qs_status of csrc/quickstep.h
+_PLAIN = (FLOAT32, BFLOAT16, FLOAT16)  # by qs_rows_kind
+
+
+class _Form(msgspec.Struct, frozen=True):
+    """What a kind of quantized values holds; group size 0: one scale per row."""
+
+    bits: int
+    group_size: int
+    has_zeros: bool
+
+
+# qs_rows_kind of csrc/quickstep.h
+LOADED_KINDS: Mapping[str, int] = MappingProxyType(
+    {"F32": 0, "BF16": 1, "F16": 2, "I8": 3, "Q4_0": 4, "Q8_0": 5, "Q4_K": 6, "Q5_K": 7, "Q6_K": 8}
+)
+_FORMS = {
+    "Q4_0": _Form(4, 32, False),
+    "Q8_0": _Form(8, 32, False),
+    "Q4_K": _Form(4, 32, True),
+    "Q5_K": _Form(8, 32, True),
+    "Q6_K": _Form(8, 16, False),
+}
+
+
+class _FileRows(ctypes.Structure):
+    """`qs_file_rows` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (("fd", c_int32), ("unused", c_int32), ("offset", c_int64), ("num_rows", c_int64))
+
+
+class _Matrix(ctypes.Structure):
+    """`qs_stored_matrix` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("num_parts", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("parts", c_void_p),
+    )
+
+
+class _CodeForm(ctypes.Structure):
+    """`qs_code_form` of csrc/quickstep.h, field by field."""
+
+    _fields_ = (
+        ("bits", c_int32),
+        ("has_zeros", c_int16),
+        ("has_sub_scales", c_int16),
+        ("group_size", c_int64),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("sample_step", c_int64),
+        ("exact", c_double),
+        ("wrong", c_double),
+    )
+
+
+class NativeLoading:
+    """Loads with one `qs_context`, whose owner outlives this object."""
+
+    def __init__(self, library: ctypes.CDLL, context: int) -> None:
+        self._context = context
+        self._library = library
+
+    def load_linear(self, stored: StoredMatrix, bias: Tensor | None) -> LinearWeight:
+        """`OpTable.load_linear`. Raises ConfigError for a file that cannot be read to its end."""
+        outputs = sum(part.num_rows for part in stored.parts)
+        with _opened(stored) as parts:
+            matrix = _Matrix(
+                kind=LOADED_KINDS[stored.kind],
+                num_parts=len(stored.parts),
+                n=outputs,
+                k=stored.num_inputs,
+                parts=ctypes.addressof(parts),
+            )
+            if stored.rounding is None and LOADED_KINDS[stored.kind] < len(_PLAIN):
+                return self._plain(stored, matrix, bias)
+            return self._quantized(stored, matrix, bias)
+
+    def _plain(self, stored: StoredMatrix, matrix: _Matrix, bias: Tensor | None) -> LinearWeight:
+        dtype = _PLAIN[matrix.kind]
+        if bias is not None:
+            bias = bias.to(of_kind(dtype, bias.dtype)).contiguous()
+        handle = ctypes.c_void_p()
+        status = self._library.qs_linear_load(
+            self._context,
+            ctypes.byref(matrix),
+            None if bias is None else bias.data_ptr(),
+            ctypes.byref(handle),
+        )
+        _raise_for_load(status, stored)
+        assert handle.value is not None
+        packed = PackedWeight(self._library, handle.value, dtype)
+        return LinearWeight(packed, bias, matrix.n, matrix.k, packed.nbytes)
+
+    def _quantized(
+        self, stored: StoredMatrix, matrix: _Matrix, bias: Tensor | None
+    ) -> LinearWeight:
+        rounding, scales = stored.rounding, stored.scales
+        wide_bias = None if bias is None else bias.float().contiguous()
+        if rounding is not None:
+            form = _Form(rounding.bits, rounding.group_size or 0, rounding.has_zeros)
+        elif scales is not None:
+            scales = scales.float().contiguous()
+            form = _Form(8, matrix.k // scales.shape[1], False)
+        else:
+            form = _FORMS[stored.kind]
+        call = _CodeForm(
+            bits=form.bits,
+            has_zeros=form.has_zeros,
+            has_sub_scales=rounding is not None and rounding.has_sub_scales,
+            group_size=form.group_size,
+            scales=None if scales is None else scales.data_ptr(),
+            bias=None if wide_bias is None else wide_bias.data_ptr(),
+            sample_step=1 if rounding is None else rounding.sample_step,
+        )
+        handle = ctypes.c_void_p()
+        status = self._library.qs_quantized_load(
+            self._context, ctypes.byref(matrix), ctypes.byref(call), ctypes.byref(handle)
+        )
+        _raise_for_load(status, stored)
+        assert handle.value is not None
+        if rounding is not None:
+            rounding.report_error(math.sqrt(call.wrong / call.exact) if call.exact else 0.0)
+        packed = PackedQuantized(self._library, handle.value)
+        return LinearWeight(packed, None, matrix.n, matrix.k, packed.nbytes)
+
+
+@contextmanager
+def _opened(stored: StoredMatrix) -> Iterator[ctypes.Array[_FileRows]]:
+    """The parts with their files open."""
+    with ExitStack() as stack:
+        parts = (_FileRows * len(stored.parts))()
+        for part, rows in zip(parts, stored.parts, strict=True):
+            try:
+                part.fd = stack.enter_context(rows.file.open("rb", buffering=0)).fileno()
+            except OSError as error:
+                raise ConfigError(f"{rows.file} cannot be read: {error}") from None
+            part.offset, part.num_rows = rows.offset, rows.num_rows
+        yield parts
+
+
+def _raise_for_load(status: int, stored: StoredMatrix) -> None:
+    """Turn a status other than QS_OK into the exception that names the file and its size."""
+    if status == _UNREADABLE:
+        files = " or ".join(sorted({str(part.file) for part in stored.parts}))
+        raise ConfigError(
+            f"{files} ended within a tensor, or cannot be read; download the checkpoint again"
+        )
+    rows = sum(part.num_rows for part in stored.parts)
+    raise_for_status(status, f"loading a {rows} x {stored.num_inputs} weight")

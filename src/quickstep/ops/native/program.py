@@ -1,7 +1,10 @@
-"""A recording bound to memory: one native call runs the whole forward pass of a step.
+"""A captured step: its calls as data (`Recording`), and bound to memory (`Program`).
 
-Made by `ops.native.steps`. The library keeps the calls; this object keeps the library, the memory
-and the weights that they point to.
+`ops.native.recorder` makes the recording: calls with symbolic operands, and the buffers that they
+read and write. Every buffer has a row per token, or per emitting row, of a step; a step's number of
+rows is decided when it runs. `ops.native.steps` binds a recording to addresses; one native call
+then runs the complete forward pass. The library keeps the calls, and a `Program` keeps the library,
+the memory and the weights that they point to.
 """
 
 from __future__ import annotations
@@ -10,13 +13,100 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 
-from quickstep.ops.dtypes import UINT8, DType
-from quickstep.ops.host_tensor import HostTensor
-from quickstep.ops.native.library import raise_for_status
-from quickstep.ops.native.step_abi import OpCall, ProgramInputs
-from quickstep.ops.recording import Operand, OpRecord, Recording, place_buffers
+import msgspec
 
-__all__ = ["Program", "program_bytes"]
+from quickstep.ops.native.library import OpCall, ProgramInputs, raise_for_status
+from quickstep.ops.tensors import UINT8, DType, HostTensor
+
+__all__ = [
+    "Buffer",
+    "Numbers",
+    "OpRecord",
+    "Operand",
+    "Program",
+    "Recording",
+    "place_buffers",
+    "program_bytes",
+]
+
+_ALIGNMENT = 64
+
+
+class Buffer(msgspec.Struct):
+    """Rows of `row_bytes`; alive from op `first` to op `last`, both included."""
+
+    row_bytes: int
+    rows: int  # `RowsOf`
+    first: int
+    last: int
+
+
+class Operand(msgspec.Struct, frozen=True):
+    """A place within the rows of a buffer."""
+
+    buffer: int
+    offset: int
+
+
+class Numbers(msgspec.Struct, frozen=True):
+    """The numbers that a call needs in addition to its operands."""
+
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    scalar: tuple[float, ...] = ()
+    option: int = 0
+
+
+class OpRecord(msgspec.Struct, frozen=True):
+    """One call. An int operand is an address."""
+
+    kind: int
+    dtype: int
+    rows: int
+    inputs: tuple[Operand | int, ...]
+    outputs: tuple[Operand | int, ...]
+    numbers: Numbers
+
+
+class Recording(msgspec.Struct, frozen=True):
+    """A complete forward pass. `weights` keeps alive what the addresses point to.
+
+    Attributes:
+        token_ids, positions, emitting: Buffers of int64 that each run fills.
+        hidden: Final hidden states, a row per token or per emitting row; valid until the next run.
+        logits: float32, a row per emitting row; valid until the next run.
+    """
+
+    ops: tuple[OpRecord, ...]
+    buffers: tuple[Buffer, ...]
+    token_ids: int
+    positions: int
+    emitting: int
+    hidden: int
+    logits: int
+    weights: tuple[object, ...]
+
+
+def place_buffers(buffers: Sequence[Buffer], capacities: tuple[int, int]) -> tuple[list[int], int]:
+    """Byte offsets of the buffers, which share memory unless alive together, and the total size.
+
+    `capacities` are the rows of each `RowsOf`.
+    """
+    offsets: list[int] = []
+    alive: list[tuple[int, int, int]] = []  # (offset, end, last op)
+    total = 0
+    for buffer in buffers:
+        size = -(-buffer.row_bytes * capacities[buffer.rows] // _ALIGNMENT) * _ALIGNMENT
+        alive = sorted(one for one in alive if one[2] >= buffer.first)
+        offset = 0
+        for start, end, _ in alive:
+            if offset + size <= start:
+                break
+            offset = max(offset, end)
+        offsets.append(offset)
+        alive.append((offset, offset + size, buffer.last))
+        total = max(total, offset + size)
+    return offsets, total
 
 
 def program_bytes(recording: Recording, capacities: tuple[int, int]) -> int:

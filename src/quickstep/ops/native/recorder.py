@@ -1,34 +1,255 @@
 """Records a model's forward pass as a list of native calls.
 
-The model runs once, as it always does, on an op table whose ops compute nothing: each notes its
-call and hands out a `StepTensor`, a placeholder that records sums and multiples
-itself. What the model does beyond that, and any tensor that is neither a weight nor the work of a
-recorded call, raises NotCapturable: such a model runs eagerly. Nothing here depends on how many
-tokens a step has.
+The model runs once, unchanged, on an op table whose ops compute nothing: each records its call on
+the `Tape` and returns a `StepTensor`, a place in a buffer and a shape without memory. A
+`StepTensor` can be viewed, added to another and scaled. Everything else raises NotCapturable, and
+such a model runs eagerly: an operation of torch, an operand that a call could not read in place, a
+tensor that is neither a weight nor the result of a recorded call. Nothing here depends on the
+number of tokens in a step.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from msgspec.structs import replace
 
-from quickstep.ops.dtypes import FLOAT32, INT32, INT64, DType, host_dtype
-from quickstep.ops.host_tensor import HostTensor
 from quickstep.ops.native.attention import MAX_HEAD_SIZE
-from quickstep.ops.native.packed import PackedQuantized, PackedWeight, kv_kernel_dtype
-from quickstep.ops.native.step_abi import OpKind, RowsOf
-from quickstep.ops.native.tape import NUM_ROWS, NotCapturable, StepTensor, Tape
-from quickstep.ops.recording import Numbers, Recording
+from quickstep.ops.native.library import ACTIVATIONS, OpKind, RowsOf
+from quickstep.ops.native.packed import (
+    PackedQuantized,
+    PackedWeight,
+    kernel_dtype,
+    kv_kernel_dtype,
+)
+from quickstep.ops.native.program import Buffer, Numbers, Operand, OpRecord, Recording
 from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
+from quickstep.ops.tensors import FLOAT32, INT32, INT64, AnyTensor, DType, HostTensor, host_dtype
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["NativeRecorder", "NotCapturable"]
+__all__ = [
+    "NUM_ROWS",
+    "NativeRecorder",
+    "NotCapturable",
+    "StepTensor",
+    "Tape",
+]
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "clamped_swiglu": 3}
+NUM_ROWS = 2  # in a shape; with one row, a wrong distance between rows would not be noticed
+
+
+class NotCapturable(Exception):
+    """The forward pass is more than a list of native calls; the message says where."""
+
+
+class StepTensor:
+    """Rows of a buffer: one per token, or per emitting row, of any step."""
+
+    __slots__ = ("_tape", "buffer", "dtype", "offset", "shape", "strides")
+
+    def __init__(
+        self,
+        tape: Tape,
+        buffer: int,
+        dtype: DType,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        offset: int = 0,
+    ) -> None:
+        self._tape = tape
+        self.buffer = buffer
+        self.dtype = dtype
+        self.shape = shape
+        self.strides = strides  # in elements, as `offset`
+        self.offset = offset
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def stride(self, dim: int) -> int:
+        """Elements from one to the next along a dimension."""
+        return self.strides[dim]
+
+    @property
+    def row_size(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape[1:])
+
+    def is_contiguous(self) -> bool:
+        """Whether its elements are in order and without gaps."""
+        return self.strides == _packed(self.shape)
+
+    def view(self, *shape: int) -> StepTensor:
+        """The same elements, every row in another shape."""
+        tail = shape[1:]
+        rows_stay = shape[0] in (-1, NUM_ROWS) and math.prod(tail) == self.row_size
+        if not rows_stay or self.strides[1:] != _packed(self.shape)[1:]:
+            raise NotCapturable("a view crosses the tokens of a step")
+        strides = (self.strides[0], *_packed((1, *tail))[1:])
+        return StepTensor(
+            self._tape, self.buffer, self.dtype, (NUM_ROWS, *tail), strides, self.offset
+        )
+
+    reshape = view
+
+    def __getitem__(self, key: Any) -> StepTensor:
+        """Columns of [T, C], `x[:, start:stop]`, or the rows of the tokens that emit."""
+        if isinstance(key, StepTensor):
+            return self._tape.take(key, self)
+        is_columns = isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None)
+        if not is_columns or not isinstance(key[1], slice) or self.dim() != 2:
+            raise NotCapturable("indexing that is no slice of every row")
+        start, stop, step = key[1].indices(self.shape[1])
+        if step != 1 or stop <= start:
+            raise NotCapturable("a slice that leaves columns out")
+        shape, offset = (NUM_ROWS, stop - start), self.offset + start
+        return StepTensor(self._tape, self.buffer, self.dtype, shape, self.strides, offset)
+
+    def __add__(self, other: object) -> StepTensor:
+        is_like = isinstance(other, StepTensor) and (other.dtype, other.shape) == (
+            self.dtype,
+            self.shape,
+        )
+        if not isinstance(other, StepTensor) or not is_like:
+            raise NotCapturable("a sum of unlike tensors")
+        inputs = (self._tape.contiguous(self), self._tape.contiguous(other))
+        return self._tape.elementwise(OpKind.ADD, self, inputs)
+
+    def __mul__(self, factor: object) -> StepTensor:
+        if not isinstance(factor, (int, float)):
+            raise NotCapturable("a product of tensors")
+        return self._tape.elementwise(
+            OpKind.SCALE, self, (self._tape.contiguous(self),), (float(factor),)
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # looked up by the interpreter and by libraries
+            raise AttributeError(name)
+        raise NotCapturable(f"{name} is not a native call")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: object) -> NoReturn:
+        """What torch calls for its functions over one of these."""
+        raise NotCapturable(f"{func.__name__} is not a native call")
+
+    def _refused(self, *_: object) -> NoReturn:
+        raise NotCapturable("arithmetic that is not a native call")
+
+    __sub__ = __truediv__ = __pow__ = __neg__ = __matmul__ = _refused
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = _refused
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __setitem__ = _refused
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __int__ = __iter__ = _refused
+    __array__ = _refused
+
+
+class Tape:
+    """Calls, buffers, and `kept`: objects that must live as long as they do."""
+
+    def __init__(self) -> None:
+        self.ops: list[OpRecord] = []
+        self.buffers: list[Buffer] = []
+        self.kept: list[object] = []
+
+    def new(self, tail: Sequence[int], dtype: DType, rows: int) -> StepTensor:
+        """A tensor of a new buffer, which the next op fills."""
+        shape, now = (NUM_ROWS, *tail), len(self.ops)
+        self.buffers.append(Buffer(math.prod(tail) * dtype.itemsize, rows, now, now))
+        return StepTensor(self, len(self.buffers) - 1, dtype, shape, _packed(shape))
+
+    def like(self, x: StepTensor) -> StepTensor:
+        """A tensor of a new buffer, in the shape and type of this one."""
+        return self.new(x.shape[1:], x.dtype, self.rows_of(x))
+
+    def buffer_of(self, x: object) -> int:
+        """Which buffer it is in."""
+        if not isinstance(x, StepTensor):
+            raise NotCapturable("a tensor was computed outside the recorded calls")
+        return x.buffer
+
+    def operand(self, x: StepTensor) -> Operand:
+        """The place of a tensor with a row per token, whose buffer the next op reads."""
+        index = self.buffer_of(x)
+        self.buffers[index].last = len(self.ops)
+        return Operand(index, x.offset * x.dtype.itemsize)
+
+    def contiguous(self, x: StepTensor) -> Operand:
+        """The place of a contiguous tensor."""
+        place = self.operand(x)
+        if not x.is_contiguous():
+            raise NotCapturable("an op would have to copy its input")
+        return place
+
+    def heads(self, x: StepTensor) -> Operand:
+        """The place of [T, H, D] whose tokens are contiguous."""
+        place = self.operand(x)
+        if x.stride(2) != 1 or (x.shape[1] > 1 and x.stride(1) != x.shape[2]):
+            raise NotCapturable("an op would have to copy its heads")
+        return place
+
+    def fixed(self, x: AnyTensor, dtype: DType | torch.dtype | None = None) -> int:
+        """The address of a weight or of a KV tensor."""
+        is_other = dtype is not None and host_dtype(dtype) != host_dtype(x.dtype)
+        if isinstance(x, StepTensor) or not x.is_contiguous() or is_other:
+            raise NotCapturable("a weight is not a plain tensor of the activations' dtype")
+        self.kept.append(x)
+        return int(x.data_ptr())
+
+    def rows_of(self, x: StepTensor) -> int:
+        """Whether it has a row per token or per emitting row: `RowsOf`."""
+        return self.buffers[self.buffer_of(x)].rows
+
+    def elementwise(
+        self,
+        kind: int,
+        x: StepTensor,
+        inputs: tuple[Operand, ...],
+        scalar: tuple[float, ...] = (),
+    ) -> StepTensor:
+        """Record a call whose result is like `x`, element by element."""
+        out = self.like(x)
+        self.record(kind, x, inputs, (out,), Numbers(size=(x.row_size,), scalar=scalar))
+        return out
+
+    def take(self, ids: StepTensor, x: StepTensor) -> StepTensor:
+        """Record a call that selects the rows of the emitting tokens."""
+        is_emitting = ids.dtype == INT64 and self.rows_of(ids) == RowsOf.EMITTING
+        if not is_emitting or x.strides[1:] != _packed(x.shape)[1:]:
+            raise NotCapturable("tokens are chosen by other than whether they emit")
+        inputs = (self.contiguous(ids), self.operand(x))
+        out = self.new(x.shape[1:], x.dtype, RowsOf.EMITTING)
+        row_bytes, distance = (n * x.dtype.itemsize for n in (x.row_size, x.stride(0)))
+        numbers = Numbers(size=(row_bytes,), stride=(distance,))
+        self.record(OpKind.TAKE, out, inputs, (out,), numbers)
+        return out
+
+    def record(
+        self,
+        kind: int,
+        x: StepTensor,
+        inputs: tuple[Operand | int, ...],
+        outputs: Sequence[StepTensor] | tuple[int, ...],
+        numbers: Numbers | None = None,
+    ) -> None:
+        """Record a call over the rows and in the dtype of `x`; an int output is an address."""
+        places = tuple(one if isinstance(one, int) else self.operand(one) for one in outputs)
+        dtype = kernel_dtype(x.dtype)
+        if dtype is None and kind != OpKind.GATHER:
+            raise NotCapturable(f"there are no native kernels for {x.dtype}")
+        number = -1 if dtype is None else dtype
+        self.ops.append(
+            OpRecord(kind, number, self.rows_of(x), inputs, places, numbers or Numbers())
+        )
+
+
+def _packed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of contiguous elements."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 class NativeRecorder:
@@ -42,10 +263,10 @@ class NativeRecorder:
         self._layout = PagedLayout(
             positions=_as_tensor(self._positions),
             # to be known again, not to be read
-            slot_mapping=cast("Tensor", HostTensor.empty((0,), INT64)),
+            slot_mapping=_as_tensor(HostTensor.empty((0,), INT64)),
             row_offsets=(),
             context_lens=(),
-            block_tables=cast("Tensor", HostTensor.empty((0, 0), INT32)),
+            block_tables=_as_tensor(HostTensor.empty((0, 0), INT32)),
             block_size=block_size,
         )
         self._emitting_layout = replace(
@@ -92,7 +313,7 @@ class NativeRecorder:
         )
 
     def finish(self, hidden: Tensor, logits: Tensor) -> Recording:
-        """The recording, after the model's calls gave these."""
+        """The recording of a model's calls, whose results are `hidden` and `logits`."""
         token_ids, positions, emitting, final, scores = (
             self._tape.buffer_of(x)
             for x in (self._token_ids, self._positions, self._emitting, hidden, logits)
@@ -143,7 +364,7 @@ class NativeRecorder:
         if not isinstance(packed, (PackedWeight, PackedQuantized)):
             raise NotCapturable("the embedding is not packed by the native ops")
         kind = OpKind.QUANTIZED_ROWS if isinstance(packed, PackedQuantized) else OpKind.LINEAR_ROWS
-        inputs = (self._tape.whole(token_ids), self._handle(weight))
+        inputs = (self._tape.contiguous(token_ids), self._handle(weight))
         out = self._tape.new((weight.num_inputs,), rows_dtype, self._tape.rows_of(token_ids))
         self._tape.record(kind, out, inputs, (out,))
         return out
@@ -151,7 +372,7 @@ class NativeRecorder:
     def _gather(self, ids: StepTensor, table: Tensor, dtype: DType) -> StepTensor:
         """Rows of a weight [rows, C]."""
         num_rows, width = table.shape
-        inputs = (self._tape.whole(ids), self._tape.fixed(table, dtype))
+        inputs = (self._tape.contiguous(ids), self._tape.fixed(table, dtype))
         out = self._tape.new((width,), dtype, self._tape.rows_of(ids))
         size = (num_rows, width * dtype.itemsize)
         self._tape.record(OpKind.GATHER, ids, inputs, (out,), Numbers(size=size))
@@ -172,8 +393,8 @@ class NativeRecorder:
         self, x: StepTensor, residual: StepTensor, weight: Tensor, eps: float, offset: float
     ) -> tuple[StepTensor, StepTensor]:
         inputs = (
-            self._tape.whole(x),
-            self._tape.whole(residual),
+            self._tape.contiguous(x),
+            self._tape.contiguous(residual),
             self._tape.fixed(weight, x.dtype),
         )
         out, total = self._tape.like(x), self._tape.like(x)
@@ -188,7 +409,7 @@ class NativeRecorder:
     ) -> StepTensor:
         if cos.dtype != FLOAT32 or sin.dtype != FLOAT32:
             raise NotCapturable("the rotary tables are not float32")
-        inputs = (self._tape.heads(x), self._tape.whole(cos), self._tape.whole(sin))
+        inputs = (self._tape.heads(x), self._tape.contiguous(cos), self._tape.contiguous(sin))
         out = self._tape.like(x)
         size = (x.shape[1], x.shape[2], cos.shape[1])
         numbers = Numbers(size=size, stride=(x.stride(0),), option=int(interleaved))
@@ -196,19 +417,24 @@ class NativeRecorder:
         return out
 
     def _gated_activation(self, gate_up: StepTensor, kind: str) -> StepTensor:
-        if kind not in _ACTIVATIONS:
+        if kind not in ACTIVATIONS:
             raise NotCapturable(f"there is no native {kind}")
         width = gate_up.shape[1] // 2
-        inputs = (self._tape.whole(gate_up),)
+        inputs = (self._tape.contiguous(gate_up),)
         out = self._tape.new((width,), gate_up.dtype, self._tape.rows_of(gate_up))
-        option = _ACTIVATIONS[kind]
+        option = ACTIVATIONS[kind]
         self._tape.record(
             OpKind.GATED, gate_up, inputs, (out,), Numbers(size=(width,), option=option)
         )
         return out
 
     def _write_kv(
-        self, k: StepTensor, v: StepTensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+        self,
+        k: StepTensor,
+        v: StepTensor,
+        k_cache: AnyTensor,
+        v_cache: AnyTensor,
+        slot_mapping: Tensor,
     ) -> None:
         if slot_mapping is not self._layout.slot_mapping:
             raise NotCapturable("KV is written to other slots than the step's")
@@ -226,7 +452,7 @@ class NativeRecorder:
             ),
         )
 
-    def _caches(self, k_cache: Tensor, v_cache: Tensor) -> tuple[tuple[int, int], int]:
+    def _caches(self, k_cache: AnyTensor, v_cache: AnyTensor) -> tuple[tuple[int, int], int]:
         """The addresses of a layer's caches, and how they hold heads."""
         kv_dtype = kv_kernel_dtype(k_cache.dtype)
         if kv_dtype is None:
@@ -236,8 +462,8 @@ class NativeRecorder:
     def _paged_attention(
         self,
         q: StepTensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        k_cache: AnyTensor,
+        v_cache: AnyTensor,
         layout: PagedLayout,
         params: AttentionParams,
         sinks: Tensor | None,
@@ -276,12 +502,12 @@ class NativeRecorder:
             return product
         out = self._tape.new(product.shape[1:], FLOAT32, self._tape.rows_of(product))
         scalar = (divisor, softcap or 0.0)
-        inputs = (self._tape.whole(product),)
+        inputs = (self._tape.contiguous(product),)
         size = (weight.num_outputs,)
         self._tape.record(OpKind.LOGITS, product, inputs, (out,), Numbers(size=size, scalar=scalar))
         return out
 
 
-def _as_tensor(x: StepTensor) -> Tensor:
-    """What a model is shown of it."""
+def _as_tensor(x: StepTensor | HostTensor) -> Tensor:
+    """Typed as torch's tensor, which the code of a model expects."""
     return cast("Tensor", x)

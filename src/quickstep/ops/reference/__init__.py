@@ -1,19 +1,16 @@
 """The PyTorch reference of every op: its definition.
 
 Called where no faster implementation runs, and by the agreement tests. Bits of a row depend on
-that row alone: by arithmetic (`exact_math`), not by the good will of a library.
+that row only: by arithmetic (`exact_math`), not by the properties of a library.
 The same holds on CUDA, where fp64 products of these numbers are exact too.
 """
 
 from __future__ import annotations
 
-from quickstep.ops.reference.gated_activation import gated_activation
-from quickstep.ops.reference.linear import embedding, linear, logits, pack_linear
+from quickstep.ops.reference.elementary import add_rms_norm, gated_activation, rms_norm, rotary
+from quickstep.ops.reference.linear import embedding, linear, logits, pack_linear, pack_quantized
 from quickstep.ops.reference.paged_attention import paged_attention, write_kv
 from quickstep.ops.reference.quantize import quantize
-from quickstep.ops.reference.quantized_linear import pack_quantized
-from quickstep.ops.reference.rms_norm import add_rms_norm, rms_norm
-from quickstep.ops.reference.rotary import rotary
 from quickstep.ops.table import OpTable
 
 __all__ = ["reference_ops"]

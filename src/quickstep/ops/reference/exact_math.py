@@ -2,14 +2,14 @@
 
 exp, tanh, sigmoid, Phi and 1/sqrt are made of IEEE additions, products and quotients. torch's own
 depend on an element's place: measured on 2.13, fp32 `silu` and `sigmoid` differ for 4 % of elements
-between alone and inside a vector, `gelu` for 16-20 %, bf16 `rsqrt` for 26 %, and fp64 `sqrt` is not
-correctly rounded. One IEEE operation per tensor call has one result. Relative errors are below
+between a single element and a vector, `gelu` for 16-20 %, bf16 `rsqrt` for 26 %, and fp64 `sqrt` is
+not correctly rounded. One IEEE operation per tensor call has one result. Relative errors are below
 1e-12, far below the rounding to fp32 that follows.
 
 Sums are of numbers of which no addition rounds. fp64 holds integers up to 2**53. Round both factors
 of a product to multiples of a power of two, `sum_bits(length)` bits below the largest element of
 their row, and every product and every partial sum of `length` products is such an integer: any
-library, tile, thread count or machine gives the same bits (the splitting of Ozaki et al., 2012,
+library, tile, thread count or machine has the same bits (the splitting of Ozaki et al., 2012,
 with one slice). Per row and element the price is 2**-21 to 2**-24 of the largest. Fixed tiles of
 the library's own product do not have this property: measured on torch 2.13, fp32, tiles of 16 rows,
 MKL's path for Intel AVX-512 splits K over threads (2048 x 1000, 8192 x 512, nearly every element),
@@ -124,7 +124,7 @@ def sum_bits(length: int) -> int:
 
 
 def power_of_two(x: Tensor) -> Tensor:
-    """The largest power of two not above x >= 0 (fp64); 0 stays 0, inf and NaN give inf."""
+    """The largest power of two not above x >= 0 (fp64); 0 stays 0, inf and NaN become inf."""
     return (x.view(torch.int64) & _EXPONENT_MASK).view(torch.float64)
 
 

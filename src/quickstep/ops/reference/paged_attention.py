@@ -1,13 +1,13 @@
 """The paged KV cache: causal attention over it, for prefill and decode rows together, and writes.
 
-    scores = q k^T      exact per (query, key): both rounded as `exact_math` says
+    scores = q k^T      exact per (query, key): both rounded as in `exact_math`
     m      = max        over the visible keys; exact
     p      = exp(s - m) rounded to multiples of 2**-40, 0 for keys that are not visible
     out    = sum over tiles of (sum of p v in the tile) / sum over tiles of (sum of p in it)
              (a head's sink adds exp(sink - m) to the latter sum, once, after all tiles)
 
-Tiles of keys stand at absolute positions 0, 256, 512, ...; a sum inside a tile is exact, tiles are
-added in ascending order. So the bits of a query depend on its own visible keys alone: a tile it
+Tiles of keys start at absolute positions 0, 256, 512, ...; a sum inside a tile is exact, tiles are
+added in ascending order. So the bits of a query depend on its own visible keys only: a tile it
 does not see adds zeros, and how queries are grouped into tensors is a matter of speed only.
 Keys that are not visible (stale blocks, later tokens) may hold anything, NaN included.
 """
@@ -21,7 +21,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from quickstep.ops.kv_format import quantize_heads, read_heads
 from quickstep.ops.reference.exact_math import (
     exp_nonpositive,
     power_of_two,
@@ -31,6 +30,7 @@ from quickstep.ops.reference.exact_math import (
     tanh,
 )
 from quickstep.ops.table import AttentionParams, PagedLayout
+from quickstep.ops.tensors import AnyTensor, quantize_heads, read_heads, to_torch
 
 __all__ = ["paged_attention", "write_kv"]
 
@@ -53,16 +53,17 @@ class _Group(msgspec.Struct, frozen=True):
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: AnyTensor,
+    v_cache: AnyTensor,
     layout: PagedLayout,
     params: AttentionParams,
     sinks: Tensor | None,
 ) -> Tensor:
     """Q [T, H, D], caches [B, S, K, W], sinks [H] -> [T, H, D]."""
     out = torch.empty_like(q)
-    for group in _groups(q, k_cache, layout, params.window):
-        attended = _attend(q[group.tokens], group, (k_cache, v_cache), layout, params, sinks)
+    caches = (to_torch(k_cache), to_torch(v_cache))
+    for group in _groups(q, caches[0], layout, params.window):
+        attended = _attend(q[group.tokens], group, caches, layout, params, sinks)
         out[group.tokens] = attended.float().to(q.dtype)
     return out
 
@@ -70,7 +71,7 @@ def paged_attention(
 def _groups(
     q: Tensor, k_cache: Tensor, layout: PagedLayout, window: int | None
 ) -> Iterator[_Group]:
-    """Rows of one token together, by context length; longer rows alone, in runs of queries."""
+    """Rows of one token together, by context length; longer rows separately, in runs of queries."""
     (num_heads, head_size), num_kv_heads = q.shape[1:], k_cache.shape[2]
     starts = layout.row_offsets
     lengths = [stop - start for start, stop in pairwise(starts)]
@@ -131,7 +132,7 @@ def _attend(
     params: AttentionParams,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Q [G, Q, H, D] -> [G, Q, H, D] in fp64. Heads stand as [K, H / K], the latter beside Q."""
+    """Q [G, Q, H, D] -> [G, Q, H, D] in fp64. Heads are split as [K, H / K], last next to Q."""
     num_rows, num_queries, num_heads, head_size = q.shape
     num_kv_heads = caches[0].shape[2]
     per_kv_head = num_heads // num_kv_heads
@@ -169,13 +170,13 @@ def _attend(
 
 def _with_sinks(out: Tensor, total: Tensor, above: Tensor) -> Tensor:
     """Out / (total + exp(above)), `above` the sink's distance from the keys' maximum."""
-    share = exp_nonpositive(-above.abs())
-    # beyond the keys' maximum the sink's own takes its place: no exponential is above 1
+    rescale = exp_nonpositive(-above.abs())
+    # a sink above the keys' maximum replaces it: no exponential is above 1
     beyond = above > 0
     return (
         out
-        * torch.where(beyond, share, 1.0)
-        / torch.where(beyond, total * share + 1.0, total + share)
+        * torch.where(beyond, rescale, 1.0)
+        / torch.where(beyond, total * rescale + 1.0, total + rescale)
     )
 
 
@@ -221,8 +222,10 @@ def _weighted_values(p: Tensor, mask: Tensor, values: Tensor) -> Tensor:
     return round_rows(weights, bits) @ digits
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    k: Tensor, v: Tensor, k_cache: AnyTensor, v_cache: AnyTensor, slot_mapping: Tensor
+) -> None:
     """k, v [T, K, D] into k_cache, v_cache [B, S, K, W] at the flat slots slot_mapping [T]."""
-    for heads, cache in ((k, k_cache), (v, v_cache)):
+    for heads, cache in ((k, to_torch(k_cache)), (v, to_torch(v_cache))):
         stored = quantize_heads(heads) if cache.dtype == torch.int8 else heads.to(cache.dtype)
         cache.view(-1, *cache.shape[2:])[slot_mapping] = stored

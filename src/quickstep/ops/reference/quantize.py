@@ -1,11 +1,11 @@
 """Weights into quantized values: the definition of `OpTable.quantize`.
 
-Deterministic: quantized values are a function of their row alone. Without a group size a row has
+Deterministic: quantized values are a function of their row only. Without a group size a row has
 one scale, its largest magnitude over 2**(bits - 1) - 1, quantized values about the middle. With
 one, each group of 4 bits tries a few scales and keeps the one with the smallest squared error; at 8
-bits clipping gains nothing, and the first is taken. Quantized values with sub-block scales try a
+bits clipping gains nothing, and the first is used. Quantized values with sub-block scales try a
 few scales too, and with each two sub-block scales for every part of 16 inputs; then the scale is
-fitted to the quantized values found.
+fitted to the quantized values.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ __all__ = ["quantize"]
 _BLOCK_ELEMENTS = 1 << 20  # in float32 at a time: 4 MiB
 _TINY = 1e-30  # weights below count as zero: 127 over them overflows, or nearly
 
-# Shares of a group's range that are tried for its scale, the least squared error wins: clipping
-# the outermost weight can serve the others better.
+# Fractions of a group's range that are tried for its scale; the least squared error wins. Clipping
+# the outermost weight can make the others more exact.
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
-# With sub-block scales: shares of the largest step / 15 that are tried for a group's scale, how
-# many sub-block scales with each, and what scales are held times: what float16 has room for then
-# being that of scales without.
+# With sub-block scales: fractions of the largest step / 15 that are tried for a group's scale, the
+# number of sub-block scales tried with each, and the factor that scales are stored with, so that
+# float16 holds the same range as without sub-block scales.
 _UNIT_SHRINKS = (1.0, 0.93, 0.87)
-_MULTIPLIERS_TRIED = 2
+_SUB_SCALES_TRIED = 2
 _LARGEST_SUB_SCALE = 15
 _UNIT = 16.0
 
-# Squared error of each group, and what gave it: quantized values, scale, zero.
-_Attempt = tuple[Tensor, ...]  # the errors of groups, then what leaves them
+# Squared error of each group, and its candidate: quantized values, scale, zero.
+_Attempt = tuple[Tensor, ...]  # the errors of groups, then the values that cause them
 
 
 def quantize(
@@ -60,9 +60,9 @@ def quantize(
         block = slice(start, start + step)
         groups = weight[block].float().reshape(-1, inputs // group_size, group_size)
         if not searches:
-            scales[block], part = _whole_rows(groups, bits)
+            scales[block], part = _by_row(groups, bits)
         elif sub_scales is not None:
-            scales[block], found, part = _multiplied(groups)
+            scales[block], found, part = _with_sub_scales(groups)
             sub_scales[block] = found.reshape(-1, inputs // SUB_BLOCK_INPUTS).to(torch.int8)
         elif zeros is None:
             scales[block], part = _symmetric(groups, bits)
@@ -72,7 +72,7 @@ def quantize(
     return QuantizedWeight(quants, scales, zeros, bits, group_size, sub_scales)
 
 
-def _whole_rows(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _by_row(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Scale = largest / (2**(bits - 1) - 1), quantized values about the middle."""
     middle = 2 ** (bits - 1)
     most = groups.abs().amax(-1)
@@ -101,7 +101,7 @@ def _symmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _asymmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A whole zero point: the range from least to largest, 0 included, over all 2**bits."""
+    """An integer zero point: the range from least to largest, 0 included, over all 2**bits."""
     last = 2**bits - 1
     least = groups.amin(-1, keepdim=True).clamp_(max=0.0)
     largest = groups.amax(-1, keepdim=True).clamp_(min=0.0)
@@ -116,7 +116,7 @@ def _asymmetric(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return scale.squeeze(-1), zero.squeeze(-1), quants
 
 
-def _multiplied(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _with_sub_scales(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scales [N, G], sub-block scales [N, G, P] and quantized values [N, G, P, 16] of 4 bits; P
     parts a group.
     """
@@ -145,7 +145,7 @@ def _best_sub_scales(parts: Tensor, steps: Tensor, scale: Tensor) -> tuple[Tenso
     half = (steps.abs() * _inverse(scale) * 0.5).round_()
     least = (half + half + 1.0).clamp_(1.0, float(_LARGEST_SUB_SCALE))
     chosen, best = least, torch.full_like(steps, torch.inf)
-    for lower in range(_MULTIPLIERS_TRIED):
+    for lower in range(_SUB_SCALES_TRIED):
         magnitude = (least - 2.0 * lower).clamp_(min=1.0)
         sub_scale = torch.where(steps < 0, -magnitude, magnitude)
         group_scale = scale * sub_scale

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
-from quickstep.ops.host_tensor import AnyTensor, to_numpy
-from quickstep.ops.native.scores import TokenScores
+from quickstep.ops.native.steps import TokenScores
+from quickstep.ops.tensors import AnyTensor, to_numpy
 from quickstep.runtime.sampling.exact_math import PROBABILITY_UNIT, integer_probabilities
 from quickstep.runtime.sampling.filters import largest
 from quickstep.types import StepRow, TokenLogprobs

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
-from quickstep.ops.host_tensor import AnyTensor
-from quickstep.ops.native.sampling import RowSampler
-from quickstep.ops.native.step_abi import SampleCall
+from quickstep.ops.native.library import SampleCall
+from quickstep.ops.native.steps import RowSampler
+from quickstep.ops.tensors import AnyTensor
 from quickstep.runtime.sampling.logit_changes import LogitChanges
 from quickstep.runtime.sampling.logprobs import (
     logprobs_of_scores,

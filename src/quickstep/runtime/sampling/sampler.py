@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quickstep.ops.host_tensor import AnyTensor, HostTensor, to_numpy
+from quickstep.ops.tensors import AnyTensor, HostTensor, to_numpy
 from quickstep.runtime.sampling.filters import kept_token_ids
 from quickstep.runtime.sampling.logprobs import token_logprobs
 from quickstep.runtime.sampling.noise import chance, gumbel_argmax, noise_bits

@@ -1,7 +1,7 @@
 """`/v1/messages`: Anthropic's Messages API over the same conversation as chat.
 
-`Messages` is the API, `CountTokens` the route that only counts. Errors take Anthropic's shape
-in `error_shapes`.
+`Messages` is the API's adapter, `CountTokens` the route that only counts, `with_checked_betas` adds
+the check of the header `anthropic-beta` to both. `http.errors` gives errors Anthropic's format.
 """
 
 from __future__ import annotations
@@ -53,19 +53,20 @@ from quickstep.server.anthropic.response_types import (
     ToolUseContent,
 )
 from quickstep.server.anthropic.turns import begins_answer, marks_cache, template_messages
-from quickstep.server.generate.adapter import Head, ParsedBody, Served
+from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.conversation import (
     Conversation,
     conversation_request,
     effort_in_template,
 )
-from quickstep.server.generate.generation import ChoiceDelta, Generation
-from quickstep.server.generate.message_blocks import (
+from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
+from quickstep.server.generate.message import (
     Block,
     BlockChange,
     BlockKind,
     Blocks,
     Change,
+    message_reader,
     partial_object,
 )
 from quickstep.server.generate.prompts import prompts_ids
@@ -76,12 +77,13 @@ from quickstep.server.http.body import body_of
 from quickstep.server.http.errors import anthropic_shape, error_facts, json_response
 from quickstep.server.http.event_stream import event_frame
 from quickstep.server.http.middleware import report_ignored
-from quickstep.server.openai.chat_message import message_reader
+from quickstep.server.http.route import Endpoint
 from quickstep.server.openai.request_types import SamplingFields
+from quickstep.server.options import FieldRules
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import FinishReason, Grammar
 
-__all__ = ["CountTokens", "Messages"]
+__all__ = ["CountTokens", "Messages", "with_checked_betas"]
 
 _SAME_NAME = ("temperature", "top_k", "top_p")
 _STOP_REASONS: Mapping[FinishReason, str] = {
@@ -92,12 +94,38 @@ _STOP_REASONS: Mapping[FinishReason, str] = {
     FinishReason.DEADLINE: "max_tokens",
     FinishReason.CONTEXT_LIMIT: "model_context_window_exceeded",
 }
+_BETA_HEADER = "anthropic-beta"
+# Betas without a report: what is here without a beta, or permits what a server need not do. Most
+# others bring fields of the body, which are checked like any field.
+_HARMLESS_BETAS = frozenset(
+    {
+        # features that are here without a beta
+        "messages-2023-12-15",
+        "tools-2024-04-04",
+        "tools-2024-05-16",
+        "prompt-caching-2024-07-31",
+        "extended-cache-ttl-2025-04-11",
+        "token-counting-2024-11-01",
+        "structured-outputs-2025-11-13",
+        # longer outputs and contexts: the model's own limit applies and is reported
+        "max-tokens-3-5-sonnet-2024-07-15",
+        "output-128k-2025-02-19",
+        "context-1m-2025-08-07",
+        # permissions to write calls shorter, to send them sooner, to reason between them
+        "token-efficient-tools-2025-02-19",
+        "fine-grained-tool-streaming-2025-05-14",
+        "interleaved-thinking-2025-05-14",
+        # names of clients
+        "claude-code-20250219",
+        "oauth-2025-04-20",
+    }
+)
 
 
 class Messages:
     """The API."""
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
         """Validate. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, MessagesRequest)
@@ -122,15 +150,15 @@ class Messages:
             renamed={"stop": "stop_sequences", "thinking_budget": "thinking.budget_tokens"},
         )
         user = None if fields.metadata is None else fields.metadata.user_id
-        request = replace(
+        return replace(
             request,
             stream=bool(fields.stream),
             request=structs.replace(
                 request.request, tenant=label("metadata.user_id", user, served.limits)
             ),
             ignored=reader.ignored,
+            writer=partial(_MessagesWriter, served, marks_cache(fields)),
         )
-        return ParsedBody(request, partial(_MessagesWriter, served, marks_cache(fields)))
 
 
 class CountTokens:
@@ -156,6 +184,21 @@ class CountTokens:
         return _conversation(fields, self._served, reader, len(body))
 
 
+def with_checked_betas(endpoint: Endpoint, rules: FieldRules) -> Endpoint:
+    """The endpoint after a check of `anthropic-beta`; unknown features are reported as ignored."""
+
+    async def answer(request: Request) -> Response:
+        reader = FieldReader(rules)
+        for value in request.headers.getlist(_BETA_HEADER):
+            for beta in filter(None, map(str.strip, value.split(","))):
+                if beta not in _HARMLESS_BETAS:
+                    reader.ignore(f"{_BETA_HEADER}={beta[:64]}", "there is no such beta feature")
+        report_ignored(request, reader.ignored)
+        return await endpoint(request)
+
+    return answer
+
+
 def _conversation(
     fields: CountTokensRequest, served: Served, reader: FieldReader, num_chars: int
 ) -> Conversation:
@@ -165,7 +208,7 @@ def _conversation(
         messages,
         num_chars=num_chars,
         offered=_offered(fields, served, reader),
-        asked=_asked(fields),
+        grammar=_asked(fields),
         extra=_thinking(fields, served, reader),
         add_generation_prompt=not continued,
         continued=continued,
@@ -278,11 +321,11 @@ class _MessagesWriter:
         """An error event."""
         yield event_frame("error", anthropic_shape(error_facts(error))[1])
 
-    def note(self, item: ChoiceDelta) -> None:
+    def collect(self, item: ChoiceDelta) -> None:
         """The same blocks, without events."""
         self._blocks.feed(item.delta)
 
-    def whole(self) -> MessageResponse:
+    def complete(self) -> MessageResponse:
         """The finished message."""
         return self._message([_content(block) for block in self._blocks.blocks])
 

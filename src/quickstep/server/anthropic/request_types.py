@@ -6,11 +6,11 @@ declared as well, with its class (`field_classes`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from quickstep.server.schema.field_classes import hint, refused
+from quickstep.server.schema.field_classes import effect, hint, note, refused
 
 __all__ = [
     "AdaptiveThinking",
@@ -36,50 +36,65 @@ __all__ = [
 ]
 
 
+_MARK = effect(
+    "Has the usage tell what was added to the cache; every prefix is cached without a mark."
+)
+_ONE_CALL = effect("True keeps the first call only.")
+_TEMPLATE = effect("Given to the chat template.")
+
+
 class CacheControl(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="ephemeral"):
     """A mark where a prefix ends. Every prefix is cached without it, and for no fixed time."""
 
-    ttl: Literal["5m", "1h"] | None = None
+    ttl: Annotated[Literal["5m", "1h"] | None, note("prefixes are cached for no fixed time")] = None
 
 
 class PlainBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="text"):
     """A piece of text."""
 
-    text: str
-    cache_control: CacheControl | None = None
+    text: Annotated[str, effect("The text; blocks are joined by line ends.")]
+    cache_control: Annotated[CacheControl | None, _MARK] = None
     citations: Annotated[list[Any] | None, hint("the model cites nothing", passes=([],))] = None
 
 
 class OpaqueBlock(msgspec.Struct, frozen=True, tag="image"):
     """An image: known, so that it is refused in words."""
 
+    refused_form: ClassVar[str] = "the model reads text only"
+
 
 class DocumentBlock(OpaqueBlock, frozen=True, tag="document"):
     """A document: known, so that it is refused in words."""
+
+    refused_form: ClassVar[str] = "the model reads text only"
 
 
 class SearchResultBlock(OpaqueBlock, frozen=True, tag="search_result"):
     """A search result: known, so that it is refused in words."""
 
+    refused_form: ClassVar[str] = "the model reads text only"
+
 
 class RedactedThinkingBlock(OpaqueBlock, frozen=True, tag="redacted_thinking"):
     """Reasoning that only Anthropic can read: known, so that it is refused in words."""
+
+    refused_form: ClassVar[str] = "only Anthropic can read it"
 
 
 class ThinkingBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="thinking"):
     """Earlier reasoning. This server signs nothing, so any signature is fine."""
 
-    thinking: str
-    signature: str | None = None
+    thinking: Annotated[str, effect("Given to the chat template, which may leave it out.")]
+    signature: Annotated[str | None, note("this server signs nothing")] = None
 
 
 class ToolUseBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="tool_use"):
     """An earlier call."""
 
-    id: str
-    name: str
-    input: dict[str, Any]
-    cache_control: CacheControl | None = None
+    id: Annotated[str, _TEMPLATE]
+    name: Annotated[str, _TEMPLATE]
+    input: Annotated[dict[str, Any], effect("The arguments, given to the chat template.")]
+    cache_control: Annotated[CacheControl | None, _MARK] = None
     caller: Annotated[
         dict[str, Any] | None, refused("only the model calls", passes=({"type": "direct"},))
     ] = None
@@ -89,10 +104,13 @@ class ToolUseBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=
 class ToolResultBlock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="tool_result"):
     """What a tool gave back; `is_error` makes the model read `Error: ` before it."""
 
-    tool_use_id: str
-    content: str | list[PlainBlock | OpaqueBlock | DocumentBlock | SearchResultBlock] | None = None
-    is_error: bool | None = None
-    cache_control: CacheControl | None = None
+    tool_use_id: Annotated[str, _TEMPLATE]
+    content: Annotated[
+        str | list[PlainBlock | OpaqueBlock | DocumentBlock | SearchResultBlock] | None,
+        effect("What the tool gave back."),
+    ] = None
+    is_error: Annotated[bool | None, effect("True puts `Error: ` before the result.")] = None
+    cache_control: Annotated[CacheControl | None, _MARK] = None
     toolset_name: Annotated[str | None, refused("there are no toolsets")] = None
 
 
@@ -105,7 +123,9 @@ class UserTurn(
 ):
     """What the user says, and the results of tools."""
 
-    content: str | list[UserBlock]
+    content: Annotated[
+        str | list[UserBlock], effect("What the user says, and the results of tools.")
+    ]
 
 
 class AssistantTurn(
@@ -113,7 +133,12 @@ class AssistantTurn(
 ):
     """What the model said and called."""
 
-    content: str | list[AssistantBlock]
+    content: Annotated[
+        str | list[AssistantBlock],
+        effect(
+            "What the model said and called; as the last turn, the beginning of the answer: a text."
+        ),
+    ]
 
 
 class SystemTurn(
@@ -121,7 +146,7 @@ class SystemTurn(
 ):
     """Instructions inside the conversation."""
 
-    content: str | list[PlainBlock]
+    content: Annotated[str | list[PlainBlock], effect("Instructions inside the conversation.")]
 
 
 Turn = UserTurn | AssistantTurn | SystemTurn
@@ -130,12 +155,19 @@ Turn = UserTurn | AssistantTurn | SystemTurn
 class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A tool of the client's."""
 
-    name: str
-    input_schema: dict[str, Any]
-    description: str | None = None
-    type: Literal["custom"] | None = None
-    strict: bool | None = None
-    cache_control: CacheControl | None = None
+    name: Annotated[str, effect("The name in a call; each one once.")]
+    input_schema: Annotated[
+        dict[str, Any],
+        effect(
+            "The JSON schema of the arguments, shown to the model and enforced where a call is."
+        ),
+    ]
+    description: Annotated[str | None, effect("Included in the prompt.")] = None
+    type: Annotated[Literal["custom"] | None, effect("May be left out.")] = None
+    strict: Annotated[
+        bool | None, effect("Whether arguments have to fit where the model may choose to call.")
+    ] = None
+    cache_control: Annotated[CacheControl | None, _MARK] = None
     allowed_callers: Annotated[
         list[str] | None, refused("only the model calls", passes=(["direct"],))
     ] = None
@@ -151,20 +183,22 @@ class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class AutoChoice(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="auto"):
     """The model may call."""
 
-    disable_parallel_tool_use: bool | None = None
+    disable_parallel_tool_use: Annotated[bool | None, _ONE_CALL] = None
 
 
 class AnyChoice(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="any"):
     """The model has to call."""
 
-    disable_parallel_tool_use: bool | None = None
+    disable_parallel_tool_use: Annotated[bool | None, _ONE_CALL] = None
 
 
 class AnyTool(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="tool"):
     """The model has to call this one."""
 
-    name: str
-    disable_parallel_tool_use: bool | None = None
+    name: Annotated[str, effect("The tool that has to be called.")]
+    disable_parallel_tool_use: Annotated[
+        bool | None, note("one named tool is called once in any case")
+    ] = None
 
 
 class NoChoice(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="none"):
@@ -175,7 +209,11 @@ class EnabledThinking(msgspec.Struct, forbid_unknown_fields=True, frozen=True, t
     """Reasoning within a budget of tokens."""
 
     budget_tokens: Annotated[
-        int, hint("the model sets no reasoning apart by tags", conditional=True)
+        int,
+        effect(
+            "Tokens of reasoning after which its closing tag is written; from 1 to max_tokens - 1."
+        ),
+        hint("the model sets no reasoning apart by tags", conditional=True),
     ]
     display: Annotated[
         Literal["summarized", "omitted"] | None,
@@ -205,36 +243,52 @@ class BetweenToolsThinking(
 class JsonOutput(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
     """Output that fits a JSON schema."""
 
-    schema: dict[str, Any]
+    schema: Annotated[dict[str, Any], effect("The JSON schema that the answer fits.")]
 
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The form of the answer."""
 
-    effort: Annotated[str | None, hint("the model has no such level", conditional=True)] = None
-    format: JsonOutput | None = None
+    effort: Annotated[
+        str | None,
+        effect("Turns reasoning off (none), or sets the level where the chat template has one."),
+        hint("the model has no such level", conditional=True),
+    ] = None
+    format: Annotated[
+        JsonOutput | None, effect("Enforces the form of the whole answer by a grammar.")
+    ] = None
 
 
 class RequestMetadata(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """`user_id`: whom the work is accounted to."""
 
-    user_id: str | None = None
+    user_id: Annotated[
+        str | None, effect("To whom the work is accounted, below the name of the API key.")
+    ] = None
 
 
 class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/messages/count_tokens`."""
 
-    model: str
-    messages: list[Turn]
-    system: str | list[PlainBlock] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: AutoChoice | AnyChoice | AnyTool | NoChoice | None = None
+    model: Annotated[str, effect("Which served name answers; 404 for an unknown one.")]
+    messages: Annotated[
+        list[Turn], effect("The conversation, as the model's chat template writes it.")
+    ]
+    system: Annotated[str | list[PlainBlock] | None, effect("Instructions for the model.")] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None, effect("Tools that the model is shown and may call.")
+    ] = None
+    tool_choice: Annotated[
+        AutoChoice | AnyChoice | AnyTool | NoChoice | None,
+        effect("Whether calls are possible, forbidden, or enforced by a grammar."),
+    ] = None
     thinking: Annotated[
         EnabledThinking | AdaptiveThinking | DisabledThinking | BetweenToolsThinking | None,
+        effect("Whether the model reasons, where its template can be told."),
         hint("the model has no such mode", conditional=True),
     ] = None
-    output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    output_config: Annotated[OutputConfig | None, effect("The form of the answer.")] = None
+    cache_control: Annotated[CacheControl | None, _MARK] = None
     context_management: Annotated[Any, hint("the conversation is taken as it is")] = None
     mcp_servers: Annotated[
         list[dict[str, Any]] | None, hint("the server makes no outbound requests", passes=([],))
@@ -246,13 +300,19 @@ class CountTokensRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=Tru
 class MessagesRequest(CountTokensRequest, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/messages`."""
 
-    max_tokens: int
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
+    max_tokens: Annotated[
+        int, effect("Ends the message after this many tokens, with stop_reason max_tokens.")
+    ]
+    stop_sequences: Annotated[
+        list[str] | None, effect("Ends the message where one of these texts appears.")
+    ] = None
+    stream: Annotated[
+        bool | None, effect("Sends the message as server-sent events while it is generated.")
+    ] = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    metadata: RequestMetadata | None = None
+    metadata: Annotated[RequestMetadata | None, effect("Whom the work is accounted to.")] = None
     service_tier: Annotated[
         str | None, hint("there is one service tier", passes=("auto", "standard_only"))
     ] = None

@@ -1,7 +1,7 @@
 """`/v1/batches`: create, get, list, cancel, as OpenAI's client calls them.
 
-`LocalBatches` is the whole of it: the files, the jobs and the routes of both. It belongs to one
-app, which stops it before the engine.
+`LocalBatches` owns the files, the batches and the routes of both. It belongs to one app, which
+stops it before the engine.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.batches.endpoints import batch_endpoints
 from quickstep.server.batches.file_store import FileStore
 from quickstep.server.batches.files import Files, page_of
-from quickstep.server.batches.jobs import BatchJobs
-from quickstep.server.batches.record import Batch
+from quickstep.server.batches.jobs import BatchJobs, BatchRecord
+from quickstep.server.batches.lines import batch_endpoints
 from quickstep.server.batches.request_types import BatchQuery, BatchRequest
 from quickstep.server.batches.response_types import BatchList, BatchObject
 from quickstep.server.generate.adapter import Served
@@ -33,14 +32,13 @@ from quickstep.server.schema.field_reader import FieldReader
 
 __all__ = ["LocalBatches"]
 
-_CLIENT_CLOSED = 499
 _WINDOW = re.compile(r"(?P<count>[1-9]\d{0,3})(?P<unit>[mhd])")
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
 _LONGEST_S = 30 * 86_400
 
 
 class LocalBatches:
-    """Files and batches of one server."""
+    """The files and batches of one server."""
 
     def __init__(self, served: Served, metrics: Metrics, options: ServerOptions) -> None:
         self._served = served
@@ -50,16 +48,16 @@ class LocalBatches:
         self._files = Files(self._store, options.connections.upload_s)
 
     def start(self) -> None:
-        """Find the files that the operator's directory holds. Raises ConfigError."""
+        """Load the index of the files in `--files-dir`. Raises ConfigError."""
         self._store.open()
 
     async def stop(self) -> None:
-        """End the batches that run, remove temporary files."""
+        """Cancel the running batches and remove temporary files."""
         await self._jobs.stop()
         self._store.close()
 
     def routes(self) -> list[ApiRoute]:
-        """Of files and of batches."""
+        """The routes of files and of batches."""
         path = "/v1/batches"
         one = f"{path}/{{batch_id}}"
         return [
@@ -68,7 +66,7 @@ class LocalBatches:
                 "POST",
                 path,
                 self.create,
-                "Answer a file of requests, behind the live ones.",
+                "Process a file of requests, at a lower priority than live ones.",
                 request=BatchRequest,
                 response=BatchObject,
             ),
@@ -81,11 +79,11 @@ class LocalBatches:
                 query=BatchQuery,
             ),
             ApiRoute("GET", one, self.batch, "One batch.", response=BatchObject),
-            ApiRoute("POST", f"{one}/cancel", self.cancel, "End a batch.", response=BatchObject),
+            ApiRoute("POST", f"{one}/cancel", self.cancel, "Cancel a batch.", response=BatchObject),
         ]
 
     async def create(self, request: Request) -> Response:
-        """Begin a batch."""
+        """Create a batch."""
         body = body_of(request)
         reader = FieldReader(self._served.field_rules)
         fields = await self._served.lanes.parse(
@@ -100,40 +98,40 @@ class LocalBatches:
             )
         if fields.metadata is not None:
             checked_metadata(fields.metadata, self._served.limits)
-        batch = Batch(
+        batch = BatchRecord(
             owner=caller_of(request),
             request=fields,
             model=self._served.names[0],
             created_at=self._store.now(),
             window_s=_window_s(fields.completion_window),
         )
-        return json_response(self._jobs.create(batch).shown())
+        return json_response(self._jobs.create(batch).to_object())
 
     async def batches(self, request: Request) -> Response:
-        """The batches of this key, the newest first."""
+        """Return the batches of this key, the newest first."""
         query = decode_values(request.query_params, BatchQuery)
         found = self._jobs.batches(caller_of(request))
         page, has_more = page_of(found, query.after, query.limit)
         ends = (page[0].id, page[-1].id) if page else (None, None)
-        shown = [batch.shown() for batch in page]
+        objects = [batch.to_object() for batch in page]
         return json_response(
-            BatchList(data=shown, has_more=has_more, first_id=ends[0], last_id=ends[1])
+            BatchList(data=objects, has_more=has_more, first_id=ends[0], last_id=ends[1])
         )
 
     async def batch(self, request: Request) -> Response:
-        """One batch."""
-        return json_response(self._asked(request).shown())
+        """Return one batch."""
+        return json_response(self._find(request).to_object())
 
     async def cancel(self, request: Request) -> Response:
-        """End a batch."""
-        return json_response(self._jobs.cancel(self._asked(request)).shown())
+        """Cancel a batch."""
+        return json_response(self._jobs.cancel(self._find(request)).to_object())
 
-    def _asked(self, request: Request) -> Batch:
+    def _find(self, request: Request) -> BatchRecord:
         return self._jobs.get(caller_of(request), request.path_params["batch_id"])
 
 
 def _window_s(window: str) -> int:
-    """OpenAI takes `24h`; here it may be any number of minutes, hours or days."""
+    """The seconds of `24h`, OpenAI's only value, or of any number of minutes, hours or days."""
     match = _WINDOW.fullmatch(window)
     seconds = int(match["count"]) * _UNIT_S[match["unit"]] if match else 0
     if not 0 < seconds <= _LONGEST_S:

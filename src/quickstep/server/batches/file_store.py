@@ -1,12 +1,12 @@
-"""Files of clients on disk, bounded, each known to its owner alone: what batches read and write.
+"""Clients' files on disk, the input and output of batches. Only its owner can find a file.
 
     DIRECTORY/file-<32 hex digits>        the content
     DIRECTORY/file-<32 hex digits>.json   owner, name, purpose, times
 
-Ids are drawn here and cannot be guessed; a client's file name is a label and never a path. With a
-directory of the operator's, files outlive the server; otherwise they stand in a private temporary
-one that `close` removes. Disk work of any size belongs into a thread: the caller's business.
-Room is reserved before it is used, in all and for the owner, whose open writers count as files.
+Ids are random and cannot be guessed; a client's file name is a label and never a path. With
+`--files-dir`, files outlive the server; otherwise they are in a private temporary directory that
+`close` removes. The caller runs reads and writes of unbounded size in a thread. Bytes are reserved
+before they are written, against the server's limit and the owner's; open writers count as files.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import BinaryIO
 import msgspec
 
 from quickstep.errors import ConfigError, RequestError
-from quickstep.server.batches.file_options import FileOptions
 from quickstep.server.http.errors import RouteNotFound
+from quickstep.server.options import FileOptions
 
 __all__ = ["FileStore", "FileWriter", "StoredFile"]
 
@@ -38,7 +38,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f/\\]")
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a file. Times are seconds since 1970."""
+    """The record of a file. Times are seconds since 1970."""
 
     id: str
     owner: str
@@ -50,7 +50,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileStore:
-    """All files of one server. `open` it; used in the event loop, but for what writers do."""
+    """All files of one server. `open` it first; only writers use it outside the event loop."""
 
     def __init__(self, options: FileOptions, now: Callable[[], float] = time.time) -> None:
         self._options = options
@@ -58,12 +58,12 @@ class FileStore:
         self._directory = options.directory
         self._is_temporary = options.directory is None
         self._files: dict[str, StoredFile] = {}
-        self._lock = threading.Lock()  # writers of any thread reserve
-        self._held_bytes: Counter[str] = Counter()  # by owner
+        self._lock = threading.Lock()  # writers in any thread reserve bytes
+        self._reserved_bytes: Counter[str] = Counter()  # by owner
         self._num_writers: Counter[str] = Counter()
 
     def open(self) -> None:
-        """Take in the files of the operator's directory. Raises ConfigError."""
+        """Load the records of the files in `--files-dir`. Raises ConfigError."""
         if self._directory is None:
             return
         try:
@@ -75,10 +75,10 @@ class FileStore:
         known = [file for file in known if _ID.fullmatch(file.id) and self.path(file).is_file()]
         self._files = {file.id: file for file in sorted(known, key=lambda file: file.created_at)}
         for file in known:
-            self._held_bytes[file.owner] += file.num_bytes
+            self._reserved_bytes[file.owner] += file.num_bytes
 
     def close(self) -> None:
-        """Remove what is temporary."""
+        """Remove a temporary directory."""
         if self._is_temporary and self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
@@ -86,7 +86,7 @@ class FileStore:
 
     @property
     def file_bytes(self) -> int:
-        """The largest file."""
+        """The size limit of one file."""
         return self._options.file_bytes
 
     def now(self) -> int:
@@ -96,7 +96,7 @@ class FileStore:
     def new(
         self, owner: str, name: str, purpose: str, expires_after_s: int | None = None
     ) -> FileWriter:
-        """A file to be written. Raises RequestError if there are too many."""
+        """Create a writer of a new file. Raises RequestError if there are too many files."""
         self._drop_expired()
         num_files = len(self._files) + self._num_writers.total()
         if num_files >= self._options.num_files:
@@ -139,46 +139,46 @@ class FileStore:
         return [file for file in self._files.values() if file.owner == owner]
 
     def delete(self, file: StoredFile) -> None:
-        """Forget a file; who has it open reads on."""
+        """Delete a file; a reader that has it open can still read it."""
         if self._files.pop(file.id, None) is not None:
             self.release(file.owner, file.num_bytes)
         self.path(file).unlink(missing_ok=True)
         self._record(file).unlink(missing_ok=True)
 
     def path(self, file: StoredFile) -> Path:
-        """Where its content is."""
-        return self._place() / file.id
+        """The path of the file's content."""
+        return self._existing_directory() / file.id
 
     def reserve(self, owner: str, num_bytes: int) -> None:
-        """Room for what is about to be written. Raises RequestError 413."""
+        """Reserve bytes that are about to be written. Raises RequestError 413."""
         with self._lock:
-            _check_room(
-                "the server's", self._held_bytes.total(), num_bytes, self._options.total_bytes
+            _check_quota(
+                "the server's", self._reserved_bytes.total(), num_bytes, self._options.total_bytes
             )
             if owner:
                 per_key = self._options.bytes_per_key
-                _check_room("your API key's", self._held_bytes[owner], num_bytes, per_key)
-            self._held_bytes[owner] += num_bytes
+                _check_quota("your API key's", self._reserved_bytes[owner], num_bytes, per_key)
+            self._reserved_bytes[owner] += num_bytes
 
     def release(self, owner: str, num_bytes: int) -> None:
-        """What was reserved is not needed any more."""
+        """Give back reserved bytes."""
         with self._lock:
-            self._held_bytes[owner] -= num_bytes
+            self._reserved_bytes[owner] -= num_bytes
 
     def close_writer(self, owner: str) -> None:
-        """A writer has ended."""
+        """Count an open writer of the owner less."""
         self._num_writers[owner] -= 1
 
     def add(self, file: StoredFile) -> None:
-        """A file is written."""
-        with _created(self._record(file)) as record:
+        """Add a complete file, so that `get` finds it."""
+        with _create(self._record(file)) as record:
             record.write(msgspec.json.encode(file))
         self._files[file.id] = file
 
     def _record(self, file: StoredFile) -> Path:
-        return self._place() / f"{file.id}.json"
+        return self._existing_directory() / f"{file.id}.json"
 
-    def _place(self) -> Path:
+    def _existing_directory(self) -> Path:
         if self._directory is None:
             self._directory = Path(tempfile.mkdtemp(prefix="quickstep-files-"))
         return self._directory
@@ -190,8 +190,8 @@ class FileStore:
                 self.delete(file)
 
 
-def _check_room(whose: str, held: int, num_bytes: int, limit: int) -> None:
-    if held + num_bytes > limit:
+def _check_quota(whose: str, reserved: int, num_bytes: int, limit: int) -> None:
+    if reserved + num_bytes > limit:
         raise RequestError(
             f"{whose} files would take more than {limit} bytes; delete some",
             status=413,
@@ -199,7 +199,7 @@ def _check_room(whose: str, held: int, num_bytes: int, limit: int) -> None:
 
 
 class FileWriter:
-    """A file that nobody sees until `commit`; `discard` forgets it. One of them ends it."""
+    """Writes a file that becomes visible with `commit`; `discard` removes it. Call one of them."""
 
     def __init__(self, store: FileStore, file: StoredFile) -> None:
         self._store = store
@@ -210,46 +210,46 @@ class FileWriter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was written."""
+        """Whether no byte was written."""
         return self._reserved_bytes == 0
 
     def write(self, data: bytes) -> None:
-        """Append. Raises RequestError 413 if there is no room left."""
+        """Append. Raises RequestError 413 if a limit is reached."""
         self.reserve(len(data))
-        content = self._opened()
+        content = self._open_file()
         content.write(data)
         content.flush()
 
     def reserve(self, num_bytes: int) -> None:
-        """More room. Raises RequestError 413."""
+        """Reserve more bytes. Raises RequestError 413."""
         self._store.reserve(self._file.owner, num_bytes)
         self._reserved_bytes += num_bytes
 
     def resize(self, num_bytes: int) -> None:
-        """Exactly so much room, for a `fill`. Raises RequestError 413."""
+        """Reserve exactly so many bytes, for a `fill`. Raises RequestError 413."""
         self._store.release(self._file.owner, self._reserved_bytes)
         self._reserved_bytes = 0
         self.reserve(num_bytes)
 
     def describe(self, name: str, expires_after_s: int | None) -> None:
-        """What an upload says of itself after its writer was opened."""
+        """Set what an upload's form says about the file."""
         expires_at = None if expires_after_s is None else self._file.created_at + expires_after_s
         self._file = msgspec.structs.replace(self._file, name=_label(name), expires_at=expires_at)
 
     def fill(self, source: BinaryIO) -> None:
-        """Append as many bytes as were reserved; any thread may do it."""
-        shutil.copyfileobj(source, self._opened(), _COPY_BYTES)
+        """Append all of `source`, whose size was reserved; any thread may call it."""
+        shutil.copyfileobj(source, self._open_file(), _COPY_BYTES)
 
     def commit(self) -> StoredFile:
-        """Let it be found."""
-        self._opened().close()
+        """Make the file visible."""
+        self._open_file().close()
         file = msgspec.structs.replace(self._file, num_bytes=self._reserved_bytes)
         self._store.add(file)
         self._end()
         return file
 
     def discard(self) -> None:
-        """As if it had never been."""
+        """Remove the file and give back its bytes."""
         self._store.release(self._file.owner, self._reserved_bytes)
         self._reserved_bytes = 0
         self._end()
@@ -262,9 +262,9 @@ class FileWriter:
             self._is_open = False
             self._store.close_writer(self._file.owner)
 
-    def _opened(self) -> BinaryIO:
+    def _open_file(self) -> BinaryIO:
         if self._content is None:
-            self._content = _created(self._store.path(self._file))
+            self._content = _create(self._store.path(self._file))
         return self._content
 
 
@@ -272,6 +272,6 @@ def _label(name: str) -> str:
     return _CONTROL.sub("_", name)[:_NAME_CHARS] or "file"
 
 
-def _created(path: Path) -> BinaryIO:
-    """A new file that nobody else on the machine may read."""
+def _create(path: Path) -> BinaryIO:
+    """A new file that no other user of the machine may read."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")

@@ -1,7 +1,7 @@
 """`/v1/files`: upload, list, read, delete, as OpenAI's client calls them; for batches only.
 
-A body streams through a bounded form parser to disk; nothing of a file stands in memory. Whose
-files they are says the API key.
+A body streams through a bounded form parser to disk; a file is never in memory. The API key
+determines the owner of a file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quickstep.errors import RequestError
 from quickstep.server.batches.file_store import FileStore, FileWriter, StoredFile
 from quickstep.server.batches.request_types import FileForm, FileQuery
 from quickstep.server.batches.response_types import DeletedFile, FileList, FileObject
-from quickstep.server.generate.endpoint import caller_of
+from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.http.time_limits import patient_timeout
@@ -35,22 +35,21 @@ _FIELD_BYTES = 4096
 _FORM_BYTES = 64 * 1024
 _NESTED = re.compile(r"(?P<outer>\w+)\[(?P<inner>\w+)\]")
 _DRAINED_LIMITS = 4
-_CLIENT_CLOSED = 499
 
 
 class Files:
-    """The endpoints, by name."""
+    """The endpoints of files."""
 
     def __init__(self, store: FileStore, upload_s: float) -> None:
         self._store = store
         self._upload_s = upload_s
 
     def routes(self) -> list[ApiRoute]:
-        """All of them."""
+        """The routes of files."""
         path = "/v1/files"
         one = f"{path}/{{file_id}}"
         return [
-            ApiRoute("POST", path, self.upload, "Keep a file of requests.", response=FileObject),
+            ApiRoute("POST", path, self.upload, "Upload a file of requests.", response=FileObject),
             ApiRoute(
                 "GET",
                 path,
@@ -60,30 +59,30 @@ class Files:
                 query=FileQuery,
             ),
             ApiRoute("GET", one, self.file, "One file.", response=FileObject),
-            ApiRoute("DELETE", one, self.delete, "Forget a file.", response=DeletedFile),
+            ApiRoute("DELETE", one, self.delete, "Delete a file.", response=DeletedFile),
             ApiRoute(
                 "GET",
                 f"{one}/content",
                 self.content,
-                "What stands in a file.",
+                "The content of a file.",
                 content_type="application/jsonl",
             ),
         ]
 
     async def upload(self, request: Request) -> Response:
-        """Keep the file of a form. Its room is there before its first byte is taken."""
+        """Store the file of a form. Its bytes are reserved before the first one is read."""
         writer = self._store.new(caller_of(request), "", _PURPOSE)
         try:
-            stored = await self._uploaded(request, writer)
+            stored = await self._receive(request, writer)
         except ClientDisconnect:
             writer.discard()
-            return Response(status_code=_CLIENT_CLOSED)
+            return Response(status_code=CLIENT_CLOSED)
         except BaseException:
             writer.discard()
             raise
-        return json_response(_shown(stored))
+        return json_response(_file_object(stored))
 
-    async def _uploaded(self, request: Request, writer: FileWriter) -> StoredFile:
+    async def _receive(self, request: Request, writer: FileWriter) -> StoredFile:
         try:
             async with patient_timeout(self._upload_s):
                 form = await self._form(request, writer)
@@ -92,51 +91,51 @@ class Files:
                 f"the file did not arrive within {self._upload_s:g} s; send it faster", status=408
             ) from None
         try:
-            return await self._kept(writer, form)
+            return await self._store_upload(writer, form)
         finally:
             await form.close()
 
     async def files(self, request: Request) -> Response:
-        """The files of this key, the newest first unless asked otherwise."""
+        """Return the files of this key, the newest first unless `order` is `asc`."""
         query = decode_values(request.query_params, FileQuery)
         found = self._store.files(caller_of(request))
         if query.order == "desc":
             found.reverse()
         if query.purpose is not None:
             found = [file for file in found if file.purpose == query.purpose]
-        page, has_more = page_of([_shown(file) for file in found], query.after, query.limit)
+        page, has_more = page_of([_file_object(file) for file in found], query.after, query.limit)
         ends = (page[0].id, page[-1].id) if page else (None, None)
         return json_response(
             FileList(data=page, has_more=has_more, first_id=ends[0], last_id=ends[1])
         )
 
     async def file(self, request: Request) -> Response:
-        """One file."""
-        return json_response(_shown(self._asked(request)))
+        """Return one file."""
+        return json_response(_file_object(self._find(request)))
 
     async def delete(self, request: Request) -> Response:
-        """Forget a file."""
-        file = self._asked(request)
+        """Delete a file."""
+        file = self._find(request)
         self._store.delete(file)
         return json_response(DeletedFile(id=file.id))
 
     async def content(self, request: Request) -> Response:
-        """The bytes as they were written."""
-        path = self._store.path(self._asked(request))
+        """Return the bytes as they were written."""
+        path = self._store.path(self._find(request))
         return FileResponse(path, media_type="application/jsonl")
 
-    def _asked(self, request: Request) -> StoredFile:
+    def _find(self, request: Request) -> StoredFile:
         return self._store.get(caller_of(request), request.path_params["file_id"])
 
     async def _form(self, request: Request, writer: FileWriter) -> FormData:
-        """The parsed form, for which `writer` reserves room. Raises RequestError."""
+        """The parsed form; `writer` reserves its bytes. Raises RequestError."""
         kind = request.headers.get("content-type", "")
         if not kind.lower().startswith("multipart/form-data"):
             raise RequestError("send the file as multipart/form-data, in the field `file`")
         limit = self._store.file_bytes + _FORM_BYTES
         parser = MultiPartParser(
             request.headers,
-            _bounded(request, limit, writer),
+            _limited_body(request, limit, writer),
             max_files=1,
             max_fields=_FORM_FIELDS,
             max_part_size=_FIELD_BYTES,
@@ -146,7 +145,7 @@ class Files:
         except MultiPartException as error:
             raise RequestError(f"the form cannot be read: {error.message}") from None
 
-    async def _kept(self, writer: FileWriter, form: FormData) -> StoredFile:
+    async def _store_upload(self, writer: FileWriter, form: FormData) -> StoredFile:
         upload = form.get("file")
         fields = decode_values(
             _nested({name: value for name, value in form.multi_items() if name != "file"}),
@@ -174,7 +173,7 @@ class Files:
 
 
 def page_of(items: list[Any], after: str | None, limit: int) -> tuple[list[Any], bool]:
-    """What follows the item with the id `after`, and whether there is more behind it."""
+    """The page after the item with the id `after`, and whether more items follow it."""
     begin = 0
     if after is not None:
         ids = [item.id for item in items]
@@ -185,12 +184,14 @@ def page_of(items: list[Any], after: str | None, limit: int) -> tuple[list[Any],
     return page, begin + len(page) < len(items)
 
 
-async def _bounded(request: Request, limit: int, writer: FileWriter) -> AsyncGenerator[bytes, None]:
-    """The chunks of the body, up to a limit; `writer` reserves room for them beforehand, as far as
-    the client says how many there are. Raises RequestError 413.
+async def _limited_body(
+    request: Request, limit: int, writer: FileWriter
+) -> AsyncGenerator[bytes, None]:
+    """The chunks of the body, up to a limit; `writer` reserves their bytes, those of the
+    `content-length` in advance. Raises RequestError 413.
 
-    A client reads the answer only once it has sent everything, so that a little more than the
-    limit is dropped first; of much more, the connection is simply closed.
+    A client reads the response only after it has sent everything, so a body that is a little
+    longer than the limit is read and dropped; if it is much longer, the connection is closed.
     """
     announced = request.headers.get("content-length", "")
     expected = int(announced) if announced.isdecimal() else 0
@@ -216,7 +217,7 @@ def _too_large(limit: int) -> RequestError:
 
 
 def _nested(fields: Mapping[str, object]) -> dict[str, object]:
-    """`expires_after[seconds]` as an object, as forms spell it."""
+    """Turn fields such as `expires_after[seconds]`, the spelling of forms, into objects."""
     nested: dict[str, Any] = {}
     for name, value in fields.items():
         inner = _NESTED.fullmatch(name)
@@ -227,7 +228,7 @@ def _nested(fields: Mapping[str, object]) -> dict[str, object]:
     return nested
 
 
-def _shown(file: StoredFile) -> FileObject:
+def _file_object(file: StoredFile) -> FileObject:
     return FileObject(
         id=file.id,
         bytes=file.num_bytes,

@@ -1,57 +1,160 @@
-"""Batches that run in the server: one task each, all of them through a few slots of the engine.
+"""The batches of one server: their records, and one task per batch that processes its lines.
 
     create -> validating -> in_progress -> finalizing -> completed | failed | expired | cancelled
 
-Lines come behind live requests (`BatchOptions.added_priority`), are answered by the APIs' own
-routes, and wait patiently while the engine restarts. What is written when a batch is cancelled or
-runs out of time is kept. Batches live as long as the server; their files may outlive it.
+Lines have a lower priority than live requests (`BatchOptions.added_priority`), run through the
+endpoints of their APIs, and wait while the engine restarts. The output of a batch that is
+cancelled or expires is kept. Batches live as long as the server; their files may outlive it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 import msgspec
 
 from quickstep.errors import QuickstepError, RequestError
-from quickstep.server.batches.file_options import BatchOptions
 from quickstep.server.batches.file_store import FileStore, FileWriter, StoredFile
 from quickstep.server.batches.lines import (
+    BatchEndpoint,
     BatchLine,
-    Endpoint,
     LineAnswer,
     LineFault,
+    LineRunner,
+    LineSlots,
     Submitter,
     expired_line,
     numbered_lines,
     read_line,
+    run_lines,
 )
-from quickstep.server.batches.record import Batch
-from quickstep.server.batches.response_types import BatchError, BatchStatus
-from quickstep.server.batches.run import LineRunner, LineSlots, run_lines
+from quickstep.server.batches.request_types import BatchRequest
+from quickstep.server.batches.response_types import (
+    BatchError,
+    BatchErrors,
+    BatchObject,
+    BatchStatus,
+    BatchUsage,
+    InputTokensDetails,
+    OutputTokensDetails,
+    RequestCounts,
+)
 from quickstep.server.http.errors import RouteNotFound
 from quickstep.server.http.work_lanes import done_in_thread
-from quickstep.server.options import RequestLimits
+from quickstep.server.options import BatchOptions, RequestLimits
 
-__all__ = ["BatchJobs"]
+__all__ = ["BatchJobs", "BatchRecord"]
 
 _LOG = logging.getLogger("quickstep.server")
 _OUTPUT = "batch_output"
 _MAX_ERRORS = 100
-_PIECE_LINES = 64
-_PIECE_BYTES = 256 * 1024
+_CHUNK_LINES = 64
+_CHUNK_BYTES = 256 * 1024
 _LIMITS = RequestLimits()
+_OVER = frozenset({"failed", "completed", "expired", "cancelled"})
+
+
+class BatchRecord(msgspec.Struct):
+    """A batch: its request, status and counts. `BatchJobs` changes it, the routes read it.
+
+    Attributes:
+        model: The model's name in the responses to lines that name none.
+        entered_at: When it entered each status, in seconds since 1970.
+    """
+
+    owner: str
+    request: BatchRequest
+    model: str
+    created_at: int
+    window_s: int
+    id: str = msgspec.field(default_factory=lambda: f"batch_{secrets.token_hex(16)}")
+    status: BatchStatus = "validating"
+    entered_at: dict[str, int] = msgspec.field(default_factory=dict)
+    errors: list[BatchError] = msgspec.field(default_factory=list)
+    num_lines: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    num_input_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the batch has ended."""
+        return self.status in _OVER
+
+    def enter(self, status: BatchStatus, now: int) -> None:
+        """Change the status."""
+        self.status = status
+        self.entered_at[status] = now
+
+    def count(self, answer: LineAnswer) -> None:
+        """Add a line's answer to the counts."""
+        if not answer.succeeded:
+            self.num_failed += 1
+            return
+        self.num_completed += 1
+        usage = answer.usage
+        self.num_input_tokens += _number(usage, "prompt_tokens", "input_tokens")
+        self.num_output_tokens += _number(usage, "completion_tokens", "output_tokens")
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        self.num_cached_tokens += _number(details, "cached_tokens")
+        details = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+        self.num_reasoning_tokens += _number(details, "reasoning_tokens")
+
+    def to_object(self) -> BatchObject:
+        """The batch as an object of OpenAI's API."""
+        at = self.entered_at.get
+        return BatchObject(
+            id=self.id,
+            endpoint=self.request.endpoint,
+            input_file_id=self.request.input_file_id,
+            completion_window=self.request.completion_window,
+            status=self.status,
+            created_at=self.created_at,
+            expires_at=self.created_at + self.window_s,
+            model=self.model,
+            request_counts=RequestCounts(self.num_lines, self.num_completed, self.num_failed),
+            usage=BatchUsage(
+                self.num_input_tokens,
+                InputTokensDetails(self.num_cached_tokens),
+                self.num_output_tokens,
+                OutputTokensDetails(self.num_reasoning_tokens),
+                self.num_input_tokens + self.num_output_tokens,
+            ),
+            errors=BatchErrors(data=self.errors) if self.errors else None,
+            output_file_id=self.output_file_id,
+            error_file_id=self.error_file_id,
+            in_progress_at=at("in_progress"),
+            finalizing_at=at("finalizing"),
+            completed_at=at("completed"),
+            failed_at=at("failed"),
+            expired_at=at("expired"),
+            cancelling_at=at("cancelling"),
+            cancelled_at=at("cancelled"),
+            metadata=self.request.metadata,
+        )
+
+
+def _number(counts: Mapping[str, Any], *names: str) -> int:
+    """The first of these counts that is present and not 0, else 0."""
+    return next((int(counts[name]) for name in names if counts.get(name)), 0)
 
 
 class _Job(msgspec.Struct):
-    """A batch at work. `answered` are the custom ids that are done."""
+    """A running batch and its files. `answered` are the custom ids of the lines with an answer."""
 
-    batch: Batch
+    batch: BatchRecord
     source: StoredFile
     output: FileWriter
     errors: FileWriter
@@ -59,7 +162,7 @@ class _Job(msgspec.Struct):
     writing: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)
 
     async def write(self, answer: LineAnswer) -> None:
-        """A line's answer goes into its file and is counted."""
+        """Write a line's answer to its file and count it."""
         async with self.writing:
             await done_in_thread(lambda: self._write(answer))
 
@@ -69,26 +172,24 @@ class _Job(msgspec.Struct):
         self.batch.count(answer)
 
     def expire(self, lines: Iterator[BatchLine]) -> bool:
-        """A piece of the lines goes into the error file, but for those that were answered; False
-        when there are no more.
-        """
-        piece = _piece(lines)
-        for line in piece:
+        """Write the next lines without an answer to the error file; False if there are no more."""
+        chunk = _chunk_of(lines)
+        for line in chunk:
             if line.custom_id not in self.answered:
                 self.errors.write(expired_line(line.custom_id))
                 self.batch.num_failed += 1
-        return bool(piece)
+        return bool(chunk)
 
 
 class BatchJobs:
-    """All batches of one server. Everything runs in its event loop, but for work on files, which
-    goes into threads a piece at a time.
+    """All batches of one server. Everything runs in its event loop, except file access, which runs
+    in threads, a chunk of lines at a time.
     """
 
     def __init__(
         self,
         store: FileStore,
-        endpoints: Mapping[str, Endpoint],
+        endpoints: Mapping[str, BatchEndpoint],
         options: BatchOptions,
         limits: RequestLimits = _LIMITS,
     ) -> None:
@@ -97,26 +198,26 @@ class BatchJobs:
         self._options = options
         self._limits = limits
         self._slots = LineSlots(options.concurrency)
-        self._batches: dict[str, Batch] = {}
+        self._batches: dict[str, BatchRecord] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """What lines may call."""
+        """The endpoints that lines may call."""
         return tuple(self._endpoints)
 
-    def create(self, batch: Batch) -> Batch:
-        """Begin a batch of a file of the same owner. Raises RequestError."""
+    def create(self, batch: BatchRecord) -> BatchRecord:
+        """Start a batch of a file of the same owner. Raises RequestError."""
         source = self._store.get(batch.owner, batch.request.input_file_id, "input_file_id")
         if len(self._tasks) >= self._options.num_active:
             raise RequestError(
-                f"{len(self._tasks)} batches are not over, which is the limit; wait for one",
+                f"{len(self._tasks)} batches are active, which is the limit; wait for one",
                 status=429,
             )
         num_own = sum(self._batches[batch_id].owner == batch.owner for batch_id in self._tasks)
         if batch.owner and num_own >= self._options.active_per_key:
             raise RequestError(
-                f"{num_own} batches of your API key are not over, which is the limit; wait for one",
+                f"{num_own} batches of your API key are active, which is the limit; wait for one",
                 status=429,
             )
         expiry = batch.request.output_expires_after
@@ -133,10 +234,10 @@ class BatchJobs:
         job = _Job(batch, source, output, errors)
         task = asyncio.create_task(self._run(job))
         self._tasks[batch.id] = task
-        task.add_done_callback(lambda _: self._ended(job))
+        task.add_done_callback(lambda _: self._task_ended(job))
         return batch
 
-    def get(self, owner: str, batch_id: str) -> Batch:
+    def get(self, owner: str, batch_id: str) -> BatchRecord:
         """A batch of this owner. Raises RequestError 404."""
         batch = self._batches.get(batch_id)
         if batch is None or batch.owner != owner:
@@ -145,12 +246,12 @@ class BatchJobs:
             )
         return batch
 
-    def batches(self, owner: str) -> list[Batch]:
+    def batches(self, owner: str) -> list[BatchRecord]:
         """The batches of this owner, the newest first."""
         return [batch for batch in reversed(self._batches.values()) if batch.owner == owner]
 
-    def cancel(self, batch: Batch) -> Batch:
-        """End a batch; its written answers are kept. Raises RequestError if it is over."""
+    def cancel(self, batch: BatchRecord) -> BatchRecord:
+        """Cancel a batch; answers already written are kept. Raises RequestError if it has ended."""
         if batch.is_over:
             raise RequestError(f"the batch is {batch.status}; it cannot be cancelled")
         if batch.status != "cancelling":
@@ -159,7 +260,7 @@ class BatchJobs:
         return batch
 
     async def stop(self) -> None:
-        """End everything that runs."""
+        """Cancel all running batches and wait for their tasks."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -168,7 +269,7 @@ class BatchJobs:
     async def _run(self, job: _Job) -> None:
         batch = job.batch
         try:
-            status = await self._answered(job)
+            status = await self._process(job)
         except asyncio.CancelledError:
             if batch.status != "cancelling":  # the server stops
                 self._finish(job, "failed", _error("server_stopped", "the server was stopped"))
@@ -182,14 +283,14 @@ class BatchJobs:
         else:
             self._finish(job, status)
 
-    def _ended(self, job: _Job) -> None:
-        """Whatever became of the task: one that was cancelled before its first turn never ran."""
+    def _task_ended(self, job: _Job) -> None:
+        """Finish the batch of a task that was cancelled before its first step and never ran."""
         del self._tasks[job.batch.id]
         if not job.batch.is_over:
             self._finish(job, "cancelled" if job.batch.status == "cancelling" else "failed")
 
-    async def _answered(self, job: _Job) -> BatchStatus:
-        """Check the input, answer its lines; says how the batch ends."""
+    async def _process(self, job: _Job) -> BatchStatus:
+        """Check the input, answer its lines, and return the final status."""
         batch = job.batch
         faults, batch.num_lines = await done_in_thread(lambda: self._faults(job))
         batch.errors.extend(faults)
@@ -201,24 +302,26 @@ class BatchJobs:
             async with asyncio.timeout(left_s):
                 async with aclosing(self._lines(job)) as lines:
                     concurrency = self._options.concurrency
-                    await run_lines(lines, self._answering(job), job.write, concurrency)
+                    await run_lines(lines, self._runner(job).answer, job.write, concurrency)
         except TimeoutError:
             await self._expire_rest(job)
             return "expired"
         batch.enter("finalizing", self._store.now())
         return "completed"
 
-    def _answering(self, job: _Job) -> Callable[[BatchLine], Awaitable[LineAnswer]]:
-        """Through the slots that all batches share, first come, first served."""
+    def _runner(self, job: _Job) -> LineRunner:
+        """The runner of a batch's lines; all batches share the slots, first come, first served."""
         options = self._options
-        asked_by = Submitter(job.batch.owner, options.added_priority)
-        runner = LineRunner(
-            self._endpoints, self._slots, asked_by, options.num_tries, options.retry_s
+        return LineRunner(
+            self._endpoints,
+            self._slots,
+            Submitter(job.batch.owner, options.added_priority),
+            options.num_tries,
+            options.retry_s,
         )
-        return runner.answer
 
     def _faults(self, job: _Job) -> tuple[list[BatchError], int]:
-        """What is wrong with the input, and its number of lines."""
+        """The faults of the input, and its number of lines."""
         faults: list[BatchError] = []
         ids: set[str] = set()
         num_lines = 0
@@ -248,7 +351,7 @@ class BatchJobs:
                 line=number,
             )
         if line.custom_id in ids:
-            message = f"line {number}: custom_id {line.custom_id[:100]!r} stands above already"
+            message = f"line {number}: custom_id {line.custom_id[:100]!r} occurs twice"
             return BatchError(
                 code="duplicate_custom_id", message=message, param="custom_id", line=number
             )
@@ -262,23 +365,23 @@ class BatchJobs:
 
     async def _lines(self, job: _Job) -> AsyncGenerator[BatchLine, None]:
         lines = self._read(job)
-        while piece := await done_in_thread(partial(_piece, lines)):
-            for line in piece:
+        while chunk := await done_in_thread(partial(_chunk_of, lines)):
+            for line in chunk:
                 yield line
 
     async def _expire_rest(self, job: _Job) -> None:
-        """The lines that were not answered go into the error file."""
+        """Write the lines without an answer to the error file."""
         lines = self._read(job)
         while await done_in_thread(partial(job.expire, lines)):
             pass
 
     def _finish(self, job: _Job, status: BatchStatus, error: BatchError | None = None) -> None:
-        """Let the files be found, and end."""
+        """Commit the files, and enter the final status."""
         batch = job.batch
         if error is not None:
             batch.errors.append(error)
-        batch.output_file_id = _kept(job.output)
-        batch.error_file_id = _kept(job.errors)
+        batch.output_file_id = _committed_id(job.output)
+        batch.error_file_id = _committed_id(job.errors)
         batch.enter(status, self._store.now())
         _LOG.info(
             "%s is %s: %d of %d lines answered, %d failed",
@@ -290,7 +393,7 @@ class BatchJobs:
         )
 
     def _forget_old(self) -> None:
-        """One key's batches push out no other's that has fewer."""
+        """Drop ended batches beyond the limit, first those of the owner that has most of them."""
         over = [batch for batch in self._batches.values() if batch.is_over]
         while over and len(self._batches) >= self._options.num_kept:
             ((owner, _),) = Counter(batch.owner for batch in over).most_common(1)
@@ -299,20 +402,20 @@ class BatchJobs:
             del self._batches[first.id]
 
 
-def _piece(lines: Iterator[BatchLine]) -> list[BatchLine]:
+def _chunk_of(lines: Iterator[BatchLine]) -> list[BatchLine]:
     """The next lines, no more than a thread reads in a moment; [] at the end."""
-    piece: list[BatchLine] = []
+    chunk: list[BatchLine] = []
     num_bytes = 0
     for line in lines:
-        piece.append(line)
+        chunk.append(line)
         num_bytes += len(line.body)
-        if len(piece) == _PIECE_LINES or num_bytes >= _PIECE_BYTES:
+        if len(chunk) == _CHUNK_LINES or num_bytes >= _CHUNK_BYTES:
             break
-    return piece
+    return chunk
 
 
-def _kept(writer: FileWriter) -> str | None:
-    """The id of a file that has something in it."""
+def _committed_id(writer: FileWriter) -> str | None:
+    """Commit a file and return its id; discard an empty one and return None."""
     if not writer.is_empty:
         try:
             return writer.commit().id

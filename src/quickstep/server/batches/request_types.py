@@ -6,20 +6,22 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from quickstep.server.schema.field_classes import effect
+
 __all__ = ["BatchQuery", "BatchRequest", "ExpiresAfter", "FileForm", "FileQuery"]
 
 _LIFE_S = msgspec.Meta(ge=3600, le=2_592_000)  # an hour to 30 days, as OpenAI
 
 
 class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """How long a file is kept after it was made."""
+    """How long a file is kept after its creation."""
 
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, _LIFE_S]
+    anchor: Annotated[Literal["created_at"], effect("Only created_at is known.")]
+    seconds: Annotated[int, effect("The file is forgotten this long after it was made."), _LIFE_S]
 
 
 class FileForm(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """The fields of an upload's form beside the file itself."""
+    """The fields of an upload's form in addition to the file."""
 
     purpose: str
     expires_after: ExpiresAfter | None = None
@@ -37,11 +39,15 @@ class FileQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class BatchRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """The body of `POST /v1/batches`."""
 
-    input_file_id: str
-    endpoint: str
-    completion_window: str
-    metadata: dict[str, str] | None = None
-    output_expires_after: ExpiresAfter | None = None
+    input_file_id: Annotated[
+        str, effect("The file of requests; 400 or 404 if this key has no such file.")
+    ]
+    endpoint: Annotated[str, effect("The route that answers every line.")]
+    completion_window: Annotated[str, effect("After this time what is not answered is cancelled.")]
+    metadata: Annotated[dict[str, str] | None, effect("Stands in the batch as it was sent.")] = None
+    output_expires_after: Annotated[
+        ExpiresAfter | None, effect("How long the files of answers are kept.")
+    ] = None
 
 
 class BatchQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

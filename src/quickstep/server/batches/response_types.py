@@ -55,7 +55,7 @@ class FileList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeletedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file is gone."""
+    """The response to the deletion of a file."""
 
     id: str
     object: Literal["file"] = "file"
@@ -72,14 +72,14 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a batch failed."""
+    """The reasons why a batch failed."""
 
     data: list[BatchError]
     object: Literal["list"] = "list"
 
 
 class RequestCounts(msgspec.Struct, frozen=True):
-    """Lines of a batch."""
+    """The lines of a batch: all, those with a response, those with an error."""
 
     total: int = 0
     completed: int = 0
@@ -87,19 +87,19 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
-    """Of the prompts' tokens."""
+    """Details of the prompts' tokens."""
 
     cached_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """Of the generated tokens."""
+    """Details of the generated tokens."""
 
     reasoning_tokens: int = 0
 
 
 class BatchUsage(msgspec.Struct, frozen=True):
-    """Tokens of all lines that were answered."""
+    """Tokens of all lines with a response."""
 
     input_tokens: int = 0
     input_tokens_details: InputTokensDetails = InputTokensDetails()

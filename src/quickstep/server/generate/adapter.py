@@ -1,15 +1,12 @@
-"""What an API's adapter is: it reads a body into a `ParsedRequest`, and writes deltas to bytes.
+"""The protocol of an API's adapter, and what an adapter may read of the server.
 
-    Adapter.parse: bytes -> ParsedBody (ParsedRequest, and who writes its answer)
-    Writer: ChoiceDelta -> frames of a stream, or the whole answer
+    Adapter.parse: bytes -> ParsedRequest, which names the Writer of its response
 
-`endpoint` runs any adapter in the same way, streamed or not. `choices` has the writer of those that
-answer with a list of choices (`completions`, `chat`); the others write their own frames.
+`endpoint` runs any adapter in the same way, streaming or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
@@ -19,9 +16,8 @@ from quickstep.engine.tool_calls.formats import OutputFormats, reasoning_format,
 from quickstep.errors import RequestError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.generate.engine_interface import ServedEngine
-from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
+from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.http.errors import RouteNotFound
-from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import (
@@ -34,11 +30,8 @@ from quickstep.server.options import (
 
 __all__ = [
     "Adapter",
-    "Answered",
-    "Head",
-    "ParsedBody",
+    "LineResult",
     "Served",
-    "Writer",
     "check_names",
     "output_formats",
     "stream_flags",
@@ -46,11 +39,19 @@ __all__ = [
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What an adapter may look at: the engine's facts, the names it goes by, the limits, how the
-    model writes calls and reasoning, how long requests may take, what becomes of fields without
-    effect, what answers hold beyond what was asked for, whether the prompts of one API key may hit
-    the cached prompts of another; which priorities each key may have; and the threads for what
-    takes longer.
+    """What an adapter may read of the server.
+
+    Attributes:
+        engine: The engine.
+        names: The model's names; the first one is the default.
+        limits: Bounds on one request.
+        formats: How the model writes tool calls and reasoning.
+        deadlines: How long requests may take.
+        field_rules: What happens to fields without effect.
+        answers: What responses contain that a request did not request.
+        shares_prefix_cache: The prompts of one API key may hit the cached prompts of another.
+        api_keys: The keys, with the priorities that each may have.
+        lanes: Threads for work that grows with a client's input.
     """
 
     engine: ServedEngine
@@ -66,7 +67,7 @@ class Served(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
-        """What `options` make of an engine that is open. Raises ConfigError."""
+        """From an open engine and the options. Raises ConfigError."""
         names = options.served_model_names or (engine.model_name,)
         formats = output_formats(engine, options)
         return cls(
@@ -94,47 +95,8 @@ class Served(msgspec.Struct, frozen=True):
         return name
 
 
-class Head(msgspec.Struct, frozen=True):
-    """What an answer begins with, beside its request: seconds since 1970, and the engine's
-    fingerprint.
-    """
-
-    created: int
-    fingerprint: str
-
-
-class Writer(Protocol):
-    """One request's answer in the API's types: either a stream's frames or one whole."""
-
-    def opening(self) -> Iterable[bytes]:
-        """The frames before the first token."""
-
-    def delta(self, item: ChoiceDelta) -> Iterable[bytes]:
-        """The frames of a delta."""
-
-    def ending(self) -> Iterable[bytes]:
-        """The frames behind the last delta."""
-
-    def failure(self, error: Exception) -> Iterable[bytes]:
-        """The last frames of a stream that failed; its status was sent long ago."""
-
-    def note(self, item: ChoiceDelta) -> None:
-        """A delta of an answer that is not streamed."""
-
-    def whole(self) -> object:
-        """The answer that is not streamed, for the JSON encoder."""
-
-
-class ParsedBody(msgspec.Struct, frozen=True):
-    """A parsed request, who will write its answer, and the media type of its stream."""
-
-    request: ParsedRequest
-    writer: Callable[[Generation, Head], Writer]
-    stream_type: str = SERVER_SENT_EVENTS
-
-
-class Answered(msgspec.Struct, frozen=True):
-    """The JSON answer to a body that came without HTTP; `ignored` are its fields without effect."""
+class LineResult(msgspec.Struct, frozen=True):
+    """The JSON response to one line of a batch; `ignored` are the line's fields without effect."""
 
     body: object
     ignored: tuple[str, ...] = ()
@@ -143,12 +105,12 @@ class Answered(msgspec.Struct, frozen=True):
 class Adapter(Protocol):
     """One generating API."""
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
-        """Validate. `caller` is whose API key it is, "" without one. Raises RequestError."""
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
+        """Validate a body of the API key `caller` ("" without keys). Raises RequestError."""
 
 
 def output_formats(engine: ServedEngine, options: ServerOptions) -> OutputFormats:
-    """What the operator set, else what the chat template tells. Raises ConfigError."""
+    """The operator's choice, or else what the chat template implies. Raises ConfigError."""
     template = engine.chat_template
     return _chosen(OutputFormats() if template is None else template.formats, options)
 
@@ -158,12 +120,12 @@ def check_names(options: ServerOptions) -> None:
     _chosen(OutputFormats(), options)
 
 
-def _chosen(told: OutputFormats, options: ServerOptions) -> OutputFormats:
+def _chosen(detected: OutputFormats, options: ServerOptions) -> OutputFormats:
     calls, reasoning = options.tool_call_parser, options.reasoning_parser
     return replace(
-        told,
-        tool_calls=told.tool_calls if calls is None else tool_call_format(calls),
-        reasoning=told.reasoning if reasoning is None else reasoning_format(reasoning),
+        detected,
+        tool_calls=detected.tool_calls if calls is None else tool_call_format(calls),
+        reasoning=detected.reasoning if reasoning is None else reasoning_format(reasoning),
     )
 
 

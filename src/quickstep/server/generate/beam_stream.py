@@ -1,4 +1,4 @@
-"""A beam search with the interface of a request's stream, so that answers are written in one way.
+"""A beam search with the interface of a request's stream, so that writers treat both alike.
 
 The hypotheses come at the end, all at once: each as one delta, best first. Made by `generation`.
 """
@@ -42,7 +42,7 @@ class BeamStream:
 
     @property
     def seed(self) -> int:
-        """The client's, or 0: nothing is drawn."""
+        """The client's seed, or 0: a beam search samples nothing."""
         return self._sampling.seed or 0
 
     @property
@@ -78,11 +78,11 @@ class BeamStream:
         )
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """As the engine detokenises what continues behind a prompt."""
-        shown = [token_id for token_id in token_ids if self._is_shown(token_id)]
-        return b"".join(map(self._tokenizer.token_bytes, shown)).decode(errors="replace")
+        """The text, detokenised as the engine does after a prompt."""
+        visible = [token_id for token_id in token_ids if self._is_visible(token_id)]
+        return b"".join(map(self._tokenizer.token_bytes, visible)).decode(errors="replace")
 
-    def _is_shown(self, token_id: int) -> bool:
+    def _is_visible(self, token_id: int) -> bool:
         sampling = self._sampling
         skips = sampling.skip_special_tokens and self._tokenizer.is_special(token_id)
         return not skips or token_id in sampling.shown_special_token_ids

@@ -1,4 +1,4 @@
-"""A conversation in neutral words: what chat, responses and Anthropic's messages turn into.
+"""A conversation, independent of the API: chat, responses, messages and Ollama build one.
 
 Each API reads its own schema into a `Conversation`; from here on there is one way: what the
 template is given, which grammar the message has to follow, what to read out of its text.
@@ -43,7 +43,7 @@ class Conversation(msgspec.Struct, frozen=True):
     Attributes:
         messages: As chat templates read them.
         num_chars: About how large they are.
-        asked: The grammar of the answer's content.
+        grammar: The grammar of the answer's content.
         extra: Further names for the template.
         continued: The last message is the beginning of the answer.
     """
@@ -51,7 +51,7 @@ class Conversation(msgspec.Struct, frozen=True):
     messages: tuple[Mapping[str, Any], ...]
     num_chars: int
     offered: OfferedTools = msgspec.field(default_factory=OfferedTools)
-    asked: RequestedGrammar | None = None
+    grammar: RequestedGrammar | None = None
     add_generation_prompt: bool = True
     extra: Mapping[str, Any] = msgspec.field(default_factory=dict)
     continued: bool = False
@@ -80,7 +80,7 @@ def conversation_request(
     """The internal request. Raises RequestError that names the client's field.
 
     `own` is what the API resolved by itself: `max_tokens` (None for not given) and `logprobs`;
-    `renamed` says under which names the client gave them, `prompt_field` where the conversation is.
+    `renamed` maps its names to the client's, `prompt_field` is the field of the conversation.
     """
     grammar = _grammar(conversation, served)
     output = _output(conversation, served)
@@ -142,9 +142,9 @@ def past_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 def effort_in_template(
     effort: str | None, path: str, served: Served, reader: FieldReader
 ) -> Mapping[str, Any]:
-    """What the template is told of the reasoning's effort; a level it does not have is reported.
+    """The template's variables for the reasoning effort; a level that it does not have is reported.
 
-    gpt-oss has three levels, and some templates read any; others can only be told not to reason.
+    gpt-oss has three levels, and some templates read any; others can only turn reasoning off.
     """
     reasoning = served.formats.reasoning
     is_harmony = reasoning is REASONING_FORMATS["harmony"]
@@ -165,7 +165,7 @@ def effort_in_template(
 def verbosity_in_template(
     verbosity: str | None, path: str, served: Served, reader: FieldReader
 ) -> Mapping[str, Any]:
-    """What the template is told of the answer's length; reported where it reads no such thing."""
+    """The template's variables for the verbosity; reported if the template reads none."""
     if verbosity is None:
         return {}
     if _template_reads("verbosity", served):
@@ -181,8 +181,8 @@ def _template_reads(name: str, served: Served) -> bool:
 
 
 def tenant_of(user: str | None, safety_identifier: str | None, limits: RequestLimits) -> str:
-    """The client's label of whom the work is accounted to, below its API key;
-    `safety_identifier` is OpenAI's new name of `user`.
+    """The client's own label of the account, below its API key; `safety_identifier` is OpenAI's new
+    name of `user`.
     """
     identifier = label("safety_identifier", safety_identifier, limits)
     return label("user", user, limits) or identifier
@@ -199,12 +199,12 @@ def checked_metadata(metadata: dict[str, str], limits: RequestLimits) -> dict[st
 
 
 def _grammar(conversation: Conversation, served: Served) -> RequestedGrammar | None:
-    """The grammar of the message behind its reasoning: of its calls, of its content, or of both."""
-    asked, offered = conversation.asked, conversation.offered
-    if asked is None or offered.must_call:
+    """The grammar of the message after its reasoning: of its calls, of its content, or of both."""
+    grammar, offered = conversation.grammar, conversation.offered
+    if grammar is None or offered.must_call:
         return offered.grammar
     in_channels = served.formats.reasoning is REASONING_FORMATS["harmony"]
-    return with_answer(asked, offered, served) if offered.tools or in_channels else asked
+    return with_answer(grammar, offered, served) if offered.tools or in_channels else grammar
 
 
 def check_continues(message: Mapping[str, Any], path: str) -> None:

@@ -1,6 +1,6 @@
-"""One way to run any API: parse, submit, then a JSON answer or server-sent events.
+"""Runs any API: parse, submit, then a JSON response or a stream.
 
-The client's going away is watched in both forms; whatever happens, the generation is closed,
+A disconnect of the client cancels both forms. In every case the generation is closed at the end,
 which aborts what still runs and frees its blocks.
 
     Adapter.parse -> open_generation -> EventStream | JSON
@@ -21,9 +21,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Adapter, Answered, Head, ParsedBody, Served, Writer
-from quickstep.server.generate.generation import Generation, open_generation
-from quickstep.server.generate.tenancy import cache_salt_of, priority_of_key, tenant_of_key
+from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
+from quickstep.server.generate.adapter import Adapter, LineResult, Served
+from quickstep.server.generate.generation import (
+    Generation,
+    Head,
+    ParsedRequest,
+    Writer,
+    open_generation,
+)
 from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.event_stream import EventStream
@@ -31,13 +37,13 @@ from quickstep.server.http.middleware import key_name, report_ignored
 from quickstep.server.metrics import Metrics, RequestMeter
 from quickstep.server.schema.field_reader import loosened_keyword
 
-_Written = TypeVar("_Written")
+_Encoded = TypeVar("_Encoded")
 
 __all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of"]
 
 # Larger answers, in tokens with their alternatives, are written in a thread.
 _INLINE_TOKENS = 4096
-CLIENT_CLOSED = 499  # nginx's; nobody reads it, it stands in the access log
+CLIENT_CLOSED = 499  # nginx's number; it is for the access log, the client is gone
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -64,42 +70,45 @@ class GeneratingRoute:
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
         body, caller = body_of(request), caller_of(request)
-        asked = await self._served.lanes.parse(len(body), lambda: self._parse(body, caller))
-        report_ignored(request, asked.request.ignored)
+        parsed = await self._served.lanes.parse(len(body), lambda: self._parse(body, caller))
+        report_ignored(request, parsed.ignored)
         try:
-            answer = await unless_disconnected(request.receive, self._open(asked))
+            answer = await unless_disconnected(request.receive, self._open(parsed))
             report_ignored(request, answer.generation.loosened)
-            if asked.request.stream:
-                return EventStream(frames(answer), answer.close, asked.stream_type)
-            return await self._whole(request, answer)
+            if parsed.stream:
+                return EventStream(_frames(answer), answer.close, parsed.stream_type)
+            return await self._complete(request, answer)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
 
-    async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
-        """The JSON answer to a body that came some other way than HTTP: a line of a batch.
+    async def answer_line(
+        self, body: bytes, caller: str = "", added_priority: int = 0
+    ) -> LineResult:
+        """The JSON response to one line of a batch.
 
-        `added_priority` lets those who wait go first. Raises RequestError, EngineError.
+        `added_priority` puts the line after requests of waiting clients.
+        Raises RequestError, EngineError.
         """
-        asked = await self._served.lanes.parse(
+        parsed = await self._served.lanes.parse(
             len(body), lambda: self._parse(body, caller, added_priority, in_batch=True)
         )
-        answer = await self._open(asked)
+        answer = await self._open(parsed)
         try:
-            await _noted(answer)
+            await _collect(answer)
         finally:
             await answer.close()
-        body_of_answer = await _written_whole(answer, answer.writer.whole)
-        return Answered(body_of_answer, (*asked.request.ignored, *answer.generation.loosened))
+        response = await _encode(answer, answer.writer.complete)
+        return LineResult(response, (*parsed.ignored, *answer.generation.loosened))
 
     def _parse(
         self, body: bytes, caller: str, added_priority: int = 0, in_batch: bool = False
-    ) -> ParsedBody:
-        """The request as the caller's key may have it: its account, its part of the cache, its
-        priority, its deadline. Raises RequestError.
+    ) -> ParsedRequest:
+        """The request with what follows from the caller's key: its account, its part of the cache,
+        its priority, its deadline. Raises RequestError.
         """
         served = self._served
-        asked = self._adapter.parse(body, served, caller)
-        parsed, request = asked.request, asked.request.request
+        parsed = self._adapter.parse(body, served, caller)
+        request = parsed.request
         if in_batch and parsed.stream:
             raise RequestError("stream is not supported in a batch", param="stream")
         timeout_s = request.timeout_s
@@ -113,68 +122,61 @@ class GeneratingRoute:
             cache_salt=cache_salt_of(caller, request.cache_salt, served.shares_prefix_cache),
             timeout_s=timeout_s,
         )
-        return replace(asked, request=replace(parsed, request=owned))
+        return replace(parsed, request=owned)
 
-    async def _open(self, asked: ParsedBody) -> _Answer:
-        meter = self._metrics.meter(asked.request)
+    async def _open(self, parsed: ParsedRequest) -> _Answer:
+        assert parsed.writer is not None, "every adapter names its writer"
+        meter = self._metrics.meter(parsed)
         served = self._served
-        generation = await open_generation(
-            served.engine, asked.request, served.limits, served.lanes
-        )
+        generation = await open_generation(served.engine, parsed, served.limits, served.lanes)
         if generation.loosened and served.field_rules.refuse_hints:
             await generation.aclose()
             raise loosened_keyword(generation.loosened[0])
         head = Head(created=int(time.time()), fingerprint=meter.fingerprint)
-        return _Answer(generation, asked.writer(generation, head), meter)
+        return _Answer(generation, parsed.writer(generation, head), meter)
 
-    async def _whole(self, request: Request, answer: _Answer) -> Response:
+    async def _complete(self, request: Request, answer: _Answer) -> Response:
         try:
-            await unless_disconnected(request.receive, _noted(answer))
+            await unless_disconnected(request.receive, _collect(answer))
         finally:
             await answer.close()
-        return await _written_whole(answer, lambda: json_response(answer.writer.whole()))
+        return await _encode(answer, lambda: json_response(answer.writer.complete()))
 
 
-async def _written_whole(answer: _Answer, write: Callable[[], _Written]) -> _Written:
-    """A complete answer; a large one is written in a thread. It is paid for, so it may wait."""
+async def _encode(answer: _Answer, write: Callable[[], _Encoded]) -> _Encoded:
+    """Encode a complete response, a large one in a thread."""
     if answer.generation.size <= _INLINE_TOKENS:
         return write()
     return await asyncio.to_thread(write)
 
 
-async def _noted(answer: _Answer) -> None:
+async def _collect(answer: _Answer) -> None:
     async with aclosing(answer.generation.deltas()) as deltas:
         async for item in deltas:
             answer.meter.observe(item)
-            answer.writer.note(item)
+            answer.writer.collect(item)
 
 
-async def frames(answer: _Answer) -> AsyncGenerator[bytes, None]:
-    """The frames of a stream, whatever happens."""
+async def _frames(answer: _Answer) -> AsyncGenerator[bytes, None]:
+    """The frames of a stream; an error becomes its last frames."""
+    writer = answer.writer
     try:
-        async with aclosing(_written(answer)) as written:
-            async for frame in written:
-                yield frame
+        for frame in writer.opening():
+            yield frame
+        async with aclosing(answer.generation.deltas()) as deltas:
+            async for item in deltas:
+                answer.meter.observe(item)
+                for frame in writer.delta(item):
+                    yield frame
+        for frame in writer.ending():
+            yield frame
     except asyncio.CancelledError:
         raise
     except Exception as error:  # the stream's top: its status is sent already
-        for frame in answer.writer.failure(error):
+        for frame in writer.failure(error):
             yield frame
 
 
-async def _written(answer: _Answer) -> AsyncGenerator[bytes, None]:
-    writer = answer.writer
-    for frame in writer.opening():
-        yield frame
-    async with aclosing(answer.generation.deltas()) as deltas:
-        async for item in deltas:
-            answer.meter.observe(item)
-            for frame in writer.delta(item):
-                yield frame
-    for frame in writer.ending():
-        yield frame
-
-
 def caller_of(request: Request) -> str:
-    """Whose the request is, for what is kept beyond it: the API key's name, "" without keys."""
+    """The name of the request's API key, "" without keys: the owner of what the server stores."""
     return key_name(request)

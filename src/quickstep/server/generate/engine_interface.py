@@ -1,7 +1,7 @@
-"""What the APIs know of an engine.
+"""The protocols by which the APIs use an engine.
 
-`engine.engine.Engine` fits it as it stands; the tests' scripted engine and the client of an engine
-in its own process are the other implementations. No torch here or above.
+`engine.engine.Engine`, the client of an engine in its own process and the tests' scripted engine
+implement them. No torch here or above.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class TokenStream(Protocol):
 
     @property
     def seed(self) -> int:
-        """The noise seed that was used, given or drawn."""
+        """The seed of the sampling noise: the client's, or a random one."""
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Keywords of the request's grammar that are enforced less strictly than they say; known
+        """Keywords of the request's schema that are enforced less strictly than written; known
         once the engine has accepted the request.
         """
 
@@ -85,7 +85,7 @@ class Vocabulary(Protocol):
         """Text of token ids."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for."""
+        """The bytes of one token."""
 
 
 class Template(Protocol):
@@ -137,11 +137,11 @@ class ServedEngine(Protocol):
 
     @property
     def default_pooling(self) -> Pooling:
-        """How the model's card says that prompts are embedded."""
+        """How prompts are embedded according to the model's card."""
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """What the memory is used for; None if nothing was planned."""
+        """What the memory is used for; None without a plan."""
 
     @property
     def tokenizer(self) -> Vocabulary:

@@ -1,18 +1,22 @@
-"""What every API's adapter parses a body into, and its run on the engine.
+"""The request that every API's adapter parses a body into, and its run on the engine.
 
 An adapter parses a body into a frozen, bounded `ParsedRequest`; `open_generation` renders,
 tokenises and submits its prompts; `Generation` merges the engine's streams into one sequence of
 `ChoiceDelta`. The engine never sees client dicts, an adapter never sees the engine.
 
 Prompt p of P and sequence i of n become choice p * n + i, as OpenAI counts.
+
+`check_end` separates ends that are an answer from those that are an error. A grammar that breaks a
+limit late in its output, or fields that together forbid every token, are the client's fault: 400
+with the field's name, in a stream as its error event.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import structs
@@ -22,9 +26,8 @@ from quickstep.engine.beam_search import BeamSearchParams
 from quickstep.engine.best_of import best_indices
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import ReasoningFormat, ToolCallFormat
-from quickstep.errors import RequestError
+from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.beam_stream import open_beams
-from quickstep.server.generate.ends import check_end, in_clients_words
 from quickstep.server.generate.engine_interface import ServedEngine, TokenStream, Vocabulary
 from quickstep.server.generate.prompts import (
     ChatPrompt,
@@ -32,9 +35,11 @@ from quickstep.server.generate.prompts import (
     Prompt,
     TextPrompt,
     TokenPrompt,
+    check_num_tokens,
     prompts_ids,
 )
-from quickstep.server.generate.request_size import check_num_tokens
+from quickstep.server.http.errors import GenerationFailed
+from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import RequestLimits
 from quickstep.types import FinishReason, Request, SamplingParams, SequenceTimings, TokenLogprobs
@@ -44,6 +49,7 @@ __all__ = [
     "Choice",
     "ChoiceDelta",
     "Generation",
+    "Head",
     "InfillPrompt",
     "OutputReading",
     "ParsedRequest",
@@ -51,13 +57,18 @@ __all__ = [
     "TextPrompt",
     "TokenPrompt",
     "Usage",
+    "Writer",
+    "check_end",
     "open_generation",
     "opens_reasoning",
+    "with_client_field",
 ]
 
 _LIMITS = RequestLimits()
 _QUEUED_DELTAS = 256
-_PROMPT_END = 32  # tokens in which a prompt's last words stand: the opening of the reasoning
+_PROMPT_END = 32  # last tokens of a prompt, in which the opening tag of the reasoning may be
+_NAMES_OF_PROMPTS = ("prompt", "messages")  # the engine's and the chat template's
+_MAY_FORBID_ALL = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens", "grammar")
 
 
 class OutputReading(msgspec.Struct, frozen=True):
@@ -73,15 +84,15 @@ class OutputReading(msgspec.Struct, frozen=True):
 
 
 class RequestedOutput(msgspec.Struct, frozen=True):
-    """What an answer says beside its text; an API asks the engine for at least as much.
+    """What a response contains in addition to its text.
 
     Attributes:
-        echo: The prompt stands before the text.
-        logprobs: Alternatives per token of the text; None shows none.
-        prompt_logprobs: Alternatives per token of the prompt; None shows none.
+        echo: The prompt comes before the text.
+        logprobs: Alternatives per token of the text; None for no logprobs.
+        prompt_logprobs: Alternatives per token of the prompt; None for no logprobs.
         token_ids: The token ids of prompt and text.
         tokens_as_ids: Logprobs name their tokens `token_id:7`.
-        before: Text of the client's that comes before a message's content.
+        before: Text of the client that comes before a message's content.
     """
 
     echo: bool = False
@@ -100,18 +111,20 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         model: The name to answer with.
         request: What the engine gets, once for each of `prompts`. Its tenant is the client's own
             label until the endpoint puts the name of the API key in front.
-        output: What to read out of the text beside content; None for nothing.
+        output: What to parse out of the text in addition to content; None for nothing.
         grammar_field: The client's name of what became `sampling.grammar`.
         prompt_field: The client's name of what became `prompts`.
         echoed: Fields of the response that repeat what the client sent (`metadata`).
-        shown: What completions and chat say beside the text.
+        requested_output: What completions and chat return in addition to the text.
         num_kept: Of the `sampling.n` sequences, how many are the answer: those with the highest
             mean logprob. None for all.
-        beams: Search instead of drawing; `sampling.n` hypotheses are the answer.
+        beams: Beam search instead of sampling; `sampling.n` hypotheses are the answer.
         include_usage: One usage chunk ends the stream.
         continuous_usage: Every chunk carries the usage so far.
         truncate_prompt_tokens: Only so many of a prompt's last tokens are read; None for all.
         ignored: Paths of the client's fields that have no effect.
+        writer: Makes the writer of the response; every adapter sets it.
+        stream_type: The media type of a streaming response.
     """
 
     model: str
@@ -124,20 +137,51 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     grammar_field: str = ""
     prompt_field: str = "prompt"
     echoed: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    shown: RequestedOutput = msgspec.field(default_factory=RequestedOutput)
+    requested_output: RequestedOutput = msgspec.field(default_factory=RequestedOutput)
     num_kept: int | None = None
     beams: BeamSearchParams | None = None
     truncate_prompt_tokens: int | None = None
     ignored: tuple[str, ...] = ()
+    writer: Callable[[Generation, Head], Writer] | None = None
+    stream_type: str = SERVER_SENT_EVENTS
 
     @property
     def sampling(self) -> SamplingParams:
-        """The request's."""
+        """How tokens are chosen."""
         return self.request.sampling
 
 
+class Head(msgspec.Struct, frozen=True):
+    """What every response begins with: seconds since 1970, and the engine's fingerprint."""
+
+    created: int
+    fingerprint: str
+
+
+class Writer(Protocol):
+    """Writes the response to one request in the API's types: a stream's frames, or one object."""
+
+    def opening(self) -> Iterable[bytes]:
+        """The frames before the first token."""
+
+    def delta(self, item: ChoiceDelta) -> Iterable[bytes]:
+        """The frames of a delta."""
+
+    def ending(self) -> Iterable[bytes]:
+        """The frames after the last delta."""
+
+    def failure(self, error: Exception) -> Iterable[bytes]:
+        """The last frames of a stream that failed; its status was sent long ago."""
+
+    def collect(self, item: ChoiceDelta) -> None:
+        """Read a delta of a non-streaming response."""
+
+    def complete(self) -> object:
+        """The non-streaming response, for the JSON encoder."""
+
+
 class ChoiceDelta(msgspec.Struct, frozen=True):
-    """News of one choice."""
+    """A delta of one choice."""
 
     choice: int
     delta: Delta
@@ -189,7 +233,7 @@ class Generation:
 
     @property
     def seed(self) -> int | None:
-        """The request's seed; None if its prompts drew different ones (each choice names its)."""
+        """The request's seed; None if its prompts have different ones (each choice has its own)."""
         seeds = {stream.seed for stream in self._streams}
         return seeds.pop() if len(seeds) == 1 else None
 
@@ -214,9 +258,9 @@ class Generation:
             return self.choices
         kept: list[Choice] = []
         for start in range(0, len(self.choices), self._n):
-            drawn = self.choices[start : start + self._n]
-            logprobs = [[one.logprob for one in choice.logprobs] for choice in drawn]
-            kept += [drawn[index] for index in best_indices(logprobs, num_kept)]
+            sampled = self.choices[start : start + self._n]
+            logprobs = [[one.logprob for one in choice.logprobs] for choice in sampled]
+            kept += [sampled[index] for index in best_indices(logprobs, num_kept)]
         return tuple(kept)
 
     @property
@@ -231,7 +275,7 @@ class Generation:
 
     @property
     def size(self) -> int:
-        """About how large the answer is: tokens, each with the alternatives that are shown."""
+        """About how large the answer is: tokens, each with the alternatives that are requested."""
         sampling = self.request.sampling
         outputs = sum(len(choice.token_ids) for choice in self.choices)
         prompts = sum(len(choice.prompt_logprobs) for choice in self.choices)
@@ -240,7 +284,7 @@ class Generation:
 
     @property
     def loosened(self) -> tuple[str, ...]:
-        """Keywords of the client's schema that are enforced less strictly than they say."""
+        """Keywords of the client's schema that are enforced less strictly than written."""
         field = self.request.grammar_field
         keywords = {keyword for stream in self._streams for keyword in stream.ignored}
         return tuple(f"{field}.{keyword}" for keyword in sorted(keywords))
@@ -276,7 +320,7 @@ class Generation:
             async for delta in self._streams[prompt]:
                 yield ChoiceDelta(first + delta.index, delta)
             return
-        # the prompt's scores come with index 0; who is faster waits for them
+        # the prompt's scores come with index 0; faster sequences wait for them
         held: list[Delta] = []
         num_missing = len(self._streams[prompt].prompt_token_ids)
         async for delta in self._streams[prompt]:
@@ -341,7 +385,7 @@ async def open_generation(
     try:
         prompts = await prompts_ids(engine, request.prompts, lanes or WorkLanes(), longest)
     except RequestError as error:
-        raise in_clients_words(error, request.grammar_field, request.prompt_field) from None
+        raise with_client_field(error, request.grammar_field, request.prompt_field) from None
     if truncated is not None:
         prompts = [ids[-truncated:] for ids in prompts]
     prepared = await _prepare(engine, request)
@@ -356,7 +400,7 @@ async def open_generation(
     except BaseException as error:
         for stream in streams:
             await stream.aclose()
-        raise in_clients_words(error, request.grammar_field, request.prompt_field) from None
+        raise with_client_field(error, request.grammar_field, request.prompt_field) from None
     return Generation(request, streams)
 
 
@@ -369,12 +413,12 @@ async def _prepare(engine: ServedEngine, request: ParsedRequest) -> object:
     """Compile the grammar off the event loop; hold the result until the request is submitted.
 
     Raises:
-        RequestError: In the client's words.
+        RequestError: The grammar is refused; the error names the client's field.
     """
     try:
         return await engine.prepare(request.sampling)
     except RequestError as error:
-        raise in_clients_words(error, request.grammar_field) from None
+        raise with_client_field(error, request.grammar_field) from None
 
 
 def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequence[int]) -> bool:
@@ -386,3 +430,43 @@ def opens_reasoning(output: OutputReading, tokenizer: Vocabulary, prompt: Sequen
         return True
     end = tokenizer.decode(prompt[-_PROMPT_END:], skip_special_tokens=False)
     return end.rstrip().endswith(reasoning.opening)
+
+
+def check_end(delta: Delta, sampling: SamplingParams, grammar_field: str) -> None:
+    """Raise if the delta ends its sequence with an error.
+
+    Raises:
+        EngineError: The engine caused it.
+        RequestError: The request caused it; its grammar came in `grammar_field`.
+    """
+    match delta.finish_reason:
+        case FinishReason.ERROR:
+            raise GenerationFailed(delta.error or "the model failed on this request")
+        case FinishReason.SHUTDOWN:
+            raise EngineError("the server is shutting down; send the request again")
+        case FinishReason.REFUSED:
+            error = RequestError(delta.error, param=_blamed(delta.error, sampling))
+            raise with_client_field(error, grammar_field)
+
+
+def with_client_field(
+    error: BaseException, grammar_field: str, prompt_field: str = "prompt"
+) -> BaseException:
+    """A refused grammar or prompt under the name of the client's field; any other error as it
+    is.
+    """
+    if not isinstance(error, RequestError):
+        return error
+    if error.param in _NAMES_OF_PROMPTS:
+        error.param = prompt_field
+    elif error.param == "grammar":
+        message = str(error).removeprefix("the ").replace("grammar", grammar_field, 1)
+        return RequestError(message, param=grammar_field, status=error.status, code=error.code)
+    return error
+
+
+def _blamed(why: str, sampling: SamplingParams) -> str | None:
+    """The field at fault: the grammar if `why` names it, else the first that forbids tokens."""
+    if why.startswith("the grammar"):
+        return "grammar"
+    return next((name for name in _MAY_FORBID_ALL if getattr(sampling, name)), None)

@@ -1,8 +1,9 @@
-"""The forms of a prompt, and how each becomes the tokens that the model reads.
+"""The forms of a prompt, how each becomes the tokens that the model reads, and how many tokens and
+sequences one request may have.
 
-An API makes prompts, `generation` has them tokenised before it submits them. Prompts that
-together have some length are rendered and tokenised in a thread, so that the event loop continues;
-a text that cannot fit the context is refused before it is tokenised.
+An API makes prompts; `generation` tokenises them before it submits them. Prompts above a certain
+length are rendered and tokenised in a thread, so that the event loop continues; a text that cannot
+fit the context is refused before it is tokenised.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 import msgspec
 
 from quickstep.errors import PromptTooLong, RequestError
-from quickstep.server.generate.engine_interface import ServedEngine
+from quickstep.server.generate.engine_interface import ServedEngine, Vocabulary
 from quickstep.server.http.work_lanes import WorkLanes
+from quickstep.server.options import RequestLimits
+from quickstep.types import SamplingParams
 
 __all__ = [
     "ChatPrompt",
@@ -22,13 +25,28 @@ __all__ = [
     "Prompt",
     "TextPrompt",
     "TokenPrompt",
+    "check_num_sequences",
+    "check_num_tokens",
+    "infill_markers",
     "prompts_ids",
     "rendered",
 ]
 
 # Shorter prompts are rendered and tokenised on the event loop: a thread hop costs more.
 _INLINE_CHARS = 2048
-_CHARS_OF_A_CALL = 64  # what the shortest prompt costs beside its text
+_CHARS_OF_A_CALL = 64  # cost of the shortest prompt in addition to its text
+# Special tokens for filling in the middle, by model family: before, after, middle.
+_INFILL_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite Code
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
+    (
+        "<\uff5cfim▁begin\uff5c>",
+        "<\uff5cfim▁hole\uff5c>",
+        "<\uff5cfim▁end\uff5c>",
+    ),  # DeepSeek-Coder
+)
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
@@ -39,7 +57,7 @@ class TextPrompt(msgspec.Struct, frozen=True):
 
 
 class TokenPrompt(msgspec.Struct, frozen=True):
-    """Token ids as the client gave them."""
+    """Token ids from the client."""
 
     token_ids: tuple[int, ...]
 
@@ -59,12 +77,12 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
 
 class InfillPrompt(msgspec.Struct, frozen=True):
-    """Text on both sides of what the model is to write; `marker_ids` announce the text before,
-    the text behind, and the middle.
+    """Text on both sides of what the model is to write; `marker_ids` are the tokens that
+    precede the text before, the text after, and the middle.
     """
 
     before: str
-    behind: str
+    after: str
     marker_ids: tuple[int, int, int]
     add_special_tokens: bool = True
 
@@ -98,8 +116,8 @@ def _num_chars(prompt: Prompt) -> int:
             return max(len(text), _CHARS_OF_A_CALL)
         case ChatPrompt(num_chars=num_chars):
             return num_chars
-        case InfillPrompt(before=before, behind=behind):
-            return len(before) + len(behind)
+        case InfillPrompt(before=before, after=after):
+            return len(before) + len(after)
 
 
 def _ids(engine: ServedEngine, prompt: Prompt, max_len: int | None) -> Sequence[int]:
@@ -110,11 +128,11 @@ def _ids(engine: ServedEngine, prompt: Prompt, max_len: int | None) -> Sequence[
         _check_fits(engine, prompt.text, max_len)
         return encode(prompt.text, prompt.add_special_tokens)
     if isinstance(prompt, InfillPrompt):
-        _check_fits(engine, prompt.before + prompt.behind, max_len)
-        before, behind, middle = prompt.marker_ids
-        texts = (encode(prompt.before, False), encode(prompt.behind, False))
+        _check_fits(engine, prompt.before + prompt.after, max_len)
+        before, after, middle = prompt.marker_ids
+        texts = (encode(prompt.before, False), encode(prompt.after, False))
         opening = encode("", prompt.add_special_tokens)
-        return [*opening, before, *texts[0], behind, *texts[1], middle]
+        return [*opening, before, *texts[0], after, *texts[1], middle]
     text = rendered(engine, prompt)
     _check_fits(engine, text, max_len)
     return encode(text, False)  # the template has written the special tokens already
@@ -142,4 +160,47 @@ def rendered(engine: ServedEngine, prompt: ChatPrompt) -> str:
         add_generation_prompt=prompt.add_generation_prompt,
         extra=prompt.extra,
         continue_final_message=prompt.continue_final_message,
+    )
+
+
+def check_num_sequences(num_prompts: int, num_each: int, limits: RequestLimits, field: str) -> None:
+    """Prompts times sequences of each. Raises RequestError that names `field`."""
+    if num_prompts * num_each > limits.sequences:
+        raise RequestError(
+            f"{field} is {num_each} for {num_prompts} prompts, which makes "
+            f"{num_prompts * num_each} sequences; the limit is {limits.sequences} per request",
+            param=field,
+        )
+
+
+def check_num_tokens(
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    max_model_len: int,
+    limits: RequestLimits,
+) -> None:
+    """Tokens of the prompts, and all that may be generated. Raises RequestError."""
+    num_tokens = 0
+    for prompt in prompts:
+        num_free = max(0, max_model_len - len(prompt))
+        num_outputs = (
+            num_free if sampling.max_tokens is None else min(num_free, sampling.max_tokens)
+        )
+        num_tokens += len(prompt) + sampling.n * num_outputs
+    if num_tokens > limits.tokens:
+        raise RequestError(
+            f"the request may take {num_tokens} tokens with its prompts and n times max_tokens, "
+            f"the limit is {limits.tokens}; lower n or max_tokens, or send fewer prompts",
+            param="max_tokens" if sampling.n == 1 else "n",
+        )
+
+
+def infill_markers(tokenizer: Vocabulary) -> tuple[int, int, int]:
+    """The tokens for an `InfillPrompt`. Raises RequestError if the model has none."""
+    for family in _INFILL_TOKENS:
+        before, after, middle = map(tokenizer.token_id, family)
+        if before is not None and after is not None and middle is not None:
+            return before, after, middle
+    raise RequestError(
+        "suffix is not supported: the model does not fill in the middle", param="suffix"
     )

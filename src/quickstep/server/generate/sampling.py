@@ -1,9 +1,9 @@
 """From the request schema's sampling fields to bounded, frozen `SamplingParams`.
 
-A field that the client gave goes before its preset, the preset before the checkpoint's own values.
+The client's field overrides its preset, and the preset overrides the checkpoint's own values.
 
-`SamplingParams` checks the ranges of its own fields; here stand the bounds of the HTTP API
-(how many stops, how many choices) and the names that differ between the two.
+`SamplingParams` checks the ranges of its own fields. This module checks the bounds of the HTTP API
+(how many stops, how many choices) and translates the names that differ between the two.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def sampling_params(
 ) -> SamplingParams:
     """The request's sampling parameters. Raises RequestError that names the client's field.
 
-    What it leaves open comes from its preset, the checkpoint, then `SamplingParams`. `own` goes
-    first: what the API resolved by itself (`max_tokens`, `logprobs`); `renamed` says under
-    which name the client gave it.
+    A field that the client leaves out comes from its preset, the checkpoint, or `SamplingParams`.
+    `own` overrides all: the fields that the API resolved itself (`max_tokens`, `logprobs`);
+    `renamed` maps their names to the client's.
     """
     limits, vocab_size = served.limits, served.engine.tokenizer.vocab_size
     values: dict[str, Any] = {
@@ -98,7 +98,7 @@ def bounded(name: str, value: int, limit: int, unit: str = "") -> None:
 
 
 def num_alternatives(name: str, value: int | None, served: Served) -> int | None:
-    """How many alternatives per token; -1 is the whole vocabulary. Raises RequestError."""
+    """How many alternatives per token; -1 is the complete vocabulary. Raises RequestError."""
     limit, vocab_size = served.limits.logprobs, served.engine.tokenizer.vocab_size
     if value is None:
         return None
@@ -115,7 +115,7 @@ def num_alternatives(name: str, value: int | None, served: Served) -> int | None
 
 
 def label(name: str, value: str | None, limits: RequestLimits) -> str:
-    """A short text of the client's, "" if not given. Raises RequestError if it is long."""
+    """A short text from the client, "" if not set. Raises RequestError if it is too long."""
     bounded(name, len(value or ""), limits.label_chars, "characters")
     return value or ""
 
@@ -139,7 +139,7 @@ def deadline_of(fields: SamplingFields) -> float | None:
 
 
 def _texts(fields: SamplingFields, limits: RequestLimits) -> dict[str, tuple[str, ...]]:
-    """The fields that hold texts, those that were given, within their bounds."""
+    """The fields that hold texts, if the client set them, within their bounds."""
     stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     given = {
         "stop": (stop, limits.stop, limits.stop_chars),

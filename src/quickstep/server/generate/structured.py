@@ -1,7 +1,7 @@
 """`response_format` and `structured_outputs`: which grammar the output has to follow.
 
-One grammar at most comes out of a request; it keeps the name of the field that asked for it, so
-that what the engine's compiler refuses is told in the client's words.
+A request has one grammar at most. It keeps the name of the client's field, so that an error of the
+engine's grammar compiler names that field.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class RequestedGrammar(msgspec.Struct, frozen=True):
 
 
 def requested_grammar(fields: SamplingFields) -> RequestedGrammar | None:
-    """What the fields ask for. Raises RequestError if they contradict each other."""
-    asked = _of_response_format(fields)
+    """The requested grammar, or None. Raises RequestError if two fields request one."""
+    grammar = _of_response_format(fields)
     outputs = fields.structured_outputs
     if outputs is None:
-        return asked
-    if asked is not None:
+        return grammar
+    if grammar is not None:
         raise RequestError(
             "structured_outputs and response_format both constrain the output; send one of them",
             param="structured_outputs",

@@ -1,9 +1,9 @@
-"""The tools of a request: checked, as the template reads them, and forced where asked.
+"""The tools of a request: checked, converted for the chat template, and forced by `tool_choice`.
 
 A refusal names the field by its path. `tool_choice` required or a function's name is enforced by
 a grammar, in which all arguments fit. Where the model may choose, `strict` is: the grammar is then
 of text or calls, and the arguments of functions that are not strict are any object. With a grammar
-of the answer beside tools, a message is such an answer or calls.
+of the answer in addition to tools, a message is such an answer or calls.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 class OfferedTools(msgspec.Struct, frozen=True):
-    """The tools that the model is shown, and the grammar of its message, if that has one.
+    """The tools in the model's prompt, and the grammar of its message, if it has one.
 
     Attributes:
         grammar: Of calls where one is forced, of text or calls where functions are strict.
@@ -62,7 +62,7 @@ class OfferedTools(msgspec.Struct, frozen=True):
 class Function(msgspec.Struct, frozen=True):
     """A function as a client describes it, whichever API it came through.
 
-    `path` is where it stands in the body, `parameters_field` the name of its schema there.
+    `path` is its place in the body, `parameters_field` the name of its schema there.
     """
 
     name: str
@@ -81,7 +81,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
     names: tuple[str, ...] | None = None
 
 
-# `tool_choice` where it is a word, on OpenAI's APIs.
+# The strings that `tool_choice` may be on OpenAI's APIs.
 CHOICES: Mapping[str, ToolChoice] = MappingProxyType(
     {
         "auto": ToolChoice(),
@@ -108,17 +108,17 @@ def functions_of(tools: Sequence[dict[str, Any]], reader: FieldReader) -> list[F
         path = f"tools[{place}]"
         if is_left_out(tool, "function", reader):
             continue
-        told = reader.convert(tool, FunctionTool, path).function
-        strict, path = bool(told.strict), f"{path}.function"
-        functions.append(Function(told.name, told.description, told.parameters, strict, path))
+        spec = reader.convert(tool, FunctionTool, path).function
+        strict, path = bool(spec.strict), f"{path}.function"
+        functions.append(Function(spec.name, spec.description, spec.parameters, strict, path))
     return functions
 
 
 def is_left_out(tool: Mapping[str, Any], known: str, reader: FieldReader) -> bool:
     """Whether a tool is not of the `known` type, one that the client runs; it is then reported.
 
-    The model is not shown it: what runs inside a server (web search) or takes a free text as input
-    is not here. A `tool_choice` that demands it finds no such tool.
+    It is left out of the prompt: this server runs no tools (web search) and has no tools that take
+    free text. A `tool_choice` that demands it finds no such tool.
     """
     kind = tool.get("type", known)
     if kind == known or not isinstance(kind, str):
@@ -136,31 +136,31 @@ def offer(
         RequestError: A tool is wrong, the choice cannot be honoured, or the model knows no tools.
     """
     bounded("tools", len(functions), served.limits.tools, "entries")
-    shown: dict[str, Mapping[str, Any]] = {}
+    by_name: dict[str, Mapping[str, Any]] = {}
     for function in functions:
         described = _described(function)
-        if function.name in shown:
+        if function.name in by_name:
             name = f"{function.path}.name"
-            raise RequestError(f"{name} {function.name} stands there twice", param=name)
-        shown[function.name] = described
-    forced = _forced_functions(shown, choice) if choice.must_call else ()
-    if not choice.may_call or not shown:
+            raise RequestError(f"{name} {function.name} is listed twice", param=name)
+        by_name[function.name] = described
+    forced = _forced_functions(by_name, choice) if choice.must_call else ()
+    if not choice.may_call or not by_name:
         return OfferedTools()
     known = _checked_format(served)
     one_call = one_call or (choice.names is not None and len(choice.names) == 1)
-    tools = tuple({"type": "function", "function": described} for described in shown.values())
+    tools = tuple({"type": "function", "function": described} for described in by_name.values())
     strict = frozenset(function.name for function in functions if function.strict)
     loose = tuple(
         described if name in strict else {**described, "parameters": None}
-        for name, described in shown.items()
+        for name, described in by_name.items()
     )
-    asked: RequestedGrammar | None = None
+    grammar: RequestedGrammar | None = None
     if forced:
-        asked = _forced_calls(forced, one_call, known, served)
+        grammar = _forced_calls(forced, one_call, known, served)
     elif strict:
-        grammar = answer_grammar(known.spelling, loose, one_call, _special_ids(served))
-        asked = RequestedGrammar(grammar, "tools")
-    return OfferedTools(tools, asked, one_call, bool(forced), loose)
+        calls_or_text = answer_grammar(known.spelling, loose, one_call, _special_ids(served))
+        grammar = RequestedGrammar(calls_or_text, "tools")
+    return OfferedTools(tools, grammar, one_call, bool(forced), loose)
 
 
 def with_answer(
@@ -231,11 +231,11 @@ def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
         ):
             return ToolChoice(must_call=True, names=(name,))
         case str():
-            shown = repr(choice[:64])
+            received = repr(choice[:64])
         case _:
-            shown = "an object of another form"
+            received = "an object of another form"
     raise RequestError(
-        f"tool_choice is {shown}, it must be auto, none, required or "
+        f"tool_choice is {received}, it must be auto, none, required or "
         '{"type": "function", "function": {"name": ...}}',
         param="tool_choice",
     )

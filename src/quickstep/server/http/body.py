@@ -1,5 +1,5 @@
-"""A request's body: read in time and within the limit, not nested too deep; and the work on it
-cancelled when the client disconnects.
+"""A request's body, within its limits of time, size and nesting; and work that is cancelled when
+the client disconnects.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, within the time that the gate's `connections` allow for it.
+    """The complete body, within the time that the `connections` of the request's state allow.
 
     Raises:
         RequestError: It has more than `limit` bytes (413), or is not there in time (408).
-        ClientDisconnect: The client went away.
+        ClientDisconnect: The client disconnected.
     """
     connections: ConnectionOptions | None = request.scope.get("state", {}).get("connections")
     upload_s = None if connections is None else connections.upload_s
@@ -79,15 +79,15 @@ def check_json_depth(body: bytes, limit: int) -> None:
                              one kind            [[][]]
                              each `[]` removed   [], then nothing: two levels
 
-    Malformed text gets some verdict, deep or not: the decoder refuses it afterwards.
+    The result for malformed text does not matter: the decoder refuses it afterwards.
     """
     if body.count(b"[") + body.count(b"{") <= limit:
         return
     if b"\\" in body:
-        # backslashes stand in strings only, and pair from the left
+        # backslashes are in strings only, and pair from the left
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     body = body.translate(_ONE_KIND, _OTHERS)
-    # Two quotes side by side change nothing for what is inside a string and what is not.
+    # Two adjacent quotes do not change what is inside a string.
     while b'""' in body:
         body = body.replace(b'""', b"")
     body = b"".join(body.split(b'"')[::2])
@@ -109,7 +109,7 @@ def body_of(request: Request) -> bytes:
 async def unless_disconnected(
     receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, _Result]
 ) -> _Result:
-    """Run `work`; cancel it and raise ClientDisconnect when the client goes away first.
+    """Run `work`; cancel it and raise ClientDisconnect if the client disconnects first.
 
     The body has to be read already: the next message that `receive` gives is the disconnect.
     """

@@ -72,7 +72,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
 
 
 class ErrorFacts(msgspec.Struct, frozen=True):
-    """All that an error answer says, whatever its shape; `kind` and `code` are OpenAI's words."""
+    """The content of an error response of any shape; `kind` is OpenAI's `type`."""
 
     status: int
     message: str
@@ -127,11 +127,11 @@ class GenerationFailed(EngineError):
 
 
 class ServerBusy(EngineError):
-    """Too much waits already; the same request may succeed a little later."""
+    """A queue is full; the same request may succeed a little later."""
 
 
 class RouteNotFound(RequestError):
-    """A resource of ours that does not exist; `code` says which kind."""
+    """A resource that does not exist; `code` is its kind."""
 
     def __init__(self, message: str, *, param: str | None, code: str) -> None:
         super().__init__(message, param=param, status=404, code=code)
@@ -154,14 +154,14 @@ def anthropic_shape(facts: ErrorFacts) -> tuple[int, MessagesError]:
 
 
 def ollama_shape(facts: ErrorFacts) -> tuple[int, OllamaError]:
-    """The status, and Ollama's body: the message alone."""
+    """The status, and Ollama's body, which is only the message."""
     return facts.status, OllamaError(facts.message)
 
 
 def facts_of(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> ErrorFacts:
-    """An error with the type that its status has, and the code if it has none of its own."""
+    """An error with the type of its status, and the code of its status unless it has its own."""
     kind, code_of_status = _TYPES.get(status, _TYPES[400 if status < 500 else 500])
     return ErrorFacts(status, message, kind, param, code or code_of_status)
 
@@ -172,7 +172,7 @@ def error_body(message: str, status: int, param: str | None = None) -> ErrorAnsw
 
 
 def error_facts(error: Exception) -> ErrorFacts:
-    """What to say of any exception; logs those that are our fault."""
+    """The error response to any exception; logs those that the server caused."""
     if isinstance(error, RequestError):
         return facts_of(error.status, str(error), error.param, error.code)
     if isinstance(error, GenerationFailed):
@@ -189,7 +189,7 @@ def error_facts(error: Exception) -> ErrorFacts:
 
 
 def error_of(error: Exception) -> tuple[int, ErrorAnswer]:
-    """Status and body of any exception, in OpenAI's shape; logs those that are our fault."""
+    """Status and body of any exception, in OpenAI's shape; logs those that the server caused."""
     return openai_shape(error_facts(error))
 
 
@@ -201,7 +201,7 @@ def json_response(
 
 
 async def error_response(request: Request, error: Exception) -> Response:
-    """Starlette's exception hook for everything; the gate's as well."""
+    """The response to any exception; Starlette and `AccessMiddleware` call it."""
     headers: Mapping[str, str] | None = None
     if isinstance(error, HTTPException):
         facts, headers = _of_starlette(request, error), error.headers

@@ -1,13 +1,13 @@
-"""A stream on the wire, of server-sent events or lines of JSON: frames out as they come, until the
-end or the client is gone.
+"""A streaming response, of server-sent events or lines of JSON: sends frames as they come, until
+the end or until the client disconnects.
 
-An API's writer makes the frames, this sends them. Whatever happens, `close` runs at the end.
+An API's writer makes the frames. `close` always runs at the end.
 
-What waits for a client is bounded: the connection's buffer, then `send` waits and no frame is
-taken from the engine, which pauses a request with too much unread (`config.StreamConfig`). A client
-that reads nothing for `slow_reader_s` loses its request and its connection. A stream with nothing
-to say sends a comment now and then, which clients skip, so that proxies keep it open over a long
-prefill.
+Unread data of a client is bounded: when the connection's buffer is full, `send` waits and no frame
+is read from the engine, which pauses a request with too much unread (`config.StreamConfig`). A
+client that reads nothing for `slow_reader_s` loses its request and its connection. A stream without
+data sends a comment from time to time, which clients skip, so that proxies keep it open during a
+long prefill.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ENCODE = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
 SERVER_SENT_EVENTS = "text/event-stream"
-NDJSON = "application/x-ndjson"  # lines of JSON, between which no comment can be
+NDJSON = "application/x-ndjson"  # lines of JSON, which allow no comments
 
 
 def data_frame(content: object) -> bytes:
@@ -51,7 +51,7 @@ class SlowReader(Exception):
 
 
 class EventStream(Response):
-    """A response of frames; each frame is sent whole, as one message."""
+    """A response of frames; each frame is sent as one message."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class EventStream(Response):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream until its end or until the client is gone."""
+        """Send the stream until its end or until the client disconnects."""
         state = scope.get("state", {})
         connections = state.get("connections") or ConnectionOptions()
         if self.media_type != SERVER_SENT_EVENTS:
@@ -85,7 +85,7 @@ class EventStream(Response):
             await self._close()
 
     async def _run(self, paced: _PacedSend) -> None:
-        """The frames beside the watch over them; whichever ends first ends the other."""
+        """Send the frames and watch for a slow reader; the first to end cancels the other."""
         sending = asyncio.ensure_future(self._send_all(paced))
         watching = asyncio.ensure_future(paced.watch())
         try:
@@ -107,7 +107,7 @@ class EventStream(Response):
 
 
 class _PacedSend:
-    """`send` that knows since when it waits, or since when nothing was sent."""
+    """`send` that measures how long it has been waiting, or how long nothing was sent."""
 
     def __init__(self, send: Send, connections: ConnectionOptions) -> None:
         self._send = send
@@ -133,7 +133,7 @@ class _PacedSend:
         self._since_s = self._loop.time()
 
     async def watch(self) -> None:
-        """Send comments into silence. Raises SlowReader."""
+        """Send a comment when nothing was sent for a while. Raises SlowReader."""
         silence_s, patience_s = self._connections.comment_every_s, self._connections.slow_reader_s
         while True:
             waited_s = self._loop.time() - self._since_s
@@ -149,14 +149,14 @@ class _PacedSend:
                 await self._sleep(min(silence_s - waited_s, patience_s))
 
     async def _sleep(self, seconds: float) -> None:
-        """At most a slice of the patience; a pause of this process does not count."""
-        asked_s = min(seconds, self._connections.slow_reader_s / NUM_SLICES)
+        """Sleep for at most a slice of the limit; a pause of this process does not count."""
+        sleep_s = min(seconds, self._connections.slow_reader_s / NUM_SLICES)
         began_s = self._loop.time()
-        await asyncio.sleep(asked_s)
-        self._since_s += max(0.0, self._loop.time() - began_s - asked_s)
+        await asyncio.sleep(sleep_s)
+        self._since_s += max(0.0, self._loop.time() - began_s - sleep_s)
 
     async def _comment(self, patience_s: float) -> None:
-        """Beside `body`: a frame may come meanwhile, and each is sent whole."""
+        """Send a comment. `body` may send a frame at the same time; each message is complete."""
         self._since_s = self._loop.time()
         try:
             async with patient_timeout(patience_s):

@@ -1,11 +1,11 @@
-"""The gate that every request passes before its route: size of its head, origin, key, then the log.
+"""What every request passes before its route: size of its head, origin, API key; and its log line.
 
 Any web page can have its browser send requests here, so a request that names its origin is refused
 unless the operator allows that origin, or the page is this server's own.
 
-It reads the path as the client wrote it, so that no spelling (`//health`, `%2e`, a slash at the
-end, another case) passes for a probe's: whatever is not a probe's path byte for byte needs a key,
-unknown paths included. What the gate knows stands in the request's state for the routes:
+It compares the path as the client wrote it, so that no other spelling (`//health`, `%2e`, a slash
+at the end, another case) counts as a probe: a path that is not a probe's path byte for byte needs a
+key, unknown paths included. The request's state then holds for the routes:
 
     state["api_key_name"]   the name of the client's key, "" if there are no keys: the tenant of
                             its requests, and the owner of what the server stores for it
@@ -13,8 +13,9 @@ unknown paths included. What the gate knows stands in the request's state for th
     state["connections"]    how long clients may take (see `options`)
     state["ignored"]        fields of the request that have no effect; routes add to it
 
-Every answer carries the request's id (the client's own, else a new one) in `x-request-id`, and the
-fields without effect in `x-quickstep-ignored`.
+Every response has the request's id (the client's own, else a new one) in `x-request-id`, and the
+fields without effect in `x-quickstep-ignored`. `CrossOriginMiddleware` runs before it where
+the operator allows other origins: a browser asks for permission without a key.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quickstep.errors import RequestError
-from quickstep.server.http.errors import ErrorShape, error_response
+from quickstep.server.http.errors import ErrorShape, error_body, error_response, json_response
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.options import RequestLimits, ServerOptions
 
 __all__ = [
     "AccessMiddleware",
+    "CrossOriginMiddleware",
     "check_head",
     "key_name",
     "report_ignored",
@@ -71,7 +76,7 @@ class AccessMiddleware:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it."""
+        """Pass a request on, or answer it with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -155,9 +160,9 @@ def _check_origin(scope: Scope, allowed: Collection[bytes]) -> None:
     hosts = [value.strip().lower() for name, value in scope["headers"] if name == b"host"]
     for origin in origins:
         if origin not in allowed and [_authority(origin)] != [_with_port(origin, h) for h in hosts]:
-            shown = ascii(origin[:100].decode("latin-1"))
+            origin_text = ascii(origin[:100].decode("latin-1"))
             raise RequestError(
-                f"pages of the origin {shown} may not call; the operator may allow it with "
+                f"pages of the origin {origin_text} may not call; the operator may allow it with "
                 "--allowed-origins",
                 status=403,
             )
@@ -197,13 +202,13 @@ def report_ignored(request: Request, paths: Iterable[str]) -> None:
 
 
 class _Reported:
-    """What was logged of which client; the oldest are forgotten. Owned by the gate."""
+    """The fields logged per client; the oldest are forgotten. Owned by the middleware."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def new(self, client: str, paths: Iterable[str]) -> list[str]:
-        """Those of `paths` that were not logged of this client yet."""
+        """The `paths` that were not logged for this client yet."""
         fresh = [path for path in paths if (client, path[:_REQUEST_ID_CHARS]) not in self._seen]
         for path in fresh:
             self._seen[client, path[:_REQUEST_ID_CHARS]] = None
@@ -238,7 +243,7 @@ class _Watched:
         await self._send(message)
 
     def log(self) -> None:
-        """One line: who, what, which answer, how long."""
+        """Log client, route, status and duration."""
         scope = self._scope
         client = scope.get("client")
         _ACCESS_LOG.info(
@@ -273,3 +278,21 @@ class _Watched:
                 ascii(scope["path"])[1:-1],
                 ascii(", ".join(fresh))[1:-1][:_IGNORED_CHARS],
             )
+
+
+class CrossOriginMiddleware(CORSMiddleware):
+    """Starlette's CORS middleware, with refusals in OpenAI's shape."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Permission, or a refusal that says what is not allowed: 403 for the origin, else 400."""
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        what = bytes(response.body).decode().removeprefix("Disallowed CORS ")
+        message = f"pages of other origins may not call like this: {what} is not allowed"
+        status = 403 if "origin" in what else response.status_code
+        refused = json_response(error_body(message, status), status)
+        for name, value in response.headers.items():
+            if name not in ("content-length", "content-type"):
+                refused.headers[name] = value
+        return refused

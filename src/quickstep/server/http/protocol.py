@@ -1,8 +1,9 @@
-"""HTTP/1.1 with bounds: uvicorn's protocol, which itself waits for ever and keeps any header.
+"""HTTP/1.1 with bounds: uvicorn's protocol itself waits without limit and accepts headers of any
+size.
 
-The head of a request has to come in time and within its size; what is refused before there is a
-request is answered here, in OpenAI's shape; so is a connection beyond the limit of open ones. A
-connection that the server has closed but whose client reads nothing is cut. Routes find
+The head of a request has to arrive in time and within its size. A refusal before there is a request
+is answered here, in OpenAI's shape, and so is a connection beyond the limit of open ones. A
+connection that the server has closed is cut if its client reads nothing. Routes find
 `abort_connection` in the request's state.
 """
 
@@ -28,11 +29,11 @@ __all__ = ["BoundedProtocol", "bounded_protocol"]
 _LOG = logging.getLogger("quickstep.server")
 _LINGER_S = 2.0
 _LOG_EVERY_S = 10.0
-_MAX_REFUSED = 256  # connections at a time that are told why; the others are cut
+_MAX_REFUSED = 256  # connections at a time that get an error response; the others are cut
 
 
-class _Places:
-    """Who may connect: one for all connections of a server."""
+class _ConnectionLimit:
+    """The limit of open connections; one object for all connections of a server."""
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
@@ -40,7 +41,7 @@ class _Places:
         self._logged_s = -_LOG_EVERY_S
 
     def refused(self, now: float) -> RequestError:
-        """What to say to one connection too many; the log says it now and then."""
+        """The error for one connection too many; logged at most every ten seconds."""
         self._num_refused += 1
         if now - self._logged_s >= _LOG_EVERY_S:
             _LOG.warning(
@@ -67,42 +68,42 @@ class BoundedProtocol(HttpToolsProtocol):
         *,
         limits: RequestLimits,
         connections: ConnectionOptions,
-        places: _Places,
+        connection_limit: _ConnectionLimit,
     ) -> None:
         super().__init__(config, server_state, app_state)
         self._limits = limits
         self._connections = connections
-        self._places = places
+        self._connection_limit = connection_limit
         self._head_timer: PatientTimer | None = None
         self._head_bytes = 0
         self._in_head = True
-        self._heard = False
+        self._received_any = False
         self._refusal: RequestError | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The clock of the first request runs, if there is a place."""
+        """Start the timer of the first request, or refuse the connection."""
         super().connection_made(transport)
-        num_over = len(self.connections) - self._places.max_connections
+        num_over = len(self.connections) - self._connection_limit.max_connections
         if num_over <= 0:
             self._await_head()
             return
-        refusal = self._places.refused(self.loop.time())
+        refusal = self._connection_limit.refused(self.loop.time())
         if num_over > _MAX_REFUSED:
             self.transport.abort()
         else:
             self._answer(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is awaited any more."""
+        """Cancel the timers."""
         self._stop_awaiting_head()
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes in; refuse a head that is too long though it has no end yet."""
+        """Parse bytes; refuse a head that is too long even before its end."""
         if self._refusal is not None or self.transport.is_closing():
             return
-        self._heard = True
+        self._received_any = True
         if self._in_head:
             self._head_bytes += len(data)
         super().data_received(data)
@@ -123,12 +124,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["state"]["abort_connection"] = self.transport.abort
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Headers behind a body (trailers) are for nobody."""
+        """Skip headers after a body (trailers)."""
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is there; nothing begins if it is too long."""
+        """Start the request unless its head is too long."""
         self._in_head = False
         self._head_bytes = 0
         self._stop_awaiting_head()
@@ -153,12 +154,12 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP; `data_received` answers it."""
+        """The bytes are not HTTP; `data_received` answers."""
         if self._refusal is None:
             self._refusal = RequestError("the request is not valid HTTP/1.1")
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close, and cut a client that does not even read what it was sent."""
+        """Close, and cut a client that does not read the response."""
         super().timeout_keep_alive_handler()
         self.loop.call_later(self._connections.slow_reader_s, self.transport.abort)
 
@@ -176,7 +177,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer = None
         if self.cycle is not None and not self.cycle.response_complete:
             self._await_head()  # an earlier request of this connection is still answered
-        elif not self._heard:
+        elif not self._received_any:
             self.transport.abort()  # connected in advance, and never used
         else:
             seconds = self._connections.header_s
@@ -185,7 +186,7 @@ class BoundedProtocol(HttpToolsProtocol):
             )
 
     def _answer(self, error: RequestError) -> None:
-        """Refuse what never became a request, and close."""
+        """Send an error before there is a request, and close."""
         self._refusal = error
         self._stop_awaiting_head()
         if self.transport.is_closing():
@@ -201,7 +202,7 @@ class BoundedProtocol(HttpToolsProtocol):
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
-        # closing at once, with bytes unread, would tear the answer away from a client that sends
+        # closing at once, with bytes unread, would lose the response of a client that still sends
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:
@@ -212,8 +213,8 @@ class BoundedProtocol(HttpToolsProtocol):
 def bounded_protocol(
     limits: RequestLimits, connections: ConnectionOptions
 ) -> type[asyncio.Protocol]:
-    """The protocol class that uvicorn makes connections of, with its bounds."""
-    places = _Places(connections.max_connections)
+    """The protocol class for uvicorn, with its bounds."""
+    connection_limit = _ConnectionLimit(connections.max_connections)
 
     class Protocol(BoundedProtocol):
         def __init__(
@@ -229,7 +230,7 @@ def bounded_protocol(
                 app_state,
                 limits=limits,
                 connections=connections,
-                places=places,
+                connection_limit=connection_limit,
             )
 
     return Protocol

@@ -2,8 +2,8 @@
 
 `app` makes Starlette's routes of it, the middleware reads which routes need no key, `/openapi.json`
 and the reference page are generated from it. `with_checked_body` wraps the endpoint of every route
-with a JSON body; the endpoint then reads from a request whose body is there already. So no route
-can forget a check.
+with a JSON body, so that no route can forget a check; the endpoint gets the body from the request's
+state.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ApiRoute(msgspec.Struct, frozen=True):
         request: The schema of the JSON body, None for no body.
         response: The schema of the JSON answer with status 200: a struct or a list of them; None
             for an answer that is no JSON.
-        streams: The answer may be a stream of server-sent events, or of what `stream_type` says.
-        events: The schemas of their data, beside that of an error.
+        streams: The answer may be a stream of server-sent events, or of `stream_type`.
+        events: The schemas of the events' data, in addition to that of an error.
         stream_type: The media type of the stream.
         query: The schema of the query's parameters, None for none.
         request_type: The media type of the body.
@@ -48,7 +48,7 @@ class ApiRoute(msgspec.Struct, frozen=True):
         is_probe: Answered without an API key: liveness and readiness.
         aliases: Further paths of the same endpoint.
         error_shape: The body of its errors.
-        requests: Instead of `request`, the schemas of which the body has one.
+        requests: Instead of `request`, the schemas of which the body matches one.
     """
 
     method: str
@@ -96,7 +96,7 @@ class BodyRules(msgspec.Struct, frozen=True):
         )
 
     def check_type(self, request: Request) -> None:
-        """Raise RequestError 415 unless the body is said to be JSON.
+        """Raise RequestError 415 unless the content type is JSON.
 
         A page may send other types without its browser asking first. Clients of llama.cpp and
         Ollama leave the type out, so their routes take any type, but from no page.
@@ -108,10 +108,10 @@ class BodyRules(msgspec.Struct, frozen=True):
         kind = given.partition(";")[0].strip().lower()
         is_json = kind == _JSON or (kind.startswith("application/") and kind.endswith("+json"))
         if not is_json:
-            shown = (
+            problem = (
                 f"the content type is {given[:100]!r}" if given else "the content type is missing"
             )
-            raise RequestError(f"{shown}; send the header `content-type: {_JSON}`", status=415)
+            raise RequestError(f"{problem}; send the header `content-type: {_JSON}`", status=415)
 
 
 def with_checked_body(route: ApiRoute, rules: BodyRules, lanes: WorkLanes) -> Endpoint:

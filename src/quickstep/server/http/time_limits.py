@@ -1,4 +1,4 @@
-"""Time limits on clients that a pause of this server does not use up.
+"""Time limits for clients, in which a pause of this server does not count.
 
 A stopped container, a suspended machine or a stalled event loop is not the client's fault: when the
 loop runs again, its bytes are there and no limit has passed. So time is counted in slices, of which
@@ -29,7 +29,7 @@ class PatientTimer:
         self._handle = loop.call_later(self._slice_s, self._tick)
 
     def cancel(self) -> None:
-        """Never call back."""
+        """Cancel the callback."""
         self._handle.cancel()
 
     def _tick(self) -> None:

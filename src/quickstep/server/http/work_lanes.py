@@ -1,8 +1,8 @@
 """Threads for work that grows with a client's input: parsing, rendering templates, tokenising.
 
-The event loop does only what is short. The rest goes into lanes by its size, each with a few
-threads of its own and a queue with a limit, so that many large inputs cannot take the threads that
-small ones need, and none waits without an end: beyond the limit the answer is 503.
+The event loop does only short work. The rest goes into lanes by its size, each with a few threads
+of its own and a bounded queue, so that many large inputs cannot occupy the threads that small ones
+need. When a queue is full, the response is 503.
 
     up to 64 KiB      2 threads
     up to 1 MiB       2 threads
@@ -27,7 +27,7 @@ INLINE_BYTES = 64 * 1024
 
 
 async def done_in_thread(work: Callable[[], _Result]) -> _Result:
-    """`work` in a thread. A cancellation waits for its end, so that its files can be closed."""
+    """Run `work` in a thread. A cancellation waits for its end, so that its files can be closed."""
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(running)
@@ -37,7 +37,7 @@ async def done_in_thread(work: Callable[[], _Result]) -> _Result:
 
 
 class _Lane:
-    """Some threads and who waits for them. Any event loop may use it."""
+    """Some threads with a bounded queue. Any event loop may use it."""
 
     def __init__(self, largest: int | None, num_threads: int, max_waiting: int) -> None:
         self.largest = largest
@@ -59,7 +59,7 @@ class _Lane:
         return await asyncio.wrap_future(future)
 
     def _ended(self, _: object) -> None:
-        """Work counts until it has ended, though its client may have gone long before."""
+        """Work counts until it has ended, even if its client disconnected long before."""
         with self._lock:
             self._num_pending -= 1
 
@@ -76,7 +76,7 @@ class WorkLanes:
         )
 
     async def run(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """`work` on about `size` bytes, in a thread. Cancelled, it does not begin any more.
+        """Run `work` on about `size` bytes in a thread; a cancellation before its start skips it.
 
         Raises:
             ServerBusy: Too many wait.
@@ -85,5 +85,5 @@ class WorkLanes:
         return await lane.run(work)
 
     async def parse(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """The same for JSON, which is parsed at once if it is short. Raises ServerBusy."""
+        """The same for JSON; a short one is parsed immediately. Raises ServerBusy."""
         return work() if size <= INLINE_BYTES else await self.run(size, work)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from quickstep.server.schema.field_classes import hint, refused
+from quickstep.server.schema.field_classes import effect, hint, note, refused
 
 __all__ = ["LlamaCompletionRequest", "PromptObject"]
 
@@ -14,7 +14,7 @@ __all__ = ["LlamaCompletionRequest", "PromptObject"]
 class PromptObject(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A prompt with media; a text alone is fine."""
 
-    prompt_string: str
+    prompt_string: Annotated[str, effect("The text.")]
     multimodal_data: Annotated[
         list[str] | None, refused("the model reads text only", passes=([],))
     ] = None
@@ -27,44 +27,81 @@ Prompt = str | PromptObject | list[PromptPart]
 class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/completion`. A flat list in `prompt` with a number in it is one prompt."""
 
-    prompt: str | PromptObject | list[int | str | PromptObject | list[PromptPart]]
-    model: str | None = None
-    n_predict: int | None = None
-    max_tokens: int | None = None
+    prompt: Annotated[
+        str | PromptObject | list[int | str | PromptObject | list[PromptPart]],
+        effect("What to continue: a text, token ids, both in one list, or several prompts."),
+    ]
+    model: Annotated[
+        str | None,
+        effect("Which served name answers; the first one if not given, 404 for an unknown one."),
+    ] = None
+    n_predict: Annotated[
+        int | None,
+        effect("Ends each choice after this many tokens; -1 or not given is the context."),
+    ] = None
+    max_tokens: Annotated[
+        int | None, effect("Another name of n_predict; both may stand if they agree.")
+    ] = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
+    repeat_penalty: Annotated[
+        float | None,
+        effect("Divides positive and multiplies negative logits of tokens seen before."),
+    ] = None
+    repeat_last_n: Annotated[
+        int | None, effect("-1 for the whole context, 0 to switch penalties off; others are 400.")
+    ] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     dry_multiplier: float | None = None
     dry_base: float | None = None
     dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
+    dry_penalty_last_n: Annotated[
+        int | None, effect("How far DRY looks back: -1 for the whole context, 0 for off.")
+    ] = None
     dry_sequence_breakers: list[str] | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
-    samplers: list[str] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
+    samplers: Annotated[
+        list[str] | None, effect("Which samplers run; the order is fixed, another one is 400.")
+    ] = None
+    seed: Annotated[int | None, effect("Determines the draw; -1 draws one.")] = None
+    stop: Annotated[
+        str | list[str] | None, effect("Ends the choice where one of these texts appears.")
+    ] = None
     ignore_eos: bool | None = None
-    logit_bias: list[tuple[int | str, float | bool]] | dict[str, float | bool] | None = None
-    grammar: str | None = None
-    json_schema: dict[str, Any] | None = None
-    n_probs: int | None = None
-    n_cmpl: int | None = None
-    stream: bool | None = None
-    cache_prompt: bool | None = None
-    return_tokens: bool | None = None
-    timings_per_token: bool | None = None
-    response_fields: list[str] | None = None
-    n_keep: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    dynatemp_exponent: float | None = None
+    logit_bias: Annotated[
+        list[tuple[int | str, float | bool]] | dict[str, float | bool] | None,
+        effect("Added to the logits of these token ids or texts; false bans."),
+    ] = None
+    grammar: Annotated[str | None, effect("The output follows this grammar (GBNF).")] = None
+    json_schema: Annotated[dict[str, Any] | None, effect("The output fits this JSON schema.")] = (
+        None
+    )
+    n_probs: Annotated[int | None, effect("Gives this many alternatives per token.")] = None
+    n_cmpl: Annotated[int | None, effect("How many choices each prompt gets.")] = None
+    stream: Annotated[
+        bool | None, effect("Sends the answer as server-sent events while it is generated.")
+    ] = None
+    cache_prompt: Annotated[bool | None, effect("False computes the whole prompt anew.")] = None
+    return_tokens: Annotated[bool | None, effect("Adds the token ids.")] = None
+    timings_per_token: Annotated[bool | None, effect("Every event tells the timings so far.")] = (
+        None
+    )
+    response_fields: Annotated[list[str] | None, effect("Keeps these fields of the answer.")] = None
+    n_keep: Annotated[int | None, note("the context does not shift, so all is kept")] = None
+    mirostat_tau: Annotated[float | None, note("it acts with mirostat only, which is refused")] = (
+        None
+    )
+    mirostat_eta: Annotated[float | None, note("it acts with mirostat only, which is refused")] = (
+        None
+    )
+    dynatemp_exponent: Annotated[
+        float | None, note("it acts with dynatemp_range only, which is refused")
+    ] = None
     mirostat: Annotated[int | None, refused("there is no Mirostat sampler", passes=(0,))] = None
     dynatemp_range: Annotated[
         float | None, refused("the temperature does not move", passes=(0.0,))

@@ -1,26 +1,33 @@
-"""The JSON answers of llama.cpp's own routes, as types."""
+"""The JSON responses of llama.cpp's own routes, as types.
+
+`endpoint` encodes them as they are; `/openapi.json` is generated from them.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 __all__ = [
+    "DefaultSettings",
+    "GenerationSettings",
     "LlamaChunk",
     "LlamaCompletion",
     "LlamaProps",
+    "LlamaSlot",
     "LlamaTimings",
     "LlamaToken",
     "LlamaTopToken",
+    "LogitBias",
+    "Modalities",
     "ServerLoad",
-    "Slot",
 ]
 
 
 class LlamaTopToken(msgspec.Struct, frozen=True):
-    """A token that might have been, with its log probability from the raw logits."""
+    """One of the most likely tokens, with its log probability from the raw logits."""
 
     id: int
     token: str
@@ -29,7 +36,7 @@ class LlamaTopToken(msgspec.Struct, frozen=True):
 
 
 class LlamaToken(msgspec.Struct, frozen=True):
-    """A generated token, and the most likely ones in its place."""
+    """A generated token, and the most likely ones at its position."""
 
     id: int
     token: str
@@ -52,8 +59,56 @@ class LlamaTimings(msgspec.Struct, frozen=True):
     predicted_per_second: float
 
 
+class LogitBias(msgspec.Struct, frozen=True):
+    """What is added to a token's logit."""
+
+    token: int
+    bias: float
+
+
+class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The sampling parameters of a completion; the defaults are of what Quickstep does not have.
+    `stream` and `n_ctx` are in completions only, not in `/props`.
+    """
+
+    n_predict: int
+    max_tokens: int
+    seed: int
+    temperature: float
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    xtc_probability: float
+    xtc_threshold: float
+    repeat_last_n: int = -1
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: tuple[str, ...]
+    mirostat: int = 0
+    stop: tuple[str, ...]
+    n_keep: int = -1
+    n_discard: int = 0
+    ignore_eos: bool
+    logit_bias: list[LogitBias]
+    n_probs: int
+    min_keep: int = 0
+    grammar: str
+    samplers: tuple[str, ...]
+    lora: tuple[()] = ()
+    stream: bool | UnsetType = UNSET
+    n_ctx: int | UnsetType = UNSET
+
+
 class LlamaChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """News in a stream."""
+    """A chunk of a stream: new text and tokens of one completion."""
 
     index: int
     content: str
@@ -67,8 +122,8 @@ class LlamaChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LlamaCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole completion, or the last word of a stream. Several prompts give a list of them;
-    `response_fields` leaves the named ones only.
+    """A complete completion, or the last chunk of a stream. Several prompts give a list of them;
+    with `response_fields`, only the named fields are sent.
     """
 
     index: int
@@ -79,7 +134,7 @@ class LlamaCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     tokens_predicted: int
     tokens_evaluated: int
-    generation_settings: dict[str, Any]
+    generation_settings: GenerationSettings
     prompt: str
     has_new_line: bool
     truncated: bool
@@ -91,25 +146,25 @@ class LlamaCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DefaultSettings(msgspec.Struct, frozen=True):
-    """What a request to `/completion` gets where it is silent."""
+    """The parameters of a request to `/completion` that sets none."""
 
     id: int
     id_task: int
     n_ctx: int
     speculative: bool
     is_processing: bool
-    params: dict[str, Any]
+    params: GenerationSettings
 
 
 class Modalities(msgspec.Struct, frozen=True):
-    """What a prompt may hold beside text."""
+    """What a prompt may contain in addition to text."""
 
     vision: bool = False
     audio: bool = False
 
 
 class LlamaProps(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `/props`. `model_path` is the model's name, for paths are nobody's business."""
+    """The response of `/props`. `model_path` is the model's name: paths are not published."""
 
     default_generation_settings: DefaultSettings
     total_slots: int
@@ -121,8 +176,8 @@ class LlamaProps(msgspec.Struct, frozen=True, kw_only=True):
     is_sleeping: bool = False
 
 
-class Slot(msgspec.Struct, frozen=True):
-    """A place in the batch."""
+class LlamaSlot(msgspec.Struct, frozen=True):
+    """A slot of the batch."""
 
     id: int
     n_ctx: int
@@ -131,7 +186,7 @@ class Slot(msgspec.Struct, frozen=True):
 
 
 class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `/load`: vLLM's `server_load`, and what it is made of."""
+    """The response of `/load`: vLLM's `server_load`, and the scheduler's counts."""
 
     server_load: int
     num_running: int

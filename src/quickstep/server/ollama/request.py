@@ -1,4 +1,4 @@
-"""From Ollama's bodies to the internal request: what is asked, in which form, sampled how."""
+"""From Ollama's bodies to the internal request: prompt, output format, sampling."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from quickstep.server.generate.conversation import (
     past_call,
     renamed_sampling,
 )
-from quickstep.server.generate.fill_in_middle import infill_markers
 from quickstep.server.generate.generation import ParsedRequest
-from quickstep.server.generate.prompts import InfillPrompt, TextPrompt
+from quickstep.server.generate.prompts import InfillPrompt, TextPrompt, infill_markers
 from quickstep.server.generate.sampling import num_alternatives
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.generate.tools import ToolChoice, functions_of, offer
 from quickstep.server.llama_cpp.request import switched_off_penalties
-from quickstep.server.ollama.models import known_model
 from quickstep.server.ollama.request_types import (
     OllamaChatRequest,
     OllamaGenerateFields,
@@ -39,7 +37,7 @@ from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import Grammar, Request
 
-__all__ = ["chat_request", "generate_request"]
+__all__ = ["LATEST", "chat_request", "generate_request", "known_model"]
 
 _SAME_NAME = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "stop"),
@@ -56,6 +54,13 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
 _NO_OPTIONS = OllamaOptions()
 _RANDOM_SEED = -1
 _EFFORTS = ("low", "medium", "high")
+LATEST = ":latest"  # the tag of a name without one
+
+
+def known_model(name: str, served: Served) -> str:
+    """The served name of a client's name, which may have the tag. Raises RequestError 404."""
+    plain = name.removesuffix(LATEST)
+    return plain if plain in served.names else served.model(name)
 
 
 def chat_request(
@@ -69,7 +74,7 @@ def chat_request(
         messages,
         num_chars=num_chars,
         offered=offer(functions, ToolChoice(), one_call=False, served=served),
-        asked=_asked(fields),
+        grammar=_requested_grammar(fields),
         extra=_thinking(fields, served, reader),
         add_generation_prompt=not continued,
         continued=continued,
@@ -80,7 +85,7 @@ def chat_request(
 def generate_request(
     fields: OllamaGenerateRequest, served: Served, reader: FieldReader
 ) -> ParsedRequest:
-    """The answer to one prompt, or what continues it as it is. Raises RequestError."""
+    """The response to one prompt, or with `raw` its continuation. Raises RequestError."""
     prompt = fields.prompt or ""
     if fields.raw and fields.system:
         raise RequestError("system cannot go with raw: true", param="system")
@@ -96,7 +101,7 @@ def generate_request(
     conversation = Conversation(
         (*system, {"role": "user", "content": prompt}),
         num_chars=len(prompt) + len(fields.system or ""),
-        asked=_asked(fields),
+        grammar=_requested_grammar(fields),
         extra=_thinking(fields, served, reader),
     )
     return _of_conversation(conversation, fields, served, "prompt")
@@ -115,23 +120,23 @@ def _of_conversation(
 def _of_text(
     prompt: TextPrompt | InfillPrompt, fields: OllamaGenerateFields, served: Served
 ) -> ParsedRequest:
-    asked = _asked(fields)
+    requested = _requested_grammar(fields)
     own = _own(fields, served)
     if own["max_tokens"] is None and "max_tokens" in served.engine.default_sampling:
         del own["max_tokens"]
-    own["grammar"] = None if asked is None else asked.grammar
+    own["grammar"] = None if requested is None else requested.grammar
     shared = _shared(fields, served)
     request = ParsedRequest(
         model=fields.model,
         prompts=(prompt,),
         request=Request(sampling=renamed_sampling(shared, served, own, _RENAMED)),
-        grammar_field="" if asked is None else asked.field,
+        grammar_field="" if requested is None else requested.field,
     )
     return _finished(request, fields)
 
 
 def _finished(request: ParsedRequest, fields: OllamaGenerateFields) -> ParsedRequest:
-    """With the name that the client used; a stream unless it wants none."""
+    """Set the client's name of the model, the penalties, and streaming, which is the default."""
     options = fields.options or _NO_OPTIONS
     off: dict[str, Any] = dict(switched_off_penalties(options, "options.repeat_last_n"))
     own = structs.replace(request.request, sampling=replace(request.sampling, **off))
@@ -151,7 +156,7 @@ def _shared(fields: OllamaGenerateFields, served: Served) -> SamplingFields:
 
 
 def _own(fields: OllamaGenerateFields, served: Served) -> dict[str, Any]:
-    """Up to the end of the context if there is no limit, or one of -2, -1 or 0."""
+    """The token limit and the logprobs; a limit of -2, -1 or 0 means the end of the context."""
     options = fields.options or _NO_OPTIONS
     num_predict = options.num_predict
     if num_predict is not None and num_predict < -2:
@@ -169,7 +174,7 @@ def _own(fields: OllamaGenerateFields, served: Served) -> dict[str, Any]:
     return own
 
 
-def _asked(fields: OllamaGenerateFields) -> RequestedGrammar | None:
+def _requested_grammar(fields: OllamaGenerateFields) -> RequestedGrammar | None:
     if not isinstance(fields.format, dict):
         return RequestedGrammar(Grammar.of_json_object(), "format") if fields.format else None
     return RequestedGrammar(Grammar.of_json_schema(fields.format), "format")
@@ -178,7 +183,7 @@ def _asked(fields: OllamaGenerateFields) -> RequestedGrammar | None:
 def _thinking(
     fields: OllamaGenerateFields, served: Served, reader: FieldReader
 ) -> Mapping[str, Any]:
-    """What the template is told of the reasoning; reported where the model has none."""
+    """The template's variables for reasoning; `think` is reported if the model has none."""
     think = fields.think
     if isinstance(think, str):
         if think not in _EFFORTS:
@@ -196,17 +201,17 @@ def _thinking(
 
 
 def _begins_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last message is the beginning of the answer, as Ollama's templates have it."""
+    """Whether the last message is the beginning of the response, as in Ollama's templates."""
     last = messages[-1]
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
-def _messages(given: Sequence[OllamaMessage], served: Served) -> tuple[Mapping[str, Any], ...]:
-    """As chat templates read them. Calls without an id get one, which their results then name."""
+def _messages(items: Sequence[OllamaMessage], served: Served) -> tuple[Mapping[str, Any], ...]:
+    """The messages for the chat template. Calls without an id get one, which their results name."""
     messages: list[Mapping[str, Any]] = []
     unanswered: list[tuple[str, str]] = []  # ids and names of calls
-    for place, message in enumerate(given):
-        path = f"messages[{place}]"
+    for index, message in enumerate(items):
+        path = f"messages[{index}]"
         plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
         if message.role == "tool" or message.tool_name or message.tool_call_id:
             plain |= _result(message, unanswered)
@@ -216,7 +221,7 @@ def _messages(given: Sequence[OllamaMessage], served: Served) -> tuple[Mapping[s
             check_shows_calls(served, f"{path}.tool_calls")
             calls = [
                 # nine digits: templates of some families take no other length
-                (call.id or f"{place:05}{number:04}"[-9:], call.function)
+                (call.id or f"{index:05}{number:04}"[-9:], call.function)
                 for number, call in enumerate(message.tool_calls)
             ]
             plain["tool_calls"] = [

@@ -1,6 +1,6 @@
-"""The JSON bodies of Ollama's API, as msgspec types: its whole schema with the fields' classes.
+"""The JSON bodies of Ollama's API, as msgspec types: all fields, with their classes.
 
-What they turn into is in `prompting`, `embedding` and `models`.
+`request` and `endpoint` read them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from quickstep.server.schema.field_classes import hint, refused
+from quickstep.server.schema.field_classes import effect, hint, note, refused
 
 __all__ = [
     "OllamaCall",
@@ -25,6 +25,10 @@ __all__ = [
     "OllamaShowRequest",
 ]
 
+_MODEL = effect("Which served name answers, with or without :latest; 404 for an unknown one.")
+_TEMPLATE = effect("Given to the chat template.")
+
+
 _OPERATOR = "the operator sets it when the server starts"
 _NO_IMAGES = "the model reads text only"
 _TEXT_ONLY = "the model gives text only"
@@ -33,21 +37,39 @@ _TEXT_ONLY = "the model gives text only"
 class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """`options`: how tokens are sampled, and how Ollama would load a model."""
 
-    num_predict: int | None = None
+    num_predict: Annotated[
+        int | None,
+        effect("Ends the answer after this many tokens; 0, -1 or -2 is the context's end."),
+    ] = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: int | None = None
+    seed: Annotated[int | None, effect("Determines the sampled tokens; -1 chooses a seed.")] = None
+    stop: Annotated[
+        str | list[str] | None,
+        effect("Ends the answer where one of these texts appears; the text itself is cut off."),
+    ] = None
+    repeat_penalty: Annotated[
+        float | None,
+        effect("Divides positive and multiplies negative logits of tokens seen before."),
+    ] = None
+    repeat_last_n: Annotated[
+        int | None,
+        effect(
+            "-1 for the whole context, 0 to switch penalties off; others are 400 with a penalty."
+        ),
+    ] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    num_keep: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
+    num_keep: Annotated[int | None, note("the context does not shift, so all is kept")] = None
+    mirostat_tau: Annotated[float | None, note("it acts with mirostat only, which is refused")] = (
+        None
+    )
+    mirostat_eta: Annotated[float | None, note("it acts with mirostat only, which is refused")] = (
+        None
+    )
     mirostat: Annotated[int | None, refused("there is no Mirostat sampler", passes=(0,))] = None
     tfs_z: Annotated[float | None, refused("there is no tail-free sampler", passes=(1.0,))] = None
     penalize_newline: Annotated[
@@ -69,9 +91,9 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
 
 
 class OllamaModelFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """What generating and embedding share."""
+    """The fields that generating and embedding share."""
 
-    model: str
+    model: Annotated[str, _MODEL]
     keep_alive: Annotated[
         str | float | None, hint("the model stays loaded", passes=(-1, -1.0, "-1"))
     ] = None
@@ -80,17 +102,33 @@ class OllamaModelFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 class OllamaGenerateFields(
     OllamaModelFields, forbid_unknown_fields=True, kw_only=True, frozen=True
 ):
-    """What `/api/chat` and `/api/generate` share. A stream is the default."""
+    """The fields that `/api/chat` and `/api/generate` share. Streaming is the default."""
 
-    options: OllamaOptions | None = None
-    stream: bool | None = None
-    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: Annotated[
+        OllamaOptions | None,
+        effect("How tokens are sampled; what is not given comes from the checkpoint."),
+    ] = None
+    stream: Annotated[
+        bool | None, effect("False answers with one object; lines of JSON (NDJSON) if not given.")
+    ] = None
+    format: Annotated[
+        Literal["", "json"] | dict[str, Any] | None,
+        effect("The answer is a JSON object (json), or fits this JSON schema."),
+    ] = None
     think: Annotated[
         bool | str | None,
+        effect(
+            "Turns the model's reasoning on or off, or sets its level where the chat template has "
+            "one."
+        ),
         hint("the model does not reason, or has no such level", conditional=True),
     ] = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    logprobs: Annotated[
+        bool | None, effect("Gives the chosen tokens' logprobs, of the raw logits.")
+    ] = None
+    top_logprobs: Annotated[
+        int | None, effect("Adds this many alternatives per token; needs logprobs: true.")
+    ] = None
     truncate: Annotated[
         bool | None, hint("a conversation that is too long is refused", passes=(False,))
     ] = None
@@ -100,51 +138,74 @@ class OllamaGenerateFields(
 
 
 class OllamaCalledFunction(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Name and arguments of an earlier call; `index` is there when a client returns an answer."""
+    """Name and arguments of an earlier call; `index` is set when a client sends a response back."""
 
-    name: str
-    arguments: dict[str, Any]
-    index: int | None = None
+    name: Annotated[str, _TEMPLATE]
+    arguments: Annotated[dict[str, Any], _TEMPLATE]
+    index: Annotated[int | None, note("clients send back what a stream gave them")] = None
 
 
 class OllamaCall(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """An earlier call."""
 
-    function: OllamaCalledFunction
-    id: str | None = None
-    type: Literal["function"] | None = None
+    function: Annotated[OllamaCalledFunction, effect("What was called.")]
+    id: Annotated[str | None, _TEMPLATE] = None
+    type: Annotated[Literal["function"] | None, effect("Only function is known.")] = None
 
 
 class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """A message. A tool's result belongs to the call of its id, else to the next of its name."""
 
-    role: Literal["user", "system", "assistant", "tool"]
-    content: str | None = None
-    thinking: str | None = None
-    tool_calls: list[OllamaCall] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
+    role: Annotated[Literal["user", "system", "assistant", "tool"], effect("Whose message it is.")]
+    content: Annotated[str | None, effect("What it says.")] = None
+    thinking: Annotated[
+        str | None, effect("Given to the chat template, which may leave it out.")
+    ] = None
+    tool_calls: Annotated[
+        list[OllamaCall] | None,
+        effect("The calls that the model made; 400 if the template cannot write them."),
+    ] = None
+    tool_name: Annotated[str | None, _TEMPLATE] = None
+    tool_call_id: Annotated[str | None, _TEMPLATE] = None
     images: Annotated[list[Any] | None, refused(_NO_IMAGES, passes=([],))] = None
 
 
 class OllamaChatRequest(
     OllamaGenerateFields, forbid_unknown_fields=True, kw_only=True, frozen=True
 ):
-    """The body of `/api/chat`. Without messages the model is loaded, which it is."""
+    """The body of `/api/chat`. A request without messages only loads the model."""
 
-    messages: list[OllamaMessage] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[
+        list[OllamaMessage] | None,
+        effect(
+            "The conversation, as the model's chat template writes it; without one the answer says"
+            " that the model is loaded. An assistant's text at the end is continued."
+        ),
+    ] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None, effect("Functions that the model is shown and may call.")
+    ] = None
 
 
 class OllamaGenerateRequest(
     OllamaGenerateFields, forbid_unknown_fields=True, kw_only=True, frozen=True
 ):
-    """The body of `/api/generate`. Without a prompt the model is loaded, which it is."""
+    """The body of `/api/generate`. A request without a prompt only loads the model."""
 
-    prompt: str | None = None
-    suffix: str | None = None
-    system: str | None = None
-    raw: bool | None = None
+    prompt: Annotated[
+        str | None, effect("What to answer; without one the answer says that the model is loaded.")
+    ] = None
+    suffix: Annotated[
+        str | None,
+        effect(
+            "The text between prompt and suffix is asked for; 400 if the model has no tokens for "
+            "that."
+        ),
+    ] = None
+    system: Annotated[str | None, effect("Instructions for the model.")] = None
+    raw: Annotated[
+        bool | None, effect("True continues the prompt as it is, without the chat template.")
+    ] = None
     template: Annotated[
         str | None,
         refused("the model's own chat template is used; send raw: true", passes=("",)),
@@ -160,11 +221,16 @@ class OllamaGenerateRequest(
 
 
 class OllamaEmbedRequest(OllamaModelFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """The body of `/api/embed`. `options` sample nothing here and have no effect."""
+    """The body of `/api/embed`. `options` are about sampling and have no effect."""
 
-    input: str | list[str]
-    truncate: bool | None = None
-    dimensions: int | None = None
+    input: Annotated[str | list[str], effect("What to embed: a text or a list of them.")]
+    truncate: Annotated[
+        bool | None,
+        effect("False refuses what is too long; its beginning is embedded if not given."),
+    ] = None
+    dimensions: Annotated[
+        int | None, effect("Keeps the first ones and scales them to length 1 again.")
+    ] = None
     options: Annotated[dict[str, Any] | None, hint("nothing is sampled", passes=({},))] = None
 
 
@@ -173,16 +239,16 @@ class OllamaEmbeddingsRequest(
 ):
     """The body of the older `/api/embeddings`."""
 
-    prompt: str
+    prompt: Annotated[str, effect("What to embed.")]
     options: Annotated[dict[str, Any] | None, hint("nothing is sampled", passes=({},))] = None
 
 
 class OllamaShowRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/api/show`; `name` is the older name of `model`."""
 
-    model: str | None = None
-    name: str | None = None
-    verbose: Annotated[bool | None, hint("all is told at once", passes=(False,))] = None
+    model: Annotated[str | None, _MODEL] = None
+    name: Annotated[str | None, effect("The older name of model.")] = None
+    verbose: Annotated[bool | None, hint("the response is always complete", passes=(False,))] = None
     system: Annotated[str | None, hint("the model has its own", passes=("",))] = None
     template: Annotated[str | None, hint("the model has its own", passes=("",))] = None
     options: Annotated[dict[str, Any] | None, hint("nothing is loaded", passes=({},))] = None

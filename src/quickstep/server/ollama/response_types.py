@@ -1,4 +1,7 @@
-"""The JSON answers of Ollama's API, as types. Durations are in nanoseconds."""
+"""The JSON responses of Ollama's API, as types. Durations are in nanoseconds.
+
+`endpoint` and `routes` encode them as they are; `/openapi.json` is generated from them.
+"""
 
 from __future__ import annotations
 
@@ -10,51 +13,52 @@ from msgspec import UNSET, UnsetType
 from quickstep.server.openai.response_types import TopLogprob
 
 __all__ = [
-    "OllamaChatAnswer",
+    "OllamaChatResponse",
     "OllamaDetails",
-    "OllamaEmbedAnswer",
-    "OllamaEmbeddingsAnswer",
+    "OllamaEmbedResponse",
+    "OllamaEmbeddingsResponse",
     "OllamaFunction",
-    "OllamaGenerateAnswer",
+    "OllamaGenerateResponse",
     "OllamaLogprob",
-    "OllamaMadeCall",
     "OllamaModel",
     "OllamaModels",
+    "OllamaProgress",
+    "OllamaResponseMessage",
     "OllamaRunningModel",
     "OllamaRunningModels",
-    "OllamaShowAnswer",
-    "OllamaSpokenMessage",
+    "OllamaShowResponse",
     "OllamaStatus",
+    "OllamaToolCall",
     "OllamaVersion",
 ]
 
 
 class OllamaFunction(msgspec.Struct, frozen=True):
-    """A call's function; the arguments are an object."""
+    """The function of a call; the arguments are an object."""
 
     index: int
     name: str
     arguments: dict[str, Any]
 
 
-class OllamaMadeCall(msgspec.Struct, frozen=True):
-    """A call, complete with its arguments."""
+class OllamaToolCall(msgspec.Struct, frozen=True):
+    """A call with all of its arguments."""
 
     id: str
     function: OllamaFunction
 
 
-class OllamaSpokenMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The assistant's message; in a stream what is new of it."""
+class OllamaResponseMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The assistant's message; in a stream, its new text and calls."""
 
     content: str
     role: Literal["assistant"] = "assistant"
     thinking: str | UnsetType = UNSET
-    tool_calls: list[OllamaMadeCall] | UnsetType = UNSET
+    tool_calls: list[OllamaToolCall] | UnsetType = UNSET
 
 
 class OllamaLogprob(msgspec.Struct, frozen=True):
-    """A generated token, and the most likely ones in its place."""
+    """A generated token, and the most likely ones at its position."""
 
     token: str
     logprob: float
@@ -62,8 +66,8 @@ class OllamaLogprob(msgspec.Struct, frozen=True):
     top_logprobs: list[TopLogprob] | UnsetType = UNSET
 
 
-class _Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """What both answers share. The figures come with the end only."""
+class OllamaProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """What both responses have. Durations and token counts come with `done: true` only."""
 
     model: str
     created_at: str
@@ -78,21 +82,21 @@ class _Progress(msgspec.Struct, frozen=True, kw_only=True):
     eval_duration: int | UnsetType = UNSET
 
 
-class OllamaChatAnswer(_Progress, frozen=True, kw_only=True):
-    """The answer of `/api/chat`, or a line of its stream, whose last one is `done`."""
+class OllamaChatResponse(OllamaProgress, frozen=True, kw_only=True):
+    """The response of `/api/chat`, or a line of its stream, of which the last has `done: true`."""
 
-    message: OllamaSpokenMessage
+    message: OllamaResponseMessage
 
 
-class OllamaGenerateAnswer(_Progress, frozen=True, kw_only=True):
-    """The answer of `/api/generate`, or a line of its stream, whose last one is `done`."""
+class OllamaGenerateResponse(OllamaProgress, frozen=True, kw_only=True):
+    """The response of `/api/generate`, or a line of its stream; the last has `done: true`."""
 
     response: str
     thinking: str | UnsetType = UNSET
 
 
-class OllamaEmbedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `/api/embed`, in the order of the inputs."""
+class OllamaEmbedResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/api/embed`, in the order of the inputs."""
 
     model: str
     embeddings: list[list[float]]
@@ -101,14 +105,14 @@ class OllamaEmbedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_eval_count: int
 
 
-class OllamaEmbeddingsAnswer(msgspec.Struct, frozen=True):
-    """The answer of `/api/embeddings`."""
+class OllamaEmbeddingsResponse(msgspec.Struct, frozen=True):
+    """The response of `/api/embeddings`."""
 
     embedding: list[float]
 
 
 class OllamaDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model is made of; empty where the server does not know."""
+    """Facts about a model; empty if the server does not know them."""
 
     parent_model: str = ""
     format: str = ""
@@ -119,7 +123,7 @@ class OllamaDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A name that is served. `digest` is of the weights, the dtype and the kernel set."""
+    """A served name. `digest` is of the weights, the dtype and the kernel set."""
 
     name: str
     model: str
@@ -130,13 +134,13 @@ class OllamaModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaModels(msgspec.Struct, frozen=True):
-    """The answer of `/api/tags`."""
+    """The response of `/api/tags`."""
 
     models: list[OllamaModel]
 
 
 class OllamaRunningModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in memory: each name that is served, for as long as the server runs."""
+    """A model in memory: each served name, as long as the server runs."""
 
     name: str
     model: str
@@ -149,13 +153,13 @@ class OllamaRunningModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaRunningModels(msgspec.Struct, frozen=True):
-    """The answer of `/api/ps`."""
+    """The response of `/api/ps`."""
 
     models: list[OllamaRunningModel]
 
 
-class OllamaShowAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `/api/show`. `model_info` has the length of the context."""
+class OllamaShowResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of `/api/show`. `model_info` has the context length."""
 
     modelfile: str
     parameters: str
@@ -168,12 +172,12 @@ class OllamaShowAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaVersion(msgspec.Struct, frozen=True):
-    """The answer of `/api/version`: the version of Ollama whose API this is."""
+    """The response of `/api/version`: the version of Ollama whose API this is."""
 
     version: str
 
 
 class OllamaStatus(msgspec.Struct, frozen=True):
-    """How the management of models would be answered; here it is always refused."""
+    """The response of the routes that manage models; this server always refuses them."""
 
     status: str

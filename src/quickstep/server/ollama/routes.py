@@ -1,19 +1,35 @@
-"""Ollama's routes. What would change the set of models is refused: the operator chooses it."""
+"""Ollama's routes, and the endpoints about the models: names, abilities, version.
+
+A name without a tag means `:latest`, so each served name has both spellings. Routes that would
+change the set of models are refused: the operator chooses it.
+"""
 
 from __future__ import annotations
+
+import hashlib
+import time
+from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
-from quickstep.server.http.errors import ollama_shape
+from quickstep.server.generate.prompts import infill_markers
+from quickstep.server.http.body import body_of
+from quickstep.server.http.errors import json_response, ollama_shape
 from quickstep.server.http.event_stream import NDJSON
+from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.metrics import Metrics
-from quickstep.server.ollama.embedding import OllamaEmbedding
-from quickstep.server.ollama.endpoint import OllamaChat, OllamaGenerate, OllamaRoute
-from quickstep.server.ollama.models import OllamaModelList
+from quickstep.server.ollama.endpoint import (
+    OllamaChat,
+    OllamaEmbedding,
+    OllamaGenerate,
+    OllamaRoute,
+    rfc3339,
+)
+from quickstep.server.ollama.request import LATEST, known_model
 from quickstep.server.ollama.request_types import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -22,18 +38,32 @@ from quickstep.server.ollama.request_types import (
     OllamaShowRequest,
 )
 from quickstep.server.ollama.response_types import (
-    OllamaChatAnswer,
-    OllamaEmbedAnswer,
-    OllamaEmbeddingsAnswer,
-    OllamaGenerateAnswer,
+    OllamaChatResponse,
+    OllamaDetails,
+    OllamaEmbeddingsResponse,
+    OllamaEmbedResponse,
+    OllamaGenerateResponse,
+    OllamaModel,
     OllamaModels,
+    OllamaRunningModel,
     OllamaRunningModels,
-    OllamaShowAnswer,
+    OllamaShowResponse,
     OllamaStatus,
     OllamaVersion,
 )
+from quickstep.server.schema.field_reader import FieldReader
 
 __all__ = ["ollama_routes"]
+
+# The version of the API; clients require one with the features they use (tools, thinking, ...).
+_OLLAMA_VERSION = "0.12.11"
+_NEVER = "9999-12-31T23:59:59Z"
+_ARCHITECTURE = "quickstep"  # clients look for `<architecture>.context_length`
+_PARAMETERS = {
+    "max_tokens": "num_predict",
+    "repetition_penalty": "repeat_penalty",
+}
+Capability = Literal["completion", "tools", "thinking", "insert", "embedding"]
 
 _MANAGING = (
     ("POST", "/api/pull", "pulled"),
@@ -45,7 +75,7 @@ _MANAGING = (
 
 
 def ollama_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
-    """All of them."""
+    """The routes of Ollama's API."""
     models = OllamaModelList(served)
     embedding = OllamaEmbedding(served, metrics)
     return [
@@ -53,11 +83,11 @@ def ollama_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "POST",
             "/api/chat",
             OllamaRoute(OllamaChat(), served, metrics).answer,
-            "The assistant's next message, as Ollama has it.",
+            "The assistant's next message, in the format of Ollama.",
             request=OllamaChatRequest,
-            response=OllamaChatAnswer,
+            response=OllamaChatResponse,
             streams=True,
-            events=(OllamaChatAnswer,),
+            events=(OllamaChatResponse,),
             stream_type=NDJSON,
             error_shape=ollama_shape,
         ),
@@ -65,11 +95,11 @@ def ollama_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "POST",
             "/api/generate",
             OllamaRoute(OllamaGenerate(), served, metrics).answer,
-            "The answer to a prompt, as Ollama has it.",
+            "The response to a prompt, in the format of Ollama.",
             request=OllamaGenerateRequest,
-            response=OllamaGenerateAnswer,
+            response=OllamaGenerateResponse,
             streams=True,
-            events=(OllamaGenerateAnswer,),
+            events=(OllamaGenerateResponse,),
             stream_type=NDJSON,
             error_shape=ollama_shape,
         ),
@@ -77,27 +107,27 @@ def ollama_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
             "POST",
             "/api/embed",
             embedding.embed,
-            "A vector for each input, as Ollama has it.",
+            "A vector for each input, in the format of Ollama.",
             request=OllamaEmbedRequest,
-            response=OllamaEmbedAnswer,
+            response=OllamaEmbedResponse,
             error_shape=ollama_shape,
         ),
         ApiRoute(
             "POST",
             "/api/embeddings",
             embedding.embeddings,
-            "The vector of one prompt, as older clients of Ollama ask for it.",
+            "The vector of one prompt, for older clients of Ollama.",
             request=OllamaEmbeddingsRequest,
-            response=OllamaEmbeddingsAnswer,
+            response=OllamaEmbeddingsResponse,
             error_shape=ollama_shape,
         ),
         ApiRoute(
             "POST",
             "/api/show",
             models.show,
-            "What a model is and can do.",
+            "A model's details and capabilities.",
             request=OllamaShowRequest,
-            response=OllamaShowAnswer,
+            response=OllamaShowResponse,
             error_shape=ollama_shape,
         ),
         *_lists(models),
@@ -111,7 +141,7 @@ def _lists(models: OllamaModelList) -> list[ApiRoute]:
             "GET",
             "/api/tags",
             models.tags,
-            "All names that are served, as Ollama lists them.",
+            "All served names, in the format of Ollama.",
             response=OllamaModels,
             error_shape=ollama_shape,
         ),
@@ -131,7 +161,7 @@ def _lists(models: OllamaModelList) -> list[ApiRoute]:
             response=OllamaVersion,
             error_shape=ollama_shape,
         ),
-        ApiRoute("GET", "/", models.root, "Clients of Ollama ask whether a server is there."),
+        ApiRoute("GET", "/", models.root, "Clients of Ollama check here that a server runs."),
     ]
 
 
@@ -150,3 +180,110 @@ def _refused(method: str, path: str, done: str, served: Served) -> ApiRoute:
         response=OllamaStatus,
         error_shape=ollama_shape,
     )
+
+
+class OllamaModelList:
+    """The endpoints that report on the models and the version."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._since = rfc3339(time.time())
+
+    async def root(self, _: Request) -> Response:
+        """Return the text by which clients recognize an Ollama server."""
+        return Response("Ollama is running", media_type="text/plain")
+
+    async def version(self, _: Request) -> Response:
+        """Return the version of Ollama whose API this is."""
+        return json_response(OllamaVersion(_OLLAMA_VERSION))
+
+    async def tags(self, _: Request) -> Response:
+        """Return all served names."""
+        models = [
+            OllamaModel(
+                name=name,
+                model=name,
+                modified_at=self._since,
+                size=self._num_bytes,
+                digest=self._digest,
+                details=OllamaDetails(),
+            )
+            for name in map(_tagged, self._served.names)
+        ]
+        return json_response(OllamaModels(models))
+
+    async def running(self, _: Request) -> Response:
+        """Return the same names: the model is in memory until the server ends."""
+        models = [
+            OllamaRunningModel(
+                name=name,
+                model=name,
+                size=self._num_bytes,
+                digest=self._digest,
+                details=OllamaDetails(),
+                expires_at=_NEVER,
+                size_vram=0,
+                context_length=self._served.engine.max_model_len,
+            )
+            for name in map(_tagged, self._served.names)
+        ]
+        return json_response(OllamaRunningModels(models))
+
+    async def show(self, request: Request) -> Response:
+        """Return the details of one model. Raises RequestError."""
+        reader = FieldReader(self._served.field_rules)
+        fields = reader.decode(body_of(request), OllamaShowRequest)
+        report_ignored(request, reader.ignored)
+        name = fields.model or fields.name
+        if name is None:
+            raise RequestError("model is missing", param="model")
+        served = known_model(name, self._served)
+        engine = self._served.engine
+        template = engine.chat_template
+        return json_response(
+            OllamaShowResponse(
+                modelfile=f"FROM {served}\n",
+                parameters="\n".join(
+                    f"{_PARAMETERS.get(field, field)} {value:g}"
+                    for field, value in engine.default_sampling.items()
+                ),
+                template="" if template is None else template.source,
+                details=OllamaDetails(),
+                model_info={
+                    "general.architecture": _ARCHITECTURE,
+                    "general.basename": engine.model_name,
+                    f"{_ARCHITECTURE}.context_length": engine.max_model_len,
+                    f"{_ARCHITECTURE}.vocab_size": engine.tokenizer.vocab_size,
+                },
+                capabilities=self._capabilities(),
+                modified_at=self._since,
+            )
+        )
+
+    def _capabilities(self) -> list[Capability]:
+        capabilities: list[Capability] = ["completion", "embedding"]
+        formats = self._served.formats
+        if formats.renders_tools and formats.tool_calls is not None:
+            capabilities.append("tools")
+        if formats.reasoning is not None:
+            capabilities.append("thinking")
+        try:
+            infill_markers(self._served.engine.tokenizer)
+        except RequestError:
+            return capabilities
+        return [*capabilities, "insert"]
+
+    @property
+    def _num_bytes(self) -> int:
+        """The bytes of the weights, 0 without a memory plan."""
+        plan = self._served.engine.memory_plan
+        rows = () if plan is None else plan.rows
+        return sum(row.num_bytes for row in rows if row.label == "weights")
+
+    @property
+    def _digest(self) -> str:
+        return hashlib.sha256(self._served.engine.fingerprint.encode()).hexdigest()
+
+
+def _tagged(name: str) -> str:
+    return name if ":" in name else f"{name}{LATEST}"

@@ -1,4 +1,9 @@
-"""`/v1/chat/completions`: a conversation in, the assistant's next message out."""
+"""`/v1/chat/completions`: a conversation in, the assistant's next message out.
+
+`Chat` parses a body, `ChatRendering` writes one request's choices: the model's text is split into
+content, reasoning and tool calls, and a stream's deltas add up to the complete message. Reasoning
+has two names, since clients read either: `reasoning_content` and `reasoning`.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,19 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from msgspec import structs
+from msgspec import UNSET, UnsetType, structs
 from msgspec.structs import replace
 
+from quickstep.engine.stream import Delta
+from quickstep.engine.tool_calls.message_delta import (
+    CallDelta,
+    ContentDelta,
+    FunctionCall,
+    MessagePart,
+    ReasoningDelta,
+)
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import ParsedBody, Served, stream_flags
+from quickstep.server.generate.adapter import Served, stream_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     check_continues,
@@ -22,12 +35,21 @@ from quickstep.server.generate.conversation import (
     tenant_of,
     verbosity_in_template,
 )
-from quickstep.server.generate.generation import Generation, ParsedRequest
+from quickstep.server.generate.engine_interface import Vocabulary
+from quickstep.server.generate.generation import Choice, Generation, ParsedRequest
+from quickstep.server.generate.message import message_reader
 from quickstep.server.generate.sampling import label, num_alternatives
 from quickstep.server.generate.structured import requested_grammar
 from quickstep.server.generate.tools import offered_tools
-from quickstep.server.openai.chat_message import ChatRendering
-from quickstep.server.openai.choices import ChoicesWriter
+from quickstep.server.openai.choices import (
+    ChoicesWriter,
+    beam_params,
+    own_values,
+    ranked_logprobs,
+    requested_output,
+    token_logprob,
+    truncation_of,
+)
 from quickstep.server.openai.request_types import (
     AssistantMessage,
     ChatRequest,
@@ -42,17 +64,26 @@ from quickstep.server.openai.request_types import (
     ToolMessage,
     UserMessage,
 )
-from quickstep.server.openai.requested_output import (
-    beam_params,
-    own_values,
-    requested_output,
-    truncation_of,
+from quickstep.server.openai.response_types import (
+    AnsweredFunction,
+    AnsweredMessage,
+    AnsweredToolCall,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    StreamedFunction,
+    StreamedToolCall,
 )
-from quickstep.server.openai.response_types import ChatCompletion, ChatCompletionChunk
 from quickstep.server.options import RequestLimits
 from quickstep.server.schema.field_reader import FieldReader
+from quickstep.types import TokenLogprobs
 
 __all__ = ["Chat"]
+
+_EMPTY = ChatDelta()
 
 
 class Chat:
@@ -62,11 +93,13 @@ class Chat:
     response = partial(ChatCompletion, object="chat.completion")
     chunk = partial(ChatCompletionChunk, object="chat.completion.chunk")
 
-    def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedBody:
-        """Validate a body. Raises RequestError."""
-        return ParsedBody(self._request(body, served), partial(ChoicesWriter, self, served))
+    @property
+    def rendering(self) -> type[ChatRendering]:
+        """Renders the choices of one request."""
+        return ChatRendering
 
-    def _request(self, body: bytes, served: Served) -> ParsedRequest:
+    def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedRequest:
+        """Validate a body. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, ChatRequest)
         model = served.model(fields.model)
@@ -76,7 +109,7 @@ class Chat:
         for place, message in enumerate(messages):
             if "tool_calls" in message:
                 check_shows_calls(served, f"messages[{place}].tool_calls")
-        told = {
+        levels = {
             **effort_in_template(fields.reasoning_effort, "reasoning_effort", served, reader),
             **verbosity_in_template(fields.verbosity, "verbosity", served, reader),
         }
@@ -84,15 +117,15 @@ class Chat:
             messages,
             num_chars=len(body),
             offered=offered_tools(fields, served, reader),
-            asked=requested_grammar(fields),
+            grammar=requested_grammar(fields),
             add_generation_prompt=_opens_message(fields, messages),
             continued=bool(fields.continue_final_message),
-            extra={**told, **(fields.chat_template_kwargs or {})},
+            extra={**levels, **(fields.chat_template_kwargs or {})},
         )
         max_tokens, max_tokens_name = _max_tokens(fields)
-        shown = requested_output(fields, served, _num_logprobs(fields, served))
-        shown = replace(shown, before=_echo(fields, messages[-1], reader))
-        own = {**own_values(fields, served, shown), "max_tokens": max_tokens}
+        requested = requested_output(fields, served, _num_logprobs(fields, served))
+        requested = replace(requested, before=_echo(fields, messages[-1], reader))
+        own = {**own_values(fields, served, requested), "max_tokens": max_tokens}
         renamed = {"max_tokens": max_tokens_name, "logprobs": "top_logprobs"}
         request = conversation_request(conversation, fields, served, own, renamed)
         return replace(
@@ -103,22 +136,19 @@ class Chat:
                 tenant=tenant_of(fields.user, fields.safety_identifier, served.limits),
             ),
             echoed=_echoed(fields, served.limits),
-            shown=shown,
+            requested_output=requested,
             beams=beam_params(fields, served, request.sampling),
             truncate_prompt_tokens=truncation_of(
                 fields.truncate_prompt_tokens, "truncate_prompt_tokens", max_tokens, served
             ),
             ignored=reader.ignored,
+            writer=partial(ChoicesWriter, self, served),
             **stream_flags(fields, served),
         )
 
-    def rendering(self, generation: Generation, served: Served) -> ChatRendering:
-        """The renderer of one request."""
-        return ChatRendering(generation, served.engine.tokenizer)
-
 
 def _opens_message(fields: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the template opens a message, instead of going on with the last one."""
+    """Whether the template opens a message, instead of continuing the last one."""
     if not fields.continue_final_message:
         return fields.add_generation_prompt is not False
     if fields.add_generation_prompt:
@@ -131,7 +161,7 @@ def _opens_message(fields: ChatRequest, messages: Sequence[Mapping[str, Any]]) -
 
 
 def _max_tokens(fields: ChatRequest) -> tuple[int | None, str]:
-    """The limit, under the name that the client used. Both names may stand, if they agree."""
+    """The limit, and the name that the client used. Both names may be sent if they agree."""
     old, new = fields.max_tokens, fields.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise RequestError(
@@ -142,7 +172,7 @@ def _max_tokens(fields: ChatRequest) -> tuple[int | None, str]:
 
 
 def _echo(fields: ChatRequest, last: Mapping[str, Any], reader: FieldReader) -> str:
-    """What `echo` puts before the answer: the last message, if it is the assistant's."""
+    """The text that `echo` puts before the response: the last message, if it is the assistant's."""
     if not fields.echo:
         return ""
     if last["role"] != "assistant":
@@ -160,8 +190,8 @@ def _num_logprobs(fields: ChatRequest, served: Served) -> int | None:
 
 
 def _echoed(fields: ChatRequest, limits: RequestLimits) -> dict[str, Any]:
-    """Fields whose effect is to stand in the response."""
-    # a hint that one engine has no use for, since every prefix is in its reach
+    """Fields that the response repeats."""
+    # checked only: one engine can hit every cached prefix without a key
     label("prompt_cache_key", fields.prompt_cache_key, limits)
     echoed: dict[str, Any] = {}
     if fields.metadata is not None:
@@ -213,7 +243,7 @@ def _assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
     )
     if reasoning is not None:
         plain["reasoning_content"] = reasoning
-        if not plain["content"]:  # gpt-oss's name of it, beside calls only
+        if not plain["content"]:  # gpt-oss's name of it, used with calls only
             plain["thinking"] = reasoning
     return plain
 
@@ -240,3 +270,153 @@ def _text(content: Content, path: str) -> str:
             place = f"{path}[{index}]"
             raise RequestError(f"{place} is of type {kind}, the model reads text only", param=place)
     return "\n".join(texts)
+
+
+class ChatRendering:
+    """Writes the choices of one chat request, complete or as a stream's deltas."""
+
+    def __init__(self, generation: Generation, tokenizer: Vocabulary) -> None:
+        self._tokenizer = tokenizer
+        self._generation = generation
+        self._requested = generation.request.requested_output
+        self._messages = [
+            message_reader(generation, choice, tokenizer) for choice in generation.choices
+        ]
+
+    def opening(self, choice: Choice) -> ChatChunkChoice:
+        """The role, before any content."""
+        delta = ChatDelta(role="assistant", content=self._requested.before)
+        return ChatChunkChoice(index=choice.index, delta=delta, logprobs=None, finish_reason=None)
+
+    def prompt_fields(self) -> Mapping[str, Any]:
+        """The prompt's token ids and logprobs, if the client requested them."""
+        first = self._generation.choices[0]
+        fields: dict[str, Any] = {}
+        if self._requested.token_ids:
+            fields["prompt_token_ids"] = list(self._generation.prompt_token_ids(first))
+        num_top = self._requested.prompt_logprobs
+        if num_top is not None:
+            scores = self._generation.prompt_logprobs(first)
+            fields["prompt_logprobs"] = ranked_logprobs(scores, num_top, self._tokenizer)
+        return fields
+
+    def deltas(self, choice: Choice, delta: Delta) -> list[ChatChunkChoice]:
+        """The new parts of the message; the new tokens' logprobs are in the first chunk.
+
+        A call's first piece has its name and no arguments; those follow in a chunk of their own.
+        """
+        ended = delta.finish_reason is not None
+        read = self._messages[choice.index].read(delta.text, ended)
+        deltas = _chat_deltas(read.parts)
+        shows_tokens = self._requested.logprobs is not None or self._requested.token_ids
+        if not deltas and shows_tokens and delta.token_ids:
+            deltas.append(ChatDelta(content=""))
+        return [
+            ChatChunkChoice(
+                index=choice.index,
+                delta=part,
+                logprobs=self._listed(() if place else delta.logprobs),
+                token_ids=UNSET if place else self._token_ids(delta.token_ids),
+                finish_reason=None,
+            )
+            for place, part in enumerate(deltas)
+        ]
+
+    def ending(self, choice: Choice) -> ChatChunkChoice:
+        """The finish reason, without content."""
+        return ChatChunkChoice(
+            index=choice.index,
+            delta=_EMPTY,
+            logprobs=None,
+            finish_reason=self._finish_reason(choice),
+            stop_reason=choice.stop_reason,
+            seed=choice.seed,
+        )
+
+    def complete(self, choice: Choice, index: int) -> ChatChoice:
+        """The complete message."""
+        read = self._messages[choice.index].read("".join(choice.text), ended=True)
+        content: str | None = self._requested.before + read.content
+        calls: list[AnsweredToolCall] | UnsetType = UNSET
+        if read.calls:
+            content = content or None
+            calls = [_call(call) for call in read.calls]
+        reasoning = read.reasoning or UNSET
+        return ChatChoice(
+            index=index,
+            message=AnsweredMessage("assistant", content, None, reasoning, reasoning, calls),
+            logprobs=self._listed(choice.logprobs),
+            token_ids=self._token_ids(choice.token_ids),
+            finish_reason=self._finish_reason(choice),
+            stop_reason=choice.stop_reason,
+            seed=choice.seed,
+        )
+
+    def _finish_reason(self, choice: Choice) -> Any:
+        """In OpenAI's terms: `tool_calls` where the model stopped after a call."""
+        if choice.finish_reason is None:
+            return None
+        reason = choice.finish_reason.openai
+        called = self._messages[choice.index].has_calls
+        return "tool_calls" if called and reason == "stop" else reason
+
+    def _token_ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
+        return list(token_ids) if self._requested.token_ids else UNSET
+
+    def _listed(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+        if self._requested.logprobs is None:
+            return None
+        as_ids = self._requested.tokens_as_ids
+        return ChatLogprobs(
+            [token_logprob(self._tokenizer, each, as_ids) for each in logprobs], None
+        )
+
+
+def _call(call: FunctionCall) -> AnsweredToolCall:
+    return AnsweredToolCall(call.call_id, "function", AnsweredFunction(call.name, call.arguments))
+
+
+def _chat_deltas(parts: Sequence[MessagePart]) -> list[ChatDelta]:
+    """The deltas of a message's parts: one for text and reasoning, one for each piece of a call."""
+    deltas: list[ChatDelta] = []
+    for part in parts:
+        delta = _chat_delta(part)
+        if delta is None:
+            continue
+        joined = _joined(deltas[-1], delta) if deltas else None
+        if joined is None:
+            deltas.append(delta)
+        else:
+            deltas[-1] = joined
+    return deltas
+
+
+def _joined(first: ChatDelta, then: ChatDelta) -> ChatDelta | None:
+    """Both in one, if one is text and the other reasoning."""
+    if first.tool_calls or then.tool_calls:
+        return None
+    texts, thoughts = (first, then) if first.reasoning is UNSET else (then, first)
+    if texts.reasoning is not UNSET or thoughts.content is not UNSET:
+        return None
+    return ChatDelta(
+        content=texts.content, reasoning_content=thoughts.reasoning, reasoning=thoughts.reasoning
+    )
+
+
+def _chat_delta(part: MessagePart) -> ChatDelta | None:
+    """The delta of a part; the last piece of a call may have none."""
+    match part:
+        case ContentDelta(text=text):
+            return ChatDelta(content=text)
+        case ReasoningDelta(text=text):
+            return ChatDelta(reasoning_content=text, reasoning=text)
+        case CallDelta(name="", arguments=""):
+            return None
+        case CallDelta(name="", arguments=arguments):
+            function = StreamedFunction(arguments=arguments)
+            return ChatDelta(tool_calls=[StreamedToolCall(index=part.index, function=function)])
+        case CallDelta(call_id=call_id, name=name):
+            call = StreamedToolCall(
+                index=part.index, id=call_id, type="function", function=StreamedFunction(name, "")
+            )
+            return ChatDelta(tool_calls=[call])

@@ -1,22 +1,31 @@
-"""`/v1/completions`: text or token ids in, text out."""
+"""`/v1/completions`: text or token ids in, text out.
+
+`Completions` parses a body, `CompletionRendering` writes one request's choices: text, OpenAI's four
+lists of logprobs, token ids, the prompt. It counts `text_offset`, and puts an echoed prompt into a
+stream's first delta of each choice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
+from msgspec import UNSET, UnsetType
+
+from quickstep.engine.stream import Delta
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import ParsedBody, Served, stream_flags
-from quickstep.server.generate.fill_in_middle import infill_markers
+from quickstep.server.generate.adapter import Served, stream_flags
+from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import (
+    Choice,
     Generation,
     InfillPrompt,
     ParsedRequest,
     TextPrompt,
     TokenPrompt,
 )
-from quickstep.server.generate.prompts import Prompt
+from quickstep.server.generate.prompts import Prompt, infill_markers
 from quickstep.server.generate.sampling import (
     bounded,
     deadline_of,
@@ -26,18 +35,25 @@ from quickstep.server.generate.sampling import (
     token_ids_of,
 )
 from quickstep.server.generate.structured import requested_grammar
-from quickstep.server.openai.choices import ChoicesWriter
-from quickstep.server.openai.completion_choice import CompletionRendering
-from quickstep.server.openai.request_types import CompletionRequest
-from quickstep.server.openai.requested_output import (
+from quickstep.server.openai.choices import (
+    ChoicesWriter,
     beam_params,
     own_values,
+    ranked_logprobs,
     requested_output,
     truncation_of,
 )
-from quickstep.server.openai.response_types import Completion, CompletionChunk
+from quickstep.server.openai.request_types import CompletionRequest
+from quickstep.server.openai.response_types import (
+    Completion,
+    CompletionChunk,
+    RankedLogprob,
+    TextChoice,
+    TextChunkChoice,
+    TextLogprobs,
+)
 from quickstep.server.schema.field_reader import FieldReader
-from quickstep.types import Request
+from quickstep.types import Request, TokenLogprobs
 
 __all__ = ["Completions"]
 
@@ -51,20 +67,22 @@ class Completions:
     response = partial(Completion, object="text_completion")
     chunk = partial(CompletionChunk, object="text_completion")
 
-    def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedBody:
-        """Validate a body. Raises RequestError."""
-        return ParsedBody(self._request(body, served), partial(ChoicesWriter, self, served))
+    @property
+    def rendering(self) -> type[CompletionRendering]:
+        """Renders the choices of one request."""
+        return CompletionRendering
 
-    def _request(self, body: bytes, served: Served) -> ParsedRequest:
+    def parse(self, body: bytes, served: Served, caller: str = "") -> ParsedRequest:
+        """Validate a body. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, CompletionRequest)
         model = served.model(fields.model)
         prompts = _prompts(fields, served)
         logprobs = num_alternatives("logprobs", fields.logprobs, served)
-        shown = requested_output(fields, served, logprobs, bool(fields.echo))
+        requested = requested_output(fields, served, logprobs, bool(fields.echo))
         max_tokens = _DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
         asked = requested_grammar(fields)
-        own = own_values(fields, served, shown, len(prompts), fields.best_of)
+        own = own_values(fields, served, requested, len(prompts), fields.best_of)
         own["max_tokens"] = max_tokens
         if asked is not None:
             own["grammar"] = asked.grammar
@@ -81,19 +99,16 @@ class Completions:
                 cache_salt=label("cache_salt", fields.cache_salt, served.limits),
             ),
             grammar_field="" if asked is None else asked.field,
-            shown=shown,
+            requested_output=requested,
             num_kept=None if beams or sampling.n == (fields.n or 1) else fields.n or 1,
             beams=beams,
             truncate_prompt_tokens=truncation_of(
                 fields.truncate_prompt_tokens, "truncate_prompt_tokens", max_tokens, served
             ),
             ignored=reader.ignored,
+            writer=partial(ChoicesWriter, self, served),
             **stream_flags(fields, served),
         )
-
-    def rendering(self, generation: Generation, served: Served) -> CompletionRendering:
-        """The renderer of one request."""
-        return CompletionRendering(generation, served.engine.tokenizer)
 
 
 def _prompts(fields: CompletionRequest, served: Served) -> tuple[Prompt, ...]:
@@ -124,7 +139,7 @@ def _texts(
         return tuple(TextPrompt(text, special) for text in texts)
     markers = infill_markers(served.engine.tokenizer)
     if fields.echo:
-        raise RequestError("echo cannot go with suffix, which stands behind the text", param="echo")
+        raise RequestError("echo cannot go with suffix", param="echo")
     return tuple(InfillPrompt(text, suffix, markers, special) for text in texts)
 
 
@@ -136,3 +151,167 @@ def _ids(prompts: Sequence[tuple[int, ...]], fields: CompletionRequest) -> tuple
 
 def _are_ids(prompt: Sequence[str | int | list[int]]) -> TypeGuard[Sequence[int]]:
     return all(isinstance(item, int) for item in prompt)
+
+
+class CompletionRendering:
+    """Writes the choices of one request, complete or as a stream's deltas."""
+
+    def __init__(self, generation: Generation, tokenizer: Vocabulary) -> None:
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._requested = generation.request.requested_output
+        self._skips_special = generation.request.sampling.skip_special_tokens
+        self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()
+
+    def opening(self, choice: Choice) -> None:
+        """A stream of completions begins with its first text."""
+
+    def prompt_fields(self) -> Mapping[str, Any]:
+        """None: every choice has the fields of its own prompt."""
+        return {}
+
+    def deltas(self, choice: Choice, delta: Delta) -> list[TextChunkChoice]:
+        """New text, with the new tokens' logprobs; the prompt first, once it is scored."""
+        if delta.finish_reason is None and not delta.token_ids and not delta.text:
+            return []
+        shows_tokens = self._requested.logprobs is not None or self._requested.token_ids
+        is_first = choice.index not in self._begun
+        with_prompt = is_first and (self._requested.echo or self._requested.token_ids)
+        if not delta.text and not with_prompt and not (shows_tokens and delta.token_ids):
+            return []
+        self._begun.add(choice.index)
+        text, logprobs = self._text(choice, delta.text, delta.logprobs, is_first)
+        return [
+            TextChunkChoice(
+                index=choice.index,
+                text=text,
+                logprobs=logprobs,
+                token_ids=self._token_ids(delta.token_ids),
+                prompt_token_ids=self._prompt_token_ids(choice) if is_first else UNSET,
+                finish_reason=None,
+            )
+        ]
+
+    def ending(self, choice: Choice) -> TextChunkChoice:
+        """The finish reason, without text."""
+        return TextChunkChoice(
+            index=choice.index,
+            text="",
+            logprobs=None,
+            finish_reason=_finish_reason(choice),
+            stop_reason=choice.stop_reason,
+            seed=choice.seed,
+        )
+
+    def complete(self, choice: Choice, index: int) -> TextChoice:
+        """The complete text."""
+        text, logprobs = self._text(choice, "".join(choice.text), choice.logprobs, is_first=True)
+        ranked: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
+        num_top = self._requested.prompt_logprobs
+        if num_top is not None:
+            scores = self._generation.prompt_logprobs(choice)
+            ranked = ranked_logprobs(scores, num_top, self._tokenizer)
+        return TextChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            token_ids=self._token_ids(choice.token_ids),
+            prompt_token_ids=self._prompt_token_ids(choice),
+            prompt_logprobs=ranked,
+            finish_reason=_finish_reason(choice),
+            stop_reason=choice.stop_reason,
+            seed=choice.seed,
+        )
+
+    def _text(
+        self, choice: Choice, text: str, logprobs: Iterable[TokenLogprobs], is_first: bool
+    ) -> tuple[str, TextLogprobs | None]:
+        """The text, the echoed prompt before it if it is the first, and the tokens' logprobs."""
+        listed = None if self._requested.logprobs is None else TextLogprobs([], [], [], [])
+        if is_first and self._requested.echo:
+            text = self._prompt_text(choice) + text
+            self._list_prompt(choice, text, listed)
+        if listed is not None:
+            self._list_tokens(choice.index, logprobs, listed)
+        return text, listed
+
+    def _token_ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
+        return list(token_ids) if self._requested.token_ids else UNSET
+
+    def _prompt_token_ids(self, choice: Choice) -> list[int] | UnsetType:
+        return self._token_ids(self._generation.prompt_token_ids(choice))
+
+    def _prompt_text(self, choice: Choice) -> str:
+        """The client's own text, or the decoded token ids."""
+        request = self._generation.request
+        prompt = request.prompts[choice.index // request.sampling.n]
+        if isinstance(prompt, TextPrompt):
+            return prompt.text
+        if isinstance(prompt, InfillPrompt):
+            return prompt.before
+        ids = self._generation.prompt_token_ids(choice)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)
+
+    def _list_prompt(self, choice: Choice, text: str, listed: TextLogprobs | None) -> None:
+        """List the prompt's tokens; the first has no score, and offsets continue after the last."""
+        if listed is None:
+            return
+        scores = self._generation.prompt_logprobs(choice)
+        token_ids = self._generation.prompt_token_ids(choice)
+        offset = 0
+        # a deadline may have passed before the complete prompt was scored
+        for token_id, score in zip(token_ids, scores, strict=False):
+            token = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            listed.tokens.append(self._token(token_id))
+            listed.token_logprobs.append(None if score is None else score.logprob)
+            top = None if score is None else self._alternatives(score, self._requested.logprobs)
+            listed.top_logprobs.append(top)
+            listed.text_offset.append(offset)
+            offset += self._length_in(text, token_id, token, offset)
+        self._offsets[choice.index] = len(self._prompt_text(choice))
+
+    def _length_in(self, text: str, token_id: int, token: str, offset: int) -> int:
+        """Characters that a token has in `text`: none if it is only special, without the space
+        that a text's first word loses.
+        """
+        if self._tokenizer.is_special(token_id) and not text.startswith(token, offset):
+            return 0
+        length = _num_characters(self._tokenizer.token_bytes(token_id))
+        loses_space = offset == 0 and token.startswith(" ") and not text.startswith(" ")
+        return length - loses_space
+
+    def _list_tokens(
+        self, index: int, logprobs: Iterable[TokenLogprobs], listed: TextLogprobs
+    ) -> None:
+        offset = self._offsets.get(index, 0)
+        for item in logprobs:
+            listed.tokens.append(self._token(item.token_id))
+            listed.token_logprobs.append(item.logprob)
+            listed.top_logprobs.append(self._alternatives(item, len(item.top)))
+            listed.text_offset.append(offset)
+            if not (self._skips_special and self._tokenizer.is_special(item.token_id)):
+                offset += _num_characters(self._tokenizer.token_bytes(item.token_id))
+        self._offsets[index] = offset
+
+    def _alternatives(self, item: TokenLogprobs, num_top: int | None) -> dict[str, float]:
+        """The token and the alternatives; of two with the same text, the likelier is listed."""
+        alternatives = {self._token(item.token_id): item.logprob}
+        for token_id, logprob in item.top[:num_top]:
+            alternatives.setdefault(self._token(token_id), logprob)
+        return alternatives
+
+    def _token(self, token_id: int) -> str:
+        if self._requested.tokens_as_ids:
+            return f"token_id:{token_id}"
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _finish_reason(choice: Choice) -> Any:
+    """In OpenAI's terms."""
+    return choice.finish_reason.openai if choice.finish_reason else None
+
+
+def _num_characters(content: bytes) -> int:
+    """Characters that begin in these bytes of UTF-8: a token may hold the rest of one only."""
+    return sum(byte & 0xC0 != 0x80 for byte in content)

@@ -18,24 +18,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from quickstep.errors import EngineError, RequestError
-from quickstep.server.generate.adapter import Answered, Served
+from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
+from quickstep.server.generate.adapter import LineResult, Served
 from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
-from quickstep.server.generate.ends import in_clients_words
 from quickstep.server.generate.engine_interface import TokenStream
-from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, prompts_ids
-from quickstep.server.generate.request_size import check_num_tokens
+from quickstep.server.generate.generation import with_client_field
+from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, check_num_tokens, prompts_ids
 from quickstep.server.generate.sampling import bounded, label, token_ids_of
-from quickstep.server.generate.tenancy import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconnected
 from quickstep.server.http.errors import GenerationFailed, json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.metrics import EmbeddingMeter, Metrics
-from quickstep.server.openai.embedding_types import (
-    Embedding,
-    EmbeddingList,
-    EmbeddingRequest,
-    EmbeddingUsage,
-)
+from quickstep.server.openai.request_types import EmbeddingRequest
+from quickstep.server.openai.response_types import Embedding, EmbeddingList, EmbeddingUsage
 from quickstep.server.schema.field_reader import FieldReader
 from quickstep.types import FinishReason, Pooling, Request, SamplingParams
 
@@ -67,11 +62,13 @@ class Embeddings:
             return json_response(answer)
         return await asyncio.to_thread(json_response, answer)
 
-    async def whole(self, body: bytes, caller: str = "", added_priority: int = 0) -> Answered:
+    async def answer_line(
+        self, body: bytes, caller: str = "", added_priority: int = 0
+    ) -> LineResult:
         """The JSON answer to a body that came some other way than HTTP: a line of a batch."""
         reader = FieldReader(self._served.field_rules)
         answer = await self._embed(body, reader, caller, added_priority)
-        return Answered(answer, reader.ignored)
+        return LineResult(answer, reader.ignored)
 
     async def _embed(
         self, body: bytes, reader: FieldReader, caller: str, added_priority: int = 0
@@ -107,7 +104,7 @@ class Embeddings:
         try:
             ids = await prompts_ids(engine, prompts, served.lanes, None if truncates else longest)
         except RequestError as error:
-            raise in_clients_words(error, "", input_field) from None
+            raise with_client_field(error, "", input_field) from None
         if truncates:
             ids = [one[:longest] for one in ids]
         check_num_tokens(ids, _SAMPLING, engine.max_model_len, served.limits)
@@ -150,7 +147,7 @@ class Embeddings:
             vectors = await asyncio.gather(*(_vector(stream, meter) for stream in streams))
             return [_shortened(vector, fields.dimensions) for vector in vectors]
         except RequestError as error:
-            raise in_clients_words(error, "", input_field) from None
+            raise with_client_field(error, "", input_field) from None
         finally:
             for stream in streams:
                 await stream.aclose()

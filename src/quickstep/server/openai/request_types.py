@@ -11,12 +11,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from quickstep.errors import RequestError
-from quickstep.server.schema.field_classes import hint, refused
+from quickstep.server.schema.field_classes import effect, hint, note, refused
 
 __all__ = [
     "AssistantMessage",
@@ -24,6 +24,7 @@ __all__ = [
     "ChoiceFields",
     "CompletionRequest",
     "DeveloperMessage",
+    "EmbeddingRequest",
     "FunctionMessage",
     "FunctionTool",
     "JsonObjectFormat",
@@ -47,11 +48,19 @@ __all__ = [
 ]
 
 
+_MODEL = effect("Which served name answers; the first one if not given, 404 for an unknown one.")
+_TEMPLATE = effect("Given to the chat template.")
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """`stream_options`: a usage chunk at the end, or the running usage in every chunk (vLLM)."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: Annotated[
+        bool | None, effect("The last chunk tells the usage and has no choices.")
+    ] = None
+    continuous_usage_stats: Annotated[
+        bool | None, effect("Every chunk tells the usage so far.")
+    ] = None
     include_obfuscation: Annotated[bool | None, hint("chunks are not padded", passes=(False,))] = (
         None
     )
@@ -68,16 +77,19 @@ class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A named schema. It is enforced whatever `strict` says; name and description are notes."""
 
-    name: str
-    description: str | None = None
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
+    name: Annotated[str, note("for readers of the request")]
+    description: Annotated[str | None, note("for readers of the request")] = None
+    schema: Annotated[
+        dict[str, Any] | None,
+        effect("The JSON schema that the output fits; a keyword that cannot be enforced is 400."),
+    ] = None
+    strict: Annotated[bool | None, note("the schema is enforced whatever is said here")] = None
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
     """Output that fits a JSON schema."""
 
-    json_schema: JsonSchema
+    json_schema: Annotated[JsonSchema, effect("The schema, with a name.")]
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
@@ -86,20 +98,33 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """vLLM's `structured_outputs`: one of these; `grammar` is in Lark or GBNF."""
 
-    json: dict[str, Any] | str | None = None
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    json: Annotated[
+        dict[str, Any] | str | None,
+        effect("The output fits this JSON schema, given as an object or as its text."),
+    ] = None
+    json_object: Annotated[bool | None, effect("The output is a JSON object.")] = None
+    regex: Annotated[
+        str | None, effect("The whole output matches this regular expression (Rust's syntax).")
+    ] = None
+    choice: Annotated[list[str] | None, effect("The output is one of these texts.")] = None
+    grammar: Annotated[
+        str | None, effect("The output derives from this grammar, in llguidance's Lark or in GBNF.")
+    ] = None
     structural_tag: Annotated[Any, refused("send a grammar")] = None
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """What completions, chat and responses share. Here inheritance declares fields only."""
 
-    model: str | None = None
+    model: Annotated[str | None, _MODEL] = None
     n: int | None = None
-    preset: str | None = None
+    preset: Annotated[
+        str | None,
+        effect(
+            "Sets temperature and top_p for a kind of task; what the request says itself goes "
+            "first."
+        ),
+    ] = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -127,14 +152,37 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    timeout_s: float | None = None
+    response_format: Annotated[
+        ResponseFormat | None, effect("Enforces the form of the whole output by a grammar.")
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        effect("Enforces the form of the whole output by one of several grammars."),
+    ] = None
+    stream: Annotated[
+        bool | None, effect("Sends the answer as server-sent events while it is generated.")
+    ] = None
+    stream_options: Annotated[
+        StreamOptions | None, effect("What the stream tells beside the text; needs stream: true.")
+    ] = None
+    user: Annotated[
+        str | None, effect("To whom the work is accounted, below the name of the API key.")
+    ] = None
+    priority: Annotated[
+        int | None,
+        effect(
+            "A lower number goes first, and may take the place of a running higher one; 0 if not "
+            "given."
+        ),
+    ] = None
+    cache_salt: Annotated[
+        str | None,
+        effect("Cached prefixes are shared only with requests of the same API key and salt."),
+    ] = None
+    timeout_s: Annotated[
+        float | None,
+        effect("Seconds after which what was generated is the answer, with finish_reason length."),
+    ] = None
     guided_choice: Annotated[Any, refused("send structured_outputs.choice")] = None
     guided_grammar: Annotated[Any, refused("send structured_outputs.grammar")] = None
     guided_json: Annotated[Any, refused("send structured_outputs.json")] = None
@@ -147,48 +195,86 @@ class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, fro
 
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | None = None
+    return_token_ids: Annotated[bool | None, effect("Adds the token ids of prompt and output.")] = (
+        None
+    )
+    return_tokens_as_token_ids: Annotated[
+        bool | None, effect("Names the tokens of logprobs by their ids: token_id:7.")
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        effect("Reads only so many of the prompt's last tokens; -1 leaves room for the answer."),
+    ] = None
+    use_beam_search: Annotated[
+        bool | None, effect("Searches the n likeliest texts instead of drawing.")
+    ] = None
+    length_penalty: Annotated[
+        float | None,
+        effect("How much longer texts gain in a beam search; needs use_beam_search: true."),
+    ] = None
+    early_stopping: Annotated[
+        bool | None,
+        effect("Ends a beam search with the first n texts; needs use_beam_search: true."),
+    ] = None
 
 
 class CompletionRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/completions`. A flat list in `prompt` is texts or one prompt's token ids."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Annotated[
+        str | list[str | int | list[int]],
+        effect("What to continue: a text, token ids, or a list of either."),
+    ]
     logprobs: int | None = None
-    add_special_tokens: bool | None = None
-    best_of: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
+    add_special_tokens: Annotated[
+        bool | None,
+        effect("Whether the tokenizer adds its special tokens to the prompt; true if not given."),
+    ] = None
+    best_of: Annotated[
+        int | None, effect("Draws this many and answers with the n of the highest mean logprob.")
+    ] = None
+    echo: Annotated[
+        bool | None,
+        effect("The prompt stands before the text, with its logprobs if they are asked for."),
+    ] = None
+    suffix: Annotated[
+        str | None,
+        effect(
+            "The text between prompt and suffix is asked for; 400 if the model has no tokens for "
+            "that."
+        ),
+    ] = None
     prompt_embeds: Annotated[Any, refused("send text or token ids")] = None
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="text"):
     """A piece of a message's content."""
 
-    text: str
+    text: Annotated[str, effect("The text; a message's parts are joined by line ends.")]
 
 
 class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="refusal"):
     """A refusal in an assistant message's content; the template sees its text."""
 
-    refusal: str
+    refusal: Annotated[str, effect("Read by the template as text.")]
 
 
 class MediaPart(msgspec.Struct, frozen=True, tag="image_url"):
     """An image: known, so that it is refused in words."""
 
+    refused_form: ClassVar[str] = "the model reads text only"
+
 
 class AudioPart(msgspec.Struct, frozen=True, tag="input_audio"):
     """A sound: known, so that it is refused in words."""
 
+    refused_form: ClassVar[str] = "the model reads text only"
+
 
 class FilePart(msgspec.Struct, frozen=True, tag="file"):
     """A file: known, so that it is refused in words."""
+
+    refused_form: ClassVar[str] = "the model reads text only"
 
 
 ContentPart = TextPart | RefusalPart | MediaPart | AudioPart | FilePart
@@ -200,8 +286,8 @@ class SystemMessage(
 ):
     """Instructions."""
 
-    content: Content
-    name: str | None = None
+    content: Annotated[Content, effect("Instructions for the model.")]
+    name: Annotated[str | None, _TEMPLATE] = None
 
 
 class DeveloperMessage(
@@ -209,8 +295,8 @@ class DeveloperMessage(
 ):
     """OpenAI's later name of `system`; the template sees `system`."""
 
-    content: Content
-    name: str | None = None
+    content: Annotated[Content, effect("Instructions; the template sees role system.")]
+    name: Annotated[str | None, _TEMPLATE] = None
 
 
 class UserMessage(
@@ -218,24 +304,26 @@ class UserMessage(
 ):
     """What the user says."""
 
-    content: Content
-    name: str | None = None
+    content: Annotated[Content, effect("What the user says.")]
+    name: Annotated[str | None, _TEMPLATE] = None
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Name and JSON text of the arguments of an earlier call."""
 
-    name: str
-    arguments: str
+    name: Annotated[str, _TEMPLATE]
+    arguments: Annotated[
+        str, effect("Given to the chat template; mostly the JSON text of an object.")
+    ]
 
 
 class ToolCall(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """An earlier call in the history; `index` is there when a client sends back what it got."""
 
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
-    index: int | None = None
+    id: Annotated[str, _TEMPLATE]
+    function: Annotated[CalledFunction, effect("What was called.")]
+    type: Annotated[Literal["function"], effect("Only function is known.")] = "function"
+    index: Annotated[int | None, note("clients send back what a stream gave them")] = None
 
 
 class AssistantMessage(
@@ -243,11 +331,18 @@ class AssistantMessage(
 ):
     """What the model said. The null fields are there when a client sends back what it got."""
 
-    content: Content | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
+    content: Annotated[
+        Content | None, effect("What the model said; null beside tool_calls only.")
+    ] = None
+    name: Annotated[str | None, _TEMPLATE] = None
+    tool_calls: Annotated[
+        list[ToolCall] | None,
+        effect("The calls that the model made; 400 if the template cannot write them."),
+    ] = None
+    reasoning_content: Annotated[
+        str | None, effect("Given to the chat template, which may leave it out.")
+    ] = None
+    reasoning: Annotated[str | None, effect("Another name of reasoning_content.")] = None
     refusal: Annotated[str | None, refused("the model has no refusals", passes=("",))] = None
     annotations: Annotated[list[Any] | None, hint("the model reads text only", passes=([],))] = None
     audio: Annotated[Any, refused("the model gives text only")] = None
@@ -259,15 +354,17 @@ class ToolMessage(
 ):
     """What a tool gave back."""
 
-    content: Content
-    tool_call_id: str
-    name: str | None = None
+    content: Annotated[Content, effect("What the tool gave back.")]
+    tool_call_id: Annotated[str, _TEMPLATE]
+    name: Annotated[str | None, _TEMPLATE] = None
 
 
 class FunctionMessage(
     msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="function", tag_field="role"
 ):
     """The deprecated form of `tool`: known, so that it is refused in words."""
+
+    refused_form: ClassVar[str] = "it is deprecated; send role tool"
 
     content: Content | None = None
     name: str | None = None
@@ -286,38 +383,71 @@ Message = (
 class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A function that the model may call; `parameters` is the JSON schema of an object."""
 
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    name: Annotated[str, effect("The name in a call; each one once.")]
+    description: Annotated[str | None, effect("Included in the prompt.")] = None
+    parameters: Annotated[
+        dict[str, Any] | None,
+        effect(
+            "The JSON schema of the arguments, shown to the model and enforced where a call is."
+        ),
+    ] = None
+    strict: Annotated[
+        bool | None, effect("Whether arguments have to fit where the model may choose to call.")
+    ] = None
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="function"):
     """A tool that the client runs."""
 
-    function: FunctionSpec
+    function: Annotated[FunctionSpec, effect("The function that may be called.")]
 
 
 class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[Message]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    messages: Annotated[
+        list[Message], effect("The conversation, as the model's chat template writes it.")
+    ]
+    max_completion_tokens: Annotated[
+        int | None, effect("OpenAI's later name of max_tokens; both may stand if they agree.")
+    ] = None
+    logprobs: Annotated[
+        bool | None, effect("Gives the chosen tokens' logprobs, of the raw logits.")
+    ] = None
+    top_logprobs: Annotated[
+        int | None, effect("Adds this many alternatives per token; needs logprobs: true.")
+    ] = None
     echo: Annotated[
         bool | None,
+        effect("Puts the last message before the answer, if it is the assistant's."),
         hint("the last message is not the assistant's", passes=(False,), conditional=True),
     ] = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
+    add_generation_prompt: Annotated[
+        bool | None, effect("Whether the template opens an assistant message; true if not given.")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None,
+        effect(
+            "The answer continues from the last message's text, which is the assistant's; a "
+            "grammar or a stop string is of what is new."
+        ),
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, effect("Further variables for the chat template.")
+    ] = None
+    metadata: Annotated[dict[str, str] | None, effect("Stands in the answer as it was sent.")] = (
+        None
+    )
+    safety_identifier: Annotated[str | None, effect("OpenAI's later name of user.")] = None
     prompt_cache_key: Annotated[str | None, hint("one engine has every prefix in its reach")] = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    tools: Annotated[
+        list[dict[str, Any]] | None, effect("Functions that the model is shown and may call.")
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        effect("Whether calls are possible, forbidden, or enforced by a grammar."),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, effect("False keeps the first call only.")] = None
     audio: Annotated[Any, refused("the model gives text only")] = None
     chat_template: Annotated[Any, refused("the model's own template is used")] = None
     documents: Annotated[Any, refused("send them in chat_template_kwargs")] = None
@@ -340,16 +470,69 @@ class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen
         str | None, hint("prefixes are cached in memory only", passes=("in_memory",))
     ] = None
     reasoning_effort: Annotated[
-        str | None, hint("the model has no such level", conditional=True)
+        str | None,
+        effect("Turns reasoning off (none), or sets the level where the chat template has one."),
+        hint("the model has no such level", conditional=True),
     ] = None
     service_tier: Annotated[
         str | None, hint("there is one service tier", passes=("auto", "default"))
     ] = None
     store: Annotated[bool | None, hint("completions are not stored", passes=(False,))] = None
     verbosity: Annotated[
-        str | None, hint("the model has no verbosity setting", passes=("medium",), conditional=True)
+        str | None,
+        effect("Sets the answer's length where the chat template has such a level."),
+        hint("the model has no verbosity setting", passes=("medium",), conditional=True),
     ] = None
     web_search_options: Annotated[dict[str, Any] | None, hint("the server runs no tools")] = None
+
+
+class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """Texts or token ids. A flat list in `input` is texts or one input's token ids.
+
+    `dimensions` keeps the first ones and scales them to length 1 again, which models that were
+    trained for it (Matryoshka) allow. `pooling` is how the hidden states become one vector; without
+    it the model's card decides, else the last token's state.
+    """
+
+    input: Annotated[
+        str | list[str | int | list[int]],
+        effect("What to embed: a text, token ids, or a list of either."),
+    ]
+    model: Annotated[str | None, _MODEL] = None
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None,
+        effect("Numbers, or the base64 of little-endian float32; float if not given."),
+    ] = None
+    dimensions: Annotated[
+        int | None, effect("Keeps the first ones and scales them to length 1 again.")
+    ] = None
+    user: Annotated[
+        str | None, effect("To whom the work is accounted, below the name of the API key.")
+    ] = None
+    pooling: Annotated[
+        Literal["mean", "last"] | None,
+        effect(
+            "How the hidden states become one vector; the model's card decides if not given, else "
+            "the last token's state."
+        ),
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, effect("Whether the tokenizer adds its special tokens; true if not given.")
+    ] = None
+    priority: Annotated[
+        int | None,
+        effect(
+            "A lower number goes first, and may take the place of a running higher one; 0 if not "
+            "given."
+        ),
+    ] = None
+    cache_salt: Annotated[
+        str | None,
+        effect("Cached prefixes are shared only with requests of the same API key and salt."),
+    ] = None
+    timeout_s: Annotated[
+        float | None, effect("After this many seconds the answer is the error 408.")
+    ] = None
 
 
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)

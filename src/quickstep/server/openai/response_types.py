@@ -20,6 +20,9 @@ __all__ = [
     "ChatCompletionChunk",
     "Completion",
     "CompletionChunk",
+    "Embedding",
+    "EmbeddingList",
+    "EmbeddingUsage",
     "Model",
     "ModelList",
     "RequestMetrics",
@@ -289,6 +292,30 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None
     usage: Usage | UnsetType | None = UNSET
     metrics: RequestMetrics | UnsetType = UNSET
+
+
+class Embedding(msgspec.Struct, frozen=True):
+    """A vector of length 1: numbers, or the base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct, frozen=True):
+    """The answer, in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
 
 
 class RopeScaling(msgspec.Struct, frozen=True):

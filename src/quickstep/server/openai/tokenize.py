@@ -1,14 +1,15 @@
-"""`/tokenize` and `/detokenize`: text to token ids and back, in vLLM's and in llama.cpp's words.
+"""`/tokenize`, `/detokenize`, `/apply-template`: text to token ids and back, in the forms of vLLM
+and of llama.cpp.
 
-The fields tell whose words they are: `prompt` or `messages` are vLLM's, `content` is llama.cpp's;
-a field of one side beside the other's is refused. The answer holds what either side reads. Long
-inputs are worked on in a thread.
+The fields decide the form: `prompt` or `messages` are vLLM's, `content` is llama.cpp's; a field of
+one form together with the other's is refused. The response has the fields of both. Long inputs are
+processed in a thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -23,22 +24,26 @@ from quickstep.server.http.errors import json_response
 from quickstep.server.http.middleware import report_ignored
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.openai.chat import Chat
-from quickstep.server.openai.request_types import ChatRequest
-from quickstep.server.openai.tokenize_types import (
-    ApplyTemplateRequest,
-    Detokenized,
-    DetokenizeRequest,
-    RenderedPrompt,
-    Tokenized,
-    TokenizeRequest,
-    TokenizerInfo,
-    TokenPiece,
-)
+from quickstep.server.openai.request_types import ChatRequest, Message
+from quickstep.server.schema.field_classes import effect, refused
 from quickstep.server.schema.field_reader import FieldReader
 
-__all__ = ["Tokenizing"]
+__all__ = [
+    "ApplyTemplateRequest",
+    "DetokenizeRequest",
+    "Detokenized",
+    "RenderedPrompt",
+    "TokenPiece",
+    "TokenizeRequest",
+    "Tokenized",
+    "TokenizerInfo",
+    "Tokenizing",
+]
 
 # Shorter bodies are worked on in the event loop: a thread hop costs more.
+_MODEL = effect("Which served name answers; the first one if not given, 404 for an unknown one.")
+
+
 _INLINE_BYTES = 2048
 _Schema = TypeVar("_Schema", bound=msgspec.Struct)
 
@@ -58,6 +63,112 @@ _FIELDS = {
     },
     "content": {"add_special", "parse_special", "with_pieces"},
 }
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """The body of `/tokenize`: `prompt` or `messages` (vLLM), or `content` (llama.cpp)."""
+
+    model: Annotated[str | None, _MODEL] = None
+    prompt: Annotated[str | None, effect("The text (vLLM's name).")] = None
+    messages: Annotated[
+        list[Message] | None, effect("A conversation, as the chat template writes it.")
+    ] = None
+    content: Annotated[
+        str | None, effect("The text (llama.cpp's name); the answer has llama.cpp's form.")
+    ] = None
+    add_special_tokens: Annotated[
+        bool | None, effect("Whether the tokenizer adds its special tokens.")
+    ] = None
+    return_token_strs: Annotated[bool | None, effect("Adds each token's text.")] = None
+    add_generation_prompt: Annotated[
+        bool | None, effect("Whether the template opens an assistant message; true if not given.")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, effect("Whether the prompt ends with the last message's text.")
+    ] = None
+    chat_template: Annotated[str | None, refused("the model's own template is used")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, effect("Further variables for the chat template.")
+    ] = None
+    mm_processor_kwargs: Annotated[dict[str, Any] | None, refused("the model reads text only")] = (
+        None
+    )
+    tools: Annotated[list[dict[str, Any]] | None, effect("Functions that the template shows.")] = (
+        None
+    )
+    add_special: Annotated[
+        bool | None, effect("llama.cpp's name of add_special_tokens; false if not given.")
+    ] = None
+    parse_special: Annotated[
+        bool | None, refused("special tokens are recognised in every text", passes=(True,))
+    ] = None
+    with_pieces: Annotated[bool | None, effect("Adds each token's text, as llama.cpp does.")] = None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """The body of `/detokenize`, the same for vLLM and llama.cpp."""
+
+    tokens: Annotated[list[int], effect("The token ids.")]
+    model: Annotated[str | None, _MODEL] = None
+
+
+class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """The body of llama.cpp's `/apply-template`."""
+
+    messages: Annotated[list[Message], effect("The conversation.")]
+    model: Annotated[str | None, _MODEL] = None
+    tools: Annotated[list[dict[str, Any]] | None, effect("Functions that the template shows.")] = (
+        None
+    )
+    add_generation_prompt: Annotated[
+        bool | None, effect("Whether the template opens an assistant message; true if not given.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, effect("Further variables for the chat template.")
+    ] = None
+
+
+class TokenPiece(msgspec.Struct, frozen=True):
+    """A token (llama.cpp's `with_pieces`): its text, or its bytes if they are no whole text."""
+
+    id: int
+    piece: str | list[int]
+
+
+class Tokenized(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/tokenize`; `token_strs` are the vocabulary's own spellings."""
+
+    tokens: list[int | TokenPiece]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/detokenize`: the same text by vLLM's name and by llama.cpp's."""
+
+    prompt: str
+    content: str
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `/tokenizer_info`: what a client needs to write prompts by itself."""
+
+    tokenizer_class: Literal["PreTrainedTokenizerFast"] = "PreTrainedTokenizerFast"
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    eos_token_ids: list[int]
+
+
+class RenderedPrompt(msgspec.Struct, frozen=True):
+    """The answer of `/apply-template`."""
+
+    prompt: str
 
 
 class Tokenizing:
@@ -203,7 +314,7 @@ class Tokenizing:
 
     def _rendered(self, request: Request, chat: ChatRequest) -> str:
         """The prompt text, exactly as the chat route would render it."""
-        parsed = Chat().parse(msgspec.json.encode(chat), self._served).request
+        parsed = Chat().parse(msgspec.json.encode(chat), self._served)
         report_ignored(request, parsed.ignored)
         (prompt,) = parsed.prompts
         assert isinstance(prompt, ChatPrompt), "a chat has one prompt, of this kind"

@@ -1,23 +1,20 @@
-"""`/v1/responses`: OpenAI's Responses API over the same conversation as chat.
+"""`/v1/responses`: the adapter of OpenAI's Responses API, from a body to a request.
 
-`Responses` is the API, `StoredResponses` the routes of what it keeps. Both share one
-`ResponseStore`; a response goes there when it is finished, unless the client said `store: false`.
+`ResponsesWriter` writes the response. It is stored when it is complete, unless the client sent
+`store: false`.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from msgspec import structs
 from msgspec.structs import replace
-from starlette.requests import Request
-from starlette.responses import Response
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import ParsedBody, Served, stream_flags
+from quickstep.server.generate.adapter import Served, stream_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     checked_metadata,
@@ -26,10 +23,19 @@ from quickstep.server.generate.conversation import (
     tenant_of,
     verbosity_in_template,
 )
-from quickstep.server.generate.endpoint import caller_of
+from quickstep.server.generate.generation import ParsedRequest
 from quickstep.server.generate.sampling import label, num_alternatives
-from quickstep.server.http.errors import RouteNotFound, json_response
-from quickstep.server.openai.request_types import decode_values
+from quickstep.server.generate.structured import RequestedGrammar, requested_grammar
+from quickstep.server.generate.tools import (
+    CHOICES,
+    Function,
+    OfferedTools,
+    ToolChoice,
+    is_left_out,
+    offer,
+)
+from quickstep.server.http.errors import RouteNotFound
+from quickstep.server.openai.request_types import JsonObjectFormat
 from quickstep.server.options import RequestLimits
 from quickstep.server.responses.input_items import (
     listed_items,
@@ -37,19 +43,22 @@ from quickstep.server.responses.input_items import (
     template_messages,
     with_instructions,
 )
-from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
-from quickstep.server.responses.response_types import DeletedResponse, InputItems
-from quickstep.server.responses.store import ResponseStore, StoredResponse
-from quickstep.server.responses.tools import offered_functions, requested_text_format
+from quickstep.server.responses.request_types import (
+    FunctionToolSpec,
+    ResponsesRequest,
+    SchemaFormat,
+)
+from quickstep.server.responses.store import ResponseStore
 from quickstep.server.responses.writer import ResponsesWriter, Turn
 from quickstep.server.schema.field_reader import FieldReader
+from quickstep.types import Grammar
 
-__all__ = ["INCLUDES", "INCLUDES_NOTHING", "Responses", "StoredResponses"]
+__all__ = ["INCLUDES", "INCLUDES_NOTHING", "Responses"]
 
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED = "reasoning.encrypted_content"
 INCLUDES = (_LOGPROBS, _SEALED)
-# of tools and inputs that are not here; clients send them for whatever may come
+# parts of tools and inputs that this server does not have; clients include them by default
 INCLUDES_NOTHING = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -61,27 +70,29 @@ INCLUDES_NOTHING = (
 
 
 class Responses:
-    """The API."""
+    """The adapter of the API."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
-    def parse(self, body: bytes, served: Served, caller: str) -> ParsedBody:
-        """Validate. Raises RequestError."""
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
+        """Parse and validate a body. Raises RequestError."""
         reader = FieldReader(served.field_rules)
         fields = reader.decode(body, ResponsesRequest)
         served.model(fields.model)
         limits = served.limits
         items = read_items(fields.input, reader)
-        past = self._past(fields, caller)
+        past = self._previous_messages(fields, caller)
         messages = (*past, *template_messages(items, served))
-        whole = with_instructions(fields.instructions, messages)
         conversation = Conversation(
-            whole,
+            with_instructions(fields.instructions, messages),
             num_chars=len(body) + sum(len(message.get("content") or "") for message in past),
-            offered=offered_functions(fields, served, reader),
-            asked=requested_text_format(fields),
-            extra={**_told(fields, served, reader), **(fields.chat_template_kwargs or {})},
+            offered=_offered_functions(fields, served, reader),
+            grammar=_requested_text_format(fields),
+            extra={
+                **_template_variables(fields, served, reader),
+                **(fields.chat_template_kwargs or {}),
+            },
         )
         own = {
             "max_tokens": fields.max_output_tokens,
@@ -89,14 +100,6 @@ class Responses:
         }
         renamed = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
         request = conversation_request(conversation, fields, served, own, renamed, "input")
-        request = replace(
-            request,
-            request=structs.replace(
-                request.request, tenant=tenant_of(fields.user, fields.safety_identifier, limits)
-            ),
-            ignored=reader.ignored,
-            **stream_flags(fields, served),
-        )
         _check_labels(fields, limits)
         turn = Turn(
             fields,
@@ -105,10 +108,20 @@ class Responses:
             seals=_SEALED in (fields.include or ()),
             store=None if fields.store is False else partial(self._store.put, caller),
         )
-        return ParsedBody(request, partial(ResponsesWriter, served, turn))
+        return replace(
+            request,
+            request=structs.replace(
+                request.request, tenant=tenant_of(fields.user, fields.safety_identifier, limits)
+            ),
+            ignored=reader.ignored,
+            writer=partial(ResponsesWriter, served, turn),
+            **stream_flags(fields, served),
+        )
 
-    def _past(self, fields: ResponsesRequest, caller: str) -> Sequence[Mapping[str, Any]]:
-        """The messages that the new ones follow. Raises RequestError 400, as OpenAI does."""
+    def _previous_messages(
+        self, fields: ResponsesRequest, caller: str
+    ) -> Sequence[Mapping[str, Any]]:
+        """The messages of `previous_response_id`. Raises RequestError 400, like OpenAI."""
         previous = fields.previous_response_id
         if previous is None:
             return ()
@@ -119,7 +132,7 @@ class Responses:
 
 
 class _PreviousNotFound(RouteNotFound):
-    """A response that cannot be continued: never stored, deleted, or pushed out by others."""
+    """A response that cannot be continued: never stored, deleted or evicted."""
 
     def __init__(self, response_id: str) -> None:
         super().__init__(
@@ -130,75 +143,10 @@ class _PreviousNotFound(RouteNotFound):
         self.status = 400
 
 
-class StoredResponses:
-    """The routes of what is stored. Each raises RequestError 404 for an id it does not have."""
-
-    def __init__(self, store: ResponseStore) -> None:
-        self._store = store
-
-    async def retrieve(self, request: Request) -> Response:
-        """A finished response."""
-        _no_queries(request, ("include",))
-        response = self._stored(request).response
-        return await asyncio.to_thread(json_response, response)  # as large as any answer
-
-    async def delete(self, request: Request) -> Response:
-        """Forget a response."""
-        stored = self._stored(request)
-        self._store.delete(caller_of(request), stored.response.id)
-        return json_response(DeletedResponse(id=stored.response.id))
-
-    async def input_items(self, request: Request) -> Response:
-        """What the response answers, the last item first unless `order` is `asc`."""
-        query = decode_values(_named_once(request), InputItemsQuery)
-        items = list(self._stored(request).input_items)
-        if query.order == "desc":
-            items.reverse()
-        start = _place_behind(query.after, items)
-        page = items[start : start + query.limit]
-        listed = InputItems(
-            data=[dict(item) for item in page],
-            first_id=page[0]["id"] if page else None,
-            last_id=page[-1]["id"] if page else None,
-            has_more=start + query.limit < len(items),
-        )
-        return await asyncio.to_thread(json_response, listed)  # as large as any request
-
-    def _stored(self, request: Request) -> StoredResponse:
-        response_id: str = request.path_params["response_id"]
-        stored = self._store.get(caller_of(request), response_id)
-        if stored is None:
-            raise RouteNotFound(
-                f"response {response_id[:64]!r} is not found",
-                param="response_id",
-                code="not_found",
-            )
-        return stored
-
-
-def _no_queries(request: Request, known: tuple[str, ...]) -> None:
-    """Refuse what is asked for in the query and not done. `include` adds what is there already."""
-    for name in request.query_params:
-        if name not in known:
-            raise RequestError(f"{name[:64]} is not supported in the query", param=name[:64])
-
-
-def _named_once(request: Request) -> dict[str, str]:
-    """The query; clients write a list as `include[]`."""
-    return {name.removesuffix("[]"): text for name, text in request.query_params.items()}
-
-
-def _place_behind(item_id: str | None, items: Sequence[Mapping[str, Any]]) -> int:
-    if item_id is None:
-        return 0
-    for place, item in enumerate(items):
-        if item["id"] == item_id:
-            return place + 1
-    raise RequestError(f"after is {item_id[:64]!r}, there is no such item", param="after")
-
-
-def _told(fields: ResponsesRequest, served: Served, reader: FieldReader) -> dict[str, Any]:
-    """What the template is told of the reasoning and of the answer's length."""
+def _template_variables(
+    fields: ResponsesRequest, served: Served, reader: FieldReader
+) -> dict[str, Any]:
+    """The template's variables for the reasoning effort and the length of the output."""
     effort = None if fields.reasoning is None else fields.reasoning.effort
     verbosity = None if fields.text is None else fields.text.verbosity
     return {
@@ -208,11 +156,11 @@ def _told(fields: ResponsesRequest, served: Served, reader: FieldReader) -> dict
 
 
 def _num_logprobs(fields: ResponsesRequest, served: Served, reader: FieldReader) -> int | None:
-    """The alternatives per token; they are given where `include` asks for them."""
-    for place, name in enumerate(fields.include or ()):
-        path = f"include[{place}]"
+    """The alternatives per token, None if `include` does not have logprobs."""
+    for index, name in enumerate(fields.include or ()):
+        path = f"include[{index}]"
         if name in INCLUDES_NOTHING:
-            reader.ignore(path, "the answer has no such part")
+            reader.ignore(path, "the response has no such part")
         elif name not in INCLUDES:
             raise RequestError(f"{path} {name[:64]} is not supported", param=path)
     if _LOGPROBS in (fields.include or ()):
@@ -230,3 +178,76 @@ def _check_labels(fields: ResponsesRequest, limits: RequestLimits) -> None:
             f"max_tool_calls is {fields.max_tool_calls}, it must be at least 1",
             param="max_tool_calls",
         )
+
+
+def _offered_functions(
+    fields: ResponsesRequest, served: Served, reader: FieldReader
+) -> OfferedTools:
+    """The functions of `tools`, and the tool choice. Raises RequestError."""
+    functions = []
+    for index, tool in enumerate(fields.tools or ()):
+        path = f"tools[{index}]"
+        if is_left_out(tool, "function", reader):
+            continue
+        spec = reader.convert(tool, FunctionToolSpec, path)
+        functions.append(
+            Function(spec.name, spec.description, spec.parameters, bool(spec.strict), path)
+        )
+    choice = _choice(fields.tool_choice)
+    return offer(functions, choice, fields.parallel_tool_calls is False, served)
+
+
+def _choice(choice: str | dict[str, Any] | None) -> ToolChoice:
+    match choice:
+        case None:
+            return ToolChoice()
+        case str() if choice in CHOICES:
+            return CHOICES[choice]
+        case {"type": "function", "name": str(name), **more} if not more:
+            return ToolChoice(must_call=True, names=(name,))
+        case {"type": "allowed_tools", "mode": mode, "tools": list(tools), **more} if not more:
+            return _allowed(mode, tools)
+        case str():
+            description = repr(choice[:64])
+        case _:
+            description = "an object of another form"
+    raise RequestError(
+        f"tool_choice is {description}, it must be auto, none, required, "
+        '{"type": "function", "name": ...} or {"type": "allowed_tools", ...}',
+        param="tool_choice",
+    )
+
+
+def _allowed(mode: object, tools: list[Any]) -> ToolChoice:
+    """A subset of the tools; only a forced call can be restricted to them."""
+    if mode != "required":
+        raise RequestError(
+            f"tool_choice.mode is {mode!r:.64}, only required is supported; leave out the other "
+            "tools",
+            param="tool_choice.mode",
+        )
+    names = []
+    for index, tool in enumerate(tools):
+        match tool:
+            case {"type": "function", "name": str(name), **more} if not more:
+                names.append(name)
+            case _:
+                path = f"tool_choice.tools[{index}]"
+                raise RequestError(f'{path} is not {{"type": "function", "name": ...}}', param=path)
+    return ToolChoice(must_call=True, names=tuple(names))
+
+
+def _requested_text_format(fields: ResponsesRequest) -> RequestedGrammar | None:
+    """The grammar that `text.format` or `structured_outputs` requests. Raises RequestError."""
+    requested = requested_grammar(fields)
+    form = None if fields.text is None else fields.text.format
+    if not isinstance(form, JsonObjectFormat | SchemaFormat):
+        return requested
+    if requested is not None:
+        raise RequestError(
+            "structured_outputs and text.format both constrain the output; send one of them",
+            param="structured_outputs",
+        )
+    if isinstance(form, JsonObjectFormat):
+        return RequestedGrammar(Grammar.of_json_object(), "text.format")
+    return RequestedGrammar(Grammar.of_json_schema(form.schema), "text.format.schema")

@@ -1,7 +1,7 @@
-"""OpenAI's input items, as the messages that chat templates read.
+"""OpenAI's input items: reading them, listing them, and turning them into messages for templates.
 
-An assistant's turn is spread over several items (reasoning, message, calls): what stands together
-becomes one message. An item that a template has no place for is refused with its path.
+An assistant's turn consists of several items (reasoning, message, calls); adjacent ones become one
+message. An item that the template cannot render is refused with its path.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ from quickstep.server.responses.request_types import (
     OutputRefusalPart,
     OutputTextPart,
     ReasoningItem,
+)
+from quickstep.server.responses.response_types import (
+    ItemStatus,
+    ListedCall,
+    ListedCallOutput,
+    ListedItem,
+    ListedMessage,
+    ListedReasoning,
 )
 from quickstep.server.schema.field_reader import FieldReader
 
@@ -52,16 +60,16 @@ _ID_PREFIXES = {
 
 
 def read_items(
-    given: str | Sequence[dict[str, Any]] | None, reader: FieldReader
+    items: str | Sequence[dict[str, Any]] | None, reader: FieldReader
 ) -> list[InputItem]:
-    """The items, typed. Raises RequestError with the path of a wrong one."""
-    if given is None:
+    """The typed items of `input`. Raises RequestError with the path of an invalid one."""
+    if items is None:
         raise RequestError("input is missing", param="input")
-    if isinstance(given, str):
-        return [MessageItem("user", given)]
-    if not given:
+    if isinstance(items, str):
+        return [MessageItem("user", items)]
+    if not items:
         raise RequestError("input is an empty list", param="input")
-    return [_item(item, f"input[{place}]", reader) for place, item in enumerate(given)]
+    return [_item(item, f"input[{index}]", reader) for index, item in enumerate(items)]
 
 
 def _item(item: dict[str, Any], path: str, reader: FieldReader) -> InputItem:
@@ -72,38 +80,42 @@ def _item(item: dict[str, Any], path: str, reader: FieldReader) -> InputItem:
         raise RequestError(
             f"{path}.type {str(kind)[:64]} is not supported; it takes {kinds}", param=f"{path}.type"
         )
-    # clients send back what they were given, with a null for every field that they know of
-    given = {name: value for name, value in item.items() if value is not None}
-    return reader.convert(given, schema, path)
+    # clients send output items back with a null for every field of their own types
+    present = {name: value for name, value in item.items() if value is not None}
+    return reader.convert(present, schema, path)
 
 
-def listed_items(items: Sequence[InputItem]) -> tuple[dict[str, Any], ...]:
-    """The items as `input_items` lists them: each with an id and a status."""
+def listed_items(items: Sequence[InputItem]) -> tuple[ListedItem, ...]:
+    """The items as `GET .../input_items` returns them: each with an id and a status."""
     return tuple(_listed(item) for item in items)
 
 
-def _listed(item: InputItem) -> dict[str, Any]:
+def _listed(item: InputItem) -> ListedItem:
     item_id = item.id or f"{_ID_PREFIXES[item.type]}{uuid.uuid4().hex}"
-    head = {"id": item_id, "type": item.type, "status": item.status or "completed"}
+    status: ItemStatus = item.status or "completed"
     match item:
         case MessageItem(role=role, content=content):
-            kind = "output_text" if role == "assistant" else "input_text"
-            parts: Any = [{"type": kind, "text": content}] if isinstance(content, str) else content
-            return {**head, "role": role, "content": parts}
-        case FunctionCallItem():
-            said = {"name": item.name, "arguments": item.arguments}
-            return {**head, "call_id": item.call_id, **said}
-        case FunctionCallOutputItem():
-            return {**head, "call_id": item.call_id, "output": item.output}
-        case ReasoningItem():
-            return {**head, "summary": item.summary or [], "content": item.content or []}
+            if isinstance(content, str):
+                part = OutputTextPart if role == "assistant" else InputTextPart
+                content = [part(content)]
+            return ListedMessage(id=item_id, status=status, role=role, content=content)
+        case FunctionCallItem(call_id=call_id, name=name, arguments=arguments):
+            return ListedCall(
+                id=item_id, status=status, call_id=call_id, name=name, arguments=arguments
+            )
+        case FunctionCallOutputItem(call_id=call_id, output=output):
+            return ListedCallOutput(id=item_id, status=status, call_id=call_id, output=output)
+        case ReasoningItem(summary=summary, content=reasoning):
+            return ListedReasoning(
+                id=item_id, status=status, summary=summary or [], content=reasoning or []
+            )
 
 
 def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[str, Any]]:
-    """The messages. Raises RequestError with the path of what is refused."""
+    """The items as messages. Raises RequestError with the path of an item that is refused."""
     turns = _Turns()
-    for place, item in enumerate(items):
-        path = f"input[{place}]"
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
         match item:
             case MessageItem(role="assistant"):
                 turns.assistant("content", _text(item.content, f"{path}.content"))
@@ -124,7 +136,7 @@ def template_messages(items: Sequence[InputItem], served: Served) -> list[dict[s
 def with_instructions(
     instructions: str | None, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Instructions go first; many templates take one system message only, so they join it."""
+    """Put the instructions first, joined with a first system message: some templates take one."""
     if not instructions:
         return tuple(messages)
     if messages and messages[0]["role"] == "system":
@@ -134,24 +146,24 @@ def with_instructions(
 
 
 def sealed(text: str) -> str:
-    """Reasoning as `encrypted_content`: a form to hand back, not a secret."""
+    """Reasoning as `encrypted_content`: encoded so that clients can send it back, not encrypted."""
     return base64.b64encode(text.encode()).decode()
 
 
 class _Turns:
-    """Messages, while items are added. The last one is the assistant's if `_assistant` is set."""
+    """Collects messages. The last one is the assistant's if `_assistant` is set."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self._assistant: dict[str, Any] | None = None
 
     def add(self, message: dict[str, Any]) -> None:
-        """A message of somebody else."""
+        """Add a message of another role."""
         self.messages.append(message)
         self._assistant = None
 
     def assistant(self, name: str, text: str) -> None:
-        """Content or reasoning; a turn has one of each, reasoning first, then calls."""
+        """Add content or reasoning; a turn has one of each, reasoning first, then calls."""
         turn = self._assistant
         ended_by = ("tool_calls", "reasoning_content")[: 1 + (name == "reasoning_content")]
         if turn is None or turn["content"] is not None or any(other in turn for other in ended_by):
@@ -159,11 +171,11 @@ class _Turns:
         turn[name] = text
 
     def call(self, call: dict[str, Any]) -> None:
-        """A call."""
+        """Add a call."""
         turn = self._assistant or self._begin()
         turn.setdefault("tool_calls", []).append(call)
         if turn["content"] is None and "reasoning_content" in turn:
-            turn["thinking"] = turn["reasoning_content"]  # gpt-oss's name of it, beside calls only
+            turn["thinking"] = turn["reasoning_content"]  # gpt-oss's name of it, with calls only
 
     def _begin(self) -> dict[str, Any]:
         self._assistant = {"role": "assistant", "content": None}
@@ -179,8 +191,8 @@ def _reasoning(item: ReasoningItem, path: str) -> str:
     try:
         return base64.b64decode(item.encrypted_content, validate=True).decode()
     except (binascii.Error, UnicodeDecodeError, ValueError):
-        place = f"{path}.encrypted_content"
-        raise RequestError(f"{place} was not written by this server", param=place) from None
+        param = f"{path}.encrypted_content"
+        raise RequestError(f"{param} was not written by this server", param=param) from None
 
 
 def _text(content: str | Sequence[InputPart], path: str) -> str:

@@ -7,7 +7,7 @@ are those of chat. What the server does not do is declared as well, with its cla
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -18,7 +18,7 @@ from quickstep.server.openai.request_types import (
     StreamOptions,
     TextFormat,
 )
-from quickstep.server.schema.field_classes import hint, refused
+from quickstep.server.schema.field_classes import effect, hint, note, refused
 
 __all__ = [
     "FunctionCallItem",
@@ -28,48 +28,71 @@ __all__ = [
     "InputPart",
     "MessageItem",
     "ReasoningItem",
+    "ReasoningPart",
     "ResponsesRequest",
     "ResponsesStreamOptions",
     "SchemaFormat",
+    "SummaryPart",
     "TextConfig",
 ]
+
+_ITEM_ID = effect("Stands in the listing of the input; one is made if not given.")
+_ITEM_STATUS = effect("Stands in the listing of the input.")
+_TEMPLATE = effect("Given to the chat template.")
+
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class InputTextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="input_text"):
+class InputTextPart(
+    msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="input_text", omit_defaults=True
+):
     """A piece of a message to the model."""
 
-    text: str
+    text: Annotated[str, effect("The text; parts are joined by line ends.")]
     prompt_cache_breakpoint: Annotated[
         dict[str, Any] | None, hint("prefixes are cached without marks")
     ] = None
 
 
-class OutputTextPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="output_text"):
+class OutputTextPart(
+    msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="output_text", omit_defaults=True
+):
     """A piece of a message of the model's; notes about it come back as they were given."""
 
-    text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    text: Annotated[str, effect("The text, as the model wrote it.")]
+    annotations: Annotated[
+        list[Any] | None,
+        effect("Notes about the text; they come back in the listing of the input."),
+    ] = None
+    logprobs: Annotated[
+        list[Any] | None,
+        effect("Notes about the text; they come back in the listing of the input."),
+    ] = None
 
 
 class OutputRefusalPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="refusal"):
     """A refusal of the model's; the template sees its text."""
 
-    refusal: str
+    refusal: Annotated[str, effect("Read by the template as text.")]
 
 
 class InputImagePart(msgspec.Struct, frozen=True, tag="input_image"):
     """An image: known, so that it is refused in words."""
 
+    refused_form: ClassVar[str] = "the model reads text only"
+
 
 class InputFilePart(msgspec.Struct, frozen=True, tag="input_file"):
     """A file: known, so that it is refused in words."""
 
+    refused_form: ClassVar[str] = "the model reads text only"
+
 
 class InputAudioPart(msgspec.Struct, frozen=True, tag="input_audio"):
     """A sound: known, so that it is refused in words."""
+
+    refused_form: ClassVar[str] = "the model reads text only"
 
 
 InputPart = (
@@ -85,23 +108,28 @@ InputPart = (
 class MessageItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A message of anybody's; `type` may be left out. Id and status say nothing to the model."""
 
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputPart]
-    type: Literal["message"] = "message"
-    id: str | None = None
-    status: Status | None = None
+    role: Annotated[
+        Literal["user", "assistant", "system", "developer"],
+        effect("Who says it; developer is read as system."),
+    ]
+    content: Annotated[str | list[InputPart], effect("What is said.")]
+    type: Annotated[Literal["message"], effect("May be left out.")] = "message"
+    id: Annotated[str | None, _ITEM_ID] = None
+    status: Annotated[Status | None, _ITEM_STATUS] = None
     phase: Annotated[str | None, hint("the model writes in no phases")] = None
 
 
 class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """An earlier call of the model's."""
 
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    id: str | None = None
-    status: Status | None = None
+    type: Annotated[Literal["function_call"], effect("Says that this is an earlier call.")]
+    call_id: Annotated[str, _TEMPLATE]
+    name: Annotated[str, _TEMPLATE]
+    arguments: Annotated[
+        str, effect("Given to the chat template; mostly the JSON text of an object.")
+    ]
+    id: Annotated[str | None, _ITEM_ID] = None
+    status: Annotated[Status | None, _ITEM_STATUS] = None
     caller: Annotated[Any, refused("only the model calls", passes=({"type": "direct"},))] = None
     namespace: Annotated[Any, refused("functions have no namespaces")] = None
 
@@ -109,47 +137,58 @@ class FunctionCallItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class FunctionCallOutputItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """What the function gave back."""
 
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | list[InputPart]
-    id: str | None = None
-    status: Status | None = None
+    type: Annotated[Literal["function_call_output"], effect("Says that this is a call's result.")]
+    call_id: Annotated[str, _TEMPLATE]
+    output: Annotated[str | list[InputPart], effect("What the function gave back.")]
+    id: Annotated[str | None, _ITEM_ID] = None
+    status: Annotated[Status | None, _ITEM_STATUS] = None
     caller: Annotated[Any, refused("only the model calls", passes=({"type": "direct"},))] = None
-    name: str | None = None
+    name: Annotated[str | None, note("the call has the name already")] = None
     namespace: Annotated[Any, refused("functions have no namespaces")] = None
 
 
 class SummaryPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="summary_text"):
     """A piece of a summary of the reasoning."""
 
-    text: str
+    text: Annotated[str, effect("The text.")]
 
 
 class ReasoningPart(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="reasoning_text"):
     """A piece of the reasoning."""
 
-    text: str
+    text: Annotated[str, effect("The text.")]
 
 
 class ReasoningItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Earlier reasoning: its content, else what `encrypted_content` holds, else its summary."""
 
-    type: Literal["reasoning"]
-    id: str | None = None
-    summary: list[SummaryPart] | None = None
-    content: list[ReasoningPart] | None = None
-    encrypted_content: str | None = None
-    status: Status | None = None
+    type: Annotated[Literal["reasoning"], effect("Says that this is earlier reasoning.")]
+    id: Annotated[str | None, _ITEM_ID] = None
+    summary: Annotated[list[SummaryPart] | None, effect("Read where there is no content.")] = None
+    content: Annotated[
+        list[ReasoningPart] | None, effect("Given to the chat template, which may leave it out.")
+    ] = None
+    encrypted_content: Annotated[
+        str | None, effect("Reasoning that this server handed out; read where there is no content.")
+    ] = None
+    status: Annotated[Status | None, _ITEM_STATUS] = None
 
 
 class FunctionToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A function that the model may call."""
 
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    type: Annotated[Literal["function"], effect("Only function is known.")]
+    name: Annotated[str, effect("The name in a call; each one once.")]
+    description: Annotated[str | None, effect("Included in the prompt.")] = None
+    parameters: Annotated[
+        dict[str, Any] | None,
+        effect(
+            "The JSON schema of the arguments, shown to the model and enforced where a call is."
+        ),
+    ] = None
+    strict: Annotated[
+        bool | None, effect("Whether arguments have to fit where the model may choose to call.")
+    ] = None
     allowed_callers: Annotated[
         list[str] | None, refused("only the model calls", passes=(["direct"],))
     ] = None
@@ -162,18 +201,29 @@ class FunctionToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
     """Output that fits a JSON schema. It is enforced whatever `strict` says."""
 
-    name: str
-    schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
+    name: Annotated[str, effect("Stands in the answer, and changes nothing else.")]
+    schema: Annotated[
+        dict[str, Any],
+        effect("The JSON schema that the output fits; a keyword that cannot be enforced is 400."),
+    ]
+    description: Annotated[
+        str | None, effect("Stands in the answer, and changes nothing else.")
+    ] = None
+    strict: Annotated[
+        bool | None, effect("Stands in the answer; the schema is enforced whatever is said here.")
+    ] = None
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The form of the answer."""
 
-    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    format: Annotated[
+        TextFormat | JsonObjectFormat | SchemaFormat | None,
+        effect("Enforces the form of the whole output by a grammar."),
+    ] = None
     verbosity: Annotated[
         Literal["low", "medium", "high"] | None,
+        effect("Sets the answer's length where the chat template has such a level."),
         hint("the model has no verbosity setting", passes=("medium",), conditional=True),
     ] = None
 
@@ -181,7 +231,11 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """How to reason: what asks for nothing passes."""
 
-    effort: Annotated[str | None, hint("the model has no such level", conditional=True)] = None
+    effort: Annotated[
+        str | None,
+        effect("Turns reasoning off (none), or sets the level where the chat template has one."),
+        hint("the model has no such level", conditional=True),
+    ] = None
     summary: Annotated[str | None, hint("the reasoning is given as it is")] = None
     generate_summary: Annotated[str | None, hint("the reasoning is given as it is")] = None
     context: Annotated[str | None, hint("the reasoning is given as it is", passes=("auto",))] = None
@@ -202,24 +256,64 @@ class ResponsesStreamOptions(StreamOptions, forbid_unknown_fields=True, frozen=T
 class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """The body of `/v1/responses`."""
 
-    input: str | list[dict[str, Any]] | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    max_tool_calls: int | None = None
-    metadata: dict[str, str] | None = None
-    parallel_tool_calls: bool | None = None
-    previous_response_id: str | None = None
+    input: Annotated[
+        str | list[dict[str, Any]] | None,
+        effect("What to answer: a text, or items of a conversation."),
+    ] = None
+    instructions: Annotated[
+        str | None,
+        effect("A system message before the conversation; the next response forgets it."),
+    ] = None
+    max_output_tokens: Annotated[
+        int | None, effect("Ends the response after this many tokens, with status incomplete.")
+    ] = None
+    max_tool_calls: Annotated[
+        int | None,
+        effect(
+            "Stands in the answer; it bounds tools that run inside the server, of which there are "
+            "none."
+        ),
+    ] = None
+    metadata: Annotated[dict[str, str] | None, effect("Stands in the answer as it was sent.")] = (
+        None
+    )
+    parallel_tool_calls: Annotated[bool | None, effect("False keeps the first call only.")] = None
+    previous_response_id: Annotated[
+        str | None, effect("Continues a stored response; 400 for one that is not stored.")
+    ] = None
     prompt_cache_key: Annotated[str | None, hint("one engine has every prefix in its reach")] = None
-    safety_identifier: str | None = None
-    store: bool | None = None
-    text: TextConfig | None = None
-    reasoning: ReasoningConfig | None = None
-    include: list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    top_logprobs: int | None = None
-    stream_options: ResponsesStreamOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    safety_identifier: Annotated[str | None, effect("OpenAI's later name of user.")] = None
+    store: Annotated[
+        bool | None, effect("Whether the response can be fetched and continued; true if not given.")
+    ] = None
+    text: Annotated[TextConfig | None, effect("The form of the answer.")] = None
+    reasoning: Annotated[
+        ReasoningConfig | None,
+        effect("How much the model reasons, where its template can be told."),
+    ] = None
+    include: Annotated[
+        list[str] | None,
+        effect(
+            "message.output_text.logprobs adds logprobs, reasoning.encrypted_content the reasoning"
+            " in a form to hand back."
+        ),
+    ] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None, effect("Functions that the model is shown and may call.")
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        effect("Whether calls are possible, forbidden, or enforced by a grammar."),
+    ] = None
+    top_logprobs: Annotated[
+        int | None, effect("Alternatives per token; needs message.output_text.logprobs in include.")
+    ] = None
+    stream_options: Annotated[
+        ResponsesStreamOptions | None, note("it may only ask for nothing; needs stream: true")
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, effect("Further variables for the chat template.")
+    ] = None
     access_programs: Annotated[Any, refused("there are no access programs")] = None
     max_tokens: Annotated[int | None, refused("send max_output_tokens")] = None
     n: Annotated[int | None, refused("a response is one answer", passes=(1,))] = None

@@ -10,40 +10,78 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quickstep.server.openai.request_types import JsonObjectFormat, TextFormat
 from quickstep.server.openai.response_types import TokenLogprob
+from quickstep.server.responses.request_types import (
+    InputPart,
+    ReasoningPart,
+    SchemaFormat,
+    SummaryPart,
+)
 
 __all__ = [
     "EVENTS",
     "ArgumentsEvent",
     "CallOutput",
     "DeletedResponse",
+    "IncompleteDetails",
     "InputItems",
     "ItemEvent",
+    "ItemStatus",
+    "ListedCall",
+    "ListedCallOutput",
+    "ListedItem",
+    "ListedMessage",
+    "ListedReasoning",
     "MessageOutput",
     "OutputItem",
     "OutputText",
     "PartEvent",
     "ReasoningOutput",
+    "ReasoningSettings",
     "ReasoningText",
+    "ResponseError",
     "ResponseEvent",
+    "ResponseInputDetails",
     "ResponseObject",
+    "ResponseOutputDetails",
+    "ResponseStatus",
     "ResponseUsage",
+    "StreamEvent",
     "TextEvent",
+    "TextSettings",
 ]
 
 
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class ResponseInputDetails(msgspec.Struct, frozen=True):
+    """Details of the prompt's tokens."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class ResponseOutputDetails(msgspec.Struct, frozen=True):
+    """Details of the generated tokens."""
+
+    reasoning_tokens: int
+
+
 class ResponseUsage(msgspec.Struct, kw_only=True, frozen=True):
-    """Tokens; the reasoning's are part of the output's."""
+    """The token counts; output tokens include those of the reasoning."""
 
     input_tokens: int
-    input_tokens_details: dict[str, int]
+    input_tokens_details: ResponseInputDetails
     output_tokens: int
-    output_tokens_details: dict[str, int]
+    output_tokens_details: ResponseOutputDetails
     total_tokens: int
 
 
 class OutputText(msgspec.Struct, frozen=True, tag="output_text"):
-    """Text, with the logprobs of its tokens if they were asked for."""
+    """Text, with the logprobs of its tokens if the request includes them."""
 
     text: str
     logprobs: list[TokenLogprob]
@@ -57,48 +95,77 @@ class ReasoningText(msgspec.Struct, frozen=True, tag="reasoning_text"):
 
 
 class ReasoningOutput(msgspec.Struct, kw_only=True, frozen=True, tag="reasoning"):
-    """Reasoning. `encrypted_content` holds the same text, for clients that keep the state."""
+    """A reasoning item. `encrypted_content` is the same text, for clients that keep the state."""
 
     id: str
     summary: tuple[()] = ()
     content: list[ReasoningText]
     encrypted_content: str | None = None
-    status: str
+    status: ItemStatus
 
 
 class MessageOutput(msgspec.Struct, kw_only=True, frozen=True, tag="message"):
-    """A message."""
+    """A message item."""
 
     id: str
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
-    status: str
+    status: ItemStatus
 
 
 class CallOutput(msgspec.Struct, kw_only=True, frozen=True, tag="function_call"):
-    """A call."""
+    """An item with a function call."""
 
     id: str
     call_id: str
     name: str
     arguments: str
-    status: str
+    status: ItemStatus
 
 
 OutputItem = ReasoningOutput | MessageOutput | CallOutput
 
 
+class ResponseError(msgspec.Struct, frozen=True):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    """Why a response is incomplete; OpenAI has this reason only, so a deadline has it, too."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ReasoningSettings(msgspec.Struct, frozen=True):
+    """`reasoning` of the request."""
+
+    effort: str | None
+    summary: None = None
+
+
+class TextSettings(msgspec.Struct, frozen=True):
+    """`text` of the request, with the defaults."""
+
+    format: TextFormat | JsonObjectFormat | SchemaFormat
+    verbosity: str = "medium"
+
+
 class ResponseObject(msgspec.Struct, kw_only=True, frozen=True):
-    """A response, in any of its states; the fields of the request stand in it with what held."""
+    """A response in any state. It repeats the request's fields with the values that applied;
+    `tools` and `tool_choice` are the client's own objects.
+    """
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    error: dict[str, Any] | None
+    status: ResponseStatus
+    error: ResponseError | None
     frequency_penalty: float
-    incomplete_details: dict[str, str] | None
+    incomplete_details: IncompleteDetails | None
     background: Literal[False] = False
     instructions: str | None
     max_output_tokens: int | None
@@ -113,12 +180,12 @@ class ResponseObject(msgspec.Struct, kw_only=True, frozen=True):
     prompt: None = None
     prompt_cache_key: str | None
     prompt_cache_retention: None = None
-    reasoning: dict[str, Any]
+    reasoning: ReasoningSettings
     safety_identifier: str | None
     service_tier: Literal["default"] = "default"
     store: bool
     temperature: float
-    text: dict[str, Any]
+    text: TextSettings
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     top_logprobs: int
@@ -130,18 +197,58 @@ class ResponseObject(msgspec.Struct, kw_only=True, frozen=True):
     system_fingerprint: str
 
 
+class ListedMessage(msgspec.Struct, kw_only=True, frozen=True, tag="message"):
+    """A message of a request."""
+
+    id: str
+    status: ItemStatus
+    role: str
+    content: list[InputPart]
+
+
+class ListedCall(msgspec.Struct, kw_only=True, frozen=True, tag="function_call"):
+    """A function call in a request."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ListedCallOutput(msgspec.Struct, kw_only=True, frozen=True, tag="function_call_output"):
+    """The result of a function call in a request."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    output: str | list[InputPart]
+
+
+class ListedReasoning(msgspec.Struct, kw_only=True, frozen=True, tag="reasoning"):
+    """Reasoning in a request."""
+
+    id: str
+    status: ItemStatus
+    summary: list[SummaryPart]
+    content: list[ReasoningPart]
+
+
+ListedItem = ListedMessage | ListedCall | ListedCallOutput | ListedReasoning
+
+
 class InputItems(msgspec.Struct, kw_only=True, frozen=True):
-    """A page of what a response answers."""
+    """A page of a request's input items."""
 
     object: Literal["list"] = "list"
-    data: list[dict[str, Any]]
+    data: list[ListedItem]
     first_id: str | None
     last_id: str | None
     has_more: bool
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True, frozen=True):
-    """A response is gone."""
+    """The response to the deletion of a stored response."""
 
     id: str
     object: Literal["response"] = "response"
@@ -149,7 +256,7 @@ class DeletedResponse(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class ResponseEvent(msgspec.Struct, frozen=True):
-    """The response begins, without output, or has ended, complete."""
+    """The response begins, without output, or has ended, with all of it."""
 
     type: Literal[
         "response.created",
@@ -163,7 +270,7 @@ class ResponseEvent(msgspec.Struct, frozen=True):
 
 
 class ItemEvent(msgspec.Struct, frozen=True):
-    """An item begins, or is complete."""
+    """An item begins, without text, or is complete."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     sequence_number: int
@@ -172,7 +279,7 @@ class ItemEvent(msgspec.Struct, frozen=True):
 
 
 class PartEvent(msgspec.Struct, frozen=True):
-    """The part of an item begins, or is complete."""
+    """The part of an item begins, empty, or is complete."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     sequence_number: int
@@ -183,7 +290,7 @@ class PartEvent(msgspec.Struct, frozen=True):
 
 
 class TextEvent(msgspec.Struct, frozen=True):
-    """A piece of a text (`delta`), or all of it (`text`); an answer's text has logprobs."""
+    """New text (`delta`), or the complete one (`text`); only output text has logprobs."""
 
     type: Literal[
         "response.output_text.delta",
@@ -201,7 +308,7 @@ class TextEvent(msgspec.Struct, frozen=True):
 
 
 class ArgumentsEvent(msgspec.Struct, frozen=True):
-    """A piece of a call's arguments (`delta`), or all of them with the function's name."""
+    """New text of a call's arguments (`delta`), or all of it with the function's name."""
 
     type: Literal[
         "response.function_call_arguments.delta",
@@ -215,4 +322,5 @@ class ArgumentsEvent(msgspec.Struct, frozen=True):
     arguments: str | UnsetType = UNSET
 
 
+StreamEvent = ResponseEvent | ItemEvent | PartEvent | TextEvent | ArgumentsEvent
 EVENTS = (ResponseEvent, ItemEvent, PartEvent, TextEvent, ArgumentsEvent)

@@ -1,22 +1,26 @@
-"""The class of a request's field, declared at the field of its schema.
+"""What a request's field does, declared once at the field of its schema.
 
-    effort: str | None                              semantic: honoured, or a bad value is 400
+    seed: Annotated[int | None, effect("...")]      honoured: its effect; a bad value is 400
+    name: Annotated[str, note("why")]               note: accepted, changes nothing
     store: Annotated[Any, hint("why")]              hint: accepted; reported where it has no effect
-    audio: Annotated[Any, refused("why")]           refused: 400 unless the value asks for nothing
+    audio: Annotated[Any, refused("why")]           refused: 400, unless the value requests nothing
 
-`FieldReader` applies the classes to a request, the reference page and `/openapi.json` print them.
+`effect` together with a conditional `hint` is a field that only some models honour. A schema may
+also have a class variable `refused_form`: the reason why this form of a message, a part or a tool
+is refused. `FieldReader` applies the declarations to a request; `/openapi.json`, `/docs` and
+`docs/reference/api.md` print them (`field_reference`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import Any
 
 import msgspec
 from msgspec import inspect
 
 __all__ = [
-    "Effects",
     "FieldClass",
     "Finding",
     "Hint",
@@ -24,13 +28,17 @@ __all__ = [
     "Note",
     "Refusal",
     "Row",
+    "declared_effects",
+    "effect",
     "field_classes",
     "findings",
     "hint",
+    "note",
     "refused",
 ]
 
-_KEY = "field_class"
+_CLASS = "field_class"
+_EFFECT = "effect"
 
 
 class Hint(msgspec.Struct, frozen=True):
@@ -38,7 +46,7 @@ class Hint(msgspec.Struct, frozen=True):
 
     Attributes:
         why: Why it has none.
-        passes: Values, null in addition, that ask for nothing and are not reported.
+        passes: Values, in addition to null, that request nothing and are not reported.
         conditional: It has an effect on some models: the API that reads it reports it on others.
     """
 
@@ -52,7 +60,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
     Attributes:
         why: Why it is refused.
-        passes: Values, null in addition, that ask for nothing and are accepted.
+        passes: Values, in addition to null, that request nothing and are accepted.
     """
 
     why: str
@@ -67,36 +75,44 @@ class Honoured(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """A note without effect: checked for its type, accepted, and why it changes nothing."""
+    """A field without effect: its type is checked, and `why` says why it changes nothing."""
 
     why: str
 
 
 FieldClass = Hint | Refusal
 Row = Honoured | Note | Hint | Refusal
-# What a field does: a sentence for its effect.
-Effects = Mapping[str, str | Note]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """A field of a request that asks for what the server does not do; `path` is in the body."""
+    """A field of a request for something that the server does not do; `path` is in the body."""
 
     path: str
     declared: FieldClass
 
 
+def effect(sentence: str) -> msgspec.Meta:
+    """The annotation of a field that is honoured: its effect, as a sentence for users."""
+    return msgspec.Meta(extra={_EFFECT: sentence})
+
+
+def note(why: str) -> msgspec.Meta:
+    """The annotation of a field that is accepted and changes nothing."""
+    return msgspec.Meta(extra={_EFFECT: Note(why)})
+
+
 def hint(why: str, *, passes: tuple[object, ...] = (), conditional: bool = False) -> msgspec.Meta:
     """The annotation of a field that may have no effect."""
-    return msgspec.Meta(extra={_KEY: Hint(why, passes, conditional)})
+    return msgspec.Meta(extra={_CLASS: Hint(why, passes, conditional)})
 
 
 def refused(why: str, *, passes: tuple[object, ...] = ()) -> msgspec.Meta:
     """The annotation of a field that is refused by name."""
-    return msgspec.Meta(extra={_KEY: Refusal(why, passes)})
+    return msgspec.Meta(extra={_CLASS: Refusal(why, passes)})
 
 
-def asks_for_nothing(declared: FieldClass, value: object) -> bool:
-    """Whether `value` passes without a word. Types count: 1 is not true."""
+def requests_nothing(declared: FieldClass, value: object) -> bool:
+    """Whether `value` is accepted and not reported. Types count: 1 is not true."""
     if value is None:
         return True
     return any(type(value) is type(passing) and value == passing for passing in declared.passes)
@@ -105,20 +121,30 @@ def asks_for_nothing(declared: FieldClass, value: object) -> bool:
 @cache
 def field_classes(struct: type[msgspec.Struct]) -> Mapping[str, FieldClass]:
     """The hints and refusals of a schema's own and inherited fields."""
-    declared = {
-        field.encode_name: (field.type.extra or {}).get(_KEY)
+    return {name: extra[_CLASS] for name, extra in _annotations(struct).items() if _CLASS in extra}
+
+
+def declared_effects(struct: type[msgspec.Struct]) -> Mapping[str, str | Note]:
+    """The effects and notes of a schema's own and inherited fields."""
+    return {
+        name: extra[_EFFECT] for name, extra in _annotations(struct).items() if _EFFECT in extra
+    }
+
+
+def _annotations(struct: type[msgspec.Struct]) -> Mapping[str, Mapping[str, Any]]:
+    return {
+        field.encode_name: field.type.extra or {}
         for field in _fields(struct)
         if isinstance(field.type, inspect.Metadata)
     }
-    return {name: known for name, known in declared.items() if known is not None}
 
 
 def findings(value: object, path: str = "") -> Iterator[Finding]:
-    """What a decoded request asks for that the server does not do, in the order of its fields.
+    """What a decoded request requests that the server does not do, in the order of its fields.
 
     `path` leads to `value` in the body. Conditional hints are left to the API that reads them.
     """
-    if not _asks(value):  # most requests: no path needs to be written
+    if not _has_findings(value):  # most requests: no path has to be built
         return
     if isinstance(value, list):
         for index, item in enumerate(value):
@@ -127,24 +153,23 @@ def findings(value: object, path: str = "") -> Iterator[Finding]:
         prefix = f"{path}." if path else ""
         classes, walked = _checked_fields(type(value))
         for name, declared in classes:
-            if not asks_for_nothing(declared, getattr(value, name)):
+            if not requests_nothing(declared, getattr(value, name)):
                 yield Finding(f"{prefix}{name}", declared)
         for name in walked:
             yield from findings(getattr(value, name), f"{prefix}{name}")
 
 
-def _asks(value: object) -> bool:
-    """Whether there is anything to find."""
+def _has_findings(value: object) -> bool:
     if isinstance(value, list):
-        return any(map(_asks, value))
+        return any(map(_has_findings, value))
     if not isinstance(value, msgspec.Struct):
         return False
     classes, walked = _checked_fields(type(value))
     for name, declared in classes:
         given = getattr(value, name)
-        if given is not None and not asks_for_nothing(declared, given):
+        if given is not None and not requests_nothing(declared, given):
             return True
-    return any(_asks(getattr(value, name)) for name in walked)
+    return any(_has_findings(getattr(value, name)) for name in walked)
 
 
 @cache

@@ -1,200 +1,352 @@
-"""What every field of every request does, in one line: its effect, or why it has none.
+"""What the documentation says of a field beyond its type: what it does, and its bounds.
 
-`openapi`, the page `/docs` and `docs/reference/api.md` print these rows; the tests demand a row
-and a case for each field of each schema, so that a row is a claim which is tried. Here are the
-effects; which fields are hints or refused is declared at the fields (`field_classes`).
+`reference_of` collects the declarations at the fields (`field_classes`); fields with the names of
+`SamplingParams` have its descriptions and bounds. `bounds_of` gives the bounds as keywords of JSON
+Schema. The numbers are those that the checks read: the declarations of `SamplingParams`, the
+operator's `RequestLimits`, the size of the vocabulary. The tests demand an effect of each field,
+and try every bound from both sides; `openapi` writes both into the schemas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
-from quickstep.sampling_params import sampling_fields
-from quickstep.server.anthropic.request_types import MessagesRequest
+from quickstep.sampling_params import PRESETS, sampling_fields
+from quickstep.server.anthropic import request_types as anthropic_schema
+from quickstep.server.api_keys import PriorityRange
+from quickstep.server.batches.request_types import BatchRequest
+from quickstep.server.generate.tools import FUNCTION_NAME
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
-from quickstep.server.ollama import request_types as ollama_requests
+from quickstep.server.ollama import request_types as ollama
 from quickstep.server.openai import request_types as schemas
-from quickstep.server.schema import field_reference_messages as messages
-from quickstep.server.schema import field_reference_ollama as ollama
-from quickstep.server.schema import field_reference_others as others
-from quickstep.server.schema import field_reference_responses as responses
+from quickstep.server.openai.request_types import EmbeddingRequest
+from quickstep.server.openai.tokenize import (
+    ApplyTemplateRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from quickstep.server.options import FieldRules, RequestLimits
+from quickstep.server.responses import request_types as responses_schema
+from quickstep.server.responses.endpoint import INCLUDES, INCLUDES_NOTHING
 from quickstep.server.schema.field_classes import (
-    Effects,
     FieldClass,
     Hint,
     Honoured,
     Note,
     Row,
+    declared_effects,
     field_classes,
 )
 
-__all__ = ["REFUSED_FORMS", "reference_of"]
+__all__ = ["Keywords", "SchemaFacts", "bounds_of", "form_refusal", "reference_of"]
 
-_SAMPLING: Effects = {
-    "model": "Which served name answers; the first one if not given, 404 for an unknown one.",
-    "preset": "Sets temperature and top_p for a kind of task; what the request says itself goes "
-    "first.",
-    "timeout_s": "Seconds after which what was generated is the answer, with finish_reason length.",
-    "response_format": "Enforces the form of the whole output by a grammar.",
-    "structured_outputs": "Enforces the form of the whole output by one of several grammars.",
-    "stream": "Sends the answer as server-sent events while it is generated.",
-    "stream_options": "What the stream tells beside the text; needs stream: true.",
-    "user": "To whom the work is accounted, below the name of the API key.",
-    "priority": "A lower number goes first, and may take the place of a running higher one; "
-    "0 if not given.",
-    "cache_salt": "Cached prefixes are shared only with requests of the same API key and salt.",
-}
-_COMPLETION: Effects = {
-    "prompt": "What to continue: a text, token ids, or a list of either.",
-    "add_special_tokens": "Whether the tokenizer adds its special tokens to the prompt; true if "
-    "not given.",
-    "best_of": "Draws this many and answers with the n of the highest mean logprob.",
-    "echo": "The prompt stands before the text, with its logprobs if they are asked for.",
-    "suffix": "The text between prompt and suffix is asked for; 400 if the model has no tokens "
-    "for that.",
-}
-_CHAT: Effects = {
-    "messages": "The conversation, as the model's chat template writes it.",
-    "max_completion_tokens": "OpenAI's later name of max_tokens; both may stand if they agree.",
-    "logprobs": "Gives the chosen tokens' logprobs, of the raw logits.",
-    "top_logprobs": "Adds this many alternatives per token; needs logprobs: true.",
-    "echo": "Puts the last message before the answer, if it is the assistant's.",
-    "add_generation_prompt": "Whether the template opens an assistant message; true if not given.",
-    "continue_final_message": "The answer continues from the last message's text, which is the "
-    "assistant's; a grammar or a stop string is of what is new.",
-    "chat_template_kwargs": "Further variables for the chat template.",
-    "reasoning_effort": "Turns reasoning off (none), or sets the level where the chat template has "
-    "one.",
-    "verbosity": "Sets the answer's length where the chat template has such a level.",
-    "metadata": "Stands in the answer as it was sent.",
-    "safety_identifier": "OpenAI's later name of user.",
-    "tools": "Functions that the model is shown and may call.",
-    "tool_choice": "Whether calls are possible, forbidden, or enforced by a grammar.",
-    "parallel_tool_calls": "False keeps the first call only.",
-}
-_CHOICES: Effects = {
-    "return_tokens_as_token_ids": "Names the tokens of logprobs by their ids: token_id:7.",
-    "truncate_prompt_tokens": "Reads only so many of the prompt's last tokens; -1 leaves room for "
-    "the answer.",
-    "return_token_ids": "Adds the token ids of prompt and output.",
-    "use_beam_search": "Searches the n likeliest texts instead of drawing.",
-    "length_penalty": "How much longer texts gain in a beam search; needs use_beam_search: true.",
-    "early_stopping": "Ends a beam search with the first n texts; needs use_beam_search: true.",
-}
-_EFFECTS: Mapping[type[msgspec.Struct], Effects] = {
-    schemas.SamplingFields: _SAMPLING,
-    schemas.ChoiceFields: _CHOICES,
-    schemas.CompletionRequest: _COMPLETION,
-    schemas.ChatRequest: _CHAT,
-    schemas.StreamOptions: {
-        "include_usage": "The last chunk tells the usage and has no choices.",
-        "continuous_usage_stats": "Every chunk tells the usage so far.",
-    },
-    schemas.JsonSchemaFormat: {"json_schema": "The schema, with a name."},
-    schemas.JsonSchema: {
-        "name": Note("for readers of the request"),
-        "description": Note("for readers of the request"),
-        "schema": "The JSON schema that the output fits; a keyword that cannot be enforced is 400.",
-        "strict": Note("the schema is enforced whatever is said here"),
-    },
-    schemas.StructuredOutputs: {
-        "json": "The output fits this JSON schema, given as an object or as its text.",
-        "json_object": "The output is a JSON object.",
-        "regex": "The whole output matches this regular expression (Rust's syntax).",
-        "choice": "The output is one of these texts.",
-        "grammar": "The output derives from this grammar, in llguidance's Lark or in GBNF.",
-    },
-    schemas.TextPart: {"text": "The text; a message's parts are joined by line ends."},
-    schemas.RefusalPart: {"refusal": "Read by the template as text."},
-    schemas.SystemMessage: {
-        "content": "Instructions for the model.",
-        "name": "Given to the chat template.",
-    },
-    schemas.DeveloperMessage: {
-        "content": "Instructions; the template sees role system.",
-        "name": "Given to the chat template.",
-    },
-    schemas.UserMessage: {
-        "content": "What the user says.",
-        "name": "Given to the chat template.",
-    },
-    schemas.AssistantMessage: {
-        "content": "What the model said; null beside tool_calls only.",
-        "name": "Given to the chat template.",
-        "tool_calls": "The calls that the model made; 400 if the template cannot write them.",
-        "reasoning_content": "Given to the chat template, which may leave it out.",
-        "reasoning": "Another name of reasoning_content.",
-    },
-    schemas.ToolMessage: {
-        "content": "What the tool gave back.",
-        "tool_call_id": "Given to the chat template.",
-        "name": "Given to the chat template.",
-    },
-    schemas.ToolCall: {
-        "id": "Given to the chat template.",
-        "function": "What was called.",
-        "type": "Only function is known.",
-        "index": Note("clients send back what a stream gave them"),
-    },
-    schemas.CalledFunction: {
-        "name": "Given to the chat template.",
-        "arguments": "Given to the chat template; mostly the JSON text of an object.",
-    },
-    schemas.FunctionTool: {"function": "The function that may be called."},
-    schemas.FunctionSpec: {
-        "name": "The name in a call; each one once.",
-        "description": "Included in the prompt.",
-        "parameters": "The JSON schema of the arguments, shown to the model and enforced where a "
-        "call is.",
-        "strict": "Whether arguments have to fit where the model may choose to call.",
-    },
-}
-# Forms of a message, a part or a tool that are known so that they are refused in words.
-REFUSED_FORMS: Mapping[type[msgspec.Struct], str] = MappingProxyType(
-    {
-        schemas.MediaPart: "the model reads text only",
-        schemas.AudioPart: "the model reads text only",
-        schemas.FilePart: "the model reads text only",
-        schemas.FunctionMessage: "it is deprecated; send role tool",
-        **responses.REFUSED_FORMS,
-        **messages.REFUSED_FORMS,
-    }
-)
+Keywords = Mapping[str, Any]
 
-# Their fields with a name of `SamplingParams` have its description, where no table has another.
+_LOGIT_BIAS = 100.0
+_NAMED_FUNCTION = {"name": {"pattern": f"^(?:{FUNCTION_NAME.pattern})$"}}
+_METADATA_KEY_CHARS = 64
+_METADATA_VALUE_CHARS = 512
+
+
+# Fields with a name of `SamplingParams` have its description if they declare no effect.
 _SAMPLING_SCHEMAS = (
     schemas.SamplingFields,
     LlamaCompletionRequest,
-    MessagesRequest,
-    ollama_requests.OllamaOptions,
+    anthropic_schema.MessagesRequest,
+    ollama.OllamaOptions,
 )
-_TABLES = (_EFFECTS, responses.EFFECTS, messages.EFFECTS, others.EFFECTS, ollama.EFFECTS)
 
 
 def reference_of(struct: type[msgspec.Struct]) -> dict[str, Row]:
-    """The rows of a schema, inherited ones included; empty for what is no request."""
-    told: dict[str, str | Note] = {}
+    """What each field of a schema does, inherited ones included; empty for a response."""
+    effects: dict[str, str | Note] = {}
     if issubclass(struct, _SAMPLING_SCHEMAS):
         known = sampling_fields()
-        told |= {
+        effects |= {
             name: known[name].description for name in struct.__struct_fields__ if name in known
         }
-    for parent in reversed(struct.__mro__):
-        for table in _TABLES:
-            told |= table.get(parent, {})
+    effects |= declared_effects(struct)
     classes = field_classes(struct)
-    rows = {name: _row(effect, classes.get(name)) for name, effect in told.items()}
-    return {**rows, **{name: known for name, known in classes.items() if name not in told}}
+    rows = {name: _row(effect, classes.get(name)) for name, effect in effects.items()}
+    return {**classes, **rows}
 
 
-def _row(told: str | Note, declared: FieldClass | None) -> Row:
-    if isinstance(told, Note):
-        return told
+def _row(effect: str | Note, declared: FieldClass | None) -> Row:
+    if isinstance(effect, Note):
+        return effect
     if declared is None:
-        return Honoured(told)
+        return Honoured(effect)
     if isinstance(declared, Hint) and declared.conditional:
-        return Honoured(told, declared)
+        return Honoured(effect, declared)
     return declared  # a schema may refuse what it inherits
+
+
+def form_refusal(struct: type[msgspec.Struct]) -> str | None:
+    """Why this form of a message, a part or a tool is refused; None if it is not."""
+    reason: str | None = getattr(struct, "refused_form", None)
+    return reason
+
+
+class SchemaFacts(msgspec.Struct, frozen=True):
+    """What the document says of one server. `vocab_size` None leaves token ids open."""
+
+    limits: RequestLimits = msgspec.field(default_factory=RequestLimits)
+    vocab_size: int | None = None
+    model_names: tuple[str, ...] = ()
+    field_rules: FieldRules = msgspec.field(default_factory=FieldRules)
+    priorities: PriorityRange = msgspec.field(default_factory=PriorityRange)
+
+
+def bounds_of(schema: type[msgspec.Struct], facts: SchemaFacts) -> dict[str, Keywords]:
+    """The keywords of every bounded field of `schema`, inherited ones included."""
+    known = _bounds(facts)
+    found: dict[str, Keywords] = {}
+    for parent in reversed(schema.__mro__):
+        found |= known.get(parent, {})
+    return found
+
+
+def _bounds(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
+    return {
+        **_of_openai(facts),
+        **_of_responses(facts.limits),
+        **_of_messages(facts.limits),
+        **_of_llama_cpp(facts.limits),
+        **_of_ollama(facts.limits),
+        **_of_others(facts),
+    }
+
+
+def _label(limits: RequestLimits) -> Keywords:
+    return {"maxLength": limits.label_chars}
+
+
+def _metadata(limits: RequestLimits) -> Keywords:
+    return {
+        "maxProperties": limits.metadata,
+        "propertyNames": {"maxLength": _METADATA_KEY_CHARS},
+        "additionalProperties": {"type": "string", "maxLength": _METADATA_VALUE_CHARS},
+    }
+
+
+def _of_openai(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
+    limits = facts.limits
+    return {
+        schemas.SamplingFields: _of_sampling(facts),
+        schemas.ChoiceFields: {
+            "prompt_logprobs": _num_logprobs(limits),
+            "logprob_token_ids": {
+                "maxItems": limits.logprob_token_ids,
+                "items": _token_id(facts),
+            },
+            "truncate_prompt_tokens": {"minimum": -1},
+        },
+        schemas.CompletionRequest: {
+            "prompt": {"anyOf": _prompts(facts)},
+            "logprobs": _num_logprobs(limits),
+            "best_of": {**_range("n"), "maximum": limits.n},
+        },
+        schemas.ChatRequest: {
+            "messages": {"minItems": 1},
+            "max_completion_tokens": _range("max_tokens"),
+            "top_logprobs": _num_logprobs(limits),
+            "metadata": _metadata(limits),
+            "safety_identifier": _label(limits),
+            "prompt_cache_key": _label(limits),
+            "tools": {"maxItems": limits.tools},
+            "tool_choice": {"anyOf": _TOOL_CHOICES},
+        },
+        schemas.FunctionSpec: _NAMED_FUNCTION,
+    }
+
+
+def _of_responses(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+    return {
+        responses_schema.ResponsesRequest: {
+            "max_output_tokens": {**_range("max_tokens"), "minimum": 1},
+            "max_tool_calls": {"minimum": 1},
+            "top_logprobs": _num_logprobs(limits),
+            "metadata": _metadata(limits),
+            "safety_identifier": _label(limits),
+            "prompt_cache_key": _label(limits),
+            "tools": {"maxItems": limits.tools},
+            "input": {"minItems": 1},
+            "include": {"items": {"enum": [*INCLUDES, *INCLUDES_NOTHING]}},
+        },
+        responses_schema.FunctionToolSpec: _NAMED_FUNCTION,
+    }
+
+
+def _of_messages(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+    return {
+        anthropic_schema.CountTokensRequest: {
+            "messages": {"minItems": 1},
+            "tools": {"maxItems": limits.tools},
+        },
+        anthropic_schema.MessagesRequest: {
+            "max_tokens": {**_range("max_tokens"), "minimum": 1},
+            "temperature": {"minimum": 0, "maximum": 1},
+            "top_k": _range("top_k"),
+            "top_p": _range("top_p"),
+            "stop_sequences": _list_of_texts(limits.stop, limits.stop_chars),
+        },
+        anthropic_schema.RequestMetadata: {"user_id": _label(limits)},
+        anthropic_schema.CustomToolSpec: _NAMED_FUNCTION,
+    }
+
+
+def _of_llama_cpp(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+    length = {**_range("max_tokens"), "minimum": -1}
+    return {
+        LlamaCompletionRequest: {
+            **_same_names(LlamaCompletionRequest),
+            "repeat_penalty": _range("repetition_penalty"),
+            "n_predict": length,
+            "max_tokens": length,
+            "dry_penalty_last_n": {**_range("dry_range"), "minimum": -1},
+            "prompt": {"minItems": 1},
+            "stop": _texts(limits.stop, limits.stop_chars),
+            "n_probs": _num_logprobs(limits),
+            "n_cmpl": {**_range("n"), "maximum": limits.n},
+        },
+    }
+
+
+def _of_ollama(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]]:
+    return {
+        ollama.OllamaOptions: {
+            **_same_names(ollama.OllamaOptions),
+            "repeat_penalty": _range("repetition_penalty"),
+            "num_predict": {**_range("max_tokens"), "minimum": -2},
+            "stop": _texts(limits.stop, limits.stop_chars),
+        },
+        ollama.OllamaGenerateFields: {
+            "think": {"enum": ["low", "medium", "high"]},
+            "top_logprobs": _num_logprobs(limits),
+        },
+        ollama.OllamaChatRequest: {"tools": {"maxItems": limits.tools}},
+        ollama.OllamaEmbedRequest: {
+            "input": {"maxItems": limits.prompts},
+            "dimensions": {"minimum": 1},
+        },
+    }
+
+
+def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
+    limits = facts.limits
+    return {
+        EmbeddingRequest: {
+            "input": {"anyOf": _prompts(facts)},
+            "dimensions": {"minimum": 1},
+            "timeout_s": {"exclusiveMinimum": 0},
+            "priority": _priority(facts),
+            "user": _label(limits),
+            "cache_salt": _label(limits),
+        },
+        BatchRequest: {"metadata": _metadata(limits)},
+        ApplyTemplateRequest: {"messages": {"minItems": 1}},
+        TokenizeRequest: {"messages": {"minItems": 1}},
+        DetokenizeRequest: {"tokens": {"maxItems": limits.detokenized, "items": _token_id(facts)}},
+    }
+
+
+def _priority(facts: SchemaFacts) -> Keywords:
+    """A key may have a narrower range than the widest of all."""
+    return {"minimum": facts.priorities.low, "maximum": facts.priorities.high}
+
+
+def _num_logprobs(limits: RequestLimits) -> Keywords:
+    if limits.logprobs == -1:
+        return {**_range("logprobs"), "minimum": -1}
+    return {**_range("logprobs"), "maximum": limits.logprobs}
+
+
+def _token_id(facts: SchemaFacts) -> Keywords:
+    lowest = {"type": "integer", "minimum": 0}
+    return lowest if facts.vocab_size is None else {**lowest, "maximum": facts.vocab_size - 1}
+
+
+def _prompts(facts: SchemaFacts) -> list[Keywords]:
+    """A text, one prompt's token ids, or a list of either."""
+    token_ids = {"type": "array", "items": _token_id(facts), "minItems": 1}
+    several = {"type": "array", "minItems": 1, "maxItems": facts.limits.prompts}
+    return [
+        {"type": "string"},
+        {**several, "items": {"type": "string"}},
+        token_ids,
+        {**several, "items": token_ids},
+    ]
+
+
+def _texts(most: int, longest: int) -> Keywords:
+    """A text or a list of them."""
+    return {"minLength": 1, "maxLength": longest, **_list_of_texts(most, longest)}
+
+
+def _list_of_texts(most: int, longest: int) -> Keywords:
+    text = {"type": "string", "minLength": 1, "maxLength": longest}
+    return {"maxItems": most, "items": text}
+
+
+def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
+    limits = facts.limits
+    token_ids = {"maxItems": limits.stop_token_ids, "items": _token_id(facts)}
+    return {
+        **_same_names(schemas.SamplingFields),
+        "n": {**_range("n"), "maximum": limits.n},
+        "preset": {"enum": list(PRESETS)},
+        "timeout_s": {"exclusiveMinimum": 0},
+        "priority": _priority(facts),
+        "logit_bias": {
+            "maxProperties": limits.logit_bias,
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {
+                "type": "number",
+                "minimum": -_LOGIT_BIAS,
+                "maximum": _LOGIT_BIAS,
+            },
+        },
+        "allowed_token_ids": token_ids,
+        "stop_token_ids": token_ids,
+        "stop": _texts(limits.stop, limits.stop_chars),
+        "bad_words": _list_of_texts(limits.bad_words, limits.bad_word_chars),
+        "dry_sequence_breakers": _list_of_texts(limits.dry_breakers, limits.dry_breaker_chars),
+        "user": _label(limits),
+        "cache_salt": _label(limits),
+    }
+
+
+_TOOL_CHOICES = [
+    {"enum": ["auto", "none", "required"]},
+    {
+        "type": "object",
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "properties": {"name": {"type": "string"}},
+                "required": ["name"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["type", "function"],
+        "additionalProperties": False,
+    },
+]
+
+
+def _same_names(schema: type[msgspec.Struct]) -> dict[str, Keywords]:
+    """The bounds of the fields that have the names of `SamplingParams`."""
+    known = sampling_fields()
+    names = [name for name in schema.__struct_fields__ if name in known]
+    return {name: _range(name) for name in names if known[name].bounds is not None}
+
+
+def _range(name: str) -> Keywords:
+    bounds = sampling_fields()[name].bounds
+    assert bounds is not None, "the callers name numbers"
+    low = {"exclusiveMinimum" if bounds.above else "minimum": bounds.low}
+    return low if bounds.high is None else {**low, "maximum": bounds.high}

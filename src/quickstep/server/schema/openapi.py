@@ -2,23 +2,33 @@
 
     ApiRoute (path, method, types) ------------+
     msgspec types -> msgspec's JSON schemas ---+-> openapi_document -> /docs, docs/reference
-    field_bounds, field_reference -------------+
+    field_reference (effects, bounds) ---------+
 
-Nothing is told of a route by hand: what a field does or why it has no effect comes from
-`field_reference`, its limits from `field_bounds`, the rest from its type. `x-class` of a field is
+No route is described by hand: what a field does, why it has no effect and its bounds come from
+`field_reference`, the rest from its type. `x-class` of a field is
 `honoured`, `hint`, `note` or `refused`.
+
+Some lists leave the type of their entries open, since the entry's own `type` decides how it is
+parsed; `parts_of` lists these types. `ApiPages` serves the document, which is written at the first
+request and kept, and `/docs`, a page of the package that reads it in the browser.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib import resources
 from types import MappingProxyType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 
 from quickstep import __version__
+from quickstep.server.anthropic.request_types import CountTokensRequest, CustomToolSpec
+from quickstep.server.generate.adapter import Served
 from quickstep.server.http.errors import (
     OVERLOADED,
     ErrorAnswer,
@@ -29,19 +39,38 @@ from quickstep.server.http.errors import (
     ollama_shape,
 )
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.openai.request_types import SamplingFields
-from quickstep.server.schema.field_bounds import Keywords, SchemaFacts, bounds_of
+from quickstep.server.ollama.request_types import OllamaChatRequest
+from quickstep.server.openai.request_types import ChatRequest, FunctionTool, SamplingFields
+from quickstep.server.openai.tokenize import ApplyTemplateRequest, TokenizeRequest
+from quickstep.server.responses.request_types import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    FunctionToolSpec,
+    MessageItem,
+    ReasoningItem,
+    ResponsesRequest,
+)
 from quickstep.server.schema.field_classes import Hint, Honoured, Note, Refusal, Row
-from quickstep.server.schema.field_reference import REFUSED_FORMS, reference_of
-from quickstep.server.schema.struct_types import (
-    TOOL_TYPES,
-    component_names,
-    parts_of,
-    reachable_structs,
+from quickstep.server.schema.field_reference import (
+    Keywords,
+    SchemaFacts,
+    bounds_of,
+    form_refusal,
+    reference_of,
 )
 from quickstep.types import SamplingParams
 
-__all__ = ["openapi_document"]
+__all__ = [
+    "TOOL_TYPES",
+    "ApiDocument",
+    "ApiPages",
+    "branches",
+    "component_names",
+    "field_types",
+    "openapi_document",
+    "parts_of",
+    "reachable_structs",
+]
 
 _REF = "#/components/schemas/{name}"
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
@@ -80,6 +109,27 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
         for field in msgspec.structs.fields(SamplingParams)
         if isinstance(field.default, (int, float, tuple)) and field.name != "max_tokens"
     }
+)
+_Parts = Mapping[str, tuple[type[msgspec.Struct], ...]]
+
+_PARTS: Mapping[type[msgspec.Struct], _Parts] = MappingProxyType(
+    {
+        ResponsesRequest: {
+            "input": (MessageItem, FunctionCallItem, FunctionCallOutputItem, ReasoningItem),
+            "tools": (FunctionToolSpec,),
+        },
+        CountTokensRequest: {"tools": (CustomToolSpec,)},
+        ChatRequest: {"tools": (FunctionTool,)},
+        OllamaChatRequest: {"tools": (FunctionTool,)},
+        TokenizeRequest: {"tools": (FunctionTool,)},
+        ApplyTemplateRequest: {"tools": (FunctionTool,)},
+    }
+)
+
+
+# The `type` that a tool of this form has; a tool of another type is left out and reported.
+TOOL_TYPES: Mapping[type[msgspec.Struct], str] = MappingProxyType(
+    {FunctionTool: "function", FunctionToolSpec: "function", CustomToolSpec: "custom"}
 )
 
 
@@ -216,7 +266,7 @@ def _ref(name: str) -> dict[str, str]:
 def _schemas(names: Mapping[type, str], facts: SchemaFacts) -> dict[str, Any]:
     _, components = msgspec.json.schema_components(list(names), ref_template=_REF)
     for struct, name in names.items():
-        why = REFUSED_FORMS.get(struct)
+        why = form_refusal(struct)
         if why is None:
             _unfold(components[name], struct, names)
             _refine(components[name], struct, facts)
@@ -307,3 +357,81 @@ def _bounded(schema: dict[str, Any], keywords: Keywords) -> dict[str, Any]:
     kind = "integer" if schema.get("type") == "number" else schema.get("type", "")
     concerned = _KEYWORDS.get(kind, frozenset())
     return schema | {key: value for key, value in keywords.items() if key in concerned}
+
+
+class ApiDocument(msgspec.Struct, frozen=True):
+    """This API in OpenAPI 3.1."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+    components: dict[str, Any]
+    security: list[dict[str, Any]]
+
+
+class ApiPages:
+    """The two endpoints. `routes` may grow until the first request."""
+
+    def __init__(self, routes: Sequence[ApiRoute], served: Served) -> None:
+        self._routes = routes
+        self._served = served
+        self._document: bytes | None = None
+
+    async def document(self, _: Request) -> Response:
+        """OpenAPI 3.1 with this server's limits and names."""
+        if self._document is None:
+            facts = SchemaFacts(
+                self._served.limits,
+                self._served.engine.tokenizer.vocab_size,
+                self._served.names,
+                self._served.field_rules,
+                self._served.api_keys.priorities,
+            )
+            self._document = msgspec.json.encode(openapi_document(self._routes, facts))
+        return Response(self._document, media_type="application/json")
+
+    async def page(self, _: Request) -> Response:
+        """The page that shows the document."""
+        file = resources.files("quickstep.server") / "pages" / "docs.html"
+        return HTMLResponse(file.read_text(encoding="utf-8"))
+
+
+def reachable_structs(declared: Any) -> Iterator[type[msgspec.Struct]]:
+    """The structs in a type, those in their fields included, each once."""
+    seen: set[type] = set()
+    waiting = [declared]
+    while waiting:
+        item = waiting.pop()
+        waiting.extend(get_args(item))
+        if isinstance(item, type) and issubclass(item, msgspec.Struct) and item not in seen:
+            seen.add(item)
+            waiting.extend(field_types(item).values())
+            waiting.extend(part for parts in parts_of(item).values() for part in parts)
+            yield item
+
+
+def field_types(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """The types of a struct's fields, under the names that JSON uses."""
+    hints = typing.get_type_hints(struct)
+    fields = msgspec.structs.fields(struct)
+    return {field.encode_name: hints[field.name] for field in fields}
+
+
+def branches(declared: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type alone."""
+    return get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+
+
+def component_names(types: Collection[type[msgspec.Struct]]) -> dict[type[msgspec.Struct], str]:
+    """The name of each struct's schema, as msgspec gives it: unique, in a stable order."""
+    ordered = sorted(types, key=lambda struct: (struct.__name__, struct.__module__))
+    references, _ = msgspec.json.schema_components(ordered, ref_template="{name}")
+    return {struct: ref["$ref"] for struct, ref in zip(ordered, references, strict=True)}
+
+
+def parts_of(struct: type[msgspec.Struct]) -> _Parts:
+    """The types of the entries, by the field that lists them; inherited fields included."""
+    found: dict[str, tuple[type[msgspec.Struct], ...]] = {}
+    for parent in reversed(struct.__mro__):
+        found |= _PARTS.get(parent, {})
+    return found

@@ -1,0 +1,310 @@
+"""Element types, tensors and devices for code that runs with and without torch.
+
+`import torch` takes a second and 150 MB. The native path does not need it: its matrices are in
+packed weights and a step is one native call, so its tensors are only containers. A `HostTensor` is
+a NumPy array with an element type and the few methods, named as in torch, that the engine calls on
+both kinds; it computes nothing but conversions between floating-point types. A `DType` takes the
+place of a `torch.dtype`; its text is torch's, because fingerprints contain it.
+
+The last part is the layout of a KV cache, [B, S, K, W]. In a float dtype W is the head size D. In
+int8 it is D + 4: D quantized values, then the four bytes of their float32 scale, one for each token
+and head. So a block is copied as one piece, and a masked slot's scale is masked with it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = [
+    "BFLOAT16",
+    "CPU",
+    "FLOAT16",
+    "FLOAT32",
+    "INT8",
+    "INT32",
+    "INT64",
+    "SCALE_BYTES",
+    "UINT8",
+    "AnyTensor",
+    "DType",
+    "Device",
+    "HostTensor",
+    "as_float64",
+    "find_dtype",
+    "head_size_of",
+    "head_width",
+    "host_dtype",
+    "of_kind",
+    "quantize_heads",
+    "read_heads",
+    "rounded",
+    "to_numpy",
+    "to_torch",
+    "torch_device",
+    "torch_dtype",
+]
+
+
+class DType(msgspec.Struct, frozen=True):
+    """An element type; `storage` is NumPy's type that holds it, bits of bfloat16 in uint16."""
+
+    name: str
+    itemsize: int
+    storage: str
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+FLOAT32 = DType("float32", 4, "float32")
+BFLOAT16 = DType("bfloat16", 2, "uint16")
+FLOAT16 = DType("float16", 2, "float16")
+INT8 = DType("int8", 1, "int8")
+UINT8 = DType("uint8", 1, "uint8")
+INT32 = DType("int32", 4, "int32")
+INT64 = DType("int64", 8, "int64")
+
+_ALL = (FLOAT32, BFLOAT16, FLOAT16, INT8, UINT8, INT32, INT64)
+_BY_TEXT = {str(dtype): dtype for dtype in _ALL}
+
+
+def find_dtype(name: str) -> DType:
+    """The type with this name, such as `bfloat16`. Raises KeyError."""
+    return _BY_TEXT[f"torch.{name}"]
+
+
+def host_dtype(dtype: DType | torch.dtype) -> DType | None:
+    """The `DType` of either; None for a type that only torch has."""
+    return dtype if isinstance(dtype, DType) else _BY_TEXT.get(str(dtype))
+
+
+def torch_dtype(dtype: DType | torch.dtype) -> torch.dtype:
+    """The same type as a `torch.dtype`."""
+    if not isinstance(dtype, DType):
+        return dtype
+    import torch
+
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
+
+
+def of_kind(dtype: DType, other: DType | torch.dtype) -> Any:
+    """`dtype` as the same kind of object as `other`, for tensors of that kind."""
+    return dtype if isinstance(other, DType) else torch_dtype(dtype)
+
+
+Array = npt.NDArray[Any]
+
+AnyTensor: TypeAlias = "Tensor | HostTensor"
+
+_ALIGNMENT = 64  # a cache line, and the widest load of the kernels
+_FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
+
+
+class Device(msgspec.Struct, frozen=True):
+    """Where tensors are, like `torch.device`."""
+
+    type: str
+
+
+CPU = Device("cpu")
+
+
+def torch_device(device: Device) -> torch.device:
+    """The same device as a `torch.device`."""
+    import torch
+
+    return torch.device(device.type)
+
+
+class HostTensor:
+    """Elements of `dtype` in a NumPy array, which keeps the memory alive."""
+
+    __slots__ = ("_address", "_array", "dtype")
+
+    def __init__(self, array: Array, dtype: DType) -> None:
+        assert array.dtype == dtype.storage
+        self._array = array
+        self._address: int | None = None
+        self.dtype = dtype
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: DType) -> HostTensor:
+        """New aligned memory, not initialized."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        raw = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        return cls(raw[start : start + nbytes].view(dtype.storage).reshape(shape), dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements along each dimension."""
+        return self._array.shape
+
+    @property
+    def device(self) -> Device:
+        """Always the CPU."""
+        return CPU
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self._array.nbytes
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return self._array.ndim
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return self._array.size
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    def stride(self, dim: int) -> int:
+        """Elements from one to the next along a dimension."""
+        return self._array.strides[dim] // self.dtype.itemsize
+
+    def data_ptr(self) -> int:
+        """The address of its first element."""
+        if self._address is None:
+            self._address = self._array.ctypes.data
+        return self._address
+
+    def is_contiguous(self) -> bool:
+        """Whether its elements are in order and without gaps."""
+        return self._array.flags.c_contiguous
+
+    def contiguous(self) -> HostTensor:
+        """Itself, or a contiguous copy."""
+        return self if self.is_contiguous() else HostTensor(self._array.copy(), self.dtype)
+
+    def new_empty(self, shape: tuple[int, ...], dtype: DType | None = None) -> HostTensor:
+        """Another tensor, of the same type by default."""
+        return HostTensor.empty(shape, dtype or self.dtype)
+
+    def view(self, *shape: int) -> HostTensor:
+        """The same contiguous elements in another shape."""
+        assert self.is_contiguous()
+        return HostTensor(self._array.reshape(shape), self.dtype)
+
+    def __getitem__(self, key: int | slice | tuple[int | slice, ...]) -> HostTensor:
+        return HostTensor(self._array[key], self.dtype)
+
+    def numpy(self) -> Array:
+        """The array itself; bfloat16 as bits."""
+        return self._array
+
+    def float(self) -> HostTensor:
+        """In float32."""
+        return self.to(FLOAT32)
+
+    def to(self, dtype: DType) -> HostTensor:
+        """Floating point in another type, rounded to nearest, ties to even; itself if unchanged."""
+        if dtype == self.dtype:
+            return self
+        assert dtype in _FLOATS and self.dtype in _FLOATS
+        if self.dtype == BFLOAT16:
+            wide = (self._array.astype(np.uint32) << 16).view(np.float32)
+        else:
+            wide = self._array.astype(np.float32)
+        if dtype == BFLOAT16:
+            return HostTensor(_bfloat16_bits(wide), dtype)
+        with np.errstate(over="ignore", invalid="ignore"):  # beyond float16 is infinity
+            return HostTensor(wide.astype(dtype.storage, copy=False), dtype)
+
+    def to_torch(self) -> Tensor:
+        """A tensor of torch on the same memory."""
+        import torch
+
+        if self.dtype == BFLOAT16:
+            return torch.from_numpy(self._array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(self._array)
+
+
+def _bfloat16_bits(wide: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    bits = np.ascontiguousarray(wide).view(np.uint32)
+    even = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(wide), np.uint32(0x7FC0), even).astype(np.uint16)
+
+
+def rounded(value: float, dtype: DType | torch.dtype) -> float:
+    """A number rounded to floating point of `dtype`."""
+    if not isinstance(dtype, DType):
+        import torch
+
+        return float(torch.tensor(value, dtype=dtype).item())
+    one = HostTensor(np.array([value], dtype=np.float32), FLOAT32)
+    return float(one.to(dtype).float().numpy()[0])
+
+
+def to_numpy(x: AnyTensor) -> Array:
+    """The elements of either kind as an array, on the host."""
+    if isinstance(x, HostTensor):
+        return x.numpy()
+    return x.cpu().numpy()
+
+
+def as_float64(x: AnyTensor) -> npt.NDArray[np.float64]:
+    """Floating point of either kind in float64, on the host."""
+    if isinstance(x, HostTensor):
+        return x.float().numpy().astype(np.float64)
+    return cast("npt.NDArray[np.float64]", x.double().cpu().numpy())
+
+
+def to_torch(x: AnyTensor) -> Tensor:
+    """Either kind as a tensor of torch, on the same memory."""
+    return x.to_torch() if isinstance(x, HostTensor) else x
+
+
+SCALE_BYTES = 4
+_LEAST = 1e-30  # below it a scale's reciprocal would overflow; such a head is stored as zero
+
+
+def head_width(head_size: int, dtype: DType | torch.dtype) -> int:
+    """W, the number of elements of a head of D in a cache of this dtype."""
+    return head_size + SCALE_BYTES if host_dtype(dtype) == INT8 else head_size
+
+
+def head_size_of(cache: AnyTensor) -> int:
+    """D of a cache [B, S, K, W]."""
+    width: int = cache.shape[-1]
+    return width - SCALE_BYTES if host_dtype(cache.dtype) == INT8 else width
+
+
+def quantize_heads(x: Tensor) -> Tensor:
+    """[..., D] -> [..., D + 4] int8: quantized values x * (127 / max|x|) rounded half to even,
+    scale max|x| / 127, all in float32. A head with NaN or infinity gets NaN as its scale.
+    """
+    import torch
+
+    wide = x.float()
+    most = wide.abs().amax(-1, keepdim=True)
+    largest = torch.full_like(most, 127.0)
+    is_finite, is_zero = most.isfinite(), most < _LEAST
+    is_used = is_finite & ~is_zero
+    quants = (wide * torch.div(largest, most)).round().masked_fill(~is_used, 0.0)
+    scale = torch.div(most, largest).masked_fill(is_zero, 0.0).masked_fill(~is_finite, torch.nan)
+    return torch.cat((quants.to(torch.int8), scale.contiguous().view(torch.int8)), -1)
+
+
+def read_heads(rows: Tensor) -> Tensor:
+    """[..., W] of a cache -> [..., D] in float64, exactly."""
+    import torch
+
+    if rows.dtype != torch.int8:
+        return rows.double()
+    scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
+    scale = scale.view(torch.float32)
+    return rows[..., :-SCALE_BYTES].double() * scale.double()

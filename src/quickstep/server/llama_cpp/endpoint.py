@@ -1,0 +1,401 @@
+"""llama.cpp's own routes: `/completion`, and `/props` and `/slots` about the server.
+
+Several prompts, or several completions of one prompt, give a list of completions; in a stream they
+differ by `index`. A stream has no `[DONE]`: the chunk with `stop: true` is the last of its index.
+`/load` is vLLM's; it is here because it reports the same state as `/slots`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quickstep import __version__
+from quickstep.errors import EngineError
+from quickstep.server.generate.adapter import Served
+from quickstep.server.generate.endpoint import GeneratingRoute
+from quickstep.server.generate.engine_interface import Vocabulary
+from quickstep.server.generate.generation import (
+    Choice,
+    ChoiceDelta,
+    Generation,
+    Head,
+    ParsedRequest,
+)
+from quickstep.server.generate.sampling import bounded
+from quickstep.server.http.errors import error_of, json_response
+from quickstep.server.http.event_stream import data_frame
+from quickstep.server.http.route import ApiRoute
+from quickstep.server.llama_cpp.request import SAMPLERS, llama_request
+from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
+from quickstep.server.llama_cpp.response_types import (
+    DefaultSettings,
+    GenerationSettings,
+    LlamaChunk,
+    LlamaCompletion,
+    LlamaProps,
+    LlamaSlot,
+    LlamaTimings,
+    LlamaToken,
+    LlamaTopToken,
+    LogitBias,
+    Modalities,
+    ServerLoad,
+)
+from quickstep.server.metrics import Metrics
+from quickstep.server.openai.request_types import decode_values
+from quickstep.server.schema.field_reader import FieldReader
+from quickstep.types import FinishReason, SamplingParams, TokenLogprobs
+
+__all__ = ["llama_cpp_routes"]
+
+_NO_SLOT = -1  # the slots of the scheduler are not public
+
+
+class LlamaCpp:
+    """The API."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+
+    def parse(self, body: bytes, served: Served, caller: str) -> ParsedRequest:
+        """Validate. Raises RequestError."""
+        reader = FieldReader(served.field_rules)
+        fields = reader.decode(body, LlamaCompletionRequest)
+        bounded("response_fields", len(fields.response_fields or ()), 64, "entries")
+        return replace(
+            llama_request(fields, served),
+            ignored=reader.ignored,
+            writer=partial(_LlamaWriter, fields, served, self._clock),
+        )
+
+
+class _LlamaWriter:
+    def __init__(
+        self,
+        fields: LlamaCompletionRequest,
+        served: Served,
+        clock: Callable[[], float],
+        generation: Generation,
+        head: Head,
+    ) -> None:
+        self._fields = fields
+        self._served = served
+        self._tokenizer: Vocabulary = served.engine.tokenizer
+        self._generation = generation
+        self._clock = clock
+        self._started_s = clock()
+        self._first_s: dict[int, float] = {}
+
+    def opening(self) -> Iterator[bytes]:
+        """Nothing."""
+        return iter(())
+
+    def delta(self, item: ChoiceDelta) -> Iterator[bytes]:
+        """New text and tokens, then the end of a completion."""
+        self.collect(item)
+        choice, delta = self._generation.choices[item.choice], item.delta
+        if delta.text or delta.token_ids:
+            yield data_frame(
+                LlamaChunk(
+                    index=choice.index,
+                    content=delta.text,
+                    tokens=list(delta.token_ids),
+                    stop=False,
+                    id_slot=_NO_SLOT,
+                    tokens_predicted=len(choice.token_ids),
+                    tokens_evaluated=len(self._prompt(choice)),
+                    timings=self._timings(choice) if self._fields.timings_per_token else UNSET,
+                    completion_probabilities=self._probabilities(delta.logprobs),
+                )
+            )
+        if delta.finish_reason is not None:
+            yield data_frame(self._shown(self._completion(choice, content="", tokens=[])))
+
+    def ending(self) -> Iterator[bytes]:
+        """Nothing."""
+        return iter(())
+
+    def failure(self, error: Exception) -> Iterator[bytes]:
+        """The error as an event of the stream."""
+        _, body = error_of(error)
+        yield data_frame(body)
+
+    def collect(self, item: ChoiceDelta) -> None:
+        """When the first token came."""
+        self._first_s.setdefault(item.choice, self._clock())
+
+    def complete(self) -> object:
+        """The completion, or the list of them."""
+        shown = []
+        for choice in self._generation.choices:
+            tokens = list(choice.token_ids) if self._fields.return_tokens else []
+            completion = self._completion(choice, "".join(choice.text), tokens)
+            shown.append(self._shown(completion))
+        return shown[0] if len(shown) == 1 else shown
+
+    def _prompt(self, choice: Choice) -> Sequence[int]:
+        return self._generation.prompt_token_ids(choice)
+
+    def _completion(self, choice: Choice, content: str, tokens: list[int]) -> LlamaCompletion:
+        text = "".join(choice.text)
+        prompt = self._prompt(choice)
+        in_stream = self._generation.request.stream
+        return LlamaCompletion(
+            index=choice.index,
+            content=content,
+            tokens=tokens,
+            id_slot=_NO_SLOT,
+            stop=True,
+            model=self._generation.request.model,
+            tokens_predicted=len(choice.token_ids),
+            tokens_evaluated=len(prompt),
+            generation_settings=_generation_settings(
+                self._generation.request.sampling,
+                choice.seed,
+                in_stream,
+                self._served.engine.max_model_len,
+            ),
+            prompt=self._tokenizer.decode(prompt, skip_special_tokens=False),
+            has_new_line="\n" in text,
+            truncated=choice.finish_reason is FinishReason.CONTEXT_LIMIT,
+            stop_type=_stop_type(choice.finish_reason),
+            stopping_word=self._stopping_word(choice, text),
+            tokens_cached=choice.timings.num_cached_tokens if choice.timings else 0,
+            timings=self._timings(choice),
+            completion_probabilities=(UNSET if in_stream else self._probabilities(choice.logprobs)),
+        )
+
+    def _shown(self, completion: LlamaCompletion) -> object:
+        """All of it, or the fields that were asked for; `a/b` is a field of a field."""
+        paths = self._fields.response_fields
+        if not paths:
+            return completion
+        whole = msgspec.to_builtins(completion)
+        found: dict[str, Any] = {}
+        for path in paths:
+            place: Any = whole
+            for name in path.split("/"):
+                place = place.get(name, UNSET) if isinstance(place, dict) else UNSET
+            if place is not UNSET:
+                found[path] = place
+        return found
+
+    def _stopping_word(self, choice: Choice, text: str) -> str:
+        """The stop string that ended it: what the tokens say behind the text."""
+        if choice.finish_reason is not FinishReason.STOP_STRING:
+            return ""
+        said = self._tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+        for stop in self._generation.request.sampling.stop:
+            if said.startswith(stop, len(text)):
+                return stop
+        return ""
+
+    def _timings(self, choice: Choice) -> LlamaTimings:
+        """The engine's own once it has ended, until then what the clock says here."""
+        num_prompt, num_predicted = len(self._prompt(choice)), len(choice.token_ids)
+        timings = choice.timings
+        if timings is None or timings.first_token_s is None:
+            first_s = self._first_s.get(choice.index, self._clock())
+            prompt_s, predicted_s = first_s - self._started_s, self._clock() - first_s
+            num_cached = 0
+        else:
+            prompt_s = timings.prefill_s
+            predicted_s = timings.finished_s - timings.first_token_s
+            num_cached = timings.num_cached_tokens
+        num_computed = num_prompt - num_cached
+        return LlamaTimings(
+            cache_n=num_cached,
+            prompt_n=num_computed,
+            prompt_ms=prompt_s * 1e3,
+            prompt_per_token_ms=_ratio(prompt_s * 1e3, num_computed),
+            prompt_per_second=_ratio(num_computed, prompt_s),
+            predicted_n=num_predicted,
+            predicted_ms=predicted_s * 1e3,
+            predicted_per_token_ms=_ratio(predicted_s * 1e3, num_predicted),
+            predicted_per_second=_ratio(num_predicted, predicted_s),
+        )
+
+    def _probabilities(self, logprobs: Sequence[TokenLogprobs]) -> list[LlamaToken] | UnsetType:
+        if not self._fields.n_probs:
+            return UNSET
+        return [
+            LlamaToken(
+                *self._named(item.token_id),
+                item.logprob,
+                [LlamaTopToken(*self._named(each), logprob) for each, logprob in item.top],
+            )
+            for item in logprobs
+        ]
+
+    def _named(self, token_id: int) -> tuple[int, str, list[int]]:
+        data = self._tokenizer.token_bytes(token_id)
+        return token_id, data.decode(errors="replace"), list(data)
+
+
+def _generation_settings(
+    sampling: SamplingParams,
+    seed: int | None,
+    stream: bool | UnsetType = UNSET,
+    n_ctx: int | UnsetType = UNSET,
+) -> GenerationSettings:
+    """The sampling parameters under llama.cpp's names."""
+    num_tokens = -1 if sampling.max_tokens is None else sampling.max_tokens
+    return GenerationSettings(
+        n_predict=num_tokens,
+        max_tokens=num_tokens,
+        seed=-1 if seed is None else seed,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        typical_p=sampling.typical_p,
+        xtc_probability=sampling.xtc_probability,
+        xtc_threshold=sampling.xtc_threshold,
+        repeat_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        dry_multiplier=sampling.dry_multiplier,
+        dry_base=sampling.dry_base,
+        dry_allowed_length=sampling.dry_allowed_length,
+        dry_penalty_last_n=sampling.dry_range or -1,
+        dry_sequence_breakers=sampling.dry_sequence_breakers,
+        stop=sampling.stop,
+        ignore_eos=sampling.ignore_eos,
+        logit_bias=[LogitBias(*entry) for entry in sampling.logit_bias.items()],
+        n_probs=sampling.logprobs or 0,
+        grammar="" if sampling.grammar is None else sampling.grammar.text,
+        samplers=SAMPLERS,
+        stream=stream,
+        n_ctx=n_ctx,
+    )
+
+
+def _stop_type(reason: FinishReason | None) -> Literal["none", "eos", "limit", "word"]:
+    if reason in (FinishReason.EOS, FinishReason.STOP_TOKEN):
+        return "eos"
+    if reason is FinishReason.STOP_STRING:
+        return "word"
+    return "none" if reason in (None, FinishReason.ABORTED) else "limit"
+
+
+def _ratio(value: float, of: float) -> float:
+    """0 where there is nothing to divide by: JSON has no infinity."""
+    return value / of if of > 0 else 0.0
+
+
+class SlotQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The query of `/slots`: with 1, the status is 503 if no slot is free."""
+
+    fail_on_no_slot: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+
+
+def llama_cpp_routes(served: Served, metrics: Metrics) -> list[ApiRoute]:
+    """The routes of this module."""
+    completion = GeneratingRoute(LlamaCpp(), served, metrics)
+    state = _ServerState(served)
+    return [
+        ApiRoute(
+            "POST",
+            "/completion",
+            completion.answer,
+            "Text that continues a prompt, in the format of llama.cpp.",
+            request=LlamaCompletionRequest,
+            # `response_fields` may leave out any field
+            response=LlamaCompletion
+            | list[LlamaCompletion]
+            | list[dict[str, Any]]
+            | dict[str, Any],
+            streams=True,
+        ),
+        ApiRoute(
+            "GET",
+            "/props",
+            state.props,
+            "The model, its default parameters and its chat template.",
+            response=LlamaProps,
+        ),
+        ApiRoute(
+            "GET",
+            "/slots",
+            state.slots,
+            "The slots of the batch.",
+            response=list[LlamaSlot],
+            query=SlotQuery,
+        ),
+        ApiRoute("GET", "/load", state.load, "How busy the server is.", response=ServerLoad),
+    ]
+
+
+class _ServerState:
+    """The endpoints that report the state of the server."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+
+    async def props(self, _: Request) -> Response:
+        """Return the default parameters, the number of slots and the chat template."""
+        engine = self._served.engine
+        own: dict[str, Any] = {"max_tokens": None, **engine.default_sampling}
+        defaults = SamplingParams(**own)
+        settings = DefaultSettings(
+            id=0,
+            id_task=-1,
+            n_ctx=engine.max_model_len,
+            speculative=False,
+            is_processing=engine.stats().has_work,
+            params=_generation_settings(defaults, defaults.seed),
+        )
+        template = engine.chat_template
+        props = LlamaProps(
+            default_generation_settings=settings,
+            total_slots=self._num_slots,
+            model_alias=self._served.names[0],
+            model_path=engine.model_name,
+            modalities=Modalities(),
+            chat_template="" if template is None else template.source,
+            build_info=f"quickstep {__version__}",
+        )
+        return json_response(props)
+
+    async def slots(self, request: Request) -> Response:
+        """Return which slots of the batch are in use."""
+        query = decode_values(request.query_params, SlotQuery)
+        num_running = self._served.engine.stats().scheduler.num_running
+        num_ctx = self._served.engine.max_model_len
+        slots = [
+            LlamaSlot(slot_id, num_ctx, False, slot_id < num_running)
+            for slot_id in range(self._num_slots)
+        ]
+        if query.fail_on_no_slot and num_running >= len(slots):
+            raise EngineError("all slots are in use; try again later")
+        return json_response(slots)
+
+    async def load(self, _: Request) -> Response:
+        """Return the numbers of requests and of blocks."""
+        stats = self._served.engine.stats()
+        scheduler = stats.scheduler
+        load = ServerLoad(
+            server_load=stats.num_requests,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_preempted=scheduler.num_preempted,
+            num_used_blocks=scheduler.blocks.num_used,
+            num_cached_blocks=scheduler.blocks.num_cached,
+            num_free_blocks=scheduler.blocks.num_free,
+        )
+        return json_response(load)
+
+    @property
+    def _num_slots(self) -> int:
+        """Sequences that the engine computes at a time, at least one."""
+        plan = self._served.engine.memory_plan
+        return 1 if plan is None else plan.max_num_seqs
