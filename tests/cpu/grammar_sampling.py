@@ -25,8 +25,8 @@ def sampled_tokens(compiler, tokenizer, sampling, seed=1, outputs=(), limit=3000
     state = state_for(compiler, tokenizer, sampling, outputs, seed, vocab_size)
     tokens = list(outputs)
     while len(tokens) < limit:
-        draw = np.random.default_rng((seed, len(tokens)))
-        row = draw.normal(scale=3.0, size=vocab_size).astype(np.float32)
+        rng = np.random.default_rng((seed, len(tokens)))
+        row = rng.normal(scale=3.0, size=vocab_size).astype(np.float32)
         sample = sample_row(row, state)
         assert isinstance(sample, Sample), sample
         tokens.append(sample.token_id)

@@ -217,13 +217,13 @@ def test_a_number_at_the_limit_is_complete(seed):
 
 def test_what_was_sampled_and_steered_away_leaves_no_trace():
     sampling = SamplingParams(grammar=KINDS["nested arrays"], max_tokens=30)
-    [asked, silent] = [state_for(sampling) for _ in range(2)]
+    [queried, silent] = [state_for(sampling) for _ in range(2)]
     tokens, _ = sampled(sampling)
     for token_id in tokens:
         for other in range(0, VOCAB, 401):
-            asked.forced_token(other)
-        assert asked.forced_token(token_id) == silent.forced_token(token_id) == token_id
-        asked.record(token_id)
+            queried.forced_token(other)
+        assert queried.forced_token(token_id) == silent.forced_token(token_id) == token_id
+        queried.record(token_id)
         silent.record(token_id)
 
 
@@ -242,7 +242,7 @@ TEN_OBJECTS = {
 
 
 class CountingMatcher:
-    """A matcher that counts what is asked of it and of its copies."""
+    """A matcher that counts the calls of it and of its copies."""
 
     def __init__(self, matcher, calls):
         self._matcher = matcher
@@ -292,10 +292,10 @@ def test_any_object_is_closed_whatever_the_model_prefers(limit):
 
 def test_only_the_last_tokens_are_steered():
     grammar = Grammar.of_regex("[a-z ]*!")
-    steered, _ = sampled(SamplingParams(grammar=grammar, max_tokens=120), seed=5)
+    forced, _ = sampled(SamplingParams(grammar=grammar, max_tokens=120), seed=5)
     free, _ = sampled(SamplingParams(grammar=grammar, max_tokens=150), seed=5)
-    assert steered[:118] == free[:118]
-    assert text_of(steered).endswith("!") and "!" not in text_of(free[:119])
+    assert forced[:118] == free[:118]
+    assert text_of(forced).endswith("!") and "!" not in text_of(free[:119])
 
 
 def test_what_no_ending_can_fit_is_left_undone():

@@ -150,10 +150,12 @@ def test_a_step_like_a_short_one_runs_on_the_thread_that_asks_for_it():
     executor = open_executor(model)
     executor.submit(first_step()).result()
     ticket = executor.submit(decode_step(1))
-    assert ticket.done() and len(model.threads) == 1, "it has not run before it is asked for"
+    assert ticket.done() and len(model.threads) == 1, (
+        "it has not run before its result is requested"
+    )
     assert tokens_of(ticket) == tokens_of(ticket)
     assert [thread is here for thread in model.threads] == [False, True]
-    # one not asked for runs before the next, and a prompt is no short step
+    # one whose result is not requested runs before the next, and a prompt is no short step
     executor.submit(decode_step(2))
     executor.submit(first_step(3, slot=1)).result()
     assert [thread is here for thread in model.threads] == [False, True, True, False]
@@ -177,7 +179,7 @@ def test_closing_and_failing_take_a_short_step_along():
     executor.submit(first_step()).result()
     model.error = RuntimeError("out of memory")
     failing = executor.submit(decode_step(1))
-    executor.reset()  # behind it: the next one runs again
+    executor.reset()  # after it: the next one runs again
     with pytest.raises(EngineError, match="step 1 failed: out of memory"):
         failing.result()
     model.error = None

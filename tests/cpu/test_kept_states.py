@@ -42,8 +42,8 @@ def sampled(slot, num_tokens):
     """Sample tokens of one slot at random."""
     tokens = []
     for _ in range(num_tokens):
-        draw = np.random.default_rng((1, slot.state.num_outputs))
-        row = draw.normal(scale=3.0, size=VOCAB).astype(np.float32)
+        rng = np.random.default_rng((1, slot.state.num_outputs))
+        row = rng.normal(scale=3.0, size=VOCAB).astype(np.float32)
         sample = sample_row(row, slot.state)
         assert isinstance(sample, Sample), sample
         tokens.append(sample.token_id)

@@ -1,4 +1,4 @@
-"""A grammar behind the reasoning: that is free, and what follows it fits, in time for the limit."""
+"""A grammar after the reasoning, which is free: the answer fits the grammar and the limit."""
 
 from __future__ import annotations
 

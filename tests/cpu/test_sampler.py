@@ -24,8 +24,8 @@ def state_of(sampling, prompt=(1, 2, 3), outputs=(), seed=7, eos=(), vocab=VOCAB
 
 
 def logits_of(seed, rows=1, vocab=VOCAB, scale=3.0):
-    draws = np.random.default_rng(seed)
-    return torch.from_numpy(draws.normal(scale=scale, size=(rows, vocab)).astype(np.float32))
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.normal(scale=scale, size=(rows, vocab)).astype(np.float32))
 
 
 def token_of(row, state):
@@ -242,12 +242,12 @@ def test_logprobs_are_log_softmax_of_the_raw_logits():
     assert sampled.logprobs.rank == order.index(1) + 1
 
 
-def test_logprobs_of_tokens_asked_for_by_id_come_behind_the_most_likely():
+def test_logprobs_of_tokens_requested_by_id_come_after_the_most_likely():
     row = logits_of(6)[0].numpy()
     order = np.argsort(-row, kind="stable").tolist()
     requested_ids = (order[4], order[0], order[3], order[4])
-    asked = SamplingParams(temperature=0.0, logprobs=2, logprob_token_ids=requested_ids)
-    sampled = sample_row(row, state_of(asked))
+    sampling = SamplingParams(temperature=0.0, logprobs=2, logprob_token_ids=requested_ids)
+    sampled = sample_row(row, state_of(sampling))
     assert isinstance(sampled, Sample) and sampled.logprobs is not None
     shown = [order[0], order[1], order[3], order[4]]
     assert [token_id for token_id, _ in sampled.logprobs.top] == shown

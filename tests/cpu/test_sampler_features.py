@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_sampler import VOCAB, logits_of, state_of, token_of
-from test_sampler_law import LOGITS, NUM_DRAWS, assert_follows
+from test_sampler_law import LOGITS, NUM_SAMPLES, assert_follows
 
 from quickstep.errors import RequestError
 from quickstep.runtime.sampling import penalties
@@ -113,15 +113,15 @@ def test_a_long_repetition_is_penalised_without_infinity():
 
 def typical_slowly(values, typical_p):
     total = sum(math.exp(v) for v in values)
-    shares = [math.exp(v) / total for v in values]
-    entropy = -sum(p * math.log(p) for p in shares)
-    off = [abs(-math.log(p) - entropy) for p in shares]
+    probabilities = [math.exp(v) / total for v in values]
+    entropy = -sum(p * math.log(p) for p in probabilities)
+    off = [abs(-math.log(p) - entropy) for p in probabilities]
     order = sorted(range(len(values)), key=lambda i: (off[i], i))
-    kept, mass = [], 0.0
+    kept, cumulative = [], 0.0
     for i in order:
         kept.append(i)
-        mass += shares[i]
-        if mass >= typical_p:
+        cumulative += probabilities[i]
+        if cumulative >= typical_p:
             break
     return sorted(kept), sorted(off)
 
@@ -181,7 +181,7 @@ def law_of(weights):
 
 def tokens_over_seeds(sampling, outputs=()):
     sampled = []
-    for seed in range(NUM_DRAWS):
+    for seed in range(NUM_SAMPLES):
         admission = Admission(0, "r#0", (1, *outputs), 1, sampling, seed)
         row = sample_row(LOGITS, SamplingState(admission, len(LOGITS)))
         assert isinstance(row, Sample)

@@ -21,11 +21,11 @@ def kept_slowly(scaled, sampling):
         ids = ids[: sampling.top_k]
     if sampling.top_p < 1.0:
         total = math.fsum(math.exp(scaled[i]) for i in ids)
-        mass, kept = 0.0, []
+        cumulative, kept = 0.0, []
         for i in ids:
             kept.append(i)
-            mass += math.exp(scaled[i])
-            if mass >= sampling.top_p * total:
+            cumulative += math.exp(scaled[i])
+            if cumulative >= sampling.top_p * total:
                 break
         ids = kept
     return sorted(i for i in ids if math.exp(scaled[i]) >= sampling.min_p)
@@ -83,7 +83,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it():
         assert kept_token_ids(scaled, SamplingParams(top_p=top_p)).tolist() == expected
 
 
-def test_top_p_counts_shares_of_what_top_k_left():
+def test_top_p_counts_probabilities_of_what_top_k_left():
     scaled = scaled_row(np.log([0.4, 0.3, 0.2, 0.1]))
     # 0.4 of 0.7 is 0.57: one token reaches 0.55 of the two, it would not of all four
     assert kept_token_ids(scaled, SamplingParams(top_k=2, top_p=0.55)).tolist() == [0]
@@ -92,9 +92,9 @@ def test_top_p_counts_shares_of_what_top_k_left():
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999, 0.999999])
 def test_sorting_only_the_head_changes_nothing(top_p):
-    draws = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for spread in (0.1, 2.0, 8.0):
-        scaled = scaled_row(draws.normal(scale=spread, size=3000))
+        scaled = scaled_row(rng.normal(scale=spread, size=3000))
         kept = kept_token_ids(scaled, SamplingParams(top_p=top_p))
         order = np.argsort(-scaled, kind="stable")
         weights = np.exp(scaled)

@@ -15,7 +15,7 @@ from quickstep.runtime.sampling.state import SamplingState
 from quickstep.types import Admission, SamplingParams
 
 LOGITS = np.array([2.0, 1.5, 1.5, 0.7, 0.0, -0.3, -1.0, -2.5, 0.2, 1.1, -0.9, 0.4], np.float32)
-NUM_DRAWS = 12_000
+NUM_SAMPLES = 12_000
 
 CASES = [
     SamplingParams(temperature=1.0),
@@ -40,11 +40,11 @@ def exact_law(sampling):
     weight = {i: math.exp(logits[i] / sampling.temperature) for i in ids}
     if sampling.top_k > 0:
         ids = ids[: sampling.top_k]
-    total, mass, kept = sum(weight[i] for i in ids), 0.0, []
+    total, cumulative, kept = sum(weight[i] for i in ids), 0.0, []
     for i in ids:
-        if mass < sampling.top_p * total:
+        if cumulative < sampling.top_p * total:
             kept.append(i)
-        mass += weight[i]
+        cumulative += weight[i]
     kept = [i for i in kept if weight[i] >= sampling.min_p * weight[kept[0]]]
     total = sum(weight[i] for i in kept)
     return {i: weight[i] / total for i in kept}
@@ -55,7 +55,7 @@ def state_of(sampling, seed, num_outputs=0):
     return SamplingState(admission, len(LOGITS))
 
 
-def draw(state):
+def sample_token(state):
     sampled = sample_row(LOGITS, state)
     assert isinstance(sampled, Sample)
     return sampled.token_id
@@ -70,22 +70,24 @@ def assert_follows(law, tokens):
 
 
 @pytest.mark.parametrize("sampling", CASES, ids=range(len(CASES)))
-def test_draws_over_seeds_follow_the_exact_distribution(sampling):
-    tokens = [draw(state_of(sampling, seed)) for seed in range(NUM_DRAWS)]
+def test_samples_over_seeds_follow_the_exact_distribution(sampling):
+    tokens = [sample_token(state_of(sampling, seed)) for seed in range(NUM_SAMPLES)]
     assert_follows(exact_law(sampling), tokens)
 
 
 @pytest.mark.parametrize("sampling", CASES[:8:3], ids=str)
-def test_draws_over_output_positions_follow_the_exact_distribution(sampling):
+def test_samples_over_output_positions_follow_the_exact_distribution(sampling):
     state = state_of(sampling, seed=42)
     tokens = []
-    for _ in range(NUM_DRAWS):
-        tokens.append(draw(state))
+    for _ in range(NUM_SAMPLES):
+        tokens.append(sample_token(state))
         state.record(tokens[-1])
     assert_follows(exact_law(sampling), tokens)
 
 
 def test_the_chi_square_bound_catches_a_temperature_that_is_off_by_a_tenth():
-    tokens = [draw(state_of(SamplingParams(temperature=1.1), seed)) for seed in range(NUM_DRAWS)]
+    tokens = [
+        sample_token(state_of(SamplingParams(temperature=1.1), seed)) for seed in range(NUM_SAMPLES)
+    ]
     with pytest.raises(AssertionError):
         assert_follows(exact_law(SamplingParams(temperature=1.0)), tokens)

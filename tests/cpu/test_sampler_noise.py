@@ -85,10 +85,10 @@ def test_no_two_rows_share_a_shifted_copy_of_one_stream():
 
 
 def test_the_largest_noisy_value_is_that_of_the_exact_noise():
-    draws = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for seed in range(40):
         ids = np.arange(2000)
-        values = np.round(draws.normal(scale=3.0, size=2000), seed % 3)
+        values = np.round(rng.normal(scale=3.0, size=2000), seed % 3)
         noise = gumbel(seed, 1, ids)
         found = gumbel_argmax(values, noise_bits(seed, 1, ids))
         assert found == int(np.argmax(values + noise))

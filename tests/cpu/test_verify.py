@@ -111,10 +111,10 @@ def test_a_model_whose_rows_notice_their_batch_is_caught(model):
     )
 
 
-def test_noise_that_depends_on_the_order_of_draws_is_caught(monkeypatch):
-    draws = itertools.count()
+def test_noise_that_depends_on_the_order_of_samples_is_caught(monkeypatch):
+    calls = itertools.count()
     monkeypatch.setattr(
-        sampler, "noise_bits", lambda seed, position, ids: noise_bits(next(draws), position, ids)
+        sampler, "noise_bits", lambda seed, position, ids: noise_bits(next(calls), position, ids)
     )
     assert verified(PagedHashModel()).mismatches > 0
 

@@ -1,4 +1,4 @@
-"""Whole lives of a scheduler drawn from one seed, for the tests that need many.
+"""Complete lives of a scheduler, each a function of one seed, for the tests that need many.
 
 Inputs are narrow on purpose: two letters, lengths at block edges, repeated prompts.
 """
@@ -36,7 +36,7 @@ def draw_setup(rng: Random) -> Setup:
 
 
 def random_request(rng: Random, setup: Setup, request_id: str, alike: bool = False) -> Request:
-    """`alike` requests have one prompt, cut at different lengths: they share all they can."""
+    """`alike` requests have one prompt, cut at different lengths, so that they share blocks."""
     length = max(1, setup.block_size * rng.randint(0, 4) + rng.choice((-1, 0, 0, 1)))
     head, tail = (0, 0) if alike else rng.choice(((0, 0), (0, 1), (1, 0)))
     turn = rng.choice((0, 1, setup.block_size, 2 * setup.block_size))
@@ -74,7 +74,7 @@ def draw_trouble(rng: Random, plan: StepPlan) -> tuple[Trouble, frozenset[int]]:
 def random_life(
     seed: int, open_one: Callable[[Setup], Scheduler] = open_scheduler, num_calls: int = 60
 ) -> World:
-    """A whole life of a scheduler drawn from one seed, verified at its end."""
+    """A complete life of a scheduler from one seed, verified at its end."""
     rng = Random(seed)
     world = World(draw_setup(rng), open_one)
     has_trouble, alike = rng.random() < 0.4, rng.random() < 0.4

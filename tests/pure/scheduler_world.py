@@ -1,7 +1,7 @@
 """One scheduler, its shadow executor and a clock: what every scheduler test drives.
 
 Each call is followed by `Scheduler.check()`. `verify` is the promise itself: every sequence got the
-tokens that it gets when its request runs alone, whatever happened around it.
+tokens that it gets when no other request runs, whatever happened to it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Received:
 
 @dataclass(frozen=True)
 class HalvesPolicy:
-    """Prefill first with half of a step, decode beside it: preempts as no policy of ours does."""
+    """Prefill first with half of a step, then decode: preempts more than the built-in ones."""
 
     phases: tuple[Phase, Phase] = (Phase.PREFILL, Phase.DECODE)
 
@@ -283,10 +283,10 @@ class World:
         for one in self.received.values():
             self._verify_tokens(one)
             self._verify_timings(one)
-        booked = [one.timings.device_s for one in self.received.values() if one.timings]
-        whole = math.fsum([*booked, stats.totals.unclaimed_s])
+        charged = [one.timings.device_s for one in self.received.values() if one.timings]
+        total = math.fsum([*charged, stats.totals.unclaimed_s])
         busy_s = math.fsum(record.seconds for record in self.records)
-        assert math.isclose(whole, busy_s, rel_tol=1e-9, abs_tol=1e-12), "seconds went missing"
+        assert math.isclose(total, busy_s, rel_tol=1e-9, abs_tol=1e-12), "seconds went missing"
         assert math.isclose(stats.totals.busy_s, busy_s, rel_tol=1e-9, abs_tol=1e-12)
 
     def _verify_tokens(self, one: Received) -> None:
@@ -306,8 +306,8 @@ class World:
         assert timings is not None, "an end without timings"
         busy_s = timings.queue_s + timings.prefill_s + timings.decode_s
         parts = busy_s + timings.preempted_s + timings.paused_s
-        whole = timings.finished_s - timings.arrival_s
-        assert math.isclose(parts, whole, rel_tol=1e-9, abs_tol=1e-9), "the parts miss the whole"
+        total = timings.finished_s - timings.arrival_s
+        assert math.isclose(parts, total, rel_tol=1e-9, abs_tol=1e-9), "the parts do not add up"
         assert timings.num_output_tokens == len(one.token_ids)
         assert timings.num_prompt_tokens == len(one.request.prompt_token_ids)
         assert timings.num_cached_tokens < max(1, timings.num_prompt_tokens)

@@ -2,7 +2,7 @@
 
 For every KV slot (block, offset) it remembers which content was written: a fingerprint of all
 tokens up to that position, with adapter and salt, as a real model's KV would depend on them. It
-follows block tables from `released`, `admitted` and `new_block_ids` alone, refuses to read anything
+follows block tables from `released`, `admitted` and `new_block_ids` only, refuses to read anything
 but the content that the row's own history asks for, and derives the next token from what it *read*.
 A step writes all its KV, then reads.
 
@@ -145,7 +145,7 @@ class ShadowExecutor:
     def _check_row_shape(self, row: StepRow) -> None:
         assert row.num_tokens >= 1, "a row without tokens"
         assert row.num_tokens == 1 or row.phase is Phase.PREFILL, "a decode row of several tokens"
-        assert row.num_drafts == 0, "drafts that nobody made"
+        assert row.num_drafts == 0, "unexpected drafts"
         assert len(row.token_ids) in (0, row.num_tokens), "token_ids differ from num_tokens"
         assert row.token_ids or row.phase is Phase.DECODE, "a prefill row without tokens"
         assert row.emits or row.phase is Phase.PREFILL, "a decode row that emits nothing"
@@ -202,8 +202,8 @@ class ShadowExecutor:
         if not self._has(row):
             return False
         slot = self.slots[row.slot]
-        room = len(slot.table) * self.sizes.block_size
-        return row.end <= min(room, len(slot.history)) and slot.computed in (None, row.start)
+        capacity = len(slot.table) * self.sizes.block_size
+        return row.end <= min(capacity, len(slot.history)) and slot.computed in (None, row.start)
 
     def _extend_chain(self, slot: Slot) -> None:
         for position in range(len(slot.chain), len(slot.history)):
@@ -242,7 +242,7 @@ class ShadowExecutor:
         scored_end = row.score_start + row.num_scored
         assert not row.num_scored or (
             slot.sampling.prompt_logprobs is not None and scored_end < slot.prompt_len
-        ), f"{name} scores what nobody asked for"
+        ), f"{name} has scores that were not requested"
         assert row.end <= len(slot.table) * self.sizes.block_size, f"{name} has too few blocks"
         needed = -(-max(row.end, slot.prefill_end) // self.sizes.block_size)
         assert len(slot.table) == needed, f"{name} has {len(slot.table)} blocks, not {needed}"
@@ -292,7 +292,7 @@ class ShadowExecutor:
         return RowOutput(prompt_logprobs=scores, embedding=(value,) if row.pools else None)
 
     def _score(self, slot: Slot, position: int) -> TokenLogprobs:
-        """A function of the position's fingerprint and of the token behind it."""
+        """A function of the position's fingerprint and of the token after it."""
         token_id = slot.history[position + 1]
         value = -float(hash((slot.chain[position], token_id)) % 97)
         return TokenLogprobs(token_id, value, 1)

@@ -28,7 +28,7 @@ def true_seconds(load: StepLoad, coefficients: Coefficients = TRUE) -> float:
 
 
 def random_load(rng: Random) -> StepLoad:
-    """Decode steps of many sizes, and now and then a prefill beside."""
+    """Decode steps of many sizes, and now and then a prefill."""
     rows = rng.randint(1, 64)
     chunk = rng.choice((0, 0, 100, 512, 2000))
     decodes = StepLoad(rows, rows, context := rows * rng.randint(10, 3000), context)
@@ -166,7 +166,7 @@ def test_a_scored_position_costs_by_the_vocabulary_before_one_was_seen() -> None
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(LOADS, SECONDS), max_size=30), LOADS)
 def test_predictions_stay_finite_and_non_negative(
-    observations: list[tuple[StepLoad, float]], asked: StepLoad
+    observations: list[tuple[StepLoad, float]], requested: StepLoad
 ) -> None:
     model = LinearCostModel()
     for load, seconds in observations:
@@ -182,4 +182,4 @@ def test_predictions_stay_finite_and_non_negative(
     ):
         assert math.isfinite(value)
         assert value >= 0.0
-    assert model.seconds(asked) >= 0.0
+    assert model.seconds(requested) >= 0.0

@@ -1,4 +1,4 @@
-"""Paused requests: held where they stand, first to make way, and nothing of theirs is lost."""
+"""Paused requests: they get no rows, are preempted first, and lose no token."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ def test_deadline_and_abort_end_a_paused_request_and_free_it_at_once() -> None:
 
 def test_pausing_is_idempotent_and_takes_any_id() -> None:
     world = World(Setup())
-    world.pause("nobody")
-    world.resume("nobody")
+    world.pause("unknown")
+    world.resume("unknown")
     world.add(ask("a"))
     world.pause("a")
     world.pause("a")
@@ -172,7 +172,7 @@ def test_a_waiting_request_preempts_lower_priorities_and_no_other() -> None:
     plan = world.plan()
     assert plan is not None and [one.sequence_id for one in plan.admitted] == ["urgent#0"]
     world.commit()
-    world.add(ask("later", max_tokens=2))  # nobody of a lower priority runs
+    world.add(ask("later", max_tokens=2))  # no sequence of a lower priority runs
     run_steps(world, 1)
     assert num_tokens(world, "later#0") == 0
     finish(world)

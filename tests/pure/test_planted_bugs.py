@@ -1,11 +1,11 @@
 """The suite is tested too: bugs planted in a copy of `core` have to be found by random lives.
 
 Each bug is one replaced line or expression. A life is one seed of `random_lives`: a scheduler with
-narrow random inputs, the shadow executor below it, and every sequence compared with what it gets
-alone. The bugs, all of kinds that engines have shipped:
+narrow random inputs, the shadow executor below it, and every sequence compared with its tokens
+at batch size 1. The bugs, all of kinds that engines have shipped:
 
- 1 hit-without-token-compare      a digest alone decides a prefix hit
- 2 hit-without-parent-compare     a block hits behind another prefix
+ 1 hit-without-token-compare      only a digest decides a prefix hit
+ 2 hit-without-parent-compare     a block hits after another prefix
  3 hits-missing-in-the-row        prefix-hit blocks are left out of `new_block_ids`
  4 released-twice                 a sequence gives its blocks back twice
  5 shared-block-freed             the first holder's release frees a shared block
@@ -15,7 +15,7 @@ alone. The bugs, all of kinds that engines have shipped:
  9 outputs-lost-by-preemption     the recomputed sequence starts from its prompt
 10 output-position-restarts       after preemption the noise counter starts at 0 again
 11 failed-blocks-stay-indexed     blocks of a failed step can still be hit
-12 readers-of-failed-kv-go-on     who shared a failed step's blocks keeps its state
+12 readers-of-failed-kv-continue  a sequence that shared a failed step's blocks keeps its state
 13 salt-ignored                   tenants share prefixes
 14 planned-row-preempted          a victim has a row in the step under construction
 15 limit-overrun-by-overlap       tokens in flight do not count towards max_tokens
@@ -24,14 +24,14 @@ alone. The bugs, all of kinds that engines have shipped:
 18 hit-without-reference          prefix-hit blocks are not referenced
 19 tokens-after-the-end           a row in flight extends a sequence that has ended
 20 scored-prompt-from-the-cache   prompt logprobs skip positions that are cached
-21 scores-lost-by-preemption      the recomputed prompt starts behind what nobody scored
+21 scores-lost-by-preemption      the recomputed prompt starts after tokens that were not scored
 22 mean-from-the-cache            a mean misses the hidden states of cached blocks
-23 prompt-only-goes-on            a request that ends with its prompt decodes
-24 paused-goes-on                 a paused sequence decodes
-25 paused-prompt-goes-on          a paused sequence's prompt is computed
+23 prompt-only-continues          a request that ends with its prompt decodes
+24 paused-continues               a paused sequence decodes
+25 paused-prompt-continues        a paused sequence's prompt is computed
 26 paused-is-admitted             a paused sequence leaves the queue
-27 paused-blocks-the-queue        who waits behind a paused sequence waits for its reader
-28 paused-holds-its-room          nobody takes the slots and blocks of paused sequences
+27 paused-blocks-the-queue        a sequence after a paused one waits for its reader
+28 paused-is-never-preempted      paused sequences keep their slots and blocks
 29 resumed-in-part                one of a resumed request's sequences stays paused
 30 hits-outlive-their-blocks      a waiting sequence keeps hits whose blocks were given away
 31 victims-without-need           all lower priorities make way although fewer would do
@@ -126,7 +126,7 @@ _BUGS = {
         "self._pool.forget(invalidated_by(failed, rows, self._pool.block_size))",
         "invalidated_by(failed, rows, self._pool.block_size)",
     ),
-    "readers-of-failed-kv-go-on": (
+    "readers-of-failed-kv-continue": (
         "step",
         "for entry in in_flight if not entry.residency.invalidated]",
         "for entry in ()]",
@@ -169,9 +169,9 @@ _BUGS = {
         "return max(0, self._num_scored_tokens + 1)",
     ),
     "mean-from-the-cache": ("sequence", "if self.request.pooling is Pooling.MEAN:", "if False:"),
-    "prompt-only-goes-on": ("scheduler", "if request.prompt_only:", "if False:"),
-    "paused-goes-on": ("scheduler", "            and not sequence.is_paused\n", ""),
-    "paused-prompt-goes-on": ("sequence", "return 0 if self.is_paused else max(", "return max("),
+    "prompt-only-continues": ("scheduler", "if request.prompt_only:", "if False:"),
+    "paused-continues": ("scheduler", "            and not sequence.is_paused\n", ""),
+    "paused-prompt-continues": ("sequence", "return 0 if self.is_paused else max(", "return max("),
     "paused-is-admitted": (
         "queues",
         "return None if first is None or first.is_paused else first",
@@ -182,7 +182,11 @@ _BUGS = {
         "insort(self._sequences, sequence, key=_rank)",
         "insort(self._sequences, sequence, key=lambda one: (False, *one.rank[1:]))",
     ),
-    "paused-holds-its-room": ("scheduler", "        self._preempt_for_waiting(draft, now)\n", ""),
+    "paused-is-never-preempted": (
+        "scheduler",
+        "        self._preempt_for_waiting(draft, now)\n",
+        "",
+    ),
     "resumed-in-part": (
         "scheduler",
         "in self._requests.get(request_id, ()):\n            runs",

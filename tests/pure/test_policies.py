@@ -1,4 +1,4 @@
-"""How policies split a step: on views alone, without a scheduler."""
+"""How policies split a step: on views only, without a scheduler."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_mixed_takes_fewer_tokens_of_a_prompt_that_is_scored() -> None:
     costs = LinearCostModel(Coefficients(0.010, 0.001, 0.0, 0.0, 0.0, score_s=0.002))
     seen = view(num_decodes=20)
     assert policy.tokens(Phase.PREFILL, seen, costs) == 70
-    whole = replace(seen, scored=range(0, 500))
-    assert policy.tokens(Phase.PREFILL, whole, costs) == 70 // 3
-    assert policy.tokens(Phase.PREFILL, replace(whole, prefill_start=500), costs) == 70
+    scored = replace(seen, scored=range(0, 500))
+    assert policy.tokens(Phase.PREFILL, scored, costs) == 70 // 3
+    assert policy.tokens(Phase.PREFILL, replace(scored, prefill_start=500), costs) == 70
     # ten positions cost as much as 20 tokens
     assert policy.tokens(Phase.PREFILL, replace(seen, scored=range(20, 30)), costs) == 50
 

@@ -1,4 +1,4 @@
-"""Priorities with age: who goes first, who may be preempted, and that nobody waits for ever."""
+"""Priorities with age: which sequence is first, which may be preempted; none waits for ever."""
 
 from __future__ import annotations
 

@@ -186,16 +186,16 @@ def steps_of(*prompts: Request) -> list[StepPlan]:
 
 def test_a_chunk_of_a_scored_prompt_is_planned_within_the_step_time() -> None:
     prompt = tuple(range(150))
-    plain, whole = (
+    plain, scored_plans = (
         steps_of(request)
         for request in (ask("a", prompt, max_tokens=1), scored(ask("a", prompt, max_tokens=1)))
     )
     costs = LinearCostModel(COSTS)
-    for plans, num_tokens in ((plain, 70), (whole, 23)):
+    for plans, num_tokens in ((plain, 70), (scored_plans, 23)):
         assert plans[0].rows[-1].num_tokens == num_tokens
         assert all(costs.seconds(StepLoad.of_plan(plan)) <= 0.1001 for plan in plans)
         assert sum(plan.rows[-1].num_tokens for plan in plans) == len(prompt)
-    assert sum(plan.rows[-1].num_scored for plan in whole) == len(prompt) - 1
+    assert sum(plan.rows[-1].num_scored for plan in scored_plans) == len(prompt) - 1
 
 
 def test_prompts_beside_a_scored_one_keep_the_step_time_too() -> None:

@@ -1,4 +1,4 @@
-"""A recorded life, told again to a fresh scheduler, gives the identical plans."""
+"""A recorded life, replayed on a new scheduler, gives identical plans."""
 
 from __future__ import annotations
 

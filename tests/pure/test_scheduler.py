@@ -1,4 +1,4 @@
-"""What can be asked of the scheduler, and how a sequence ends: one behaviour a test."""
+"""Requests that the scheduler accepts, and how a sequence ends: one behaviour per test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shadow_executor import EOS, STOP
 from quickstep.errors import RequestError
 from quickstep.types import FinishReason, Request, SamplingParams
 
-# -- what can be asked ----------------------------------------------------------------------------
+# -- requests that are refused -------------------------------------------------------------------
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -73,7 +73,7 @@ def test_an_empty_queue_takes_a_request_that_is_larger_than_it() -> None:
 
 
 def seeds_that_end_by(token_id: int) -> Request:
-    """A request whose output alone contains `token_id` after at least two tokens."""
+    """A request whose output, run by itself, contains `token_id` after at least two tokens."""
     for seed in range(200):
         sampling = SamplingParams(max_tokens=12, ignore_eos=True)
         request = Request("a", PROMPT, sampling, seed=seed)

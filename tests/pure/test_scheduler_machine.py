@@ -1,7 +1,8 @@
 """The scheduler under any order of calls: a hypothesis state machine over the shadow executor.
 
-Every call is followed by `check()`; at the end every sequence has the tokens that it gets alone.
-Derandomised, so that a run in CI says the same as one at a desk; `random_lives` goes on from there.
+Every call is followed by `check()`; at the end every sequence has the tokens that its
+request gets at batch size 1. Derandomised, so that every run does the same; `random_lives` has more
+random runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ RNG = st.randoms(use_true_random=False)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """One world per run; the sizes are drawn first."""
+    """One world per run; the sizes are chosen first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,11 +51,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.commit(*draw_trouble(rng, self.world.in_flight[0]))
 
     @precondition(lambda self: self.world.received)
-    @rule(number=st.integers(0, 50), whole=st.booleans())
-    def abort(self, number: int, whole: bool) -> None:
+    @rule(number=st.integers(0, 50), all_sequences=st.booleans())
+    def abort(self, number: int, all_sequences: bool) -> None:
         every = list(self.world.received.values())
         one = every[number % len(every)]
-        self.world.abort(one.request.request_id, None if whole else one.index)
+        self.world.abort(one.request.request_id, None if all_sequences else one.index)
 
     @precondition(lambda self: self.world.received)
     @rule(number=st.integers(0, 50))

@@ -1,4 +1,4 @@
-"""What stands in a step, and what comes of it: one behaviour a test."""
+"""The contents of a step and its effects: one behaviour per test."""
 
 from __future__ import annotations
 
@@ -345,7 +345,7 @@ def test_predictions_follow_the_measured_steps() -> None:
     assert outcome.record.predicted_s == pytest.approx(3.0, rel=0.05)
 
 
-# -- what admissions cost beside tokens -----------------------------------------------------------
+# -- the cost of admissions without tokens --------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -63,23 +63,23 @@ def test_requests_share_steps() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("policy", list(PolicyName))
-def test_all_seconds_are_booked(depth: int, policy: PolicyName) -> None:
+def test_all_seconds_are_charged(depth: int, policy: PolicyName) -> None:
     arrivals = [
         Arrival(0.02 * number, ask(f"r{number}", 20 + 30 * (number % 5), 1 + number % 7))
         for number in range(60)
     ]
     outcome = run(arrivals, depth, policy)
     assert len(outcome.endings) == 60
-    booked = math.fsum(ending.timings.device_s for ending in outcome.endings)
+    charged = math.fsum(ending.timings.device_s for ending in outcome.endings)
     busy = math.fsum(record.seconds for record in outcome.records)
-    assert booked == pytest.approx(busy, rel=1e-12)
+    assert charged == pytest.approx(busy, rel=1e-12)
 
 
-def test_rows_that_seem_free_share_by_tokens() -> None:
+def test_rows_that_seem_free_are_charged_by_tokens() -> None:
     free = Coefficients(0.0, 0.0, 0.0, 0.0, 0.0)
     outcome = run([Arrival(0.0, ask("a", 30, 1)), Arrival(0.0, ask("b", 10, 1))], believed=free)
-    shares = {ending.request_id: ending.timings.device_s for ending in outcome.endings}
-    assert shares == pytest.approx({"a": 0.050 * 3 / 4, "b": 0.050 / 4})
+    seconds = {ending.request_id: ending.timings.device_s for ending in outcome.endings}
+    assert seconds == pytest.approx({"a": 0.050 * 3 / 4, "b": 0.050 / 4})
 
 
 def test_a_simulation_repeats_itself() -> None:
