@@ -7,9 +7,9 @@
 // the memory's bandwidth. Many rows run 6 x 4: 24 products for 10 loads.
 //
 //   item = (chunk of <= 96 rows) x (<= 8 panels)
-//     for each k block                 weights of the item: <= 256 KiB, stay in L2 over the tiles
+//     for each k block                 weights of the item: <= 128 KiB, stay in L2 over the tiles
 //       for each row tile              fp32 copy of x where the level has no product for its type
-//         for each panel group         accumulators in registers, sums in `c` (24 KiB, L1)
+//         for each panel group         accumulators in registers, sums in `c` (48 KiB)
 
 #include "kernels/entries.h"
 #include "kernels/linear_tile.h"
@@ -20,10 +20,8 @@ namespace qs::QS_LEVEL {
 namespace {
 
 constexpr int64_t kChunkRows = 96;
-constexpr int64_t kItemPanels = 4;        // with more rows than one tile has
-constexpr int64_t kItemPanelsDecode = 8;  // one tile of rows
+constexpr int64_t kItemPanels = 8;
 constexpr int64_t kSums = kChunkRows * kItemPanels * kPanel;
-static_assert(kMaxRows * kItemPanelsDecode * kPanel <= kSums);
 
 template <typename T>
 struct Problem {
@@ -151,12 +149,10 @@ void linear_typed(Pool* pool, const LinearArgs& args) {
   problem.x_stride = args.x_stride;
   problem.num_tokens = args.num_tokens;
   problem.out = static_cast<T*>(args.out);
-  const bool one_tile = args.num_tokens <= kMaxRows;
-  const int64_t item_panels = one_tile ? kItemPanelsDecode : kItemPanels;
   problem.num_chunks = div_up(args.num_tokens, kChunkRows);
   // A multiple of the thread count, so that equal threads end together.
   problem.threads = pool_size(pool);
-  const int64_t ranges = div_up(args.packed->num_panels, item_panels);
+  const int64_t ranges = div_up(args.packed->num_panels, kItemPanels);
   problem.num_ranges =
       min_of(args.packed->num_panels, div_up(ranges, problem.threads) * problem.threads);
   parallel_for(pool, problem.num_chunks * problem.num_ranges,

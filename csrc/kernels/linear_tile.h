@@ -26,6 +26,16 @@ constexpr int max_panels(int rows) {
   return fit < kMaxPanels ? fit : kMaxPanels;
 }
 
+// sum += x * w. On AVX-512 it is assembly, because GCC 12 spills an accumulator around the intrinsic
+// and copies others.
+QS_INLINE void multiply_add(vf& sum, vf x, vf w) {
+#if defined(__AVX512F__)
+  asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(w));
+#else
+  sum = fma(x, w, sum);
+#endif
+}
+
 // The product of a weight register and an activation. `X` is the type of the tile's activations;
 // with kCopies, rows are converted to it first. Weights of kPair inputs are adjacent; the
 // level multiplies kTogether of them at once, so that a pair is kPair / kTogether steps.
@@ -42,7 +52,7 @@ struct Product {  // float and f16: fp32 multiply-add
   static QS_INLINE Operand weight(const T* w) {
     return load(w);
   }
-  static QS_INLINE void add(vf& sum, Operand x, Operand w) { sum = fma(x, w, sum); }
+  static QS_INLINE void add(vf& sum, Operand x, Operand w) { multiply_add(sum, x, w); }
 };
 
 template <>
@@ -105,7 +115,7 @@ struct Product<bf16> {  // even inputs, then odd ones, by fp32 multiply-add
     memcpy(&pairs, w, sizeof(pairs));
     return bit_cast<vf>(Part == 0 ? pairs << 16 : pairs & 0xffff0000u);
   }
-  static QS_INLINE void add(vf& sum, Operand x, Operand w) { sum = fma(x, w, sum); }
+  static QS_INLINE void add(vf& sum, Operand x, Operand w) { multiply_add(sum, x, w); }
 };
 
 #endif
@@ -264,7 +274,9 @@ QS_INLINE TileFn<T> tile_function(int rows, int panels) {
 template <typename T>
 QS_INLINE void copy_rows(const T* x, int64_t x_stride, int num_rows, int64_t k, float* copy) {
   for (int row = 0; row < num_rows; ++row, x += x_stride, copy += kBlockK) {
-    for (int64_t i = 0; i < k; i += W) store_up_to(copy + i, load_up_to(x + i, k - i), k - i);
+    const int64_t whole = k / W * W;
+    for (int64_t i = 0; i < whole; i += W) store(copy + i, load(x + i));
+    if (whole < k) store_n(copy + whole, load_n(x + whole, k - whole), k - whole);
     if (k % 2 != 0) copy[k] = 0.0f;
   }
 }
