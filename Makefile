@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SMALL := $(VENV)/.small
 READY := $(VENV)/.ready
+# An editable install knows the modules by their files, so it is made again when one is moved.
+MODULES := $(VENV)/.modules
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.* csrc/kernels/*)
 # A process per core, of about 1 GB each; `make test PYTEST_WORKERS=0` runs all tests in one.
 PYTEST_WORKERS ?= auto
@@ -40,11 +42,15 @@ $(BIN)/python:
 		|| { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(SMALL): $(SOURCES) | $(BIN)/python
+FORCE:
+$(MODULES): FORCE | $(BIN)/python
+	@find src -name '*.py' | sort > $@.new; cmp -s $@.new $@ || cp $@.new $@; rm $@.new
+
+$(SMALL): $(SOURCES) $(MODULES) | $(BIN)/python
 	$(PIP) -C cmake.define.QUICKSTEP_THIS_MACHINE=ON -e .
 	@touch $@
 
-$(READY): $(SOURCES) | $(BIN)/python
+$(READY): $(SOURCES) $(MODULES) | $(BIN)/python
 	$(PIP) -C cmake.define.QUICKSTEP_THIS_MACHINE=OFF -e '.[dev]'
 	@touch $@ $(SMALL)
 
