@@ -56,7 +56,7 @@ def test_a_silent_process_with_work_is_stalled_after_the_limit_and_not_before() 
     life = Life()
     assert life.pass_s(2 * life.watch.every_s, pending=False) == ""
     assert life.pass_s(STALL_S - 1) == ""
-    assert "said nothing for 30 s" in life.pass_s(1 + 2 * life.watch.every_s)
+    assert "sent nothing for 30 s" in life.pass_s(1 + 2 * life.watch.every_s)
 
 
 def test_a_silent_process_without_work_is_not_stalled() -> None:

@@ -114,7 +114,7 @@ class EngineProcess:
                 return await anext(self.messages, None)
         except TimeoutError:
             raise EngineError(
-                f"the engine process said nothing for {silence_s:g} s while it loaded the model"
+                f"the engine process sent nothing for {silence_s:g} s while it loaded the model"
             ) from None
 
     def kill(self) -> None:

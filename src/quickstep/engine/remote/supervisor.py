@@ -132,7 +132,7 @@ class StallWatch:
             return ""
         self._silent_s += passed_s
         if self._silent_s >= self._stall_s:
-            return f"the engine process said nothing for {self._silent_s:.0f} s with work pending"
+            return f"the engine process sent nothing for {self._silent_s:.0f} s with work pending"
         if self._is_in_flight:
             self._stuck_s += passed_s
         if self._stuck_s < self._stall_s:

@@ -124,7 +124,7 @@ class UserTurn(
     """The user's text and the results of tools."""
 
     content: Annotated[
-        str | list[UserBlock], effect("What the user says, and the results of tools.")
+        str | list[UserBlock], effect("The text of the user, and the results of tools.")
     ]
 
 
@@ -136,7 +136,7 @@ class AssistantTurn(
     content: Annotated[
         str | list[AssistantBlock],
         effect(
-            "What the model said and called; as the last turn, the beginning of the answer: a text."
+            "The model's text and calls; as the last turn, the beginning of the answer: a text."
         ),
     ]
 
@@ -255,7 +255,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         hint("the model has no such level", conditional=True),
     ] = None
     format: Annotated[
-        JsonOutput | None, effect("Enforces the form of the whole answer by a grammar.")
+        JsonOutput | None, effect("Enforces the form of the complete answer by a grammar.")
     ] = None
 
 

@@ -68,7 +68,7 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
     samplers: Annotated[
         list[str] | None, effect("Which samplers run; the order is fixed, another one is 400.")
     ] = None
-    seed: Annotated[int | None, effect("Determines the draw; -1 draws one.")] = None
+    seed: Annotated[int | None, effect("Determines the sampling; -1 chooses a seed.")] = None
     stop: Annotated[
         str | list[str] | None, effect("Ends the choice where one of these texts appears.")
     ] = None
@@ -86,11 +86,9 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
     stream: Annotated[
         bool | None, effect("Sends the answer as server-sent events while it is generated.")
     ] = None
-    cache_prompt: Annotated[bool | None, effect("False computes the whole prompt anew.")] = None
+    cache_prompt: Annotated[bool | None, effect("False computes the complete prompt again.")] = None
     return_tokens: Annotated[bool | None, effect("Adds the token ids.")] = None
-    timings_per_token: Annotated[bool | None, effect("Every event tells the timings so far.")] = (
-        None
-    )
+    timings_per_token: Annotated[bool | None, effect("Every event has the timings so far.")] = None
     response_fields: Annotated[list[str] | None, effect("Keeps these fields of the answer.")] = None
     n_keep: Annotated[int | None, note("the context does not shift, so all is kept")] = None
     mirostat_tau: Annotated[float | None, note("it acts with mirostat only, which is refused")] = (

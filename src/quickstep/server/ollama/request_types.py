@@ -157,7 +157,7 @@ class OllamaMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
     """A message. A tool's result belongs to the call of its id, else to the next of its name."""
 
     role: Annotated[Literal["user", "system", "assistant", "tool"], effect("Whose message it is.")]
-    content: Annotated[str | None, effect("What it says.")] = None
+    content: Annotated[str | None, effect("The text of the message.")] = None
     thinking: Annotated[
         str | None, effect("Given to the chat template, which may leave it out.")
     ] = None
@@ -178,8 +178,8 @@ class OllamaChatRequest(
     messages: Annotated[
         list[OllamaMessage] | None,
         effect(
-            "The conversation, as the model's chat template writes it; without one the answer says"
-            " that the model is loaded. An assistant's text at the end is continued."
+            "The conversation, as the model's chat template writes it; without one the answer"
+            " reports that the model is loaded. An assistant's text at the end is continued."
         ),
     ] = None
     tools: Annotated[list[dict[str, Any]] | None, effect("Functions that the model may call.")] = (

@@ -203,7 +203,7 @@ class ChoiceFields(SamplingFields, forbid_unknown_fields=True, kw_only=True, fro
     ] = None
     truncate_prompt_tokens: Annotated[
         int | None,
-        effect("Reads only so many of the prompt's last tokens; -1 leaves room for the answer."),
+        effect("Reads only so many of the prompt's last tokens; -1 leaves space for the answer."),
     ] = None
     use_beam_search: Annotated[
         bool | None, effect("Beam search of the n likeliest texts instead of sampling.")

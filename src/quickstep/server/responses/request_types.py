@@ -110,9 +110,9 @@ class MessageItem(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     role: Annotated[
         Literal["user", "assistant", "system", "developer"],
-        effect("Who says it; developer is read as system."),
+        effect("The author of the message; developer is read as system."),
     ]
-    content: Annotated[str | list[InputPart], effect("What is said.")]
+    content: Annotated[str | list[InputPart], effect("The content of the message.")]
     type: Annotated[Literal["message"], effect("May be left out.")] = "message"
     id: Annotated[str | None, _ITEM_ID] = None
     status: Annotated[Status | None, _ITEM_STATUS] = None
@@ -210,7 +210,7 @@ class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag=
         str | None, effect("Stands in the answer, and changes nothing else.")
     ] = None
     strict: Annotated[
-        bool | None, effect("Stands in the answer; the schema is enforced whatever is said here.")
+        bool | None, effect("Is copied into the response; the schema is enforced in either case.")
     ] = None
 
 
@@ -219,7 +219,7 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     format: Annotated[
         TextFormat | JsonObjectFormat | SchemaFormat | None,
-        effect("Enforces the form of the whole output by a grammar."),
+        effect("Enforces the form of the complete output by a grammar."),
     ] = None
     verbosity: Annotated[
         Literal["low", "medium", "high"] | None,
