@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 
@@ -24,7 +22,7 @@ from quickstep.engine.tool_calls.formats import formats_of
 from quickstep.errors import EngineError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.options import ServerOptions
-from quickstep.types import FinishReason
+from quickstep.types import FinishReason, Request
 
 TEMPLATE = "{% for tool in tools %}<tool_call>{% endfor %}{{ message.tool_calls }}</think>"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "%s"}}\n</tool_call>'
@@ -43,24 +41,24 @@ SCRIPTS = {
 
 
 class ScriptedEngine(FakeEngine):
-    """Answers with the script that the user's last message names, else with the usual words.
+    """Answers with the script that the user's last message names, or else with the default one.
 
     "busy N" is refused N times before it is answered.
     """
 
     num_refused = 0
 
-    def submit(self, prompt: str | Sequence[int], *arguments: Any, **options: Any) -> FakeStream:
-        text = bytes(prompt).decode(errors="replace") if not isinstance(prompt, str) else prompt
-        asked = [line for line in text.splitlines() if line.startswith("user: ")][-1:]
-        name = asked[0].removeprefix("user: ") if asked else ""
-        busy = int(name.split()[1]) if name.startswith("busy ") else 0
-        if self.num_refused < busy:
+    def stream(self, request: Request) -> FakeStream:
+        lines = bytes(request.prompt_token_ids).decode(errors="replace").splitlines()
+        questions = [line for line in lines if line.startswith("user: ")]
+        name = questions[-1].removeprefix("user: ") if questions else ""
+        num_refusals = int(name.split()[1]) if name.startswith("busy ") else 0
+        if self.num_refused < num_refusals:
             self.num_refused += 1
             raise EngineError("the engine is starting")
         self.num_refused = 0
         self.script = SCRIPTS.get(name, Script())
-        return super().submit(prompt, *arguments, **options)
+        return super().stream(request)
 
 
 def main(argv: list[str]) -> None:
