@@ -134,7 +134,7 @@ class Page:
         for prefix, name, field, required in rows:
             text, kind = field.get("description"), field.get("x-class", "honoured")
             if text is None:
-                continue  # it only tells the kind of object
+                continue  # it is only the kind of object
             reason = field.get("x-refused") or NO_EFFECT.sub("", text).removesuffix(".")
             if kind == "refused" or NO_EFFECT.match(text):
                 fields = without_effect.setdefault(kind, {}).setdefault(_cell(reason), [])

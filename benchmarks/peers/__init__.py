@@ -1,1 +1,1 @@
-"""Quickstep beside today's engines: same machine, same weights, same requests, interleaved."""
+"""Quickstep and today's engines: same machine, same weights, same requests, interleaved."""

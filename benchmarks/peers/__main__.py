@@ -54,7 +54,7 @@ def main() -> int:
     head = _head(args, contestants)
     results: Results = {name: {} for name in args.workloads}
     launches: dict[str, list[str]] = {}
-    orders = [f"## Orders of the rounds, drawn from seed {args.seed}", ""]
+    orders = [f"## Orders of the rounds, from seed {args.seed}", ""]
     _measure_all(args, contestants, results, launches, orders)
     pages = [head, _tables(results), _commands(launches), "\n".join(orders)]
     report = "\n\n".join(pages) + "\n"
@@ -170,9 +170,9 @@ def _measure_all(
                 args.cache / "logs",
                 until_s,
             )
-            found, drawn = measure(plan, groups[group], loaded)
+            found, order_lines = measure(plan, groups[group], loaded)
             results[workload] |= found
-            orders += [f"- {workload}, {group}, {line}" for line in drawn]
+            orders += [f"- {workload}, {group}, {line}" for line in order_lines]
             lines = launches.setdefault(workload, [])
             lines += [plan.launch(one).described(args.cache) for one in groups[group]]
     finally:

@@ -1,6 +1,6 @@
 """The same random weights for every engine: one seeded checkpoint, converted for each of them.
 
-A checkpoint has the sizes of `quickstep.bench.shapes`, weights drawn from a seed, and a byte-level
+A checkpoint has the sizes of `quickstep.bench.shapes`, random weights from a seed, and a byte-level
 BPE vocabulary trained on the standard library's source. Every greedy token is plain text: rows of
 the embedding beyond the vocabulary, of special tokens and of tokens that are not whole ASCII
 characters are zero, so that no server holds a token back until the rest of a character has come,
@@ -63,7 +63,7 @@ def make_checkpoint(shape: str, cache: Path, seed: int) -> Path:
 
 
 def plain_tokens(checkpoint: Path) -> list[int]:
-    """The token ids that prompts are drawn from, and that greedy outputs have."""
+    """The token ids that prompts consist of, and that greedy outputs have."""
     found: list[int] = json.loads((checkpoint / _PLAIN_TOKENS).read_text())
     return found
 

@@ -52,8 +52,8 @@ VARIED = {
     "transformers": "batch",
 }
 
-# The longest sequence that engines with a paged KV cache are told to expect; llama.cpp reserves its
-# context, so it is told what the workload needs.
+# The longest sequence that engines with a paged KV cache are configured for; llama.cpp reserves its
+# context, so it gets what the workload needs.
 _MAX_MODEL_LEN = 4096
 # Streams that llama.cpp decodes at once where a workload has more.
 _SLOTS = {"w2": 16, "w3": 4, "w4": 8}
@@ -91,8 +91,8 @@ class Launch:
         """The command line as a reader would type it."""
         words = [f"{name}={value}" for name, value in self.environment if value]
         text = " ".join([*words, shlex.join(self.command)])
-        shown = {cache: "CACHE", _FRONTS: "fronts", Path(sys.prefix): ".venv", _SOURCE: "src"}
-        for path, short in shown.items():
+        short_names = {cache: "CACHE", _FRONTS: "fronts", Path(sys.prefix): ".venv", _SOURCE: "src"}
+        for path, short in short_names.items():
             text = text.replace(str(path), short)
         return text
 

@@ -78,8 +78,8 @@ class Environment:
         """The packages that a report names, as installed."""
         if self.name == "llama_cpp":
             command = [str(self.llama_server), "--version"]
-            shown = subprocess.run(command, capture_output=True, text=True, check=True)
-            lines = (shown.stdout + shown.stderr).splitlines()
+            completed = subprocess.run(command, capture_output=True, text=True, check=True)
+            lines = (completed.stdout + completed.stderr).splitlines()
             built = next((line for line in lines if line.startswith("version")), "version unknown")
             return f"llama.cpp {built.removeprefix('version: ')} of {_LLAMA_CPP}, AMX tiles fixed"
         program = (
@@ -140,7 +140,7 @@ def _ready(environment: Environment) -> Path:
 
 
 def _pinned(name: str) -> str:
-    """Stands for everything that an environment is made from."""
+    """Identifies everything that an environment is made from."""
     parts = [_requirements(name).read_text()]
     if name == "llama_cpp":
         parts += [_LLAMA_CPP, *_LLAMA_CPP_FLAGS, _TILE_STORES]

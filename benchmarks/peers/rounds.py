@@ -1,4 +1,4 @@
-"""Rounds of a workload: every contestant once a round, in an order that is drawn anew for each.
+"""Rounds of a workload: every contestant once a round, in a new random order each time.
 
 Servers of a group stay loaded and are held (SIGSTOP) while it is not their turn, so that a round
 takes minutes and the machine's drift meets all alike. `footprint` starts each anew in every round.
@@ -19,7 +19,7 @@ from benchmarks.peers.client import fault_of, send_all
 from benchmarks.peers.contestants import Contestant, Launch, launch_of
 from benchmarks.peers.report import Measured, figures
 from benchmarks.peers.servers import PeerServer, ServerFailed
-from benchmarks.peers.workloads import PeerRequest, draw_requests, size_of
+from benchmarks.peers.workloads import PeerRequest, random_requests, size_of
 
 __all__ = ["LoadedServers", "Plan", "measure", "order_of_round"]
 
@@ -43,7 +43,7 @@ class Plan:
     def requests(self, label: str) -> list[PeerRequest]:
         """The set of a round; every contestant gets the same one."""
         seed = f"{self.seed} {label}"
-        return draw_requests(self.workload, seed, self.token_ids, self.num_requests, self.rate)
+        return random_requests(self.workload, seed, self.token_ids, self.num_requests, self.rate)
 
     def launch(self, contestant: Contestant) -> Launch:
         """How a contestant is started for this workload."""
@@ -51,8 +51,8 @@ class Plan:
 
     def short(self, label: str) -> PeerRequest:
         """A request that ends a start or wakes a server that was held; never measured."""
-        [drawn] = draw_requests("proof", f"{self.seed} {label}", self.token_ids)
-        return PeerRequest(drawn.prompt, 2)
+        [proof] = random_requests("proof", f"{self.seed} {label}", self.token_ids)
+        return PeerRequest(proof.prompt, 2)
 
 
 class LoadedServers:

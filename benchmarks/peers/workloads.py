@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from quickstep.bench.lengths import random_arrivals, random_request
 
-__all__ = ["PeerRequest", "WorkloadSize", "draw_requests", "size_of"]
+__all__ = ["PeerRequest", "WorkloadSize", "random_requests", "size_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class WorkloadSize:
     max_len: int
 
 
-def draw_requests(
+def random_requests(
     workload: str, seed: str, token_ids: Sequence[int], num_requests: int = 64, rate: float = 0.67
 ) -> list[PeerRequest]:
     """The set of a workload. Every seed has prompts of its own; the lengths and arrival times are
@@ -49,8 +49,8 @@ def draw_requests(
 
     if workload == "w2":
         lengths = random.Random("lengths of w2")
-        drawn = [random_request(lengths) for _ in range(num_requests)]
-        return [PeerRequest(ids(one.num_inputs), one.num_outputs) for one in drawn]
+        requests = [random_request(lengths) for _ in range(num_requests)]
+        return [PeerRequest(ids(one.num_inputs), one.num_outputs) for one in requests]
     if workload == "w3":
         shared = ids(1024)
         return [PeerRequest(shared + ids(32), 32) for _ in range(max(1, num_requests // 2))]

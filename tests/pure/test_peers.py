@@ -13,7 +13,7 @@ from benchmarks.peers.contestants import PRECISIONS, Contestant, launch_of, sele
 from benchmarks.peers.environments import Environment, fault_of_environment
 from benchmarks.peers.report import Measured, figures, ratio_table, value_table
 from benchmarks.peers.rounds import LoadedServers, Plan, measure, order_of_round
-from benchmarks.peers.workloads import PeerRequest, WorkloadSize, draw_requests, size_of
+from benchmarks.peers.workloads import PeerRequest, WorkloadSize, random_requests, size_of
 
 FRONTS = Path(__file__).parents[2] / "benchmarks" / "peers" / "fronts"
 TOKENS = range(100, 200)
@@ -140,7 +140,7 @@ def test_the_order_of_a_round_depends_on_seed_and_round_but_not_on_the_order_of_
 
 def test_rounds_have_prompts_of_their_own_and_lengths_in_common():
     for workload in ("w1", "w2", "w3", "w4"):
-        one, other = (draw_requests(workload, seed, TOKENS, 8) for seed in ("0 0", "0 1"))
+        one, other = (random_requests(workload, seed, TOKENS, 8) for seed in ("0 0", "0 1"))
         assert [size_of([each]) for each in one] == [size_of([each]) for each in other]
         assert [each.prompt for each in one] != [each.prompt for each in other]
         assert all(token in TOKENS for each in one for token in each.prompt)

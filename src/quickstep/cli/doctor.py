@@ -181,7 +181,7 @@ def _label(name: str) -> str:
 
 
 def _value_text(name: str, value: object) -> str:
-    """A readable value; the ending of the name tells the unit."""
+    """A readable value; the end of the name is the unit."""
     if value is None:
         return "unlimited" if name.endswith("limit") else "-"
     if isinstance(value, bool):

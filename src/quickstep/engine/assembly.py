@@ -26,8 +26,8 @@ from msgspec.structs import replace
 from quickstep.config import EngineConfig, InputConfig, LoadConfig, SchedulerConfig
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, places_for, usable_cores
-from quickstep.engine.text.json_file import read_json
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.config_fields import read_json
 from quickstep.types import Pooling
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ unchanged, but its keys and queries beyond the limit are rotated by different ba
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.model.architectures import ARCHITECTURES, MODEL_TYPES, Architecture
-from quickstep.model.checkpoint.config_fields import ConfigFields
+from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_config
 from quickstep.model.decoder_spec import (
@@ -93,15 +92,9 @@ def read_config(path: str | Path) -> dict[str, object]:
     if is_gguf(path):
         return gguf_config(Path(path))
     file = Path(path) / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} holds no config.json, so it is not a checkpoint") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} must hold a JSON object")
-    return config
+    if not file.is_file():
+        raise ConfigError(f"{path} holds no config.json, so it is not a checkpoint")
+    return read_json(file)
 
 
 def parse_spec(config: Mapping[str, object]) -> ModelSpec:

@@ -22,10 +22,10 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from msgspec.structs import replace
 
-from quickstep.engine.text.json_file import read_json
 from quickstep.engine.text.template_limits import BoundedEnvironment
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import ConfigError, RequestError
+from quickstep.model.checkpoint.config_fields import read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
 
 __all__ = ["ChatTemplate", "Message", "find_templates"]

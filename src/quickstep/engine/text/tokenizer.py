@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 from tokenizers.tokenizers import Tokenizer as Library
 
-from quickstep.engine.text.json_file import read_json
 from quickstep.errors import ConfigError, RequestError
+from quickstep.model.checkpoint.config_fields import read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
 
 __all__ = ["DecoderKind", "Tokenizer"]

@@ -1,5 +1,4 @@
-"""A `config.json` while it is read: typed access, defaults, and a record of the keys read.
-read.
+"""A checkpoint's JSON files, and `config.json` in detail: typed access, defaults, the keys read.
 
 Used by `architectures.py` and `rope_spec.py`. A key counts as honoured once it was read;
 `refuse_unread` then names the first one that could change the computation and was not.
@@ -7,11 +6,14 @@ Used by `architectures.py` and `rope_spec.py`. A key counts as honoured once it 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from quickstep.errors import ConfigError
 
-__all__ = ["ConfigFields"]
+__all__ = ["ConfigFields", "read_json"]
 
 # Keys that never change what a forward pass computes: metadata, training, generation defaults.
 _HARMLESS_NAMES = """
@@ -37,6 +39,23 @@ _HARMLESS_PREFIXES = ("_", "unsloth_", "mergekit")
 # `head_dim` or `num_key_value_heads` follows from other sizes (`spec.py`); other nulls are values.
 _NULL_IS_ABSENT = frozenset({"rope_parameters"})
 _HARMLESS_SUFFIXES = ("_dropout", "_loss_coef", "_version", "jitter_noise")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file, {} if there is no such file.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not a JSON object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold a JSON object, it holds a {type(content).__name__}")
+    return content
 
 
 class ConfigFields:

@@ -11,6 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from quickstep.server.schema.field_classes import effect, hint, note, refused
+from quickstep.server.schema.shared_fields import (
+    AllowedCallers,
+    DeferLoading,
+    ReasoningEffort,
+    StrictArguments,
+)
 
 __all__ = [
     "AdaptiveThinking",
@@ -162,16 +168,10 @@ class CustomToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     ]
     description: Annotated[str | None, effect("Included in the prompt.")] = None
     type: Annotated[Literal["custom"] | None, effect("May be left out.")] = None
-    strict: Annotated[
-        bool | None, effect("Whether arguments have to fit where the model may choose to call.")
-    ] = None
+    strict: StrictArguments = None
     cache_control: Annotated[CacheControl | None, _MARK] = None
-    allowed_callers: Annotated[
-        list[str] | None, refused("only the model calls", passes=(["direct"],))
-    ] = None
-    defer_loading: Annotated[bool | None, hint("every tool is in the prompt", passes=(False,))] = (
-        None
-    )
+    allowed_callers: AllowedCallers = None
+    defer_loading: DeferLoading = None
     eager_input_streaming: Annotated[
         bool | None, hint("arguments are sent as the model writes them", passes=(False,))
     ] = None
@@ -249,11 +249,7 @@ class JsonOutput(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="j
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The format of the output and the reasoning effort."""
 
-    effort: Annotated[
-        str | None,
-        effect("Turns reasoning off (none), or sets the level where the chat template has one."),
-        hint("the model has no such level", conditional=True),
-    ] = None
+    effort: ReasoningEffort = None
     format: Annotated[
         JsonOutput | None, effect("Enforces the form of the complete answer by a grammar.")
     ] = None

@@ -44,7 +44,7 @@ class BatchRequest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_o
     ]
     endpoint: Annotated[str, effect("The route that answers every line.")]
     completion_window: Annotated[str, effect("After this time what is not answered is cancelled.")]
-    metadata: Annotated[dict[str, str] | None, effect("Stands in the batch as it was sent.")] = None
+    metadata: Annotated[dict[str, str] | None, effect("The batch repeats it.")] = None
     output_expires_after: Annotated[
         ExpiresAfter | None, effect("How long the files of answers are kept.")
     ] = None

@@ -7,6 +7,13 @@ from typing import Annotated, Any
 import msgspec
 
 from quickstep.server.schema.field_classes import effect, hint, note, refused
+from quickstep.server.schema.shared_fields import (
+    Mirostat,
+    MirostatSetting,
+    NumKeep,
+    RepeatPenalty,
+    Stream,
+)
 
 __all__ = ["LlamaCompletionRequest", "PromptObject"]
 
@@ -47,10 +54,7 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
     top_p: float | None = None
     min_p: float | None = None
     typical_p: float | None = None
-    repeat_penalty: Annotated[
-        float | None,
-        effect("Divides positive and multiplies negative logits of tokens seen before."),
-    ] = None
+    repeat_penalty: RepeatPenalty = None
     repeat_last_n: Annotated[
         int | None, effect("-1 for the whole context, 0 to switch penalties off; others are 400.")
     ] = None
@@ -83,24 +87,18 @@ class LlamaCompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only
     )
     n_probs: Annotated[int | None, effect("Gives this many alternatives per token.")] = None
     n_cmpl: Annotated[int | None, effect("How many choices each prompt gets.")] = None
-    stream: Annotated[
-        bool | None, effect("Sends the answer as server-sent events while it is generated.")
-    ] = None
+    stream: Stream = None
     cache_prompt: Annotated[bool | None, effect("False computes the complete prompt again.")] = None
     return_tokens: Annotated[bool | None, effect("Adds the token ids.")] = None
     timings_per_token: Annotated[bool | None, effect("Every event has the timings so far.")] = None
     response_fields: Annotated[list[str] | None, effect("Keeps these fields of the answer.")] = None
-    n_keep: Annotated[int | None, note("the context does not shift, so all is kept")] = None
-    mirostat_tau: Annotated[float | None, note("it acts with mirostat only, which is refused")] = (
-        None
-    )
-    mirostat_eta: Annotated[float | None, note("it acts with mirostat only, which is refused")] = (
-        None
-    )
+    n_keep: NumKeep = None
+    mirostat_tau: MirostatSetting = None
+    mirostat_eta: MirostatSetting = None
     dynatemp_exponent: Annotated[
         float | None, note("it acts with dynatemp_range only, which is refused")
     ] = None
-    mirostat: Annotated[int | None, refused("there is no Mirostat sampler", passes=(0,))] = None
+    mirostat: Mirostat = None
     dynatemp_range: Annotated[
         float | None, refused("there is no dynamic temperature", passes=(0.0,))
     ] = None

@@ -10,6 +10,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quickstep.server.schema.field_classes import effect, hint, note, refused
+from quickstep.server.schema.shared_fields import (
+    Dimensions,
+    Mirostat,
+    MirostatSetting,
+    NumKeep,
+    RepeatPenalty,
+    Tools,
+    TopLogprobs,
+    WithLogprobs,
+)
 
 __all__ = [
     "OllamaCall",
@@ -51,10 +61,7 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
         str | list[str] | None,
         effect("Ends the answer where one of these texts appears; the text itself is cut off."),
     ] = None
-    repeat_penalty: Annotated[
-        float | None,
-        effect("Divides positive and multiplies negative logits of tokens seen before."),
-    ] = None
+    repeat_penalty: RepeatPenalty = None
     repeat_last_n: Annotated[
         int | None,
         effect(
@@ -63,14 +70,10 @@ class OllamaOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fr
     ] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    num_keep: Annotated[int | None, note("the context does not shift, so all is kept")] = None
-    mirostat_tau: Annotated[float | None, note("it acts with mirostat only, which is refused")] = (
-        None
-    )
-    mirostat_eta: Annotated[float | None, note("it acts with mirostat only, which is refused")] = (
-        None
-    )
-    mirostat: Annotated[int | None, refused("there is no Mirostat sampler", passes=(0,))] = None
+    num_keep: NumKeep = None
+    mirostat_tau: MirostatSetting = None
+    mirostat_eta: MirostatSetting = None
+    mirostat: Mirostat = None
     tfs_z: Annotated[float | None, refused("there is no tail-free sampler", passes=(1.0,))] = None
     penalize_newline: Annotated[
         bool | None, hint("line ends are penalized like other tokens", passes=(True,))
@@ -123,12 +126,8 @@ class OllamaGenerateFields(
         ),
         hint("the model does not reason, or has no such level", conditional=True),
     ] = None
-    logprobs: Annotated[
-        bool | None, effect("Gives the chosen tokens' logprobs, of the raw logits.")
-    ] = None
-    top_logprobs: Annotated[
-        int | None, effect("Adds this many alternatives per token; needs logprobs: true.")
-    ] = None
+    logprobs: WithLogprobs = None
+    top_logprobs: TopLogprobs = None
     truncate: Annotated[
         bool | None, hint("a conversation that is too long is refused", passes=(False,))
     ] = None
@@ -182,9 +181,7 @@ class OllamaChatRequest(
             " reports that the model is loaded. An assistant's text at the end is continued."
         ),
     ] = None
-    tools: Annotated[list[dict[str, Any]] | None, effect("Functions that the model may call.")] = (
-        None
-    )
+    tools: Tools = None
 
 
 class OllamaGenerateRequest(
@@ -227,9 +224,7 @@ class OllamaEmbedRequest(OllamaModelFields, forbid_unknown_fields=True, kw_only=
         bool | None,
         effect("False refuses what is too long; its beginning is embedded if not given."),
     ] = None
-    dimensions: Annotated[
-        int | None, effect("Keeps the first ones and scales them to length 1 again.")
-    ] = None
+    dimensions: Dimensions = None
     options: Annotated[dict[str, Any] | None, hint("nothing is sampled", passes=({},))] = None
 
 

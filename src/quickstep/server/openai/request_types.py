@@ -17,6 +17,27 @@ import msgspec
 
 from quickstep.errors import RequestError
 from quickstep.server.schema.field_classes import effect, hint, note, refused
+from quickstep.server.schema.shared_fields import (
+    Account,
+    AddGenerationPrompt,
+    CacheSalt,
+    ChatTemplateKwargs,
+    Dimensions,
+    ParallelToolCalls,
+    Priority,
+    PromptCacheKey,
+    PromptCacheOptions,
+    PromptCacheRetention,
+    ReasoningEffort,
+    SafetyIdentifier,
+    ServiceTier,
+    Stream,
+    StrictArguments,
+    ToolChoice,
+    Tools,
+    TopLogprobs,
+    WithLogprobs,
+)
 
 __all__ = [
     "AssistantMessage",
@@ -158,27 +179,14 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
         StructuredOutputs | None,
         effect("Enforces the form of the output by one of several grammars."),
     ] = None
-    stream: Annotated[
-        bool | None, effect("Sends the answer as server-sent events while it is generated.")
-    ] = None
+    stream: Stream = None
     stream_options: Annotated[
         StreamOptions | None,
         effect("What the stream contains in addition to the text; needs stream: true."),
     ] = None
-    user: Annotated[
-        str | None, effect("The account of the request, below the name of the API key.")
-    ] = None
-    priority: Annotated[
-        int | None,
-        effect(
-            "A lower number goes first, and may take the place of a running higher one; 0 if not "
-            "given."
-        ),
-    ] = None
-    cache_salt: Annotated[
-        str | None,
-        effect("Cached prefixes are shared only with requests of the same API key and salt."),
-    ] = None
+    user: Account = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
     timeout_s: Annotated[
         float | None,
         effect("Seconds after which what was generated is the answer, with finish_reason length."),
@@ -390,9 +398,7 @@ class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
             "The JSON schema of the arguments, part of the prompt, and enforced where a call is."
         ),
     ] = None
-    strict: Annotated[
-        bool | None, effect("Whether arguments have to fit where the model may choose to call.")
-    ] = None
+    strict: StrictArguments = None
 
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="function"):
@@ -410,20 +416,14 @@ class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen
     max_completion_tokens: Annotated[
         int | None, effect("OpenAI's later name of max_tokens; both may be sent if they agree.")
     ] = None
-    logprobs: Annotated[
-        bool | None, effect("Gives the chosen tokens' logprobs, of the raw logits.")
-    ] = None
-    top_logprobs: Annotated[
-        int | None, effect("Adds this many alternatives per token; needs logprobs: true.")
-    ] = None
+    logprobs: WithLogprobs = None
+    top_logprobs: TopLogprobs = None
     echo: Annotated[
         bool | None,
         effect("Puts the last message before the answer, if it is the assistant's."),
         hint("the last message is not the assistant's", passes=(False,), conditional=True),
     ] = None
-    add_generation_prompt: Annotated[
-        bool | None, effect("Whether the template opens an assistant message; true if not given.")
-    ] = None
+    add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: Annotated[
         bool | None,
         effect(
@@ -431,20 +431,13 @@ class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen
             "grammar or a stop string is of what is new."
         ),
     ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, effect("Further variables for the chat template.")
-    ] = None
+    chat_template_kwargs: ChatTemplateKwargs = None
     metadata: Annotated[dict[str, str] | None, effect("The response repeats it.")] = None
-    safety_identifier: Annotated[str | None, effect("OpenAI's later name of user.")] = None
-    prompt_cache_key: Annotated[str | None, hint("one engine has every prefix in its reach")] = None
-    tools: Annotated[list[dict[str, Any]] | None, effect("Functions that the model may call.")] = (
-        None
-    )
-    tool_choice: Annotated[
-        str | dict[str, Any] | None,
-        effect("Whether calls are possible, forbidden, or enforced by a grammar."),
-    ] = None
-    parallel_tool_calls: Annotated[bool | None, effect("False keeps the first call only.")] = None
+    safety_identifier: SafetyIdentifier = None
+    prompt_cache_key: PromptCacheKey = None
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: ParallelToolCalls = None
     audio: Annotated[Any, refused("the model gives text only")] = None
     chat_template: Annotated[Any, refused("the model's own template is used")] = None
     documents: Annotated[Any, refused("send them in chat_template_kwargs")] = None
@@ -460,20 +453,10 @@ class ChatRequest(ChoiceFields, forbid_unknown_fields=True, kw_only=True, frozen
     prediction: Annotated[
         dict[str, Any] | None, hint("predicted outputs make nothing faster here")
     ] = None
-    prompt_cache_options: Annotated[
-        dict[str, Any] | None, hint("prefixes are cached without a lifetime")
-    ] = None
-    prompt_cache_retention: Annotated[
-        str | None, hint("prefixes are cached in memory only", passes=("in_memory",))
-    ] = None
-    reasoning_effort: Annotated[
-        str | None,
-        effect("Turns reasoning off (none), or sets the level where the chat template has one."),
-        hint("the model has no such level", conditional=True),
-    ] = None
-    service_tier: Annotated[
-        str | None, hint("there is one service tier", passes=("auto", "default"))
-    ] = None
+    prompt_cache_options: PromptCacheOptions = None
+    prompt_cache_retention: PromptCacheRetention = None
+    reasoning_effort: ReasoningEffort = None
+    service_tier: ServiceTier = None
     store: Annotated[bool | None, hint("completions are not stored", passes=(False,))] = None
     verbosity: Annotated[
         str | None,
@@ -500,12 +483,8 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
         Literal["float", "base64"] | None,
         effect("Numbers, or the base64 of little-endian float32; float if not given."),
     ] = None
-    dimensions: Annotated[
-        int | None, effect("Keeps the first ones and scales them to length 1 again.")
-    ] = None
-    user: Annotated[
-        str | None, effect("The account of the request, below the name of the API key.")
-    ] = None
+    dimensions: Dimensions = None
+    user: Account = None
     pooling: Annotated[
         Literal["mean", "last"] | None,
         effect(
@@ -516,17 +495,8 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     add_special_tokens: Annotated[
         bool | None, effect("Whether the tokenizer adds its special tokens; true if not given.")
     ] = None
-    priority: Annotated[
-        int | None,
-        effect(
-            "A lower number goes first, and may take the place of a running higher one; 0 if not "
-            "given."
-        ),
-    ] = None
-    cache_salt: Annotated[
-        str | None,
-        effect("Cached prefixes are shared only with requests of the same API key and salt."),
-    ] = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
     timeout_s: Annotated[
         float | None, effect("After this many seconds the answer is the error 408.")
     ] = None

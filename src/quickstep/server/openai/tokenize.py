@@ -27,6 +27,11 @@ from quickstep.server.openai.chat import Chat
 from quickstep.server.openai.request_types import ChatRequest, Message
 from quickstep.server.schema.field_classes import effect, refused
 from quickstep.server.schema.field_reader import FieldReader
+from quickstep.server.schema.shared_fields import (
+    AddGenerationPrompt,
+    ChatTemplateKwargs,
+    TemplateTools,
+)
 
 __all__ = [
     "ApplyTemplateRequest",
@@ -80,22 +85,16 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, 
         bool | None, effect("Whether the tokenizer adds its special tokens.")
     ] = None
     return_token_strs: Annotated[bool | None, effect("Adds each token's text.")] = None
-    add_generation_prompt: Annotated[
-        bool | None, effect("Whether the template opens an assistant message; true if not given.")
-    ] = None
+    add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: Annotated[
         bool | None, effect("Whether the prompt ends with the last message's text.")
     ] = None
     chat_template: Annotated[str | None, refused("the model's own template is used")] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, effect("Further variables for the chat template.")
-    ] = None
+    chat_template_kwargs: ChatTemplateKwargs = None
     mm_processor_kwargs: Annotated[dict[str, Any] | None, refused("the model reads text only")] = (
         None
     )
-    tools: Annotated[list[dict[str, Any]] | None, effect("Functions that the template shows.")] = (
-        None
-    )
+    tools: TemplateTools = None
     add_special: Annotated[
         bool | None, effect("llama.cpp's name of add_special_tokens; false if not given.")
     ] = None
@@ -117,15 +116,9 @@ class ApplyTemplateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=T
 
     messages: Annotated[list[Message], effect("The conversation.")]
     model: Annotated[str | None, _MODEL] = None
-    tools: Annotated[list[dict[str, Any]] | None, effect("Functions that the template shows.")] = (
-        None
-    )
-    add_generation_prompt: Annotated[
-        bool | None, effect("Whether the template opens an assistant message; true if not given.")
-    ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, effect("Further variables for the chat template.")
-    ] = None
+    tools: TemplateTools = None
+    add_generation_prompt: AddGenerationPrompt = None
+    chat_template_kwargs: ChatTemplateKwargs = None
 
 
 class TokenPiece(msgspec.Struct, frozen=True):

@@ -19,6 +19,21 @@ from quickstep.server.openai.request_types import (
     TextFormat,
 )
 from quickstep.server.schema.field_classes import effect, hint, note, refused
+from quickstep.server.schema.shared_fields import (
+    AllowedCallers,
+    ChatTemplateKwargs,
+    DeferLoading,
+    ParallelToolCalls,
+    PromptCacheKey,
+    PromptCacheOptions,
+    PromptCacheRetention,
+    ReasoningEffort,
+    SafetyIdentifier,
+    ServiceTier,
+    StrictArguments,
+    ToolChoice,
+    Tools,
+)
 
 __all__ = [
     "FunctionCallItem",
@@ -36,8 +51,8 @@ __all__ = [
     "TextConfig",
 ]
 
-_ITEM_ID = effect("Stands in the listing of the input; one is made if not given.")
-_ITEM_STATUS = effect("Stands in the listing of the input.")
+_ITEM_ID = effect("Repeated in the list of the input; one is made if not given.")
+_ITEM_STATUS = effect("Repeated in the list of the input.")
 _TEMPLATE = effect("Given to the chat template.")
 
 
@@ -184,15 +199,9 @@ class FunctionToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         dict[str, Any] | None,
         effect("The JSON schema of the arguments; enforced if the call itself is enforced."),
     ] = None
-    strict: Annotated[
-        bool | None, effect("Whether arguments have to fit where the model may choose to call.")
-    ] = None
-    allowed_callers: Annotated[
-        list[str] | None, refused("only the model calls", passes=(["direct"],))
-    ] = None
-    defer_loading: Annotated[bool | None, hint("every tool is in the prompt", passes=(False,))] = (
-        None
-    )
+    strict: StrictArguments = None
+    allowed_callers: AllowedCallers = None
+    defer_loading: DeferLoading = None
     output_schema: Annotated[
         dict[str, Any] | None, hint("what a function gives back is not checked")
     ] = None
@@ -201,13 +210,13 @@ class FunctionToolSpec(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, frozen=True, tag="json_schema"):
     """Output that matches a JSON schema, which is enforced for any value of `strict`."""
 
-    name: Annotated[str, effect("Stands in the answer, and changes nothing else.")]
+    name: Annotated[str, effect("The response repeats it; it changes nothing else.")]
     schema: Annotated[
         dict[str, Any],
         effect("The JSON schema that the output fits; a keyword that cannot be enforced is 400."),
     ]
     description: Annotated[
-        str | None, effect("Stands in the answer, and changes nothing else.")
+        str | None, effect("The response repeats it; it changes nothing else.")
     ] = None
     strict: Annotated[
         bool | None, effect("Is copied into the response; the schema is enforced in either case.")
@@ -231,11 +240,7 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The reasoning effort; the other fields have no effect."""
 
-    effort: Annotated[
-        str | None,
-        effect("Turns reasoning off (none), or sets the level where the chat template has one."),
-        hint("the model has no such level", conditional=True),
-    ] = None
+    effort: ReasoningEffort = None
     summary: Annotated[str | None, hint("the reasoning is returned unchanged")] = None
     generate_summary: Annotated[str | None, hint("the reasoning is returned unchanged")] = None
     context: Annotated[
@@ -272,19 +277,17 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     max_tool_calls: Annotated[
         int | None,
         effect(
-            "Stands in the answer; it bounds tools that run inside the server, of which there are "
-            "none."
+            "The response repeats it; it bounds tools that run inside the server, of which there "
+            "are none."
         ),
     ] = None
-    metadata: Annotated[dict[str, str] | None, effect("Stands in the answer as it was sent.")] = (
-        None
-    )
-    parallel_tool_calls: Annotated[bool | None, effect("False keeps the first call only.")] = None
+    metadata: Annotated[dict[str, str] | None, effect("The response repeats it.")] = None
+    parallel_tool_calls: ParallelToolCalls = None
     previous_response_id: Annotated[
         str | None, effect("Continues a stored response; 400 for one that is not stored.")
     ] = None
-    prompt_cache_key: Annotated[str | None, hint("one engine has every prefix in its reach")] = None
-    safety_identifier: Annotated[str | None, effect("OpenAI's later name of user.")] = None
+    prompt_cache_key: PromptCacheKey = None
+    safety_identifier: SafetyIdentifier = None
     store: Annotated[
         bool | None, effect("Whether the response can be fetched and continued; true if not given.")
     ] = None
@@ -300,22 +303,15 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
             " in a form to hand back."
         ),
     ] = None
-    tools: Annotated[list[dict[str, Any]] | None, effect("Functions that the model may call.")] = (
-        None
-    )
-    tool_choice: Annotated[
-        str | dict[str, Any] | None,
-        effect("Whether calls are possible, forbidden, or enforced by a grammar."),
-    ] = None
+    tools: Tools = None
+    tool_choice: ToolChoice = None
     top_logprobs: Annotated[
         int | None, effect("Alternatives per token; needs message.output_text.logprobs in include.")
     ] = None
     stream_options: Annotated[
         ResponsesStreamOptions | None, note("it may only ask for nothing; needs stream: true")
     ] = None
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, effect("Further variables for the chat template.")
-    ] = None
+    chat_template_kwargs: ChatTemplateKwargs = None
     access_programs: Annotated[Any, refused("there are no access programs")] = None
     max_tokens: Annotated[int | None, refused("send max_output_tokens")] = None
     n: Annotated[int | None, refused("a response has one output", passes=(1,))] = None
@@ -327,15 +323,9 @@ class ResponsesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True,
     image: Annotated[Any, refused("the model reads text only")] = None
     moderation: Annotated[Any, refused("there is no moderation model")] = None
     prompt: Annotated[Any, refused("there are no stored prompts")] = None
-    prompt_cache_options: Annotated[
-        dict[str, Any] | None, hint("prefixes are cached without a lifetime")
-    ] = None
-    prompt_cache_retention: Annotated[
-        str | None, hint("prefixes are cached in memory only", passes=("in_memory",))
-    ] = None
-    service_tier: Annotated[
-        str | None, hint("there is one service tier", passes=("auto", "default"))
-    ] = None
+    prompt_cache_options: PromptCacheOptions = None
+    prompt_cache_retention: PromptCacheRetention = None
+    service_tier: ServiceTier = None
     truncation: Annotated[
         str | None, hint("nothing of the input is left out", passes=("disabled",))
     ] = None

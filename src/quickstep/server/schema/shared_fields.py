@@ -1,0 +1,103 @@
+"""Fields that several schemas have: their type, and what they do, in one place.
+
+The request types of the APIs use these as annotations; a field of one schema is declared there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from quickstep.server.schema.field_classes import effect, hint, note, refused
+
+__all__ = [
+    "Account",
+    "AddGenerationPrompt",
+    "AllowedCallers",
+    "CacheSalt",
+    "ChatTemplateKwargs",
+    "DeferLoading",
+    "Dimensions",
+    "Mirostat",
+    "MirostatSetting",
+    "NumKeep",
+    "ParallelToolCalls",
+    "Priority",
+    "PromptCacheKey",
+    "PromptCacheOptions",
+    "PromptCacheRetention",
+    "ReasoningEffort",
+    "RepeatPenalty",
+    "SafetyIdentifier",
+    "ServiceTier",
+    "Stream",
+    "StrictArguments",
+    "TemplateTools",
+    "ToolChoice",
+    "Tools",
+    "TopLogprobs",
+    "WithLogprobs",
+]
+
+Account = Annotated[
+    str | None, effect("The account of the request, below the name of the API key.")
+]
+AddGenerationPrompt = Annotated[
+    bool | None, effect("Whether the template opens an assistant message; true if not given.")
+]
+AllowedCallers = Annotated[list[str] | None, refused("only the model calls", passes=(["direct"],))]
+CacheSalt = Annotated[
+    str | None,
+    effect("Cached prefixes are shared only with requests of the same API key and salt."),
+]
+ChatTemplateKwargs = Annotated[
+    dict[str, Any] | None, effect("Further variables for the chat template.")
+]
+DeferLoading = Annotated[bool | None, hint("every tool is in the prompt", passes=(False,))]
+Dimensions = Annotated[
+    int | None, effect("Keeps the first ones and scales them to length 1 again.")
+]
+Mirostat = Annotated[int | None, refused("there is no Mirostat sampler", passes=(0,))]
+MirostatSetting = Annotated[float | None, note("it acts with mirostat only, which is refused")]
+NumKeep = Annotated[int | None, note("the context does not shift, so all is kept")]
+ParallelToolCalls = Annotated[bool | None, effect("False keeps the first call only.")]
+Priority = Annotated[
+    int | None,
+    effect(
+        "A lower number goes first, and may take the place of a running higher one; 0 if not given."
+    ),
+]
+PromptCacheKey = Annotated[str | None, hint("one engine has every prefix in its reach")]
+PromptCacheOptions = Annotated[
+    dict[str, Any] | None, hint("prefixes are cached without a lifetime")
+]
+PromptCacheRetention = Annotated[
+    str | None, hint("prefixes are cached in memory only", passes=("in_memory",))
+]
+ReasoningEffort = Annotated[
+    str | None,
+    effect("Turns reasoning off (none), or sets the level where the chat template has one."),
+    hint("the model has no such level", conditional=True),
+]
+RepeatPenalty = Annotated[
+    float | None, effect("Divides positive and multiplies negative logits of tokens seen before.")
+]
+SafetyIdentifier = Annotated[str | None, effect("OpenAI's later name of user.")]
+ServiceTier = Annotated[str | None, hint("there is one service tier", passes=("auto", "default"))]
+Stream = Annotated[
+    bool | None, effect("Sends the answer as server-sent events while it is generated.")
+]
+StrictArguments = Annotated[
+    bool | None, effect("Whether arguments have to fit where the model may choose to call.")
+]
+TemplateTools = Annotated[list[dict[str, Any]] | None, effect("Functions that the template shows.")]
+ToolChoice = Annotated[
+    str | dict[str, Any] | None,
+    effect("Whether calls are possible, forbidden, or enforced by a grammar."),
+]
+Tools = Annotated[list[dict[str, Any]] | None, effect("Functions that the model may call.")]
+TopLogprobs = Annotated[
+    int | None, effect("Adds this many alternatives per token; needs logprobs: true.")
+]
+WithLogprobs = Annotated[
+    bool | None, effect("Gives the chosen tokens' logprobs, of the raw logits.")
+]
