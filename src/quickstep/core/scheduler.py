@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
-from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record
+from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record, with_alone
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel
 from quickstep.core.policies import Policy, StepView
@@ -42,6 +42,7 @@ from quickstep.types import (
     Request,
     RowOutput,
     SequenceOutput,
+    SequenceTimings,
     StepOutcome,
     StepPlan,
     StepResult,
@@ -144,6 +145,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._next_step_id = 0
         self._totals = Totals()
+        self._accounted_s: float | None = None  # until when: the first plan, then each commit
 
     # -- requests come and go ---------------------------------------------------------------------
 
@@ -301,6 +303,8 @@ class Scheduler:
         step = draft.issue(self._next_step_id, self._batch.take_released_slots(), now, predicted_s)
         self._next_step_id += 1
         self._in_flight.append(step)
+        if self._accounted_s is None:
+            self._accounted_s = now
         return step.plan
 
     def _place(
@@ -352,7 +356,7 @@ class Scheduler:
         if result.step_id != plan.step_id or len(result.outputs) != len(plan.rows):
             raise EngineError(f"step {plan.step_id} got a result of another shape or step")
         failures = row_failures(plan, result)
-        self._totals.unclaimed_s += charge(step.rows, result.seconds, self._cost_model)
+        charges = charge(step.rows, result.seconds, self._cost_model)
         self._cost_model.observe(step.decode_load + step.prefill_load, result.seconds)
         outputs = self._end_failed(step, failures, now)
         self._in_flight.popleft()
@@ -360,11 +364,13 @@ class Scheduler:
             new = self._receive(entry, output, now)
             if new is not None:
                 outputs.append(new)
-        self._totals.num_steps += 1
-        self._totals.busy_s += result.seconds
+        assert self._accounted_s is not None, "a step was planned"
+        self._totals.add_step(charges, result.seconds, now - self._accounted_s)
+        self._accounted_s = now
         record = step_record(
             step,
             result.seconds,
+            charges,
             now,
             num_free_blocks=self._pool.num_free,
             num_waiting=len(self._waiting),
@@ -434,7 +440,8 @@ class Scheduler:
             self._batch.remove(sequence)
         else:
             self._waiting.remove(sequence)
-        timings = sequence.finish(now)
+        chunk = self._config.max_num_batched_tokens
+        timings = with_alone(sequence.finish(now), self._cost_model, chunk)
         name = sequence.request.request_id
         new = new or SequenceOutput(name, sequence.index)
         self._requests[name].remove(sequence)
@@ -476,6 +483,14 @@ class Scheduler:
             totals=replace(self._totals),
             num_paused=len(self._batch) + len(self._waiting) - states.total(),
         )
+
+    def timings(self, request_id: str, now: float) -> dict[int, SequenceTimings]:
+        """What the live sequences of a request spent their time on so far, by index."""
+        chunk = self._config.max_num_batched_tokens
+        return {
+            one.index: with_alone(one.timings(now), self._cost_model, chunk)
+            for one in self._requests.get(request_id, ())
+        }
 
     def check(self) -> None:
         """Raise AssertionError unless all parts of the state agree: for tests, after any call."""
