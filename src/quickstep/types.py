@@ -277,7 +277,7 @@ class SequenceTimings(msgspec.Struct, frozen=True):
 
     `activities` are (activity, since when), in order: each lasts until the next one begins, the
     last until `finished_s`. Of a sequence that changes more often, the later changes are missing.
-    `alone_prefill_s` and `alone_decode_s` are predictions for the same tokens without any other
+    `unloaded_prefill_s` and `unloaded_decode_s` are predictions for the same tokens without any other
     request, with the same cached prefix.
     """
 
@@ -297,8 +297,8 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     num_blocks: int
     paused_s: float = 0.0
     recomputed_s: float = 0.0
-    alone_prefill_s: float = 0.0
-    alone_decode_s: float = 0.0
+    unloaded_prefill_s: float = 0.0
+    unloaded_decode_s: float = 0.0
     activities: tuple[tuple[Activity, float], ...] = ()
 
 

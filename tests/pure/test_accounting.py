@@ -84,8 +84,8 @@ def test_the_prediction_of_a_request_without_others_grows_with_its_tokens() -> N
     finish(world)
     short, long = (world.received[name].timings for name in ("short#0", "long#0"))
     assert short is not None and long is not None
-    assert 0.0 < short.alone_decode_s < long.alone_decode_s
-    assert short.alone_prefill_s > 0.0
+    assert 0.0 < short.unloaded_decode_s < long.unloaded_decode_s
+    assert short.unloaded_prefill_s > 0.0
 
 
 def test_a_live_sequence_reports_its_time_so_far() -> None:

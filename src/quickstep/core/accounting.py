@@ -20,7 +20,7 @@ from quickstep.core.sequence import SequenceState
 from quickstep.core.step import FlightRow, InFlightStep
 from quickstep.types import Phase, PrefillCharge, SequenceTimings, StepRecord
 
-__all__ = ["SchedulerStats", "StepCharges", "Totals", "charge", "step_record", "with_alone"]
+__all__ = ["SchedulerStats", "StepCharges", "Totals", "charge", "step_record", "with_unloaded"]
 
 
 class Totals(msgspec.Struct):
@@ -137,7 +137,7 @@ def charge(rows: tuple[FlightRow, ...], seconds: float, cost_model: CostModel) -
     return StepCharges(charged, recomputed_s, 0.0 if num_alive else seconds)
 
 
-def with_alone(timings: SequenceTimings, cost_model: CostModel, chunk: int) -> SequenceTimings:
+def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -> SequenceTimings:
     """The timings with the predicted seconds of the same tokens without any other request.
 
     The prompt from its cached prefix on, in steps of `chunk` tokens; then one step per further
@@ -150,7 +150,7 @@ def with_alone(timings: SequenceTimings, cost_model: CostModel, chunk: int) -> S
     prefill_s += num_more_steps * cost_model.seconds(StepLoad())
     middle = timings.num_prompt_tokens + num_outputs // 2
     decode_s = max(0, num_outputs - 1) * cost_model.seconds(StepLoad.of_span(middle, 1))
-    return replace(timings, alone_prefill_s=prefill_s, alone_decode_s=decode_s)
+    return replace(timings, unloaded_prefill_s=prefill_s, unloaded_decode_s=decode_s)
 
 
 def step_record(

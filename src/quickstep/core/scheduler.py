@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
-from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record, with_alone
+from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record, with_unloaded
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel
 from quickstep.core.policies import Policy, StepView
@@ -441,7 +441,7 @@ class Scheduler:
         else:
             self._waiting.remove(sequence)
         chunk = self._config.max_num_batched_tokens
-        timings = with_alone(sequence.finish(now), self._cost_model, chunk)
+        timings = with_unloaded(sequence.finish(now), self._cost_model, chunk)
         name = sequence.request.request_id
         new = new or SequenceOutput(name, sequence.index)
         self._requests[name].remove(sequence)
@@ -488,7 +488,7 @@ class Scheduler:
         """What the live sequences of a request spent their time on so far, by index."""
         chunk = self._config.max_num_batched_tokens
         return {
-            one.index: with_alone(one.timings(now), self._cost_model, chunk)
+            one.index: with_unloaded(one.timings(now), self._cost_model, chunk)
             for one in self._requests.get(request_id, ())
         }
 
