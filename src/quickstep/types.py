@@ -277,8 +277,8 @@ class SequenceTimings(msgspec.Struct, frozen=True):
 
     `activities` are (activity, since when), in order: each lasts until the next one begins, the
     last until `finished_s`. Of a sequence that changes more often, the later changes are missing.
-    `unloaded_prefill_s` and `unloaded_decode_s` are predictions for the same tokens without any other
-    request, with the same cached prefix.
+    `unloaded_prefill_s` and `unloaded_decode_s` are predictions for the same tokens without any
+    other request, with the same cached prefix.
     """
 
     arrival_s: float
@@ -331,7 +331,7 @@ class PrefillCharge(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
 
 
-class StepRecord(msgspec.Struct, frozen=True):
+class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     """A record of the step log. The executor measures `seconds`; times are the scheduler's clock.
 
     `num_kv_tokens` is the context that attention read, summed over rows (each row's `end`);

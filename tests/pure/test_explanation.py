@@ -105,8 +105,8 @@ def test_waiting_names_the_prefills_that_ran_meanwhile_largest_first() -> None:
     assert explanation.sentence == (
         "a took 6.00 s, 4.0 times the 1.50 s it would have taken without other requests: 3.00 s in "
         "the queue behind the prefill of d (1.20 s), b (1.00 s) and c (0.50 s) and 0.30 s of "
-        "decoding for up to 2 running sequences, 1.00 s in its own prefill of 80 tokens and 2.00 s "
-        "in decoding 4 more tokens in steps of up to 2 sequences."
+        "decoding for up to 2 running sequences; 1.00 s in its own prefill of 80 tokens; 2.00 s in "
+        "decoding 4 more tokens in steps of up to 2 sequences."
     )
 
 
@@ -124,6 +124,14 @@ def test_decode_steps_that_others_prefills_stretch() -> None:
     assert (
         "2.00 s in decoding 4 more tokens, stretched by the prefill of e (0.80 s)."
     ) in explanation.sentence
+
+
+def test_time_between_steps_is_said() -> None:
+    steps = [step(0, 4.0, 5.0, {"a": 1.0}), step(1, 6.0, 7.0, num_running=1)]
+    assert (
+        "in decoding 4 more tokens, 1.00 s of it between steps."
+        in explain("a", QUEUED, steps).sentence
+    )
 
 
 def test_preemption_and_slow_readers_are_said() -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from quickstep.types import Activity, SequenceTimings, StepRecord
 
-__all__ = ["ActivityPart", "Explanation", "explain"]
+__all__ = ["ActivityPart", "ExplainedRequest", "Explanation", "explain"]
 
 _MAX_PREFILLS = 16  # other requests that are named, per activity
 _NAMED = 3  # in the sentence
@@ -82,6 +82,13 @@ class Explanation(msgspec.Struct, frozen=True):
     missing_s: float
     parts: tuple[ActivityPart, ...]
     sentence: str
+
+
+class ExplainedRequest(msgspec.Struct, frozen=True):
+    """Where the time of a request's sequences went."""
+
+    request_id: str
+    sequences: tuple[Explanation, ...]
 
 
 def explain(
@@ -197,7 +204,7 @@ def _sentence(one: Explanation) -> str:
         head += f", {times}{predicted} it would have taken without other requests"
     least_s = max(_LEAST_S, _LEAST_PART * one.total_s)
     texts = [_TEXTS[part.activity](one, part) for part in one.parts if part.seconds >= least_s]
-    sentence = f"{head}: {_listed(texts)}" if texts else head
+    sentence = f"{head}: {'; '.join(texts)}" if texts else head
     if one.missing_s > least_s:
         sentence += f" (the log has no steps of its first {_seconds(one.missing_s)} any more)"
     return sentence + "."
@@ -209,13 +216,14 @@ def _queue_text(_: Explanation, part: ActivityPart) -> str:
 
 def _prefill_text(one: Explanation, part: ActivityPart) -> str:
     num_tokens = one.num_prompt_tokens - one.num_cached_tokens
-    return f"{_seconds(part.seconds)} in its own prefill of {_count(num_tokens)}{_stretched(part)}"
+    text = f"{_seconds(part.seconds)} in its own prefill of {_count(num_tokens)}"
+    return text + _stretched(part) + _between_steps(part)
 
 
 def _decode_text(one: Explanation, part: ActivityPart) -> str:
     num_tokens = max(0, one.num_output_tokens - 1)
     text = f"{_seconds(part.seconds)} in decoding {_count(num_tokens, ' more')}"
-    return text + (_stretched(part) or _batched(part))
+    return text + (_stretched(part) or _batched(part)) + _between_steps(part)
 
 
 def _preempted_text(one: Explanation, part: ActivityPart) -> str:
@@ -256,6 +264,12 @@ def _stretched(part: ActivityPart) -> str:
 
 def _batched(part: ActivityPart) -> str:
     return f" in steps of up to {part.max_running} sequences" if part.max_running > 1 else ""
+
+
+def _between_steps(part: ActivityPart) -> str:
+    if part.no_step_s < _MUCH * part.seconds:
+        return ""
+    return f", {_seconds(part.no_step_s)} of it between steps"
 
 
 def _requests(part: ActivityPart) -> str:
