@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,6 +146,22 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         choices=_LEVELS,
         default="info",
         help="lowest level to log (default: %(default)s)",
+    )
+    group.add_argument(
+        "--metrics-prefix",
+        default="quickstep",
+        metavar="NAME",
+        help="what the names of metrics begin with; vllm gives vLLM's own names "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--goodput",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TARGET:MS",
+        help="count the requests that keep all of these limits in milliseconds, such as ttft:500 "
+        "tpot:50 e2el:10000 (default: none)",
     )
     group.add_argument("--access-log", action="store_true", help="log one line per request")
 
@@ -320,6 +337,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         Deadlines,
         FieldRules,
         FileOptions,
+        MetricsOptions,
         ServerOptions,
         TlsOptions,
     )
@@ -354,6 +372,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
             always_usage=args.enable_force_include_usage,
             request_metrics=args.enable_per_request_metrics,
         ),
+        metrics=MetricsOptions(args.metrics_prefix, _goodput(args.goodput)),
         share_prefix_cache=args.share_prefix_cache,
         root_path=args.root_path,
         access_log=args.access_log,
@@ -412,6 +431,20 @@ def take_api_keys(args: argparse.Namespace, environ: os._Environ[str] | dict[str
     if variable:
         keys.append(variable)
     return ApiKeys(keys, args.admin_api_key)
+
+
+def _goodput(texts: Sequence[str]) -> dict[str, float]:
+    """The targets of `--goodput`, in milliseconds. Raises ConfigError."""
+    targets: dict[str, float] = {}
+    for text in texts:
+        name, _, number = text.partition(":")
+        try:
+            targets[name] = float(number)
+        except ValueError:
+            raise ConfigError(
+                f"--goodput {text!r} is no TARGET:MILLISECONDS, such as ttft:500"
+            ) from None
+    return targets
 
 
 def _limits(args: argparse.Namespace) -> RequestLimits:
