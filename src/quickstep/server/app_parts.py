@@ -74,6 +74,8 @@ async def running_engine(engine: ServedEngine, metrics: Metrics) -> AsyncIterato
         with suppress(asyncio.CancelledError):
             await logging_traffic
         await engine.stop()
+        if metrics.tracer is not None:
+            await asyncio.to_thread(metrics.tracer.close)
 
 
 def _cors(options: CorsOptions) -> list[Middleware]:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from prometheus_client.metrics import Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -28,6 +30,9 @@ from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
 from quickstep.server.options import MetricsOptions
 from quickstep.types import FinishReason, StepRecord
+
+if TYPE_CHECKING:
+    from quickstep.server.tracing import RequestTracer
 
 __all__ = ["CONTENT_TYPE", "EmbeddingMeter", "Metrics", "RequestMeter", "TrafficLog", "log_traffic"]
 
@@ -50,6 +55,7 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CHOICES = (1, 2, 5, 10, 20)
 _ENGINE = "0"  # vLLM's label for the engines of a server
 _LABELS = ("model_name", "engine")
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _LOG = logging.getLogger("quickstep.server")
 _LOG_EVERY_S = 10.0
 
@@ -99,17 +105,20 @@ class Metrics:
         )
         for reason in FinishReason:
             self._ends.labels(model, _ENGINE, reason.openai)
+        self.tracer = _tracer(self.options.otlp_traces_endpoint)
         self.goodput = _Goodput(self) if self.options.goodput_ms else None
         self.registry.register(EngineGauges(engine, model, self.options.prefix))
         engine.step_log.follow(_StepTokens(self))
 
-    def meter(self, request: ParsedRequest) -> RequestMeter:
-        """The meter of a request that arrives now."""
+    def meter(
+        self, request: ParsedRequest, headers: Mapping[str, str] = NO_HEADERS
+    ) -> RequestMeter:
+        """The meter of a request that arrives now; `headers` may have its W3C trace context."""
         sampling = request.sampling
         self.observe("request_params_n", sampling.n)
         if sampling.max_tokens is not None:
             self.observe("request_params_max_tokens", sampling.max_tokens)
-        return RequestMeter(self, len(request.prompts) * sampling.n)
+        return RequestMeter(self, len(request.prompts) * sampling.n, headers)
 
     def embedding_meter(self, prompt_lens: Sequence[int]) -> EmbeddingMeter:
         """The meter of prompts that are embedded, and arrive now."""
@@ -207,6 +216,14 @@ class _Goodput:
         self._requests.labels(*self._labels, "true" if is_good else "false").inc()
 
 
+def _tracer(endpoint: str | None) -> RequestTracer | None:
+    if endpoint is None:
+        return None
+    from quickstep.server.tracing import open_tracer
+
+    return open_tracer(endpoint)
+
+
 def _one_two_five(max_value: int) -> tuple[int, ...]:
     """1, 2, 5, 10, ... up to `max_value`: vLLM's buckets of token counts."""
     powers = (10**exponent for exponent in range(len(str(max_value))))
@@ -216,8 +233,11 @@ def _one_two_five(max_value: int) -> tuple[int, ...]:
 class RequestMeter:
     """Observes one request, from its arrival to its end."""
 
-    def __init__(self, metrics: Metrics, num_choices: int) -> None:
+    def __init__(
+        self, metrics: Metrics, num_choices: int, headers: Mapping[str, str] = NO_HEADERS
+    ) -> None:
         self._metrics = metrics
+        self._headers = headers
         self._arrival = metrics.clock()
         self._first: list[float | None] = [None] * num_choices
         self._last: list[float | None] = [None] * num_choices
@@ -271,12 +291,18 @@ class RequestMeter:
             if gaps > 0 and timings.first_token_s is not None:
                 span = timings.finished_s - timings.first_token_s
                 metrics.observe("request_time_per_output_token_seconds", span / gaps)
+        if metrics.tracer is not None:
+            metrics.tracer.add(generation, self._headers, self._arrival, self._ttft_s)
         if metrics.goodput is not None and not _is_aborted(generation):
             self._count_goodput(metrics.goodput, generation)
 
+    @property
+    def _ttft_s(self) -> float | None:
+        firsts = [first for first in self._first if first is not None]
+        return min(firsts) - self._arrival if firsts else None
+
     def _count_goodput(self, goodput: _Goodput, generation: Generation) -> None:
         """Count the request; without a token, or after a failure, it misses every target."""
-        firsts = [first for first in self._first if first is not None]
         means = [
             (last - first) / (num_tokens - 1)
             for first, last, num_tokens in zip(
@@ -287,11 +313,11 @@ class RequestMeter:
         e2el_s = self._metrics.clock() - self._arrival
         ends = [choice.finish_reason for choice in generation.choices]
         has_failed = any(reason is not None and reason.is_failure for reason in ends)
-        if has_failed or not (firsts or generation.request.request.prompt_only):
+        has_tokens = self._ttft_s is not None or generation.request.request.prompt_only
+        if has_failed or not has_tokens:
             goodput.count(inf, inf, inf)
             return
-        ttft_s = min(firsts) - self._arrival if firsts else None
-        goodput.count(ttft_s, max(means, default=None), e2el_s)
+        goodput.count(self._ttft_s, max(means, default=None), e2el_s)
 
 
 def _is_aborted(generation: Generation) -> bool:

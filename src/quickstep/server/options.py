@@ -230,17 +230,19 @@ class FieldRules(msgspec.Struct, frozen=True):
 
 
 class MetricsOptions(msgspec.Struct, frozen=True):
-    """What `/metrics` reports.
+    """What `/metrics` reports, and where traces are sent.
 
     Attributes:
         prefix: What names begin with, before a colon; `vllm` gives vLLM's own names.
         goodput_ms: Limits, in milliseconds, that a good request keeps, by `ttft` (time to first
             token), `tpot` (mean time per further token of its slowest choice) and `e2el` (arrival
             to end). Empty for no goodput.
+        otlp_traces_endpoint: The URL that gets OpenTelemetry's spans, over HTTP; None for none.
     """
 
     prefix: str = "quickstep"
     goodput_ms: Mapping[str, float] = msgspec.field(default_factory=dict)
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not _PREFIX.fullmatch(self.prefix):

@@ -163,6 +163,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help="count the requests that keep all of these limits in milliseconds, such as ttft:500 "
         "tpot:50 e2el:10000 (default: none)",
     )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send a span per request to this OpenTelemetry receiver, such as "
+        "http://localhost:4318/v1/traces (default: none; needs quickstep[otel])",
+    )
     group.add_argument("--access-log", action="store_true", help="log one line per request")
 
 
@@ -372,7 +378,9 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
             always_usage=args.enable_force_include_usage,
             request_metrics=args.enable_per_request_metrics,
         ),
-        metrics=MetricsOptions(args.metrics_prefix, _goodput(args.goodput)),
+        metrics=MetricsOptions(
+            args.metrics_prefix, _goodput(args.goodput), args.otlp_traces_endpoint
+        ),
         share_prefix_cache=args.share_prefix_cache,
         root_path=args.root_path,
         access_log=args.access_log,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -34,7 +34,7 @@ from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconn
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.event_stream import EventStream
 from quickstep.server.http.middleware import key_name, report_ignored
-from quickstep.server.metrics import Metrics, RequestMeter
+from quickstep.server.metrics import NO_HEADERS, Metrics, RequestMeter
 from quickstep.server.schema.field_reader import loosened_keyword
 
 _Encoded = TypeVar("_Encoded")
@@ -76,7 +76,7 @@ class GeneratingRoute:
         named = structs.replace(parsed.request, request_id=http_id)
         parsed = replace(parsed, request=named)
         try:
-            answer = await unless_disconnected(request.receive, self._open(parsed))
+            answer = await unless_disconnected(request.receive, self._open(parsed, request.headers))
             report_ignored(request, answer.generation.loosened)
             if parsed.stream:
                 return EventStream(_frames(answer), answer.close, parsed.stream_type)
@@ -127,9 +127,11 @@ class GeneratingRoute:
         )
         return replace(parsed, request=owned)
 
-    async def _open(self, parsed: ParsedRequest) -> _Answer:
+    async def _open(
+        self, parsed: ParsedRequest, headers: Mapping[str, str] = NO_HEADERS
+    ) -> _Answer:
         assert parsed.writer is not None, "every adapter names its writer"
-        meter = self._metrics.meter(parsed)
+        meter = self._metrics.meter(parsed, headers)
         served = self._served
         generation = await open_generation(served.engine, parsed, served.limits, served.lanes)
         if generation.loosened and served.field_rules.refuse_hints:
