@@ -163,7 +163,7 @@ def test_a_slow_reader_loses_records_and_is_told_how_many(
     assert [one["step_id"] for one in got[3:]] == list(range(22, 32))
 
 
-@pytest.mark.parametrize("name", ["web-1", "web-1-ab"])
+@pytest.mark.parametrize("name", ["web-1", "web-1-ab", "chatcmpl-web-1", "cmpl-web-1"])
 def test_an_ended_request_is_explained_by_either_id(name: str) -> None:
     body = get(f"/debug/requests/{name}").json()
     (one,) = body["sequences"]
@@ -203,6 +203,8 @@ def test_the_engine_knows_a_request_by_the_id_of_its_response() -> None:
             body = {"messages": MESSAGES}
             return await client.post(CHAT, json=body, headers={"x-request-id": "web 7"})
 
-    assert asyncio.run(run()).headers["x-request-id"] == "web 7"
+    response = asyncio.run(run())
+    assert response.headers["x-request-id"] == "web 7"
+    assert response.json()["id"] == "chatcmpl-web 7"
     (item,) = engine.submitted
     assert item.request_id.startswith("web 7-")

@@ -5,8 +5,8 @@
 records, and a line with `"kind": "lost"` has their number. `GET /debug/requests/{id}` explains a
 request, live or ended, by `core.explanation`.
 
-The id is the engine's, or that of the HTTP request (the header `x-request-id` of its response),
-with which the engine's ids begin.
+The id is the engine's, or that of the HTTP request (the header `x-request-id` of its response, or
+the id of a chat completion or completion), with which the engine's ids begin.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ __all__ = ["Debug", "LostRecords", "StepsQuery"]
 
 _MAX_QUEUED = 4096  # records that wait for a reader
 _LINES_PER_FRAME = 256
+_PREFIXES = ("chatcmpl-", "cmpl-")  # of the ids of responses
 _ENCODE = msgspec.json.Encoder().encode
 
 Record = StepRecord | SequenceRecord
@@ -162,7 +163,7 @@ class Debug:
         if not found:
             raise RouteNotFound(
                 f"request {wanted[:64]!r} is not in the log, which has the last "
-                f"{len(log.sequences)} sequences; its id is the header x-request-id",
+                f"{len(log.sequences)} sequences; its id is in the header x-request-id",
                 param="request_id",
                 code="request_not_found",
             )
@@ -171,7 +172,8 @@ class Debug:
 
 def _is_of(engine_id: str, wanted: str) -> bool:
     """Whether `wanted` is the engine's id of a request, or that of its HTTP request."""
-    return engine_id == wanted or engine_id.rpartition("-")[0] == wanted
+    http_id = engine_id.rpartition("-")[0]
+    return wanted in (engine_id, http_id, *(f"{prefix}{http_id}" for prefix in _PREFIXES))
 
 
 async def _frames(records: list[Record], follower: _Follower | None) -> AsyncGenerator[bytes, None]:
