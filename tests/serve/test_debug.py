@@ -175,18 +175,20 @@ def test_an_ended_request_is_explained_by_either_id(name: str) -> None:
 def test_a_live_request_is_explained_so_far() -> None:
     engine = FakeEngine()
     engine.script.endless = True
-    engine.timings = {"r1": {1: QUEUED, 0: QUEUED}}
 
-    async def run() -> httpx.Response:
+    async def run(path: str) -> httpx.Response:
         async with client_of(create_app(engine)) as client:
             stream = engine.stream(Request("", (1,), SamplingParams()))
+            engine.timings = {stream.request_id: {1: QUEUED, 0: QUEUED}}
             try:
-                return await client.get("/debug/requests/r1")
+                return await client.get(path.replace("r1", stream.request_id))
             finally:
                 await stream.aclose()
 
-    sequences = asyncio.run(run()).json()["sequences"]
+    sequences = asyncio.run(run("/debug/requests/r1")).json()["sequences"]
     assert [(one["index"], one["is_finished"]) for one in sequences] == [(0, False), (1, False)]
+    live = lines(asyncio.run(run("/debug/steps")).text)
+    assert [(one["kind"], one["index"]) for one in live] == [("live", 0), ("live", 1)]
 
 
 def test_an_unknown_request_is_404() -> None:
