@@ -27,6 +27,7 @@ __all__ = [
     "Phase",
     "Pooling",
     "Request",
+    "RequestClass",
     "RowFailure",
     "RowOutput",
     "SamplingParams",
@@ -49,6 +50,13 @@ class Phase(enum.Enum):
     DECODE = "decode"
 
 
+class RequestClass(enum.Enum):
+    """What a request is for: somebody waits for it, or it may take as long as it needs."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
 class Pooling(enum.Enum):
     """How the final hidden states of a prompt become one embedding, which has the norm 1."""
 
@@ -60,7 +68,8 @@ class FinishReason(enum.Enum):
     """Why a sequence ended; `openai` maps it to the reasons of OpenAI's API.
 
     ERROR is a failure of the engine. REFUSED is a fault of the request: its constraints allow no
-    next token.
+    next token. DEADLINE ends a sequence at its time limit, with the text so far; SHED ends one that
+    waits and can no longer have its first token in time.
     """
 
     EOS = "eos"
@@ -71,6 +80,7 @@ class FinishReason(enum.Enum):
     POOLED = "pooled"
     ABORTED = "aborted"
     DEADLINE = "deadline"
+    SHED = "shed"
     ERROR = "error"
     REFUSED = "refused"
     SHUTDOWN = "shutdown"
@@ -111,6 +121,11 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         cache_salt: Separates tenants in the prefix cache.
         timeout_s: Seconds after arrival at the scheduler until generation stops; None for no limit.
         pooling: Return an embedding of the prompt and generate nothing.
+        request_class: Requests of the class BATCH are served after interactive ones.
+        ttft_deadline_s: Seconds after arrival until the first token is useless: a request that
+            cannot have it in time ends with SHED before it starts. None for no limit.
+        tenant_weight: The part of the device that the tenant gets under the policy `fair`, in
+            proportion to the weights of the others.
     """
 
     request_id: str = ""
@@ -124,6 +139,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cache_salt: str = ""
     timeout_s: float | None = None
     pooling: Pooling | None = None
+    request_class: RequestClass = RequestClass.INTERACTIVE
+    ttft_deadline_s: float | None = None
+    tenant_weight: float = 1.0
 
     @property
     def prompt_only(self) -> bool:

@@ -6,11 +6,13 @@ Every measured second is counted once: fsum of `device_s` over all sequences + `
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from quickstep.core.block_pool import PoolStats
 from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.core.sequence import SequenceState
+from quickstep.core.sequence import Sequence, SequenceState
 from quickstep.core.step import FlightRow, InFlightStep
 from quickstep.types import StepRecord
 
@@ -61,8 +63,14 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     num_paused: int = 0
 
 
-def charge(rows: tuple[FlightRow, ...], seconds: float, cost_model: CostModel) -> float:
+def charge(
+    rows: tuple[FlightRow, ...],
+    seconds: float,
+    cost_model: CostModel,
+    charged: Callable[[Sequence, float], None],
+) -> float:
     """Divide a step's seconds among its sequences; returns the seconds that none was charged.
+    `charged` is called for each sequence with its part.
 
     In proportion to the predicted marginal cost of each row: what the step would save without it.
     A row whose sequence ended while it ran is charged to the others.
@@ -70,6 +78,7 @@ def charge(rows: tuple[FlightRow, ...], seconds: float, cost_model: CostModel) -
     alive = [entry for entry in rows if entry.sequence.state is not SequenceState.FINISHED]
     if len(alive) == 1:
         alive[0].sequence.device_s += seconds
+        charged(alive[0].sequence, seconds)
         return 0.0
     idle_s = cost_model.seconds(StepLoad())
     weights = [cost_model.seconds(StepLoad.of_row(entry.row)) - idle_s for entry in alive]
@@ -77,7 +86,9 @@ def charge(rows: tuple[FlightRow, ...], seconds: float, cost_model: CostModel) -
         weights = [float(entry.row.num_tokens) for entry in alive]
     total = sum(weights)
     for entry, weight in zip(alive, weights, strict=True):
-        entry.sequence.device_s += seconds * (weight / total)
+        part_s = seconds * (weight / total)
+        entry.sequence.device_s += part_s
+        charged(entry.sequence, part_s)
     return 0.0 if alive else seconds
 
 
