@@ -87,11 +87,15 @@ class FinishReason(enum.Enum):
 
     @property
     def openai(self) -> str:
-        """The `finish_reason` of OpenAI's API: `stop`, `length`, `abort` or `error`."""
+        """The `finish_reason` of OpenAI's API: `stop`, `length`, or one of those that it has no
+        name for: `timeout`, `abort`, `error`.
+        """
         if self in _STOPS:
             return "stop"
-        if self in (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_LIMIT, FinishReason.DEADLINE):
+        if self in (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_LIMIT):
             return "length"
+        if self is FinishReason.DEADLINE:
+            return "timeout"
         return "error" if self.is_failure else "abort"
 
     @property

@@ -66,6 +66,7 @@ class Setup:
     inter_token_target_s: float = 0.005
     priority_aging_s: float = 10.0
     max_waiting: int | None = None
+    use_kv_cache: bool = True
     halves: bool = False  # a policy of its own, in place of `policy`
 
     @property
@@ -79,6 +80,7 @@ class Setup:
             policy=self.policy,
             inter_token_target_s=self.inter_token_target_s,
             priority_aging_s=self.priority_aging_s,
+            use_kv_cache=self.use_kv_cache,
         )
 
     @property

@@ -10,7 +10,7 @@ limit of a step, slots and blocks belong to the scheduler.
     decode-first     priorities; prompts get a step when no row decodes, or when one waited too long
     fcfs             arrival; priorities have no effect
     priority         priorities, within a level the shortest first
-    deadline         the least slack first; what cannot meet its deadline comes last
+    deadline         the earliest deadline first; what has no slack left comes last
     fair             the tenant with the fewest device seconds for its weight first
     static           a batch of what waits, which runs to its end; for comparison
     dynamic          the same once the batch is full or its oldest request waited long enough

@@ -219,6 +219,12 @@ class RunningBatch:
         sequence.resident.blocks.extend(new_block_ids)
         return tuple(new_block_ids)
 
+    def restart(self, sequence: Sequence) -> tuple[int, ...]:
+        """Begin to compute all known tokens again; returns the new blocks for the last one."""
+        new_block_ids = self.grow(sequence)
+        sequence.resident.restart(len(sequence.token_ids))
+        return new_block_ids
+
     def register(self, sequence: Sequence) -> None:
         """Index the full blocks whose tokens are known and whose computation is planned."""
         residency, block_size = sequence.resident, self._pool.block_size

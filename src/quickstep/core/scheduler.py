@@ -322,10 +322,13 @@ class Scheduler:
     def _recompute_decodes(self, draft: StepDraft, now: float) -> None:
         """Without a KV cache: the next token of a sequence needs all its tokens again."""
         for sequence in self._batch:
-            may_grow = self._can_decode(sequence) and not sequence.num_pending
-            if may_grow and self._free_blocks_for(sequence, draft, now):
-                self._batch.grow(sequence)
-                sequence.resident.restart(len(sequence.token_ids))
+            is_due = self._can_decode(sequence) and not sequence.num_pending
+            if not is_due or not draft.num_tokens_left:
+                continue
+            if self._free_blocks_for(sequence, draft, now):
+                new_block_ids = self._batch.restart(sequence)
+                num_tokens = min(len(sequence.token_ids), draft.num_tokens_left)
+                self._place(draft, sequence, num_tokens, new_block_ids)
 
     def _can_decode(self, sequence: Sequence) -> bool:
         residency = sequence.resident

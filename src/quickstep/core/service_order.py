@@ -6,7 +6,7 @@ and choose between the queues each time, by what their sequences have received.
 
     ArrivalOrder    arrival
     PriorityOrder   arrival + level * aging_s + shortest_first * predicted seconds
-    DeadlineOrder   the latest moment at which the work has to begin
+    DeadlineOrder   the deadline
     FairOrder       the tenant that has received the fewest device seconds for its weight
     LengthOrder     groups of prompts of about the same length
 
@@ -131,25 +131,25 @@ class PriorityOrder(ServiceOrder):
 
 
 class DeadlineOrder(PriorityOrder):
-    """The least slack first: the deadline minus the predicted seconds until it is met.
+    """The earliest deadline first; without one, as if it were a minute after the arrival.
 
-    What is left of the slack decreases for all waiting sequences alike, so the order by the latest
-    moment to begin does not change with time. Of deadlines that can all be met one after the other,
-    all are met (Jackson 1955, for work that is there at the same time). Once a waiting sequence can
-    no longer meet its deadline, the scheduler puts it behind the others.
+    If deadlines can be met by serving one sequence after the other, this order meets them all
+    (Jackson 1955, for work that is there at the same time). Under overload it would serve what is
+    lost already: so a waiting sequence that has no slack left is put behind the others. Its slack
+    is the time to its deadline minus the predicted time to meet it.
     """
 
     relegates = True
 
     def rank(self, request: Request, arrival_s: float, service_s: float) -> float:
-        """The latest moment to begin, or as if for a deadline of a minute."""
+        """The deadline."""
         limits = (request.ttft_deadline_s, request.timeout_s)
         limit_s = min((limit for limit in limits if limit is not None), default=_NO_DEADLINE_S)
         late = max(0, level_of(request)) * self._aging_s
-        return arrival_s + limit_s - service_s + late
+        return arrival_s + limit_s + late
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
-        """A paused one, and one without a deadline for one with a deadline that begins earlier."""
+        """A paused one, and one without a deadline for one with an earlier deadline."""
         has_deadline = waiting.request.timeout_s or waiting.request.ttft_deadline_s
         is_free = not (running.request.timeout_s or running.request.ttft_deadline_s)
         return running.is_paused or bool(has_deadline and is_free and running.rank > waiting.rank)
@@ -168,15 +168,19 @@ class _Tenant(msgspec.Struct):
     num_live: int = 0
     num_running: int = 0
 
+    @property
+    def is_light(self) -> bool:
+        """Whether none of its requests wait."""
+        return self.num_running == self.num_live
+
 
 class FairOrder(PriorityOrder):
     """The tenant first that has received the fewest device seconds for its weight.
 
     As in Virtual Token Counter (Sheng et al. 2023, arXiv:2401.00588), with attributed device
     seconds instead of tokens: a tenant that returns gets no credit for the time in which it had no
-    requests. Within a tenant, priorities decide. A tenant that holds fewer rows of the batch than
-    its weight gives it may take a slot from one that holds more, and steps are kept short for its
-    rows.
+    requests. Within a tenant, priorities decide. A tenant without a sequence in the batch may take
+    a slot from another one, and steps are kept short for a tenant that uses less than its part.
     """
 
     def __init__(self, aging_s: float) -> None:
@@ -195,22 +199,25 @@ class FairOrder(PriorityOrder):
         return tenant.virtual_s + tenant.reserved_s
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
-        """Also one of a tenant that then still holds as large a part of the batch."""
+        """Also one of another tenant, if that has received more and this one has no sequence in the
+        batch. Anything less is evened out by the next admissions, without computing anything twice.
+        """
         mine, other = self._of(waiting), self._of(running)
         if mine is other:
             return super().may_preempt(waiting, running)
-        return running.is_paused or (
-            (mine.num_running + 1) / mine.weight < other.num_running / other.weight
-        )
+        is_owed = not mine.num_running and mine.virtual_s < other.virtual_s
+        return running.is_paused or (is_owed and other.num_running > 1)
 
     def over_share(self, running: Iterable[Sequence]) -> list[Sequence]:
-        """The sequences of tenants with more rows than their weight gives them."""
+        """The sequences of tenants with more rows than their weight gives them, if there is a light
+        tenant with fewer.
+        """
         tenants = [tenant for tenant in self._tenants.values() if tenant.num_running]
         if len(tenants) < 2:
             return []
-        num_rows = sum(tenant.num_running for tenant in tenants)
-        weights = sum(tenant.weight for tenant in tenants)
-        even = num_rows / weights
+        even = sum(one.num_running for one in tenants) / sum(one.weight for one in tenants)
+        if not any(one.is_light and one.num_running <= even * one.weight for one in tenants):
+            return []
         return [one for one in running if (of := self._of(one)).num_running > even * of.weight]
 
     def added(self, sequence: Sequence) -> None:

@@ -169,10 +169,13 @@ class Deadlines(msgspec.Struct, frozen=True):
     Attributes:
         default_s: For requests without `timeout_s`; None for no end.
         max_s: The largest `timeout_s` of a request; None for no limit.
+        finish_reason: The `finish_reason` of such an answer in OpenAI's API: `timeout`, or `length`
+            for clients that know only OpenAI's own values.
     """
 
     default_s: float | None = None
     max_s: float | None = None
+    finish_reason: str = "timeout"
 
     def __post_init__(self) -> None:
         for flag, value in (

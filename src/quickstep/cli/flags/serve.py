@@ -240,6 +240,13 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="largest timeout_s of a request (default: none)",
     )
+    group.add_argument(
+        "--timeout-finish-reason",
+        choices=("timeout", "length"),
+        default="timeout",
+        help="finish_reason of an answer that ends at its time limit; length is for clients that "
+        "accept OpenAI's values only (default: %(default)s)",
+    )
 
 
 def _add_file_flags(group: argparse._ArgumentGroup) -> None:
@@ -336,7 +343,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
             credentials=args.allow_credentials,
         ),
         tls=TlsOptions(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs),
-        deadlines=Deadlines(args.default_timeout_s, args.max_timeout_s),
+        deadlines=Deadlines(args.default_timeout_s, args.max_timeout_s, args.timeout_finish_reason),
         field_rules=FieldRules(
             refuse_unknown=args.strict or args.unknown_fields == "refuse",
             refuse_hints=args.strict,

@@ -122,7 +122,7 @@ class GeneratingRoute:
             cache_salt=cache_salt_of(caller, request.cache_salt, served.shares_prefix_cache),
             timeout_s=timeout_s,
         )
-        return replace(parsed, request=owned)
+        return replace(parsed, request=owned, timeout_reason=served.deadlines.finish_reason)
 
     async def _open(self, parsed: ParsedRequest) -> _Answer:
         assert parsed.writer is not None, "every adapter names its writer"

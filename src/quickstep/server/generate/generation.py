@@ -125,6 +125,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         ignored: Paths of the client's fields that have no effect.
         writer: Makes the writer of the response; every adapter sets it.
         stream_type: The media type of a streaming response.
+        timeout_reason: OpenAI's `finish_reason` of a choice that ended at `timeout_s`.
     """
 
     model: str
@@ -144,6 +145,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     ignored: tuple[str, ...] = ()
     writer: Callable[[Generation, Head], Writer] | None = None
     stream_type: str = SERVER_SENT_EVENTS
+    timeout_reason: str = FinishReason.DEADLINE.openai
 
     @property
     def sampling(self) -> SamplingParams:
@@ -249,6 +251,13 @@ class Generation:
     def prompt_logprobs(self, choice: Choice) -> Sequence[TokenLogprobs | None]:
         """Those of the prompt that a choice continues; complete before its first delta."""
         return self.choices[choice.index // self._n * self._n].prompt_logprobs
+
+    def finish_reason(self, choice: Choice) -> Any:
+        """Why a choice ended, in OpenAI's terms; None while it runs."""
+        reason = choice.finish_reason
+        if reason is FinishReason.DEADLINE:
+            return self.request.timeout_reason
+        return None if reason is None else reason.openai
 
     @property
     def kept(self) -> tuple[Choice, ...]:
@@ -442,6 +451,10 @@ def check_end(delta: Delta, sampling: SamplingParams, grammar_field: str) -> Non
     match delta.finish_reason:
         case FinishReason.ERROR:
             raise GenerationFailed(delta.error or "the model failed on this request")
+        case FinishReason.SHED:
+            raise RequestError(
+                delta.error, param="ttft_deadline_ms", status=503, code="deadline_unreachable"
+            )
         case FinishReason.SHUTDOWN:
             raise EngineError("the server is shutting down; send the request again")
         case FinishReason.REFUSED:

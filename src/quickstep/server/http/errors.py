@@ -10,6 +10,7 @@ without details; its trace is logged once.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -58,7 +59,6 @@ _TYPES: Mapping[int, tuple[str, str | None]] = {
     500: ("server_error", "internal_error"),
     503: ("server_error", "engine_unavailable"),
 }
-_RETRY = {"retry-after": "1"}
 OVERLOADED = 529  # Anthropic's number for what others call 503
 _ANTHROPIC_TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -79,6 +79,7 @@ class ErrorFacts(msgspec.Struct, frozen=True):
     kind: str
     param: str | None
     code: str | None
+    retry_after_s: float | None = None
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -174,7 +175,8 @@ def error_body(message: str, status: int, param: str | None = None) -> ErrorAnsw
 def error_facts(error: Exception) -> ErrorFacts:
     """The error response to any exception; logs those that the server caused."""
     if isinstance(error, RequestError):
-        return facts_of(error.status, str(error), error.param, error.code)
+        facts = facts_of(error.status, str(error), error.param, error.code)
+        return msgspec.structs.replace(facts, retry_after_s=error.retry_after_s)
     if isinstance(error, GenerationFailed):
         _LOG.warning("a request failed: %s", error)
         return facts_of(500, str(error))
@@ -207,7 +209,8 @@ async def error_response(request: Request, error: Exception) -> Response:
         facts, headers = _of_starlette(request, error), error.headers
     else:
         facts = error_facts(error)
-        headers = _RETRY if facts.status in (429, 503) else None
+        if facts.status in (429, 503):
+            headers = {"retry-after": str(math.ceil(facts.retry_after_s or 1.0))}
     shape: ErrorShape = request.scope.get("state", {}).get("error_shape", openai_shape)
     status, body = shape(facts)
     return json_response(body, status, headers)

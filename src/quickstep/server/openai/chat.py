@@ -354,9 +354,7 @@ class ChatRendering:
 
     def _finish_reason(self, choice: Choice) -> Any:
         """In OpenAI's terms: `tool_calls` where the model stopped after a call."""
-        if choice.finish_reason is None:
-            return None
-        reason = choice.finish_reason.openai
+        reason = self._generation.finish_reason(choice)
         called = self._messages[choice.index].has_calls
         return "tool_calls" if called and reason == "stop" else reason
 

@@ -79,6 +79,8 @@ _WITH_BEAMS = frozenset(
         "priority",
         "cache_salt",
         "timeout_s",
+        "request_class",
+        "ttft_deadline_ms",
     }
 )
 _NO_EFFECT: tuple[object, ...] = (None, False, [], {}, "")
