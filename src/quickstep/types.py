@@ -20,12 +20,14 @@ import msgspec
 from quickstep.sampling_params import Grammar, SamplingParams
 
 __all__ = [
+    "Activity",
     "Admission",
     "Executor",
     "FinishReason",
     "Grammar",
     "Phase",
     "Pooling",
+    "PrefillCharge",
     "Request",
     "RequestClass",
     "RowFailure",
@@ -48,6 +50,16 @@ class Phase(enum.Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+class Activity(enum.Enum):
+    """What a sequence spends its wall time on; the parts of `SequenceTimings`."""
+
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+    PAUSED = "paused"
 
 
 class RequestClass(enum.Enum):
@@ -281,8 +293,14 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     """Times of one sequence, in seconds on the scheduler's clock, and its tokens and blocks.
 
     queue + prefill + decode + preempted + paused = finished - arrival. While the client reads too
-    slowly, only `paused_s` grows. `device_s` is the sequence's part of the measured step times;
-    the sum over all sequences is the time that the device was busy.
+    slowly, only `paused_s` grows. `device_s` is the sequence's part of the measured step times
+    without `recomputed_s`, the part for positions that were computed again after a preemption
+    (`core.accounting` has the sum over all sequences).
+
+    `activities` are (activity, since when), in order: each lasts until the next one begins, the
+    last until `finished_s`. Of a sequence that changes more often, the later changes are missing.
+    `unloaded_prefill_s` and `unloaded_decode_s` are predictions for the same tokens without any
+    other request, with the same cached prefix.
     """
 
     arrival_s: float
@@ -300,6 +318,10 @@ class SequenceTimings(msgspec.Struct, frozen=True):
     num_output_tokens: int
     num_blocks: int
     paused_s: float = 0.0
+    recomputed_s: float = 0.0
+    unloaded_prefill_s: float = 0.0
+    unloaded_decode_s: float = 0.0
+    activities: tuple[tuple[Activity, float], ...] = ()
 
 
 class SequenceOutput(msgspec.Struct, frozen=True):
@@ -323,12 +345,22 @@ class SequenceOutput(msgspec.Struct, frozen=True):
     embedding: tuple[float, ...] | None = None
 
 
-class StepRecord(msgspec.Struct, frozen=True):
+class PrefillCharge(msgspec.Struct, frozen=True, array_like=True):
+    """A prefill row of a step: its request, its tokens, and the seconds that it is charged."""
+
+    request_id: str
+    num_tokens: int
+    seconds: float
+
+
+class StepRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="step"):
     """A record of the step log. The executor measures `seconds`; times are the scheduler's clock.
 
     `num_kv_tokens` is the context that attention read, summed over rows (each row's `end`);
     `num_pairs` the positions that each token attends to, summed over tokens. `num_scored` positions
     returned prompt logprobs. `predicted_s` is the cost model's prediction of `seconds`.
+    `decode_s` and `prefill_s` are what the rows of the two phases are charged of `seconds`, the
+    rest of which no live row is charged; `prefills` are the prefill rows one by one.
     """
 
     step_id: int
@@ -347,6 +379,9 @@ class StepRecord(msgspec.Struct, frozen=True):
     num_waiting: int
     num_running: int
     num_preemptions: int
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    prefills: tuple[PrefillCharge, ...] = ()
 
 
 class StepOutcome(msgspec.Struct, frozen=True):

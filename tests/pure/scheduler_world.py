@@ -23,6 +23,7 @@ from quickstep.core.scheduler import Scheduler
 from quickstep.core.service_order import PriorityOrder
 from quickstep.errors import RequestError
 from quickstep.types import (
+    Activity,
     FinishReason,
     Phase,
     Request,
@@ -43,6 +44,10 @@ NATURAL_ENDS = frozenset(
         FinishReason.POOLED,
     }
 )
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)
 
 
 def weak_digest(parent: bytes, token_ids: object) -> bytes:
@@ -156,6 +161,8 @@ class World:
         self.records: list[StepRecord] = []
         self.plans: list[StepPlan] = []
         self.paused: set[str] = set()  # request ids
+        self.planned_s = 0.0  # when the first step was planned
+        self.committed_s = 0.0  # when the last one was committed
         self._holders: dict[int, str] = {}  # by slot, as the plans say
 
     # -- the scheduler's calls --------------------------------------------------------------------
@@ -212,6 +219,7 @@ class World:
         assert len(self.in_flight) < self.setup.pipeline_depth, "planned deeper than allowed"
         has_unknown = any(not row.token_ids for row in plan.rows)
         assert not has_unknown or self.in_flight, "a token is unknown with no step in flight"
+        self.planned_s = self.planned_s if self.plans else self.now
         self.shadow.submit(plan)
         self.in_flight.append(plan)
         self.plans.append(plan)
@@ -232,6 +240,7 @@ class World:
             self.now += result.seconds
             outcome = self.scheduler.commit(plan, result, self.now)
             self.records.append(outcome.record)
+            self.committed_s = self.now
             outputs = outcome.outputs
         failed = {
             f"{one.request_id}#{one.index}"
@@ -290,11 +299,31 @@ class World:
         for one in self.received.values():
             self._verify_tokens(one)
             self._verify_timings(one)
-        charged = [one.timings.device_s for one in self.received.values() if one.timings]
-        total = math.fsum([*charged, stats.totals.unclaimed_s])
-        busy_s = math.fsum(record.seconds for record in self.records)
-        assert math.isclose(total, busy_s, rel_tol=1e-9, abs_tol=1e-12), "seconds went missing"
-        assert math.isclose(stats.totals.busy_s, busy_s, rel_tol=1e-9, abs_tol=1e-12)
+        self._verify_seconds()
+
+    def _verify_seconds(self) -> None:
+        """From the first plan to the last commit, every second is counted once."""
+        totals = self.scheduler.stats().totals
+        timings = [one.timings for one in self.received.values() if one.timings]
+        attributed = [one.device_s for one in timings]
+        recomputed = [one.recomputed_s for one in timings]
+        others = totals.rejected_s, totals.unclaimed_s, totals.idle_s
+        wall_s = self.committed_s - self.planned_s if self.records else 0.0
+        parts_s = math.fsum([*attributed, *recomputed, *others])
+        assert _close(parts_s, wall_s), f"{parts_s} s are accounted of {wall_s} s"
+        assert _close(totals.attributed_s, math.fsum(attributed))
+        assert _close(totals.recomputed_s, math.fsum(recomputed))
+        assert _close(totals.busy_s, math.fsum(record.seconds for record in self.records))
+        assert _close(totals.wall_s, wall_s)
+        assert _close(totals.wall_s, totals.busy_s + totals.idle_s)
+        assert totals.num_preemptions or not any(recomputed), "recomputed without a preemption"
+        for record in self.records:
+            assert record.decode_s > -1e-12
+            charged_s = math.fsum([record.decode_s, *(one.seconds for one in record.prefills)])
+            assert charged_s == 0.0 or _close(charged_s, record.seconds)
+            tokens = sum(one.num_tokens for one in record.prefills)
+            assert tokens == record.num_prefill_tokens
+            assert len(record.prefills) == record.num_prefill_rows
 
     def _verify_tokens(self, one: Received) -> None:
         alone = run_alone(one.request, self.setup)[one.index]
@@ -315,6 +344,14 @@ class World:
         parts = busy_s + timings.preempted_s + timings.paused_s
         total = timings.finished_s - timings.arrival_s
         assert math.isclose(parts, total, rel_tol=1e-9, abs_tol=1e-9), "the parts do not add up"
+        spent = dict.fromkeys(Activity, 0.0)
+        ends = [since_s for _, since_s in timings.activities[1:]] + [timings.finished_s]
+        for (activity, since_s), end_s in zip(timings.activities, ends, strict=True):
+            spent[activity] += end_s - since_s
+        noted = (timings.queue_s, timings.prefill_s, timings.decode_s)
+        noted += (timings.preempted_s, timings.paused_s)
+        for seconds, part_s in zip(spent.values(), noted, strict=True):
+            assert math.isclose(seconds, part_s, abs_tol=1e-9), "activities and parts differ"
         assert timings.num_output_tokens == len(one.token_ids)
         assert timings.num_prompt_tokens == len(one.request.prompt_token_ids)
         assert timings.num_cached_tokens < max(1, timings.num_prompt_tokens)

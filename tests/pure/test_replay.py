@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 from random_lives import random_life
-from scheduler_world import Setup, ask, open_scheduler, policy_of
-
-from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.cost_model import LinearCostModel
-from quickstep.core.trace import (
+from recorded_calls import (
     Added,
     Committed,
     Entry,
@@ -17,6 +13,10 @@ from quickstep.core.trace import (
     RecordingScheduler,
     replay,
 )
+from scheduler_world import Setup, ask, open_scheduler, policy_of
+
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.cost_model import LinearCostModel
 
 LIVES = range(500, 540)
 

@@ -18,6 +18,7 @@ from typing import Any
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.block_pool import PoolStats
 from quickstep.engine.stats import EngineState, EngineStats
+from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import EngineError, PromptTooLong, RequestError
@@ -126,6 +127,7 @@ class Submitted:
     cache_salt: str
     deadline_s: float | None = None
     pooling: Pooling | None = None
+    request_id: str = ""
 
 
 class FakeStream:
@@ -250,6 +252,15 @@ class FakeEngine:
     open_streams: set[FakeStream] = field(default_factory=set)
     refusals: list[Exception] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
+    step_log: StepLog = field(default_factory=StepLog)
+    timings: dict[str, dict[int, SequenceTimings]] = field(default_factory=dict)
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(stream.request_id for stream in self.open_streams)
+
+    async def live_timings(self, request_id: str) -> dict[int, SequenceTimings]:
+        return self.timings.get(request_id, {})
 
     async def start(self) -> None:
         self.state = EngineState.RUNNING
@@ -308,6 +319,7 @@ class FakeEngine:
             request.cache_salt,
             request.timeout_s,
             pooling,
+            request.request_id,
         )
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")

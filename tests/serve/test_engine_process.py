@@ -186,3 +186,17 @@ def test_the_step_log_is_told_here_too(tmp_path: Path) -> None:
         await until(lambda: engine.stats().scheduler.totals.num_steps == 5)
 
     run(tmp_path, test)
+
+
+def test_a_live_request_reports_its_time_so_far(tmp_path: Path) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        stream = ask(engine, "abc", SamplingParams(max_tokens=9, n=2), request_id="mine")
+        await until(lambda: engine.stats().scheduler.num_running == 2)
+        assert engine.request_ids == ("mine",)
+        both = await asyncio.gather(*(engine.live_timings("mine") for _ in range(2)))
+        assert both[0] == both[1]
+        assert [timings.num_prompt_tokens for timings in both[0].values()] == [3, 3]
+        assert await engine.live_timings("other") == {}
+        await stream.aclose()
+
+    run(tmp_path, test, mode="hold")

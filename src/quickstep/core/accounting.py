@@ -1,22 +1,26 @@
 """Accounting of a step's seconds: per sequence, in the step log, and in the counts of `stats`.
 
-Every measured second is counted once: fsum of `device_s` over all sequences + `unclaimed_s` =
-`busy_s`, up to float rounding. Pure functions and plain data; `core.scheduler` owns the totals.
+Every second is counted once, up to float rounding. From the first plan to the last commit:
+
+    wall_s = busy_s + idle_s
+    busy_s = attributed_s + recomputed_s + rejected_s + unclaimed_s
+    attributed_s = sum of `device_s` over all sequences, recomputed_s that of their `recomputed_s`
+
+Pure functions and plain data; `core.scheduler` owns the totals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
+from msgspec.structs import replace
 
 from quickstep.core.block_pool import PoolStats
 from quickstep.core.cost_model import CostModel, StepLoad
-from quickstep.core.sequence import Sequence, SequenceState
+from quickstep.core.sequence import SequenceState
 from quickstep.core.step import FlightRow, InFlightStep
-from quickstep.types import StepRecord
+from quickstep.types import Phase, PrefillCharge, SequenceTimings, StepRecord
 
-__all__ = ["SchedulerStats", "Totals", "charge", "step_record"]
+__all__ = ["SchedulerStats", "StepCharges", "Totals", "charge", "step_record", "with_unloaded"]
 
 
 class Totals(msgspec.Struct):
@@ -30,6 +34,11 @@ class Totals(msgspec.Struct):
         busy_s: Measured seconds of all committed steps.
         unclaimed_s: Seconds of steps in which no row's sequence was alive any more (the last
             overlapped step, an abort in flight); the part of `busy_s` that no sequence is charged.
+        attributed_s: The part of `busy_s` for positions that sequences computed for the first time.
+        recomputed_s: The part for positions that were computed again after a preemption.
+        rejected_s: The part for drafts that were rejected; 0 without speculation.
+        wall_s: From the first plan to the last commit, by the scheduler's clock.
+        idle_s: The part of `wall_s` in which no step ran: no work, planning, delivery.
     """
 
     num_steps: int = 0
@@ -42,6 +51,25 @@ class Totals(msgspec.Struct):
     prefix_hit_tokens: int = 0
     busy_s: float = 0.0
     unclaimed_s: float = 0.0
+    attributed_s: float = 0.0
+    recomputed_s: float = 0.0
+    rejected_s: float = 0.0
+    wall_s: float = 0.0
+    idle_s: float = 0.0
+
+    def add_step(self, charges: StepCharges, seconds: float, elapsed_s: float) -> None:
+        """Count a step that took `seconds`, `elapsed_s` after the commit before it.
+
+        A late commit makes `elapsed_s` longer, and the next one shorter than its step: a single
+        step's idle time may be negative, their sum is right.
+        """
+        self.num_steps += 1
+        self.busy_s += seconds
+        self.unclaimed_s += charges.unclaimed_s
+        self.recomputed_s += charges.recomputed_s
+        self.attributed_s += seconds - charges.unclaimed_s - charges.recomputed_s
+        self.wall_s += elapsed_s
+        self.idle_s += elapsed_s - seconds
 
 
 class SchedulerStats(msgspec.Struct, frozen=True):
@@ -63,38 +91,72 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     num_paused: int = 0
 
 
-def charge(
-    rows: tuple[FlightRow, ...],
-    seconds: float,
-    cost_model: CostModel,
-    charged: Callable[[Sequence, float], None],
-) -> float:
-    """Divide a step's seconds among its sequences; returns the seconds that none was charged.
-    `charged` is called for each sequence with its part.
+class StepCharges(msgspec.Struct, frozen=True):
+    """A step's seconds, divided: `seconds` has one entry per row of the step, 0 for a row whose
+    sequence ended while it ran. `recomputed_s` is a part of them, `unclaimed_s` is not.
+    """
+
+    seconds: tuple[float, ...]
+    recomputed_s: float
+    unclaimed_s: float
+
+
+def charge(rows: tuple[FlightRow, ...], seconds: float, cost_model: CostModel) -> StepCharges:
+    """Divide a step's seconds among its sequences, and add them to these.
 
     In proportion to the predicted marginal cost of each row: what the step would save without it.
-    A row whose sequence ended while it ran is charged to the others.
+    A row whose sequence ended while it ran is charged to the others. The part of a row's charge for
+    positions that an earlier residency computed, by tokens, is the sequence's `recomputed_s`.
     """
-    alive = [entry for entry in rows if entry.sequence.state is not SequenceState.FINISHED]
-    if len(alive) == 1:
-        alive[0].sequence.device_s += seconds
-        charged(alive[0].sequence, seconds)
-        return 0.0
-    idle_s = cost_model.seconds(StepLoad())
-    weights = [cost_model.seconds(StepLoad.of_row(entry.row)) - idle_s for entry in alive]
-    if not sum(weights) > 0.0:
-        weights = [float(entry.row.num_tokens) for entry in alive]
-    total = sum(weights)
-    for entry, weight in zip(alive, weights, strict=True):
-        part_s = seconds * (weight / total)
-        entry.sequence.device_s += part_s
-        charged(entry.sequence, part_s)
-    return 0.0 if alive else seconds
+    alive = [entry.sequence.state is not SequenceState.FINISHED for entry in rows]
+    num_alive = sum(alive)
+    if num_alive == 1:
+        weights = [float(one) for one in alive]
+    else:
+        idle_s = cost_model.seconds(StepLoad())
+        weights = [
+            cost_model.seconds(StepLoad.of_row(entry.row)) - idle_s if one else 0.0
+            for entry, one in zip(rows, alive, strict=True)
+        ]
+        if not sum(weights) > 0.0:
+            weights = [
+                float(entry.row.num_tokens) if one else 0.0
+                for entry, one in zip(rows, alive, strict=True)
+            ]
+    total = sum(weights) or 1.0
+    charged = tuple([seconds * (weight / total) for weight in weights])
+    recomputed_s = 0.0
+    for entry, row_s in zip(rows, charged, strict=True):
+        num_again = min(entry.row.end, entry.residency.recompute_end) - entry.row.start
+        if num_again > 0:
+            again_s = row_s * (num_again / entry.row.num_tokens)
+            entry.sequence.recomputed_s += again_s
+            recomputed_s += again_s
+            row_s -= again_s
+        entry.sequence.device_s += row_s
+    return StepCharges(charged, recomputed_s, 0.0 if num_alive else seconds)
+
+
+def with_unloaded(timings: SequenceTimings, cost_model: CostModel, chunk: int) -> SequenceTimings:
+    """The timings with the predicted seconds of the same tokens without any other request.
+
+    The prompt from its cached prefix on, in steps of `chunk` tokens; then one step per further
+    token, each priced as the middle one.
+    """
+    cached, num_outputs = timings.num_cached_tokens, timings.num_output_tokens
+    num_tokens = timings.num_prompt_tokens - cached
+    num_more_steps = max(0, (num_tokens - 1) // chunk)
+    prefill_s = cost_model.seconds(StepLoad.of_span(cached, num_tokens))
+    prefill_s += num_more_steps * cost_model.seconds(StepLoad())
+    middle = timings.num_prompt_tokens + num_outputs // 2
+    decode_s = max(0, num_outputs - 1) * cost_model.seconds(StepLoad.of_span(middle, 1))
+    return replace(timings, unloaded_prefill_s=prefill_s, unloaded_decode_s=decode_s)
 
 
 def step_record(
     step: InFlightStep,
     seconds: float,
+    charges: StepCharges,
     now: float,
     *,
     num_free_blocks: int,
@@ -103,6 +165,14 @@ def step_record(
 ) -> StepRecord:
     """The line of the step log; the keyword arguments are the state after the commit."""
     decode, prefill = step.decode_load, step.prefill_load
+    prefills = tuple(
+        [
+            PrefillCharge(entry.sequence.request.request_id, entry.row.num_tokens, row_s)
+            for entry, row_s in zip(step.rows, charges.seconds, strict=True)
+            if entry.row.phase is Phase.PREFILL
+        ]
+    )
+    prefill_s = sum([one.seconds for one in prefills])
     return StepRecord(
         step.plan.step_id,
         step.planned_at_s,
@@ -120,4 +190,7 @@ def step_record(
         num_waiting=num_waiting,
         num_running=num_running,
         num_preemptions=step.num_preemptions,
+        decode_s=sum(charges.seconds) - prefill_s,
+        prefill_s=prefill_s,
+        prefills=prefills,
     )

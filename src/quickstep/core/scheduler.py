@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.config import SchedulerConfig
-from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record
+from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record, with_unloaded
 from quickstep.core.block_pool import KVBlockPool
 from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.policies import Policy, StepView
@@ -42,6 +42,7 @@ from quickstep.types import (
     Request,
     RowOutput,
     SequenceOutput,
+    SequenceTimings,
     StepOutcome,
     StepPlan,
     StepResult,
@@ -157,6 +158,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._next_step_id = 0
         self._totals = Totals()
+        self._accounted_s: float | None = None  # until when: the first plan, then each commit
 
     # -- requests come and go ---------------------------------------------------------------------
 
@@ -430,6 +432,8 @@ class Scheduler:
         step = draft.issue(self._next_step_id, self._batch.take_released_slots(), now, predicted_s)
         self._next_step_id += 1
         self._in_flight.append(step)
+        if self._accounted_s is None:
+            self._accounted_s = now
         return step.plan
 
     def _place(
@@ -485,8 +489,10 @@ class Scheduler:
         if result.step_id != plan.step_id or len(result.outputs) != len(plan.rows):
             raise EngineError(f"step {plan.step_id} got a result of another shape or step")
         failures = row_failures(plan, result)
-        charged = self._order.charged
-        self._totals.unclaimed_s += charge(step.rows, result.seconds, self._cost_model, charged)
+        charges = charge(step.rows, result.seconds, self._cost_model)
+        for entry, row_s in zip(step.rows, charges.seconds, strict=True):
+            if row_s:  # a sequence that has ended is charged nothing
+                self._order.charged(entry.sequence, row_s)
         self._cost_model.observe(step.decode_load + step.prefill_load, result.seconds)
         outputs = self._end_failed(step, failures, now)
         self._in_flight.popleft()
@@ -495,11 +501,13 @@ class Scheduler:
             if new is not None:
                 outputs.append(new)
         self._growth_reserve *= _RESERVE_DECAY
-        self._totals.num_steps += 1
-        self._totals.busy_s += result.seconds
+        assert self._accounted_s is not None, "a step was planned"
+        self._totals.add_step(charges, result.seconds, now - self._accounted_s)
+        self._accounted_s = now
         record = step_record(
             step,
             result.seconds,
+            charges,
             now,
             num_free_blocks=self._pool.num_free,
             num_waiting=len(self._waiting),
@@ -572,7 +580,8 @@ class Scheduler:
         self._order.ended(sequence)
         if reason in _NATURAL_ENDS:
             self._mean_outputs += _MEAN_GAIN * (sequence.num_outputs - self._mean_outputs)
-        timings = sequence.finish(now)
+        chunk = self._config.max_num_batched_tokens
+        timings = with_unloaded(sequence.finish(now), self._cost_model, chunk)
         name = sequence.request.request_id
         new = new or SequenceOutput(name, sequence.index)
         self._requests[name].remove(sequence)
@@ -614,6 +623,14 @@ class Scheduler:
             totals=replace(self._totals),
             num_paused=len(self._batch) + len(self._waiting) - states.total(),
         )
+
+    def timings(self, request_id: str, now: float) -> dict[int, SequenceTimings]:
+        """What the live sequences of a request spent their time on so far, by index."""
+        chunk = self._config.max_num_batched_tokens
+        return {
+            one.index: with_unloaded(one.timings(now), self._cost_model, chunk)
+            for one in self._requests.get(request_id, ())
+        }
 
     def check(self) -> None:
         """Raise AssertionError unless all parts of the state agree: for tests, after any call."""

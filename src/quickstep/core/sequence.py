@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from quickstep.core.block_pool import NO_HITS, BlockKey, ChainRoot
 from quickstep.types import (
+    Activity,
     Admission,
     FinishReason,
     Phase,
@@ -31,6 +32,7 @@ __all__ = ["Rank", "Residency", "Sequence", "SequenceState", "sequence_seed"]
 # Whether it is paused, whether its deadline is lost, the rank of the policy's order, its number.
 Rank = tuple[bool, bool, float, int]
 
+_MAX_ACTIVITIES = 64  # changes that are recorded per sequence
 _MASK_64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -57,16 +59,6 @@ class SequenceState(enum.Enum):
     FINISHED = "finished"
 
 
-class _Activity(enum.Enum):
-    """What a sequence spends its wall time on; the parts of `SequenceTimings`."""
-
-    QUEUE = "queue"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    PREEMPTED = "preempted"
-    PAUSED = "paused"
-
-
 class Residency(msgspec.Struct, eq=False):
     """One stay in the batch. Positions count tokens of the sequence.
 
@@ -74,6 +66,7 @@ class Residency(msgspec.Struct, eq=False):
         blocks: The block table; it does not change when the residency ends.
         prefill_end: Tokens known at admission: rows below it are prefill.
         planned: Positions whose KV is computed or in flight.
+        recompute_end: Positions below it were computed in an earlier residency.
         pending: Tokens that rows in flight will emit.
         keys: Keys of the leading full blocks, hits included, as far as they are registered.
         invalidated: It read KV of a failed step: the results of its rows in flight are discarded.
@@ -86,6 +79,7 @@ class Residency(msgspec.Struct, eq=False):
     keys: list[BlockKey] = msgspec.field(default_factory=list)
     pending: int = 0
     invalidated: bool = False
+    recompute_end: int = 0
 
     def restart(self, num_tokens: int) -> None:
         """Compute all tokens again, up to the `num_tokens` that are known by now."""
@@ -93,28 +87,39 @@ class Residency(msgspec.Struct, eq=False):
         self.prefill_end = num_tokens
 
 
-class _Clock(msgspec.Struct):
-    """Adds wall time to activities; the parts add up to the total."""
+class _Clock:
+    """Adds wall time to activities; the parts add up to the total. Records when they change."""
 
-    activity: _Activity  # also during a pause, which may outlast several
-    since_s: float
-    is_paused: bool = False
-    seconds: dict[_Activity, float] = msgspec.field(
-        default_factory=lambda: dict.fromkeys(_Activity, 0.0)
-    )
+    def __init__(self, activity: Activity, now: float) -> None:
+        self.activity = activity  # also during a pause, which may outlast several
+        self.since_s = now
+        self.is_paused = False
+        self.seconds = dict.fromkeys(Activity, 0.0)
+        self.changes = [(activity, now)]
 
-    def enter(self, activity: _Activity, now: float) -> None:
+    def enter(self, activity: Activity, now: float) -> None:
         self.add_elapsed(now)
-        self.activity = activity
+        if activity is not self.activity:
+            self.activity = activity
+            self._note_change(now)
 
     def pause(self, is_paused: bool, now: float) -> None:
         self.add_elapsed(now)
         self.is_paused = is_paused
+        self._note_change(now)
 
     def add_elapsed(self, now: float) -> None:
-        activity = _Activity.PAUSED if self.is_paused else self.activity
-        self.seconds[activity] += now - self.since_s
+        self.seconds[self._current] += now - self.since_s
         self.since_s = now
+
+    @property
+    def _current(self) -> Activity:
+        return Activity.PAUSED if self.is_paused else self.activity
+
+    def _note_change(self, now: float) -> None:
+        is_new = self._current is not self.changes[-1][0]
+        if is_new and len(self.changes) < _MAX_ACTIVITIES:
+            self.changes.append((self._current, now))
 
 
 class Sequence:
@@ -153,6 +158,8 @@ class Sequence:
         self.residency: Residency | None = None  # the latest
         self.num_cached_tokens: int | None = None  # None until first admitted
         self.device_s = 0.0
+        self.recomputed_s = 0.0
+        self._num_computed = 0  # positions that an earlier residency computed
         self.arrival_s = now
         timeout_s = request.timeout_s
         self.deadline_s = None if timeout_s is None else now + timeout_s
@@ -167,7 +174,7 @@ class Sequence:
         self._first_token_s: float | None = None
         self._num_preemptions = 0
         self._max_blocks = 0
-        self._clock = _Clock(_Activity.QUEUE, now)
+        self._clock = _Clock(Activity.QUEUE, now)
 
     @property
     def num_outputs(self) -> int:
@@ -208,10 +215,11 @@ class Sequence:
         if self.num_cached_tokens is None:
             self.num_cached_tokens = residency.planned
             self._first_scheduled_s = now
+        residency.recompute_end = self._num_computed
         self.residency = residency
         self.state = SequenceState.RUNNING
         self._max_blocks = max(self._max_blocks, len(residency.blocks))
-        self._clock.enter(_Activity.PREFILL, now)
+        self._clock.enter(Activity.PREFILL, now)
 
     def admission(self) -> Admission:
         """The data from which the executor sets up its slot."""
@@ -261,8 +269,9 @@ class Sequence:
         """Leave the batch; tokens that are still in flight will be appended."""
         self._max_blocks = max(self._max_blocks, len(self.resident.blocks))
         self._num_preemptions += 1
+        self._num_computed = max(self._num_computed, self.resident.planned)
         self.state = SequenceState.PREEMPTED
-        self._clock.enter(_Activity.PREEMPTED, now)
+        self._clock.enter(Activity.PREEMPTED, now)
 
     def relegate(self) -> None:
         """Rank after all others that are not paused: it cannot end in time any more."""
@@ -306,7 +315,7 @@ class Sequence:
         if self._first_token_s is None:
             self._first_token_s = now
         if self.state is SequenceState.RUNNING:
-            self._clock.enter(_Activity.DECODE, now)
+            self._clock.enter(Activity.DECODE, now)
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
             reason = self._end_reason(max_outputs)
@@ -354,6 +363,10 @@ class Sequence:
         if self.state is SequenceState.RUNNING:
             self._max_blocks = max(self._max_blocks, len(self.resident.blocks))
         self.state = SequenceState.FINISHED
+        return self.timings(now)
+
+    def timings(self, now: float) -> SequenceTimings:
+        """The timings of a sequence that ends now."""
         self._clock.add_elapsed(now)
         seconds = self._clock.seconds
         return SequenceTimings(
@@ -361,12 +374,14 @@ class Sequence:
             first_scheduled_s=self._first_scheduled_s,
             first_token_s=self._first_token_s,
             finished_s=now,
-            queue_s=seconds[_Activity.QUEUE],
-            prefill_s=seconds[_Activity.PREFILL],
-            decode_s=seconds[_Activity.DECODE],
-            preempted_s=seconds[_Activity.PREEMPTED],
-            paused_s=seconds[_Activity.PAUSED],
+            queue_s=seconds[Activity.QUEUE],
+            prefill_s=seconds[Activity.PREFILL],
+            decode_s=seconds[Activity.DECODE],
+            preempted_s=seconds[Activity.PREEMPTED],
+            paused_s=seconds[Activity.PAUSED],
             device_s=self.device_s,
+            recomputed_s=self.recomputed_s,
+            activities=tuple(self._clock.changes),
             num_preemptions=self._num_preemptions,
             num_prompt_tokens=self.prompt_len,
             num_cached_tokens=self.num_cached_tokens or 0,

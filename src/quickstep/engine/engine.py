@@ -48,6 +48,7 @@ from quickstep.types import (
     Request,
     SamplingParams,
     SequenceOutput,
+    SequenceTimings,
     StepPlan,
     StepResult,
     Ticket,
@@ -169,6 +170,15 @@ class Engine:
             num_requests=len(self._live),
             scheduler=self._scheduler.stats(),
         )
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The ids of live requests."""
+        return self._live.request_ids
+
+    async def live_timings(self, request_id: str) -> dict[int, SequenceTimings]:
+        """What the live sequences of a request spent their time on so far, by index."""
+        return self._scheduler.timings(request_id, self._clock())
 
     async def start(self) -> None:
         """Begin stepping in the running event loop.

@@ -1,6 +1,6 @@
 """The engine's log: one record per step, one per finished sequence, totals, and observations.
 
-Written by the engine's loop only; read by `/metrics`, the timeline, the cost accounts and the
+Written by the engine's loop only; read by `/metrics`, `/debug/steps`, the cost accounts and the
 command line. Ring buffers hold the newest records, totals count everything since the start. With a
 path, every record is also appended there as a line of JSON.
 """
@@ -8,12 +8,11 @@ path, every record is also appended there as a line of JSON.
 from __future__ import annotations
 
 import enum
-import json
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Protocol
+from typing import IO, Protocol
 
 import msgspec
 
@@ -35,7 +34,7 @@ class Quantity(enum.Enum):
 Observer = Callable[[Quantity, float], None]
 
 
-class SequenceRecord(msgspec.Struct, frozen=True):
+class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequence"):
     """A finished sequence: its request, how it ended, and its timings."""
 
     request_id: str
@@ -141,6 +140,10 @@ class StepLog:
         """Pass every record on to `follower` from now on, in the engine's loop."""
         self._followers.append(follower)
 
+    def unfollow(self, follower: Follower) -> None:
+        """End what `follow` began."""
+        self._followers.remove(follower)
+
     def open(self) -> None:
         """Open the file, if there is a path."""
         if self._path is not None and self._file is None:
@@ -163,7 +166,7 @@ class StepLog:
         for follower in self._followers:
             follower.add_step(record)
         if self._file is not None:
-            self._write("step", record)
+            self._write(record)
 
     def add_gap(self, seconds: float) -> None:
         """A sequence's tokens came `seconds` after its previous ones."""
@@ -186,14 +189,13 @@ class StepLog:
         for follower in self._followers:
             follower.add_sequence(record)
         if self._file is not None:
-            self._write("sequence", record)
+            self._write(record)
 
     def _observe(self, quantity: Quantity, value: float | None) -> None:
         if value is not None:
             for observer in self._observers:
                 observer(quantity, value)
 
-    def _write(self, kind: str, record: StepRecord | SequenceRecord) -> None:
+    def _write(self, record: StepRecord | SequenceRecord) -> None:
         assert self._file is not None
-        line: dict[str, Any] = {"kind": kind, **msgspec.to_builtins(record)}
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(msgspec.json.encode(record).decode() + "\n")

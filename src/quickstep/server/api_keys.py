@@ -3,6 +3,7 @@ counts on, the prefix cache that it may hit, and its priority.
 
 A key has a name, which logs and accounts use, and a range of priorities. Keys are stored and
 compared as digests, all of them every time, so that the response time reveals nothing about them.
+An admin key may also call the operator's routes (`http.route.with_admin_check`).
 `cli.serve` collects them from flags, a file and the environment.
 
 What a client writes into the body divides its own key's account and cache further, and never
@@ -62,14 +63,20 @@ class ApiKeys:
     """Named keys; without keys, every client may call.
 
     Each of `entries` is `KEY`, `NAME=KEY` or `NAME[LOW..HIGH]=KEY`, where LOW and HIGH are the
-    range of priorities; a key without a name is named by its position, `key-1`.
+    range of priorities; a key without a name is named by its position, `key-1`. The keys of
+    `admin_entries` are keys like the others that may also call the operator's routes.
     """
 
-    def __init__(self, entries: Iterable[str] = ()) -> None:
+    def __init__(self, entries: Iterable[str] = (), admin_entries: Iterable[str] = ()) -> None:
         named: dict[str, bytes] = {}
         self._ranges: dict[str, PriorityRange] = {}
-        for place, entry in enumerate(entries, 1):
+        admins = tuple(admin_entries)
+        first_admin = len(entries := tuple(entries)) + 1
+        self._admin_names: set[str] = set()
+        for place, entry in enumerate((*entries, *admins), 1):
             name, key, priorities = _split(entry, place)
+            if place >= first_admin:
+                self._admin_names.add(name)
             digest = _digest(key.encode())
             if name in named:
                 raise ConfigError(f"two API keys have the name {name}; give each its own")
@@ -96,6 +103,10 @@ class ApiKeys:
         """The range from the lowest to the highest priority that any client may have."""
         ranges = self._ranges.values() or (PriorityRange(),)
         return PriorityRange(min(one.low for one in ranges), max(one.high for one in ranges))
+
+    def is_admin(self, name: str) -> bool:
+        """Whether the key `name` may call the operator's routes."""
+        return name in self._admin_names
 
     def owner(self, presented: Sequence[bytes]) -> str | None:
         """The name of the first known key in `presented`, or None."""

@@ -22,6 +22,7 @@ from quickstep.server.anthropic.response_types import EVENTS as MESSAGES_EVENTS
 from quickstep.server.anthropic.response_types import MessageResponse, TokenCount
 from quickstep.server.app_parts import Lifespan, running_engine, starlette_app
 from quickstep.server.batches.endpoint import LocalBatches
+from quickstep.server.debug import Debug
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.endpoint import GeneratingRoute
 from quickstep.server.generate.engine_interface import ServedEngine
@@ -98,6 +99,7 @@ def api_routes(
         *llama_cpp_routes(served, metrics),
         *ollama_routes(served, metrics),
         *probe_routes(served, metrics, options),
+        *Debug(served.engine).routes(),
     ]
     pages = ApiPages(routes, served)  # the document describes these two as well
     routes += _pages(pages)

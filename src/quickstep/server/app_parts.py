@@ -17,7 +17,7 @@ from quickstep.errors import EngineError, RequestError
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.errors import error_response
 from quickstep.server.http.middleware import AccessMiddleware, CrossOriginMiddleware
-from quickstep.server.http.route import ApiRoute, BodyRules, with_checked_body
+from quickstep.server.http.route import ApiRoute, BodyRules, with_admin_check, with_checked_body
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.metrics import Metrics, log_traffic
 from quickstep.server.options import CorsOptions, ServerOptions
@@ -40,7 +40,10 @@ def starlette_app(
             route
             for api_route in routes
             for route in replace(
-                api_route, endpoint=with_checked_body(api_route, rules, lanes)
+                api_route,
+                endpoint=with_admin_check(
+                    api_route, options.api_keys, with_checked_body(api_route, rules, lanes)
+                ),
             ).starlette()
         ],
         middleware=[

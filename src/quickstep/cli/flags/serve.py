@@ -164,6 +164,15 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
         "--api-key-file", metavar="FILE", help="file of such keys, one per line (also NAME:KEY)"
     )
     group.add_argument(
+        "--admin-api-key",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY",
+        help="keys like --api-key that may also call /debug and the other routes for operators "
+        "(default: none; a server without any keys accepts them from its own machine)",
+    )
+    group.add_argument(
         "--share-prefix-cache",
         action="store_true",
         help="share cached prefixes between API keys; clients may then detect prompts of other "
@@ -409,7 +418,7 @@ def take_api_keys(args: argparse.Namespace, environ: os._Environ[str] | dict[str
     variable = environ.pop(KEY_VARIABLE, "")
     if variable:
         keys.append(variable)
-    return ApiKeys(keys)
+    return ApiKeys(keys, args.admin_api_key)
 
 
 def _limits(args: argparse.Namespace) -> RequestLimits:

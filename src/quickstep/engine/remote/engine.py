@@ -36,10 +36,12 @@ from quickstep.engine.remote.messages import (
     Opened,
     Pause,
     Refused,
+    ReportTimings,
     Resume,
     SequenceNote,
     StatsNote,
     StepNote,
+    TimingsNote,
 )
 from quickstep.engine.remote.opening import opening_of
 from quickstep.engine.remote.streams import RemoteStreams
@@ -53,7 +55,7 @@ from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import ConfigError, EngineError, RequestError
 from quickstep.model.checkpoint.source import local_checkpoint
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import FinishReason, Pooling, Request, SamplingParams
+from quickstep.types import FinishReason, Pooling, Request, SamplingParams, SequenceTimings
 
 __all__ = ["RemoteEngine"]
 
@@ -61,6 +63,8 @@ _LOGGER = logging.getLogger(__name__)
 # After a request's deadline, until it is ended here.
 _DEADLINE_MARGIN_S = 1.0
 # Messages that may wait for a process that does not read.
+_LOG_CAPACITY = 16_384  # records: minutes of steps, a few megabytes
+_REPORT_S = 2.0  # how long the process may take to report timings
 _MAX_UNSENT_BYTES = 64 * 1024 * 1024
 
 
@@ -209,7 +213,8 @@ class RemoteEngine:
         self._stream_bounds = config.streams
         self._block_size = config.cache.block_size
         self._worker_stats = _WorkerStats()
-        self._step_log = StepLog()
+        self._step_log = StepLog(_LOG_CAPACITY)
+        self._reports: dict[str, asyncio.Future[dict[int, SequenceTimings]]] = {}
         self._streams = RemoteStreams(clock)
         self._intake = RequestIntake(open_seeds(config.seed), self._streams)
         self._ahead: asyncio.Task[_Texts | None] | None = None
@@ -313,6 +318,28 @@ class RemoteEngine:
             silent_s=self._supervisor.silent_s,
         )
 
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The ids of live requests."""
+        return self._streams.request_ids
+
+    async def live_timings(self, request_id: str) -> dict[int, SequenceTimings]:
+        """What the live sequences of a request spent their time on so far, by index; empty if the
+        engine's process does not report it in time.
+        """
+        process = self._supervisor.process
+        if process is None or not self._streams.is_live(request_id):
+            return {}
+        report = self._reports.get(request_id)
+        if report is None:
+            report = self._reports[request_id] = asyncio.get_running_loop().create_future()
+            process.sender.put(ReportTimings(request_id))
+        try:
+            return await asyncio.wait_for(asyncio.shield(report), _REPORT_S)
+        except TimeoutError:
+            self._reports.pop(request_id, None)
+            return {}
+
     async def prepare(self, sampling: SamplingParams) -> None:
         """Do nothing: the engine's process prepares a request before it accepts it."""
 
@@ -399,6 +426,9 @@ class RemoteEngine:
                 self._streams.accept(request_id, ignored)
             case Refused():
                 self._streams.refuse(message.request_id, message.error)
+            case TimingsNote(request_id=request_id, timings=timings):
+                if (report := self._reports.pop(request_id, None)) is not None:
+                    report.set_result(timings)
             case StatsNote(stats=stats):
                 self._note_stats(stats)
             case _:

@@ -1,6 +1,6 @@
 """The messages between the server's process and the engine's, and how they are sent.
 
-    ToEngine     Open, then Request, Abort, Pause and Resume, in the end Stop
+    ToEngine     Open, then Request, Abort, Pause, Resume and ReportTimings, in the end Stop
     FromEngine   Loading*, Opened or OpenRefused, then Accepted or Refused per Request, and notes
 
 Plain frozen data: `Request` as the server's process has made it, and the domain's own types
@@ -30,7 +30,7 @@ from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
 from quickstep.errors import EngineError, QuickstepError, RequestError
 from quickstep.model.sizing import MemoryPlan
-from quickstep.types import Pooling, Request, StepRecord
+from quickstep.types import Pooling, Request, SequenceTimings, StepRecord
 
 __all__ = [
     "BUFFER_BYTES",
@@ -50,12 +50,14 @@ __all__ = [
     "Opened",
     "Pause",
     "Refused",
+    "ReportTimings",
     "Resume",
     "Sender",
     "SequenceNote",
     "StatsNote",
     "StepNote",
     "Stop",
+    "TimingsNote",
     "ToEngine",
     "encode",
     "read_messages",
@@ -97,6 +99,12 @@ class Pause(WireMessage, frozen=True):
 
 class Resume(WireMessage, frozen=True):
     """The reader of a paused request has caught up."""
+
+    request_id: str
+
+
+class ReportTimings(WireMessage, frozen=True):
+    """Send a TimingsNote of a request."""
 
     request_id: str
 
@@ -184,6 +192,13 @@ class SequenceNote(WireMessage, frozen=True):
     record: SequenceRecord
 
 
+class TimingsNote(WireMessage, frozen=True):
+    """The timings so far of a request's live sequences, by index; empty if there are none."""
+
+    request_id: str
+    timings: dict[int, SequenceTimings]
+
+
 class StatsNote(WireMessage, frozen=True):
     """The engine's state; sent when a request came or ended, and regularly while busy, as the
     worker's heartbeat. `computed_s` is the processor time of all threads but the event loop's.
@@ -193,7 +208,7 @@ class StatsNote(WireMessage, frozen=True):
     computed_s: float
 
 
-ToEngine = Open | Request | Abort | Pause | Resume | Stop
+ToEngine = Open | Request | Abort | Pause | Resume | ReportTimings | Stop
 FromEngine = (
     Loading
     | Opened
@@ -204,6 +219,7 @@ FromEngine = (
     | StepNote
     | GapNote
     | SequenceNote
+    | TimingsNote
     | StatsNote
 )
 Message = ToEngine | FromEngine

@@ -34,12 +34,14 @@ from quickstep.engine.remote.messages import (
     OpenRefused,
     Pause,
     Refused,
+    ReportTimings,
     Resume,
     Sender,
     SequenceNote,
     StatsNote,
     StepNote,
     Stop,
+    TimingsNote,
     ToEngine,
     read_messages,
 )
@@ -164,6 +166,8 @@ class EngineService:
             case Resume(request_id=request_id):
                 self._require_engine().resume(request_id)
                 self._stats_due.set()
+            case ReportTimings(request_id=request_id):
+                self._start(self._report_timings(request_id))
             case Stop():
                 self._start(self._stop())
 
@@ -270,6 +274,10 @@ class EngineService:
         """Send the stats of a failed engine, which has no requests that would cause it."""
         await engine.wait_until_failed()
         self._stats_due.set()
+
+    async def _report_timings(self, request_id: str) -> None:
+        timings = {} if self._engine is None else await self._engine.live_timings(request_id)
+        self._sender.put(TimingsNote(request_id, timings))
 
     async def _stop(self) -> None:
         """Stop the engine in order, then close the connection, which ends `run`."""

@@ -45,6 +45,11 @@ class RemoteStreams:
         """Whether the id is in use."""
         return request_id in self._live or request_id in self._ended_here
 
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The ids of the requests that have not ended."""
+        return tuple(self._live)
+
     def is_live(self, request_id: str) -> bool:
         """Whether the request has not ended."""
         return request_id in self._live

@@ -72,6 +72,9 @@ class GeneratingRoute:
         body, caller = body_of(request), caller_of(request)
         parsed = await self._served.lanes.parse(len(body), lambda: self._parse(body, caller))
         report_ignored(request, parsed.ignored)
+        http_id: str = request.scope["state"]["request_id"]
+        named = structs.replace(parsed.request, request_id=http_id)
+        parsed = replace(parsed, request=named)
         try:
             answer = await unless_disconnected(request.receive, self._open(parsed))
             report_ignored(request, answer.generation.loosened)

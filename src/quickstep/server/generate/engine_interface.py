@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quickstep.engine.stats import EngineStats
+from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats
-from quickstep.types import Pooling, Request, SamplingParams
+from quickstep.types import Pooling, Request, SamplingParams, SequenceTimings
 
 if TYPE_CHECKING:
     from quickstep.model.sizing import MemoryPlan
@@ -153,6 +154,17 @@ class ServedEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """What the engine is doing now."""
+
+    @property
+    def step_log(self) -> StepLog:
+        """The newest steps and finished sequences."""
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The ids of live requests."""
+
+    async def live_timings(self, request_id: str) -> dict[int, SequenceTimings]:
+        """What the live sequences of a request spent their time on so far, by index."""
 
     async def start(self) -> None:
         """Begin stepping."""

@@ -14,6 +14,7 @@ with the field's name, in a stream as its error event.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -110,7 +111,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     Attributes:
         model: The name to answer with.
         request: What the engine gets, once for each of `prompts`. Its tenant is the client's own
-            label until the endpoint puts the name of the API key in front.
+            label until the endpoint puts the name of the API key in front; its id is that of the
+            HTTP request, which begins the ids of the requests to the engine.
         output: What to parse out of the text in addition to content; None for nothing.
         grammar_field: The client's name of what became `sampling.grammar`.
         prompt_field: The client's name of what became `prompts`.
@@ -414,8 +416,13 @@ async def open_generation(
 
 
 def _submit(engine: ServedEngine, token_ids: Sequence[int], request: ParsedRequest) -> TokenStream:
-    one = structs.replace(request.request, prompt_token_ids=tuple(token_ids))
-    return engine.stream(one) if request.beams is None else open_beams(engine, one, request.beams)
+    one = structs.replace(request.request, prompt_token_ids=tuple(token_ids), request_id="")
+    if request.beams is not None:
+        return open_beams(engine, one, request.beams)
+    if http_id := request.request.request_id:
+        # several prompts share it, and clients may send one twice
+        one = structs.replace(one, request_id=f"{http_id}-{secrets.token_hex(4)}")
+    return engine.stream(one)
 
 
 async def _prepare(engine: ServedEngine, request: ParsedRequest) -> object:

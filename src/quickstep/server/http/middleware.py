@@ -11,6 +11,7 @@ key, unknown paths included. The request's state then holds for the routes:
                             its requests, and the owner of what the server stores for it
     state["error_shape"]    how the API writes errors (see `errors`)
     state["connections"]    how long clients may take (see `options`)
+    state["request_id"]     the request's id, see below
     state["ignored"]        fields of the request that have no effect; routes add to it
 
 Every response has the request's id (the client's own, else a new one) in `x-request-id`, and the
@@ -234,6 +235,7 @@ class _Watched:
         self._request_id = request_id(scope["headers"])
         self.status: int | None = None
         self._since_s = time.monotonic()
+        scope["state"]["request_id"] = self._request_id
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":

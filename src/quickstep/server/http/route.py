@@ -1,14 +1,15 @@
-"""One route of the HTTP API with its properties, and the checks of a body before its endpoint.
+"""One route of the HTTP API with its properties, and the checks before its endpoint.
 
 `app` makes Starlette's routes of it, the middleware reads which routes need no key, `/openapi.json`
 and the reference page are generated from it. `with_checked_body` wraps the endpoint of every route
 with a JSON body, so that no route can forget a check; the endpoint gets the body from the request's
-state.
+state. `with_admin_check` wraps the operator's routes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from ipaddress import ip_address
 from typing import Any
 
 import msgspec
@@ -17,16 +18,18 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quickstep.errors import RequestError
+from quickstep.server.api_keys import ApiKeys
 from quickstep.server.http.body import ClientDisconnect, check_json_depth, read_body
 from quickstep.server.http.errors import ErrorShape, openai_shape
 from quickstep.server.http.event_stream import SERVER_SENT_EVENTS
 from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import ServerOptions
 
-__all__ = ["ApiRoute", "BodyRules", "Endpoint", "with_checked_body"]
+__all__ = ["ApiRoute", "BodyRules", "Endpoint", "with_admin_check", "with_checked_body"]
 
 _CLIENT_CLOSED = 499
 _JSON = "application/json"
+_PROXY_HEADERS = ("forwarded", "x-forwarded-for")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -46,6 +49,8 @@ class ApiRoute(msgspec.Struct, frozen=True):
         request_type: The media type of the body.
         content_type: The media type of an answer that is no JSON.
         is_probe: Answered without an API key: liveness and readiness.
+        needs_admin: For the operator: an admin key, or a client on this machine if there are no
+            keys.
         aliases: Further paths of the same endpoint.
         error_shape: The body of its errors.
         requests: Instead of `request`, the schemas of which the body matches one.
@@ -63,6 +68,7 @@ class ApiRoute(msgspec.Struct, frozen=True):
     request_type: str = "application/json"
     content_type: str = "text/plain"
     is_probe: bool = False
+    needs_admin: bool = False
     aliases: tuple[str, ...] = ()
     error_shape: ErrorShape = openai_shape
     requests: tuple[type[msgspec.Struct], ...] = ()
@@ -131,3 +137,37 @@ def with_checked_body(route: ApiRoute, rules: BodyRules, lanes: WorkLanes) -> En
         return await endpoint(request)
 
     return answer
+
+
+def with_admin_check(route: ApiRoute, keys: ApiKeys, endpoint: Endpoint) -> Endpoint:
+    """`endpoint` after the check that the client is an operator, if the route needs one."""
+    if not route.needs_admin:
+        return endpoint
+
+    async def answer(request: Request) -> Response:
+        if keys and not keys.is_admin(request.scope["state"]["api_key_name"]):
+            raise RequestError(
+                f"{route.path} needs an admin key; start the server with --admin-api-key",
+                status=403,
+                code="admin_key_required",
+            )
+        if not keys and not _is_local(request):
+            raise RequestError(
+                f"{route.path} is only for clients on the server's machine while the server has no "
+                "keys; start it with --admin-api-key",
+                status=403,
+                code="admin_key_required",
+            )
+        return await endpoint(request)
+
+    return answer
+
+
+def _is_local(request: Request) -> bool:
+    """Whether the client is on this machine and is no proxy for another one."""
+    if request.client is None or any(name in request.headers for name in _PROXY_HEADERS):
+        return False
+    try:
+        return ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False

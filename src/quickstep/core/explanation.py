@@ -1,0 +1,294 @@
+"""Where the time of one sequence went, from its timings and the records of the steps meanwhile.
+
+The server (`/debug/requests`), `quickstep why` and the simulator call `explain`. A pure function: a
+step belongs to an activity of the sequence as far as it ran during it, and its seconds are divided
+as they were charged. So every second of the sequence is explained once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from quickstep.types import Activity, SequenceTimings, StepRecord
+
+__all__ = ["ActivityPart", "ExplainedRequest", "Explanation", "explain"]
+
+_MAX_PREFILLS = 16  # other requests that are named, per activity
+_NAMED = 3  # in the sentence
+_LEAST_PART = 0.01  # of the total time, for an activity to be in the sentence
+_MUCH = 0.1  # of an activity's time, for others' prefills to be in the sentence
+_LEAST_S = 5e-4
+
+
+class ActivityPart(msgspec.Struct, frozen=True):
+    """What happened during one activity of a sequence.
+
+    `seconds` = `own_prefill_s` + `others_prefill_s` + `decode_s` + `unclaimed_s` + `no_step_s`, up
+    to the delay between the end of a step and its commit.
+
+    Attributes:
+        seconds: Its wall time.
+        num_steps: Steps that ran meanwhile, at least in part.
+        own_prefill_s: Charged to the prefill of the same request.
+        others_prefill_s: Charged to the prefills of other requests.
+        prefills: The other requests with their seconds of prefill, largest first; at most 16.
+        decode_s: Charged to decode rows, those of the sequence included.
+        unclaimed_s: Of steps whose sequences had ended.
+        no_step_s: No step ran.
+        max_running: Most sequences in the batch meanwhile.
+    """
+
+    activity: Activity
+    seconds: float
+    num_steps: int = 0
+    own_prefill_s: float = 0.0
+    others_prefill_s: float = 0.0
+    prefills: tuple[tuple[str, float], ...] = ()
+    decode_s: float = 0.0
+    unclaimed_s: float = 0.0
+    no_step_s: float = 0.0
+    max_running: int = 0
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """Where the time of one sequence went.
+
+    Attributes:
+        index: Of the sequence in its request.
+        is_finished: False for a sequence that still runs; then the seconds are those so far.
+        total_s: From arrival to the end.
+        unloaded_s: Predicted for the same tokens without other requests.
+        device_s: The sequence's part of the measured step times.
+        recomputed_s: The part for what was computed again after a preemption.
+        missing_s: Seconds at its beginning for which the log has no steps any more.
+        parts: The activities, in the order of `Activity`, those without time left out.
+        sentence: All of it in one sentence.
+    """
+
+    request_id: str
+    index: int
+    is_finished: bool
+    total_s: float
+    unloaded_s: float
+    device_s: float
+    recomputed_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    missing_s: float
+    parts: tuple[ActivityPart, ...]
+    sentence: str
+
+
+class ExplainedRequest(msgspec.Struct, frozen=True):
+    """Where the time of a request's sequences went."""
+
+    request_id: str
+    sequences: tuple[Explanation, ...]
+
+
+def explain(
+    request_id: str,
+    timings: SequenceTimings,
+    steps: Iterable[StepRecord],
+    *,
+    index: int = 0,
+    is_finished: bool = True,
+) -> Explanation:
+    """Explain a sequence; `steps` are in order, those outside its time are ignored."""
+    during = [
+        step
+        for step in steps
+        if step.committed_at_s > timings.arrival_s
+        and step.committed_at_s - step.seconds < timings.finished_s
+    ]
+    spans = list(_spans(timings))
+    found = (_part(one, spans, during, request_id) for one in Activity)
+    parts = tuple([part for part in found if part is not None])
+    explanation = Explanation(
+        request_id=request_id,
+        index=index,
+        is_finished=is_finished,
+        total_s=timings.finished_s - timings.arrival_s,
+        unloaded_s=timings.unloaded_prefill_s + timings.unloaded_decode_s,
+        device_s=timings.device_s,
+        recomputed_s=timings.recomputed_s,
+        num_prompt_tokens=timings.num_prompt_tokens,
+        num_cached_tokens=timings.num_cached_tokens,
+        num_output_tokens=timings.num_output_tokens,
+        num_preemptions=timings.num_preemptions,
+        missing_s=_missing_s(timings, during),
+        parts=parts,
+        sentence="",
+    )
+    return msgspec.structs.replace(explanation, sentence=_sentence(explanation))
+
+
+def _spans(timings: SequenceTimings) -> Iterator[tuple[Activity, float, float]]:
+    """(activity, begin, end), in order."""
+    ends = [since_s for _, since_s in timings.activities[1:]] + [timings.finished_s]
+    for (activity, since_s), end_s in zip(timings.activities, ends, strict=True):
+        yield activity, since_s, end_s
+
+
+def _part(
+    activity: Activity,
+    spans: Sequence[tuple[Activity, float, float]],
+    steps: Sequence[StepRecord],
+    request_id: str,
+) -> ActivityPart | None:
+    """The part of an activity; None if the sequence spent no time on it."""
+    own = [(since_s, end_s) for one, since_s, end_s in spans if one is activity]
+    seconds = sum(end_s - since_s for since_s, end_s in own)
+    if not seconds > 0.0:
+        return None
+    prefills: defaultdict[str, float] = defaultdict(float)
+    num_steps, max_running = 0, 0
+    ran_s = decode_s = unclaimed_s = 0.0
+    for step in steps:
+        during = sum(_overlap_s(step, since_s, end_s) for since_s, end_s in own)
+        if not during > 0.0:
+            continue
+        fraction = during / step.seconds
+        num_steps += 1
+        max_running = max(max_running, step.num_running)
+        ran_s += during
+        decode_s += fraction * step.decode_s
+        unclaimed_s += fraction * max(0.0, step.seconds - step.decode_s - step.prefill_s)
+        for prefill in step.prefills:
+            prefills[prefill.request_id] += fraction * prefill.seconds
+    own_prefill_s = prefills.pop(request_id, 0.0)
+    largest = sorted(prefills.items(), key=lambda item: (-item[1], item[0]))
+    return ActivityPart(
+        activity,
+        seconds,
+        num_steps=num_steps,
+        own_prefill_s=own_prefill_s,
+        others_prefill_s=sum(prefills.values()),
+        prefills=tuple(largest[:_MAX_PREFILLS]),
+        decode_s=decode_s,
+        unclaimed_s=unclaimed_s,
+        no_step_s=max(0.0, seconds - ran_s),
+        max_running=max_running,
+    )
+
+
+def _overlap_s(step: StepRecord, since_s: float, end_s: float) -> float:
+    begun_s = step.committed_at_s - step.seconds
+    return max(0.0, min(step.committed_at_s, end_s) - max(begun_s, since_s))
+
+
+def _missing_s(timings: SequenceTimings, steps: Sequence[StepRecord]) -> float:
+    """How long before the first known step the sequence had begun to compute."""
+    first_s = timings.first_scheduled_s
+    if first_s is None or (steps and steps[0].step_id == 0):
+        return 0.0
+    known_s = steps[0].planned_at_s if steps else timings.finished_s
+    return max(0.0, known_s - first_s)
+
+
+# -- the sentence -------------------------------------------------------------------------------
+
+
+def _sentence(one: Explanation) -> str:
+    verb = "took" if one.is_finished else "has taken"
+    head = f"{one.request_id} {verb} {_seconds(one.total_s)}"
+    if one.unloaded_s > 0.0 and one.is_finished:
+        ratio = one.total_s / one.unloaded_s
+        times = "about what" if ratio < 1.15 else f"{ratio:.1f} times the"
+        predicted = "" if ratio < 1.15 else f" {_seconds(one.unloaded_s)}"
+        head += f", {times}{predicted} it would have taken without other requests"
+    least_s = max(_LEAST_S, _LEAST_PART * one.total_s)
+    texts = [_TEXTS[part.activity](one, part) for part in one.parts if part.seconds >= least_s]
+    sentence = f"{head}: {'; '.join(texts)}" if texts else head
+    if one.missing_s > least_s:
+        sentence += f" (the log has no steps of its first {_seconds(one.missing_s)} any more)"
+    return sentence + "."
+
+
+def _queue_text(_: Explanation, part: ActivityPart) -> str:
+    return f"{_seconds(part.seconds)} in the queue{_behind(part)}"
+
+
+def _prefill_text(one: Explanation, part: ActivityPart) -> str:
+    num_tokens = one.num_prompt_tokens - one.num_cached_tokens
+    text = f"{_seconds(part.seconds)} in its own prefill of {_count(num_tokens)}"
+    return text + _stretched(part) + _between_steps(part)
+
+
+def _decode_text(one: Explanation, part: ActivityPart) -> str:
+    num_tokens = max(0, one.num_output_tokens - 1)
+    text = f"{_seconds(part.seconds)} in decoding {_count(num_tokens, ' more')}"
+    return text + (_stretched(part) or _batched(part)) + _between_steps(part)
+
+
+def _preempted_text(one: Explanation, part: ActivityPart) -> str:
+    times = "once" if one.num_preemptions == 1 else f"{one.num_preemptions} times"
+    again = f" and {_seconds(one.recomputed_s)} of computing again" * (one.recomputed_s > _LEAST_S)
+    return f"{_seconds(part.seconds)} preempted ({times}){again}{_behind(part)}"
+
+
+def _paused_text(_: Explanation, part: ActivityPart) -> str:
+    return f"{_seconds(part.seconds)} paused because its client read too slowly"
+
+
+_TEXTS = {
+    Activity.QUEUE: _queue_text,
+    Activity.PREFILL: _prefill_text,
+    Activity.DECODE: _decode_text,
+    Activity.PREEMPTED: _preempted_text,
+    Activity.PAUSED: _paused_text,
+}
+
+
+def _behind(part: ActivityPart) -> str:
+    """What ran while the sequence waited, largest first."""
+    ran = []
+    if part.others_prefill_s >= _MUCH * part.seconds:
+        ran.append((part.others_prefill_s, f"the prefill of {_requests(part)}"))
+    if part.decode_s >= _MUCH * part.seconds:
+        running = f"up to {part.max_running} running sequences"
+        ran.append((part.decode_s, f"{_seconds(part.decode_s)} of decoding for {running}"))
+    return f" behind {_listed([text for _, text in sorted(ran, reverse=True)])}" if ran else ""
+
+
+def _stretched(part: ActivityPart) -> str:
+    if part.others_prefill_s < _MUCH * part.seconds:
+        return ""
+    return f", stretched by the prefill of {_requests(part)}"
+
+
+def _batched(part: ActivityPart) -> str:
+    return f" in steps of up to {part.max_running} sequences" if part.max_running > 1 else ""
+
+
+def _between_steps(part: ActivityPart) -> str:
+    if part.no_step_s < _MUCH * part.seconds:
+        return ""
+    return f", {_seconds(part.no_step_s)} of it between steps"
+
+
+def _requests(part: ActivityPart) -> str:
+    """`a (1.20 s), b (0.30 s) and 4 others (0.10 s)`."""
+    named = part.prefills[:_NAMED]
+    texts = [f"{name} ({_seconds(seconds)})" for name, seconds in named]
+    rest_s = part.others_prefill_s - sum(seconds for _, seconds in named)
+    if len(part.prefills) > _NAMED:
+        texts.append(f"others ({_seconds(rest_s)})")
+    return _listed(texts)
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def _count(num_tokens: int, more: str = "") -> str:
+    return f"{num_tokens}{more} token" + "s" * (num_tokens != 1)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.1f} ms"

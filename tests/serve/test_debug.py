@@ -1,0 +1,204 @@
+"""`/debug`: the step log as lines of JSON, and where a request's time went."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from client import CHAT, MESSAGES, client_of
+from fake_engine import FakeEngine
+from remote_run import until
+from starlette.applications import Starlette
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
+from test_explanation import QUEUED, step
+
+from quickstep.engine.step_log import SequenceRecord
+from quickstep.server import debug
+from quickstep.server.api_keys import ApiKeys
+from quickstep.server.app import create_app
+from quickstep.server.options import ServerOptions
+from quickstep.types import FinishReason, Request, SamplingParams
+
+
+def logged_engine() -> FakeEngine:
+    """Its log has seven steps, one a second, and the request `web-1-ab`."""
+    engine = FakeEngine(now_s=7.0)
+    for number in range(7):
+        engine.step_log.add_step(step(number, float(number), number + 1.0, {"other-9": 0.5}))
+    record = SequenceRecord("web-1-ab", 0, "", 0, 5, FinishReason.EOS, QUEUED)
+    engine.step_log.add_sequence(record)
+    return engine
+
+
+def get(
+    path: str, engine: FakeEngine | None = None, options: ServerOptions | None = None
+) -> httpx.Response:
+    async def run() -> httpx.Response:
+        async with client_of(create_app(engine or logged_engine(), options)) as client:
+            return await client.get(path)
+
+    return asyncio.run(run())
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_the_newest_records_are_lines_of_json() -> None:
+    response = get("/debug/steps?last_s=2.5")
+    assert response.headers["content-type"] == "application/x-ndjson"
+    records = lines(response.text)
+    assert [(one["kind"], one.get("step_id")) for one in records] == [
+        ("step", 4),
+        ("step", 5),
+        ("step", 6),
+        ("sequence", None),
+    ]
+    assert records[0]["prefills"] == [["other-9", 10, 0.5]]
+    assert records[-1]["timings"]["activities"][0] == ["queue", 1.0]
+
+
+@pytest.mark.parametrize("query", ["last_s=-1", "last_s=soon", "follow=perhaps", "last=3"])
+def test_a_query_that_means_nothing_is_refused(query: str) -> None:
+    assert get(f"/debug/steps?{query}").status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/debug/steps", "/debug/requests/web-1"])
+def test_a_key_that_is_no_admins_is_refused(path: str) -> None:
+    options = ServerOptions(api_keys=ApiKeys(["ann=secret-a"], ["root=secret-r"]))
+
+    async def run(key: str) -> int:
+        async with client_of(create_app(logged_engine(), options)) as client:
+            return (await client.get(path, headers={"x-api-key": key})).status_code
+
+    assert [asyncio.run(run(key)) for key in ("secret-a", "secret-r", "")] == [403, 200, 401]
+
+
+async def follow(
+    app: Starlette, path: str, reads: Callable[[bytes], bool], slow: asyncio.Event | None = None
+) -> None:
+    """Read a stream until `reads` returns False; a reader that is slow waits at its first bytes."""
+    ended = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await ended.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            if slow is not None:
+                await slow.wait()
+            if not reads(message["body"]):
+                ended.set()
+
+    name, _, query = path.partition("?")
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "GET",
+        "path": name,
+        "raw_path": name.encode(),
+        "query_string": query.encode(),
+        "headers": [],
+        "client": ("127.0.0.1", 1),
+        "server": ("server", 80),
+        "scheme": "http",
+        "root_path": "",
+    }
+    await asyncio.wait_for(app(scope, receive, send), 20)
+
+
+def test_a_reader_that_follows_gets_new_records() -> None:
+    engine, got = logged_engine(), []
+
+    async def run() -> None:
+        app = create_app(engine)
+
+        def reads(body: bytes) -> bool:
+            got.extend(lines(body.decode()))
+            if len(got) == 2:  # what was in memory
+                engine.step_log.add_step(step(7, 7.0, 8.0))
+            return len(got) < 3
+
+        await follow(app, "/debug/steps?last_s=0&follow=true", reads)
+
+    asyncio.run(run())
+    assert [one.get("step_id") for one in got] == [6, None, 7]
+    assert not engine.step_log._followers
+
+
+def test_a_slow_reader_loses_records_and_is_told_how_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(debug, "_MAX_QUEUED", 10)
+    engine, got = logged_engine(), []
+
+    async def run() -> None:
+        app, slow = create_app(engine), asyncio.Event()
+
+        def reads(body: bytes) -> bool:
+            got.extend(lines(body.decode()))
+            return len(got) < 13
+
+        reading = asyncio.create_task(follow(app, "/debug/steps?last_s=0&follow=true", reads, slow))
+        await until(lambda: bool(engine.step_log._followers))
+        for number in range(7, 32):
+            engine.step_log.add_step(step(number, float(number), number + 1.0))
+        slow.set()
+        await reading
+
+    asyncio.run(run())
+    assert got[2] == {"kind": "lost", "num_records": 15}
+    assert [one["step_id"] for one in got[3:]] == list(range(22, 32))
+
+
+@pytest.mark.parametrize("name", ["web-1", "web-1-ab"])
+def test_an_ended_request_is_explained_by_either_id(name: str) -> None:
+    body = get(f"/debug/requests/{name}").json()
+    (one,) = body["sequences"]
+    assert one["is_finished"]
+    assert one["sentence"].startswith("web-1-ab took 6.00 s, 4.0 times the 1.50 s")
+    assert one["parts"][0]["prefills"] == [["other-9", 1.5]]
+
+
+def test_a_live_request_is_explained_so_far() -> None:
+    engine = FakeEngine()
+    engine.script.endless = True
+    engine.timings = {"r1": {1: QUEUED, 0: QUEUED}}
+
+    async def run() -> httpx.Response:
+        async with client_of(create_app(engine)) as client:
+            stream = engine.stream(Request("", (1,), SamplingParams()))
+            try:
+                return await client.get("/debug/requests/r1")
+            finally:
+                await stream.aclose()
+
+    sequences = asyncio.run(run()).json()["sequences"]
+    assert [(one["index"], one["is_finished"]) for one in sequences] == [(0, False), (1, False)]
+
+
+def test_an_unknown_request_is_404() -> None:
+    response = get("/debug/requests/web")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "request_not_found"
+
+
+def test_the_engine_knows_a_request_by_the_id_of_its_response() -> None:
+    engine = FakeEngine()
+
+    async def run() -> httpx.Response:
+        async with client_of(create_app(engine)) as client:
+            body = {"messages": MESSAGES}
+            return await client.post(CHAT, json=body, headers={"x-request-id": "web 7"})
+
+    assert asyncio.run(run()).headers["x-request-id"] == "web 7"
+    (item,) = engine.submitted
+    assert item.request_id.startswith("web 7-")
