@@ -35,6 +35,7 @@ class RequestError(QuickstepError):
         param: The field at fault.
         status: The HTTP status.
         code: A code for programs; None for the default of the status.
+        retry_after_s: Seconds after which the same request may succeed; None if that is unknown.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class RequestError(QuickstepError):
         param: str | None = None,
         status: int = 400,
         code: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.param = param
         self.status = status
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class PromptTooLong(RequestError):

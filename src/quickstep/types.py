@@ -111,6 +111,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         cache_salt: Separates tenants in the prefix cache.
         timeout_s: Seconds after arrival at the scheduler until generation stops; None for no limit.
         pooling: Return an embedding of the prompt and generate nothing.
+        endpoint: The path of the API through which it came, for accounting.
     """
 
     request_id: str = ""
@@ -124,6 +125,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cache_salt: str = ""
     timeout_s: float | None = None
     pooling: Pooling | None = None
+    endpoint: str = ""
 
     @property
     def prompt_only(self) -> bool:

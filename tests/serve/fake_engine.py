@@ -18,6 +18,7 @@ from typing import Any
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.block_pool import PoolStats
 from quickstep.engine.stats import EngineState, EngineStats
+from quickstep.engine.step_log import SequenceRecord, StepLog
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import EngineError, PromptTooLong, RequestError
@@ -126,6 +127,7 @@ class Submitted:
     cache_salt: str
     deadline_s: float | None = None
     pooling: Pooling | None = None
+    endpoint: str = field(default="", compare=False)
 
 
 class FakeStream:
@@ -183,6 +185,7 @@ class FakeStream:
         end = (END_ID,) * (reason is FinishReason.EOS)
         logprobs = self._logprobs(END_ID) if end else ()
         timings = self._timings(emitted + len(end))
+        self._log(index, reason, timings)
         stopped_by = script.stop_reason
         yield Delta(index, "", end, logprobs, reason, stopped_by, timings, script.error)
 
@@ -192,7 +195,22 @@ class FakeStream:
             return Delta(0, finish_reason=FinishReason.DEADLINE)
         angle = float(len(self.prompt_token_ids)) + (self._item.pooling is Pooling.MEAN)
         vector = (math.cos(angle), math.sin(angle))
+        self._log(0, FinishReason.POOLED, self._timings(0))
         return Delta(0, finish_reason=FinishReason.POOLED, embedding=vector)
+
+    def _log(self, index: int, reason: FinishReason, timings: SequenceTimings) -> None:
+        self._engine.step_log.add_sequence(
+            SequenceRecord(
+                request_id=self.request_id,
+                index=index,
+                tenant=self._item.tenant,
+                priority=self._item.priority,
+                seed=self.seed,
+                finish_reason=reason,
+                timings=timings,
+                endpoint=self._item.endpoint,
+            )
+        )
 
     def _prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
         num_top = self._sampling.prompt_logprobs or 0
@@ -248,6 +266,7 @@ class FakeEngine:
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
     submitted: list[Submitted] = field(default_factory=list)
     open_streams: set[FakeStream] = field(default_factory=set)
+    step_log: StepLog = field(default_factory=StepLog)
     refusals: list[Exception] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
 
@@ -308,6 +327,7 @@ class FakeEngine:
             request.cache_salt,
             request.timeout_s,
             pooling,
+            request.endpoint,
         )
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")

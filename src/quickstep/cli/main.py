@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _INTERRUPTED = 130
-_COMMANDS = ("serve", "generate", "chat", "batch", "demo", "verify", "doctor", "bench")
+_COMMANDS = ("serve", "generate", "chat", "batch", "demo", "usage", "verify", "doctor", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -45,6 +45,8 @@ class SequenceRecord(msgspec.Struct, frozen=True):
     seed: int
     finish_reason: FinishReason
     timings: SequenceTimings
+    adapter: str = ""
+    endpoint: str = ""
 
     @property
     def time_to_first_token_s(self) -> float | None:

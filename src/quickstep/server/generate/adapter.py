@@ -27,6 +27,8 @@ from quickstep.server.options import (
     RequestLimits,
     ServerOptions,
 )
+from quickstep.server.usage.limits import KeyLimiter
+from quickstep.server.usage.price_book import PriceBook
 
 __all__ = [
     "Adapter",
@@ -52,6 +54,8 @@ class Served(msgspec.Struct, frozen=True):
         shares_prefix_cache: The prompts of one API key may hit the cached prompts of another.
         api_keys: The keys, with the priorities that each may have.
         lanes: Threads for work that grows with a client's input.
+        price_book: What requests cost; None if that is unknown.
+        limiter: What the API keys have used of their limits.
     """
 
     engine: ServedEngine
@@ -64,6 +68,8 @@ class Served(msgspec.Struct, frozen=True):
     shares_prefix_cache: bool = False
     api_keys: ApiKeys = msgspec.field(default_factory=ApiKeys)
     lanes: WorkLanes = msgspec.field(default_factory=WorkLanes)
+    price_book: PriceBook | None = None
+    limiter: KeyLimiter = msgspec.field(default_factory=KeyLimiter)
 
     @classmethod
     def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
@@ -80,6 +86,8 @@ class Served(msgspec.Struct, frozen=True):
             options.answers,
             options.share_prefix_cache,
             options.api_keys,
+            price_book=options.usage.price_book,
+            limiter=KeyLimiter(options.api_keys.limits),
         )
 
     def model(self, name: str | None) -> str:

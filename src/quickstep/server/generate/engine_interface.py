@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quickstep.engine.stats import EngineStats
+from quickstep.engine.step_log import StepLog
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats
 from quickstep.types import Pooling, Request, SamplingParams
@@ -150,6 +151,10 @@ class ServedEngine(Protocol):
     @property
     def chat_template(self) -> Template | None:
         """None if the model has none."""
+
+    @property
+    def step_log(self) -> StepLog:
+        """What the engine has done; a follower receives every record."""
 
     def stats(self) -> EngineStats:
         """What the engine is doing now."""
