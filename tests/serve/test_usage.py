@@ -302,3 +302,96 @@ def test_a_budget_needs_the_files_that_it_is_counted_with(tmp_path: Path) -> Non
     keys = ApiKeys([ApiKey("ann", "s", limits=KeyLimits(budgets=(Budget(usd=1, per="day"),)))])
     with pytest.raises(ConfigError, match="needs --price-book"):
         ServerOptions(api_keys=keys, usage=UsageOptions(None, tmp_path / "usage.db"))
+
+
+TIMES = {
+    "queue_ms": 0.0,
+    "prefill_ms": 250.0,
+    "decode_ms": 750.0,
+    "preempted_ms": 0.0,
+    "paused_ms": 0.0,
+    "num_preemptions": 0,
+    "device_s": 0.5,
+}
+WANTED = {"x-quickstep-timings": "true", **ANN}
+WITH_TIMINGS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": MESSAGES, "max_tokens": 4}),
+    (COMPLETIONS, {"prompt": "abcdef", "max_tokens": 4}),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 4}),
+]
+
+
+@pytest.mark.parametrize(("url", "body"), WITH_TIMINGS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_has_the_times_and_costs_that_the_ledger_records(
+    url: str, body: dict[str, Any], stream: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "usage.db"
+    body = {**body, "stream": stream}
+    by_header, by_field, plain, off = answers(
+        [
+            ("POST", url, body, WANTED),
+            ("POST", url, {**body, "quickstep_timings": True}, ANN),
+            ("POST", url, body, ANN),
+            ("POST", url, body, {**ANN, "x-quickstep-timings": "false"}),
+        ],
+        options(path),
+    )
+    for answer in (plain, off):
+        assert "prefill_ms" not in answer.text
+    (row,) = usage_totals(path)
+    for answer in (by_header, by_field):
+        timings = last_object(answer)["quickstep"]
+        assert timings["sequences"] == [{"index": 0, **TIMES}]
+        assert (timings["cached_tokens"], timings["device_s"]) == (3, 0.5)
+        assert timings["cost_by_tokens_usd"] * 4e9 == pytest.approx(row.cost_by_tokens_nusd)
+        assert timings["cost_by_device_usd"] * 4e9 == pytest.approx(row.cost_by_device_nusd)
+
+
+def last_object(answer: httpx.Response) -> dict[str, Any]:
+    """The response, or what the last event of a stream has in its place."""
+    assert answer.status_code == 200, answer.text
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        read: dict[str, Any] = answer.json()
+        return read
+    events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    last = json.loads(events[-1])
+    response: dict[str, Any] = last.get("response", last)
+    return response
+
+
+def test_choices_of_one_prompt_have_times_each_and_one_sum() -> None:
+    body = {"prompt": ["abcd", "efgh"], "max_tokens": 4, "n": 2, "quickstep_timings": True}
+    (answer,) = answers([("POST", COMPLETIONS, body, {})], ServerOptions())
+    timings = answer.json()["quickstep"]
+    assert [one["index"] for one in timings["sequences"]] == [0, 1, 2, 3]
+    assert (timings["cached_tokens"], timings["device_s"]) == (6, 2.0)
+    assert (timings["cost_by_tokens_usd"], timings["cost_by_device_usd"]) == (None, None)
+
+
+def test_the_usage_of_a_stream_is_in_the_same_chunk_as_its_timings() -> None:
+    body = {"prompt": "ab", "stream": True, "stream_options": {"include_usage": True}}
+    (answer,) = answers([("POST", COMPLETIONS, body, WANTED)], options())
+    last = last_object(answer)
+    assert last["choices"] == [] and last["usage"]["total_tokens"] and last["quickstep"]
+
+
+def test_the_header_is_reported_where_a_response_has_no_place_for_timings() -> None:
+    message = {"model": "fake", "messages": MESSAGES, "max_tokens": 4}
+    beams = {"prompt": "ab", "max_tokens": 2, "n": 2, "use_beam_search": True}
+    calls: list[Call] = [
+        ("POST", "/v1/messages", message, WANTED),
+        ("POST", "/completion", {"prompt": "ab", "n_predict": 4}, WANTED),
+        ("POST", COMPLETIONS, beams, WANTED),
+    ]
+    for answer in answers(calls, options()):
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-quickstep-ignored"] == "x-quickstep-timings"
+        assert "paused_ms" not in answer.text
+
+
+def test_a_header_of_another_value_is_400() -> None:
+    call: Call = ("POST", COMPLETIONS, {"prompt": "ab"}, {**ANN, "x-quickstep-timings": "yes"})
+    (answer,) = answers([call], options())
+    assert answer.status_code == 400
+    assert "x-quickstep-timings is 'yes', it must be true or false" in answer.text

@@ -28,7 +28,7 @@ from quickstep.server.options import (
     ServerOptions,
 )
 from quickstep.server.usage.limits import KeyLimiter
-from quickstep.server.usage.price_book import PriceBook
+from quickstep.server.usage.price_book import Price, PriceBook
 
 __all__ = [
     "Adapter",
@@ -36,7 +36,7 @@ __all__ = [
     "Served",
     "check_names",
     "output_formats",
-    "stream_flags",
+    "response_flags",
 ]
 
 
@@ -90,6 +90,10 @@ class Served(msgspec.Struct, frozen=True):
             limiter=KeyLimiter(options.api_keys.limits),
         )
 
+    def price(self, adapter: str) -> Price | None:
+        """The prices of the model with an adapter ("" for none); None without a price book."""
+        return None if self.price_book is None else self.price_book.price(self.names[0], adapter)
+
     def model(self, name: str | None) -> str:
         """The name to answer with. Raises RequestError 404 for a model that is not served."""
         if name is None:
@@ -137,16 +141,18 @@ def _chosen(detected: OutputFormats, options: ServerOptions) -> OutputFormats:
     )
 
 
-def stream_flags(fields: SamplingFields, served: Served) -> dict[str, Any]:
-    """`stream` and `stream_options` as fields of `ParsedRequest`. Raises RequestError."""
+def response_flags(fields: SamplingFields, served: Served) -> dict[str, Any]:
+    """`stream`, `stream_options` and `quickstep_timings` as fields of `ParsedRequest`.
+
+    Raises RequestError.
+    """
     options = fields.stream_options
-    always_usage = served.answers.always_usage
-    if options is None:
-        return {"stream": bool(fields.stream), "include_usage": always_usage}
-    if not fields.stream:
+    if options is not None and not fields.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     return {
-        "stream": True,
-        "include_usage": bool(options.include_usage) or always_usage,
-        "continuous_usage": bool(options.continuous_usage_stats),
+        "stream": bool(fields.stream),
+        "include_usage": served.answers.always_usage
+        or (options is not None and bool(options.include_usage)),
+        "continuous_usage": options is not None and bool(options.continuous_usage_stats),
+        "timings": bool(fields.quickstep_timings),
     }

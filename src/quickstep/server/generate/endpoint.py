@@ -38,6 +38,7 @@ from quickstep.server.metrics import Metrics, RequestMeter
 from quickstep.server.schema.field_reader import loosened_keyword
 from quickstep.server.usage.limits import Reservation
 from quickstep.server.usage.recorder import BATCHES
+from quickstep.server.usage.timings import TIMINGS_HEADER
 
 _Encoded = TypeVar("_Encoded")
 
@@ -79,6 +80,11 @@ class GeneratingRoute:
             len(body), lambda: self._parse(body, caller, endpoint)
         )
         report_ignored(request, parsed.ignored)
+        if _wants_timings(request):
+            if parsed.timings is None or parsed.beams is not None:
+                report_ignored(request, [TIMINGS_HEADER])
+            else:
+                parsed = replace(parsed, timings=True)
         try:
             answer = await unless_disconnected(
                 request.receive, self._open(parsed, caller, len(body))
@@ -163,6 +169,17 @@ class GeneratingRoute:
         finally:
             await answer.close()
         return await _encode(answer, lambda: json_response(answer.writer.complete()))
+
+
+def _wants_timings(request: Request) -> bool:
+    """Whether the header asks for timings in the response. Raises RequestError."""
+    value = request.headers.get(TIMINGS_HEADER, "false").strip().lower()
+    if value not in ("true", "false"):
+        raise RequestError(
+            f"the header {TIMINGS_HEADER} is {value[:64]!r}, it must be true or false",
+            param=TIMINGS_HEADER,
+        )
+    return value == "true"
 
 
 def _expected_tokens(parsed: ParsedRequest, body_bytes: int) -> int:
