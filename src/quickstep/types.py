@@ -142,6 +142,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
             cannot have it in time ends with SHED before it starts. None for no limit.
         tenant_weight: The part of the device that the tenant gets under the policy `fair`, in
             proportion to the weights of the others.
+        endpoint: The path of the API through which it came, for accounting.
     """
 
     request_id: str = ""
@@ -158,6 +159,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_class: RequestClass = RequestClass.INTERACTIVE
     ttft_deadline_s: float | None = None
     tenant_weight: float = 1.0
+    endpoint: str = ""
 
     @property
     def prompt_only(self) -> bool:

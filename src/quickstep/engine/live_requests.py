@@ -160,6 +160,8 @@ class LiveRequests:
                 seed=request.seed,
                 finish_reason=reason,
                 timings=delta.timings,
+                adapter=request.adapter,
+                endpoint=request.endpoint,
             )
             self._step_log.add_sequence(record)
         live.sink.put(delta)

@@ -44,6 +44,8 @@ class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequenc
     seed: int
     finish_reason: FinishReason
     timings: SequenceTimings
+    adapter: str = ""
+    endpoint: str = ""
 
     @property
     def time_to_first_token_s(self) -> float | None:

@@ -123,6 +123,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         beams: Beam search instead of sampling; `sampling.n` hypotheses are the answer.
         include_usage: One usage chunk ends the stream.
         continuous_usage: Every chunk carries the usage so far.
+        timings: The response has the request's timings; None if the API has no place for them.
         truncate_prompt_tokens: Only so many of a prompt's last tokens are read; None for all.
         ignored: Paths of the client's fields that have no effect.
         writer: Makes the writer of the response; every adapter sets it.
@@ -143,6 +144,7 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     requested_output: RequestedOutput = msgspec.field(default_factory=RequestedOutput)
     num_kept: int | None = None
     beams: BeamSearchParams | None = None
+    timings: bool | None = None
     truncate_prompt_tokens: int | None = None
     ignored: tuple[str, ...] = ()
     writer: Callable[[Generation, Head], Writer] | None = None

@@ -79,7 +79,6 @@ class ErrorFacts(msgspec.Struct, frozen=True):
     kind: str
     param: str | None
     code: str | None
-    retry_after_s: float | None = None
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -175,8 +174,7 @@ def error_body(message: str, status: int, param: str | None = None) -> ErrorAnsw
 def error_facts(error: Exception) -> ErrorFacts:
     """The error response to any exception; logs those that the server caused."""
     if isinstance(error, RequestError):
-        facts = facts_of(error.status, str(error), error.param, error.code)
-        return msgspec.structs.replace(facts, retry_after_s=error.retry_after_s)
+        return facts_of(error.status, str(error), error.param, error.code)
     if isinstance(error, GenerationFailed):
         _LOG.warning("a request failed: %s", error)
         return facts_of(500, str(error))
@@ -209,11 +207,16 @@ async def error_response(request: Request, error: Exception) -> Response:
         facts, headers = _of_starlette(request, error), error.headers
     else:
         facts = error_facts(error)
-        if facts.status in (429, 503):
-            headers = {"retry-after": str(math.ceil(facts.retry_after_s or 1.0))}
+        headers = _retry(error) if facts.status in (429, 503) else None
     shape: ErrorShape = request.scope.get("state", {}).get("error_shape", openai_shape)
     status, body = shape(facts)
     return json_response(body, status, headers)
+
+
+def _retry(error: Exception) -> Mapping[str, str]:
+    """When the same request may succeed, in seconds rounded up; 1 if that is unknown."""
+    wait_s = error.retry_after_s if isinstance(error, RequestError) else None
+    return {"retry-after": str(max(1, math.ceil(wait_s or 0.0)))}
 
 
 def _of_starlette(request: Request, error: HTTPException) -> ErrorFacts:

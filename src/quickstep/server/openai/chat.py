@@ -23,7 +23,7 @@ from quickstep.engine.tool_calls.message_delta import (
     ReasoningDelta,
 )
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served, stream_flags
+from quickstep.server.generate.adapter import Served, response_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     check_continues,
@@ -143,7 +143,7 @@ class Chat:
             ),
             ignored=reader.ignored,
             writer=partial(ChoicesWriter, self, served),
-            **stream_flags(fields, served),
+            **response_flags(fields, served),
         )
 
 

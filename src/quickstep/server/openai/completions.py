@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from quickstep.engine.stream import Delta
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served, stream_flags
+from quickstep.server.generate.adapter import Served, response_flags
 from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import (
     Choice,
@@ -103,7 +103,7 @@ class Completions:
             ),
             ignored=reader.ignored,
             writer=partial(ChoicesWriter, self, served),
-            **stream_flags(fields, served),
+            **response_flags(fields, served),
         )
 
 

@@ -195,6 +195,10 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     ] = None
     request_class: RequestClassName = None
     ttft_deadline_ms: TtftDeadline = None
+    quickstep_timings: Annotated[
+        bool | None,
+        effect("Adds `quickstep` to the response: times of each choice, device seconds, costs."),
+    ] = None
     guided_choice: Annotated[Any, refused("send structured_outputs.choice")] = None
     guided_grammar: Annotated[Any, refused("send structured_outputs.grammar")] = None
     guided_json: Annotated[Any, refused("send structured_outputs.json")] = None
