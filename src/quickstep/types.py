@@ -112,6 +112,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         timeout_s: Seconds after arrival at the scheduler until generation stops; None for no limit.
         pooling: Return an embedding of the prompt and generate nothing.
         endpoint: The path of the API through which it came, for accounting.
+        is_continuation: The prompt was charged in an earlier request, which this one continues
+            with a beam; for accounting.
     """
 
     request_id: str = ""
@@ -126,6 +128,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     timeout_s: float | None = None
     pooling: Pooling | None = None
     endpoint: str = ""
+    is_continuation: bool = False
 
     @property
     def prompt_only(self) -> bool:

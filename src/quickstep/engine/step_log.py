@@ -47,6 +47,7 @@ class SequenceRecord(msgspec.Struct, frozen=True):
     timings: SequenceTimings
     adapter: str = ""
     endpoint: str = ""
+    is_continuation: bool = False
 
     @property
     def time_to_first_token_s(self) -> float | None:
