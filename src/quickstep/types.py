@@ -143,6 +143,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         tenant_weight: The part of the device that the tenant gets under the policy `fair`, in
             proportion to the weights of the others.
         endpoint: The path of the API through which it came, for accounting.
+        is_continuation: The prompt was charged in an earlier request, which this one continues
+            with a beam; for accounting.
     """
 
     request_id: str = ""
@@ -160,6 +162,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ttft_deadline_s: float | None = None
     tenant_weight: float = 1.0
     endpoint: str = ""
+    is_continuation: bool = False
 
     @property
     def prompt_only(self) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from quickstep.errors import ConfigError
 from quickstep.server.usage.ledger import Ledger, LedgerRow, check_ledger, usage_totals
@@ -56,18 +56,23 @@ def test_closing_commits_every_row(tmp_path: Path) -> None:
     assert (totals.device_ns, totals.cost_by_tokens_nusd) == (4_000_000, 5000)
 
 
-def test_a_sequence_counts_once_however_often_it_is_added(tmp_path: Path) -> None:
+def test_requests_with_the_same_id_all_count(tmp_path: Path) -> None:
+    """A client may send any id, and ids begin again when a server starts again."""
     path = tmp_path / "usage.db"
-    second = replace(ROW, sequence_index=1)
-    written(path, [ROW, second, ROW, second])
-    assert usage_totals(path)[0].num_sequences == 2
+    written(path, [ROW, ROW])
+    written(path, [ROW])
+    assert usage_totals(path)[0].num_sequences == 3
 
 
-def test_request_ids_of_a_second_start_are_other_requests(tmp_path: Path) -> None:
+def test_a_transaction_that_is_tried_again_adds_no_row_twice(tmp_path: Path) -> None:
     path = tmp_path / "usage.db"
-    written(path, [ROW])
-    written(path, [ROW])
-    assert usage_totals(path)[0].num_sequences == 2
+    ledger = Ledger(path)
+    rows = [(ledger._run, number, *astuple(ROW)) for number in range(3)]
+    check_ledger(path)
+    with closing(sqlite3.connect(path)) as connection:
+        for num_rows in (2, 3, 3):
+            assert ledger._commit(connection, rows[:num_rows])
+    assert usage_totals(path)[0].num_sequences == 3
 
 
 def test_a_file_without_rows_has_totals_of_zero(tmp_path: Path) -> None:
@@ -169,6 +174,22 @@ def test_rows_are_committed_while_the_ledger_is_open(tmp_path: Path) -> None:
         assert ledger.totals("ann", ROW.finished_ns + 1).num_sequences == 0
     finally:
         ledger.close()
+
+
+def test_a_row_that_cannot_be_stored_does_not_end_the_writer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "usage.db"
+    ledger = Ledger(path, commit_every_s=0.01)
+    ledger.open()
+    ledger.add(replace(ROW, device_ns=2**63))
+    deadline = time.monotonic() + 30
+    while "1 rows for" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    ledger.add(ROW)
+    ledger.close()
+    assert usage_totals(path)[0].num_sequences == 1
 
 
 def test_rows_are_kept_while_the_file_is_locked(

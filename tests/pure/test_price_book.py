@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
 from quickstep.server.usage.price_book import (
@@ -90,18 +91,17 @@ def test_a_total_does_not_depend_on_the_order(usages: list[tuple[int, ...]], ord
 
 
 def test_a_prompt_counts_once_for_its_sequences_and_only_if_it_was_computed() -> None:
-    first = sequence_usage(0, FinishReason.EOS, TIMINGS)
+    first = sequence_usage(FinishReason.EOS, TIMINGS, pays_prompt=True)
     assert first == SequenceUsage(100, 40, 7, 0.25)
-    assert sequence_usage(1, FinishReason.EOS, TIMINGS) == SequenceUsage(0, 0, 7, 0.25)
-    from msgspec.structs import replace
-
+    second = sequence_usage(FinishReason.EOS, TIMINGS, pays_prompt=False)
+    assert second == SequenceUsage(0, 0, 7, 0.25)
     queued = replace(TIMINGS, first_scheduled_s=None, num_output_tokens=0, device_s=0.0)
-    assert sequence_usage(0, FinishReason.ABORTED, queued) == SequenceUsage()
+    assert sequence_usage(FinishReason.ABORTED, queued, pays_prompt=True) == SequenceUsage()
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.SHUTDOWN])
 def test_what_the_server_failed_to_finish_costs_device_time_only(reason: FinishReason) -> None:
-    assert sequence_usage(0, reason, TIMINGS) == SequenceUsage(device_s=0.25)
+    assert sequence_usage(reason, TIMINGS, pays_prompt=True) == SequenceUsage(device_s=0.25)
 
 
 BAD = [

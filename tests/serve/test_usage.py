@@ -13,6 +13,8 @@ import pytest
 from client import CHAT, COMPLETIONS, MESSAGES, client_of
 from fake_engine import FakeEngine
 
+from quickstep.config import CacheConfig, EngineConfig, LoadConfig, SchedulerConfig
+from quickstep.engine.assembly import open_engine
 from quickstep.errors import ConfigError
 from quickstep.server.api_keys import ApiKey, ApiKeys, PriorityRange, read_key_file
 from quickstep.server.app import create_app
@@ -395,3 +397,44 @@ def test_a_header_of_another_value_is_400() -> None:
     (answer,) = answers([call], options())
     assert answer.status_code == 400
     assert "x-quickstep-timings is 'yes', it must be true or false" in answer.text
+
+
+def test_a_model_without_a_price_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    prices = PriceBook(models={"other": PriceEntry(output_per_million=1.0)})
+    answers([], ServerOptions(usage=UsageOptions(prices)))
+    assert "no price for fake: its requests cost nothing" in caplog.text
+    caplog.clear()
+    answers([], ServerOptions(usage=UsageOptions(PRICES)))
+    assert "no price" not in caplog.text
+
+
+def test_the_engine_reports_what_its_responses_report(tmp_path: Path) -> None:
+    """The bundled model: several choices, a beam search, embeddings."""
+    engine = open_engine(
+        EngineConfig(
+            load=LoadConfig(model="demo", device="cpu"),
+            cache=CacheConfig(num_blocks=200),
+            scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256),
+        )
+    )
+    path = tmp_path / "usage.db"
+    text = {"prompt": "import json, sys, os, re\n" * 4, "max_tokens": 5, "temperature": 0}
+    bodies = [{**text, "n": 2, "ignore_eos": True}, {**text, "n": 2, "use_beam_search": True}]
+
+    async def run() -> list[dict[str, Any]]:
+        async with client_of(create_app(engine, options(path))) as client:  # type: ignore[arg-type]
+            await client.post("/v1/embeddings", json={"input": "a b c"}, headers=BOB)
+            return [
+                (await client.post(COMPLETIONS, json=body, headers=ANN)).json()["usage"]
+                for body in bodies
+            ]
+
+    choices, beams = asyncio.run(run())
+    ann, bob = usage_totals(path, ["key", "endpoint"])
+    assert (ann.group, bob.group) == (("ann", COMPLETIONS), ("bob", "/v1/embeddings"))
+    assert ann.num_prompt_tokens == choices["prompt_tokens"] + beams["prompt_tokens"]
+    # two choices; the prompt's token, then two beams of four more
+    assert ann.num_output_tokens == choices["completion_tokens"] + 1 + 2 * 4
+    assert (bob.num_output_tokens, bob.num_prompt_tokens > 0) == (0, True)
+    busy_ns = engine.stats().scheduler.totals.busy_s * 1e9
+    assert ann.device_ns + bob.device_ns == pytest.approx(busy_ns, rel=1e-6)

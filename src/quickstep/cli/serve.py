@@ -112,10 +112,6 @@ def _serve(
     options = server_options(args)
     check_names(options)
     check_tls(options.tls)
-    if options.usage.ledger is not None:
-        from quickstep.server.usage.ledger import check_ledger
-
-        check_ledger(options.usage.ledger)
     with bind(args.host, args.port) as sock:
         serve(lambda: _open_engine(config, log, launched, options.stall_s), sock, options)
 

@@ -162,6 +162,7 @@ class LiveRequests:
                 timings=delta.timings,
                 adapter=request.adapter,
                 endpoint=request.endpoint,
+                is_continuation=request.is_continuation,
             )
             self._step_log.add_sequence(record)
         live.sink.put(delta)

@@ -46,6 +46,7 @@ class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequenc
     timings: SequenceTimings
     adapter: str = ""
     endpoint: str = ""
+    is_continuation: bool = False
 
     @property
     def time_to_first_token_s(self) -> float | None:

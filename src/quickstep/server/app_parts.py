@@ -5,6 +5,7 @@ engine's start and stop.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
@@ -20,11 +21,12 @@ from quickstep.server.http.middleware import AccessMiddleware, CrossOriginMiddle
 from quickstep.server.http.route import ApiRoute, BodyRules, with_admin_check, with_checked_body
 from quickstep.server.metrics import Metrics, log_traffic
 from quickstep.server.options import CorsOptions, ServerOptions
-from quickstep.server.usage.price_book import PriceBook
+from quickstep.server.usage.price_book import Price, PriceBook
 from quickstep.server.usage.recorder import UsageRecorder
 
 __all__ = ["Lifespan", "running_engine", "starlette_app"]
 
+_LOG = logging.getLogger("quickstep.server")
 _EXPOSED_HEADERS = (
     *("x-request-id", "x-quickstep-ignored", "retry-after"),
     *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
@@ -89,15 +91,17 @@ async def running_engine(
 
 
 def _recorder(served: Served, options: ServerOptions) -> UsageRecorder:
-    ledger = None
+    model, prices, ledger = served.names[0], served.price_book, None
+    if prices is not None and prices.price(model) == Price():
+        _LOG.warning("the price book has no price for %s: its requests cost nothing", model)
     if options.usage.ledger is not None:
         # few servers have a ledger, and SQLite takes time to import
         from quickstep.server.usage.ledger import Ledger
 
         ledger = Ledger(options.usage.ledger)
     return UsageRecorder(
-        served.names[0],
-        served.price_book or PriceBook(),
+        model,
+        prices or PriceBook(),
         served.limiter,
         has_keys=bool(options.api_keys),
         ledger=ledger,

@@ -446,6 +446,10 @@ def _usage_options(args: argparse.Namespace) -> UsageOptions:
     from quickstep.server.options import UsageOptions
     from quickstep.server.usage.price_book import read_price_book
 
+    if args.usage_db is not None:
+        from quickstep.server.usage.ledger import check_ledger
+
+        check_ledger(args.usage_db)
     return UsageOptions(
         price_book=None if args.price_book is None else read_price_book(args.price_book),
         ledger=args.usage_db,

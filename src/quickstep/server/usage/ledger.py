@@ -2,9 +2,10 @@
 
 `Ledger` belongs to the server. `add` only queues a row; a thread inserts what has come every half a
 second, in one transaction. So a killed process loses at most the last second, and what was
-committed is complete: rows are inserted and never changed, totals are queries, and a sequence that
-is added twice has one row (run, request id and index are unique; a run is one start of a server,
-because request ids begin again with it).
+committed is complete: rows are inserted and never changed, and totals are queries. Rows are
+numbered by the order in which they were added; run (one start of a server) and number are unique,
+so that a transaction that is tried again adds nothing twice. Request ids are not unique: a client
+may choose them.
 
 Money is in billionths of a dollar and time in nanoseconds: sums of integers are exact. The file has
 the names of API keys, never the keys, and no text of a request.
@@ -38,7 +39,8 @@ _MAX_UNWRITTEN = 100_000  # rows, while the file cannot be written
 _SCHEMA = f"""
 BEGIN;
 CREATE TABLE sequences (
-    run TEXT NOT NULL,
+    run TEXT NOT NULL,                  -- a random id of this start of the server
+    number INTEGER NOT NULL,            -- of the row, from 0
     request_id TEXT NOT NULL,
     sequence_index INTEGER NOT NULL,
     finished_ns INTEGER NOT NULL,       -- since 1970
@@ -56,10 +58,11 @@ CREATE TABLE sequences (
     device_ns INTEGER NOT NULL,
     cost_by_tokens_nusd INTEGER NOT NULL,
     cost_by_device_nusd INTEGER NOT NULL,
-    PRIMARY KEY (run, request_id, sequence_index)
+    PRIMARY KEY (run, number)
 );
 CREATE INDEX sequences_by_key ON sequences (key_name, finished_ns);
 CREATE INDEX sequences_by_time ON sequences (finished_ns);
+CREATE INDEX sequences_by_request ON sequences (request_id);
 PRAGMA application_id = {_APPLICATION_ID};
 PRAGMA user_version = {_SCHEMA_VERSION};
 COMMIT;
@@ -78,7 +81,7 @@ GROUPS = {
 
 
 class LedgerRow(msgspec.Struct, frozen=True):
-    """A finished sequence; the columns of the table after `run`."""
+    """A finished sequence; the columns of the table after `run` and `number`."""
 
     request_id: str
     sequence_index: int
@@ -115,9 +118,10 @@ class UsageTotals(msgspec.Struct, frozen=True):
     cost_by_device_nusd: int
 
 
+_NumberedRow = tuple[str | int, ...]  # the columns of the table
 _SUMS = UsageTotals.__struct_fields__[2:]
 _INSERT = (
-    f"INSERT INTO sequences VALUES ({', '.join('?' * (1 + len(LedgerRow.__struct_fields__)))})"
+    f"INSERT INTO sequences VALUES ({', '.join('?' * (2 + len(LedgerRow.__struct_fields__)))})"
     " ON CONFLICT DO NOTHING"
 )
 
@@ -130,6 +134,7 @@ class Ledger:
         self._commit_every_s = commit_every_s
         self._run = uuid.uuid4().hex
         self._added: deque[LedgerRow] = deque()
+        self._num_taken = 0  # rows taken from `_added` so far (the writer only)
         self._closing = threading.Event()
         self._writer: threading.Thread | None = None
 
@@ -158,28 +163,32 @@ class Ledger:
         return totals[0]
 
     def _write_until_closed(self, connection: sqlite3.Connection) -> None:
-        rows: list[LedgerRow] = []  # not committed yet
+        rows: list[_NumberedRow] = []  # not committed yet
         with closing(connection):
             is_open = True
             while is_open:
                 is_open = not self._closing.wait(self._commit_every_s)
                 while self._added:
-                    rows.append(self._added.popleft())
+                    row = self._added.popleft()
+                    rows.append((self._run, self._num_taken, *astuple(row)))
+                    self._num_taken += 1
                 if rows and self._commit(connection, rows):
                     rows.clear()
                 del rows[:-_MAX_UNWRITTEN]
 
-    def _commit(self, connection: sqlite3.Connection, rows: Sequence[LedgerRow]) -> bool:
+    def _commit(self, connection: sqlite3.Connection, rows: Sequence[_NumberedRow]) -> bool:
         """Insert the rows in one transaction. Returns False if the file cannot be written now."""
         try:
             with connection:
-                connection.executemany(_INSERT, [(self._run, *astuple(row)) for row in rows])
+                connection.executemany(_INSERT, rows)
         except sqlite3.Error as error:
             _LOG.error(
                 "%d rows cannot be written to %s: %s; the last %d are kept and tried again",
                 *(len(rows), self._path, error, _MAX_UNWRITTEN),
             )
             return False
+        except Exception:  # the writer continues with the next rows
+            _LOG.exception("%d rows for %s are lost", len(rows), self._path)
         return True
 
 

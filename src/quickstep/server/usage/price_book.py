@@ -142,16 +142,17 @@ def cost(usage: SequenceUsage, price: Price) -> Cost:
 
 
 def sequence_usage(
-    index: int, reason: FinishReason | None, timings: SequenceTimings
+    reason: FinishReason | None, timings: SequenceTimings, pays_prompt: bool
 ) -> SequenceUsage:
-    """What sequence `index` of a request is charged for.
+    """What a sequence is charged for.
 
-    A prompt counts once for its n sequences, and not at all if the request ended in the queue. The
-    tokens of a sequence that the server failed to finish are free; its time on the device is not.
+    A prompt counts once for its n sequences: one of them pays it. It does not count if the request
+    ended in the queue. The tokens of a sequence that the server failed to finish are free; its time
+    on the device is not.
     """
     if reason in (FinishReason.ERROR, FinishReason.SHUTDOWN):
         return SequenceUsage(device_s=timings.device_s)
-    has_prompt = index == 0 and timings.first_scheduled_s is not None
+    has_prompt = pays_prompt and timings.first_scheduled_s is not None
     return SequenceUsage(
         num_prompt_tokens=timings.num_prompt_tokens if has_prompt else 0,
         num_cached_tokens=timings.num_cached_tokens if has_prompt else 0,

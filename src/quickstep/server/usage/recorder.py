@@ -81,7 +81,8 @@ class UsageRecorder:
     def add_sequence(self, record: SequenceRecord) -> None:
         """Record a sequence that ended."""
         timings = record.timings
-        usage = sequence_usage(record.index, record.finish_reason, timings)
+        pays_prompt = record.index == 0 and not record.is_continuation
+        usage = sequence_usage(record.finish_reason, timings, pays_prompt)
         costs = cost(usage, self._price_book.price(self._model, record.adapter))
         key_name = record.tenant.partition("/")[0] if self._has_keys else ""
         self._limiter.charge(key_name, usage, costs, in_batch=record.endpoint == BATCHES)

@@ -65,7 +65,7 @@ def request_timings(generation: Generation, price: Price | None) -> RequestTimin
         (choice, choice.timings) for choice in generation.choices if choice.timings is not None
     ]
     usages = [
-        sequence_usage(choice.index % num_per_prompt, choice.finish_reason, timings)
+        sequence_usage(choice.finish_reason, timings, choice.index % num_per_prompt == 0)
         for choice, timings in ended
     ]
     total = None if price is None else Cost.total(cost(usage, price) for usage in usages)
