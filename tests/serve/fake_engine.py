@@ -24,6 +24,7 @@ from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import EngineError, PromptTooLong, RequestError
 from quickstep.model.sizing import MemoryPlan
 from quickstep.types import (
+    Activity,
     FinishReason,
     Pooling,
     Request,
@@ -242,6 +243,11 @@ class FakeStream:
             num_cached_tokens=self._engine.num_cached_tokens,
             num_output_tokens=num_output_tokens,
             num_blocks=1,
+            activities=(
+                (Activity.QUEUE, 0.0),
+                (Activity.PREFILL, 0.0),
+                (Activity.DECODE, 0.25),
+            ),
         )
 
 

@@ -220,7 +220,10 @@ def test_killing_the_engine_under_50_streams_ends_each_with_an_error_and_serves_
     fields = {"prompt": CODE, "max_tokens": 4}
     answer = httpx.post(f"{server.url}{COMPLETIONS}", json=fields, timeout=60)
     assert answer.status_code == 200
-    assert 'engine_restarts_total{model_name="demo"} 1.0' in httpx.get(f"{server.url}/metrics").text
+    assert (
+        'engine_restarts_total{engine="0",model_name="demo"} 1.0'
+        in httpx.get(f"{server.url}/metrics").text
+    )
 
 
 def test_while_it_is_started_again_health_and_requests_are_503(

@@ -269,12 +269,12 @@ def test_metrics_carry_vllms_names() -> None:
     lines = dict(
         line.rsplit(" ", 1) for line in asyncio.run(run()).splitlines() if line[:1] not in ("#", "")
     )
-    model = 'model_name="fake"'
+    model = 'engine="0",model_name="fake"'
     assert lines[f"quickstep:prompt_tokens_total{{{model}}}"] == "8.0"
     assert lines[f"quickstep:generation_tokens_total{{{model}}}"] == "11.0"
     ends = "quickstep:request_success_total"
-    assert lines[f'{ends}{{finished_reason="length",{model}}}'] == "1.0"
-    assert lines[f'{ends}{{finished_reason="stop",{model}}}'] == "1.0"
+    assert lines[f'{ends}{{engine="0",finished_reason="length",model_name="fake"}}'] == "1.0"
+    assert lines[f'{ends}{{engine="0",finished_reason="stop",model_name="fake"}}'] == "1.0"
     for name, count in (
         ("time_to_first_token_seconds", 2),
         ("inter_token_latency_seconds", 9),
@@ -300,10 +300,10 @@ def test_embeddings_are_measured_as_well() -> None:
             await client.post("/v1/embeddings", json={"input": []})
             return (await client.get("/metrics")).text
 
-    text, model = asyncio.run(run()), 'model_name="fake"'
+    text, model = asyncio.run(run()), 'engine="0",model_name="fake"'
     for line in (
         f"quickstep:prompt_tokens_total{{{model}}} 7.0",
-        f'quickstep:request_success_total{{finished_reason="stop",{model}}} 2.0',
+        'quickstep:request_success_total{engine="0",finished_reason="stop",model_name="fake"} 2.0',
         f"quickstep:request_prompt_tokens_count{{{model}}} 2.0",
         f"quickstep:e2e_request_latency_seconds_count{{{model}}} 1.0",
         f"quickstep:generation_tokens_total{{{model}}} 0.0",

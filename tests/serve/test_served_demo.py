@@ -167,7 +167,7 @@ def test_metrics_tell_of_the_engine(server: LiveServer) -> None:
     values = dict(
         line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")
     )
-    model = '{model_name="demo"}'
+    model = '{engine="0",model_name="demo"}'
     assert float(values[f"quickstep:engine_steps_total{model}"]) > 0
     assert float(values[f"quickstep:engine_busy_seconds_total{model}"]) > 0
     assert float(values[f"quickstep:generation_tokens_total{model}"]) > 0

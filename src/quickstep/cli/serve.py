@@ -112,6 +112,10 @@ def _serve(
     options = server_options(args)
     check_names(options)
     check_tls(options.tls)
+    if options.metrics.otlp_traces_endpoint is not None:
+        from quickstep.server.tracing import check_tracing
+
+        check_tracing(options.metrics.otlp_traces_endpoint)
     with bind(args.host, args.port) as sock:
         serve(lambda: _open_engine(config, log, launched, options.stall_s), sock, options)
 

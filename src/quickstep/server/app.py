@@ -54,7 +54,7 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
     """The app. Its lifespan starts the engine and, at the end, stops it."""
     options = options or ServerOptions()
     served = Served.of(engine, options)
-    metrics = Metrics(engine, served.names[0])
+    metrics = Metrics(engine, served.names[0], options.metrics)
     batches = LocalBatches(served, metrics, options)
 
     @asynccontextmanager

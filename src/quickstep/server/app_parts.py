@@ -88,6 +88,8 @@ async def running_engine(
             await logging_traffic
         await engine.stop()
         recorder.close()
+        if metrics.tracer is not None:
+            await asyncio.to_thread(metrics.tracer.close)
 
 
 def _recorder(served: Served, options: ServerOptions) -> UsageRecorder:

@@ -42,7 +42,7 @@ class LazyApp:
         self._engine = engine
         self._options = options
         self._served = Served.of(engine, options)
-        self._metrics = Metrics(engine, self._served.names[0])
+        self._metrics = Metrics(engine, self._served.names[0], options.metrics)
         routes = startup_routes(self._served, self._metrics, options)
         self._startup_app = starlette_app(routes, options, self._served, self.lifespan)
         self._startup_paths = frozenset(

@@ -1,4 +1,5 @@
-"""`/metrics`: Prometheus text under vLLM's names, with the prefix `quickstep:`.
+"""`/metrics`: Prometheus text with vLLM's names, labels and buckets, under the prefix `quickstep:`
+or `MetricsOptions.prefix`. Labels have values of this server only, so a client adds no series.
 
 `Metrics` belongs to one app. What a request took is observed here by its `RequestMeter`, from the
 deltas as they leave and from the timings that the scheduler kept; gauges of the engine are read
@@ -12,7 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from prometheus_client.metrics import Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,20 +24,38 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from quickstep.core.accounting import Totals
 from quickstep.engine.stats import EngineStats
+from quickstep.engine.step_log import SequenceRecord
 from quickstep.engine.stream import Delta
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.generate.generation import ChoiceDelta, Generation, ParsedRequest
-from quickstep.types import FinishReason
+from quickstep.server.options import MetricsOptions
+from quickstep.types import FinishReason, StepRecord
+
+if TYPE_CHECKING:
+    from quickstep.server.tracing import RequestTracer
 
 __all__ = ["CONTENT_TYPE", "EmbeddingMeter", "Metrics", "RequestMeter", "TrafficLog", "log_traffic"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_SECONDS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+# vLLM's buckets (vllm/v1/metrics/loggers.py)
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_CHOICES = (1, 2, 5, 10, 20)
+_ENGINE = "0"  # vLLM's label for the engines of a server
+_LABELS = ("model_name", "engine")
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _LOG = logging.getLogger("quickstep.server")
 _LOG_EVERY_S = 10.0
 
@@ -42,42 +64,61 @@ class Metrics:
     """Counters and histograms of one app."""
 
     def __init__(
-        self, engine: ServedEngine, model: str, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: ServedEngine,
+        model: str,
+        options: MetricsOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = CollectorRegistry()
         self.engine = engine
         self.clock = clock
         self.model = model
+        self.options = options or MetricsOptions()
         self.num_embedded = 0  # embedded prompts
+        tokens = _one_two_five(engine.max_model_len)
         self._histograms = {
             name: self._histogram(name, text, buckets)
             for name, text, buckets in (
-                ("time_to_first_token_seconds", "Arrival to first token.", _SECONDS),
-                ("inter_token_latency_seconds", "Gap between consecutive tokens.", _SECONDS),
-                ("request_time_per_output_token_seconds", "Mean gap of a request.", _SECONDS),
-                ("e2e_request_latency_seconds", "Arrival to the end.", _SECONDS),
-                ("request_queue_time_seconds", "Time waiting.", _SECONDS),
-                ("request_prefill_time_seconds", "Time in prefill.", _SECONDS),
-                ("request_decode_time_seconds", "Time in decode.", _SECONDS),
-                ("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS),
-                ("request_generation_tokens", "Output tokens of a request.", _TOKENS),
+                ("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S),
+                ("inter_token_latency_seconds", "Gap between consecutive tokens.", _TOKEN_S),
+                ("request_time_per_output_token_seconds", "Mean gap of a request.", _TOKEN_S),
+                ("e2e_request_latency_seconds", "Arrival to the end.", _REQUEST_S),
+                ("request_queue_time_seconds", "Time waiting.", _REQUEST_S),
+                ("request_prefill_time_seconds", "Time in prefill.", _REQUEST_S),
+                ("request_decode_time_seconds", "Time in decode.", _REQUEST_S),
+                ("request_inference_time_seconds", "Prefill and decode.", _REQUEST_S),
+                ("request_prompt_tokens", "Prompt tokens of a request.", tokens),
+                ("request_generation_tokens", "Output tokens of a request.", tokens),
+                ("request_params_n", "The field n of a request.", _CHOICES),
+                ("request_params_max_tokens", "The field max_tokens of a request.", tokens),
+                ("iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS),
             )
         }
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests.")
         self._generation_tokens = self._counter("generation_tokens", "Output tokens so far.")
         self._ends = Counter(
-            "quickstep:request_success",
+            f"{self.options.prefix}:request_success",
             "Choices that ended, by OpenAI's finish reason.",
-            ["model_name", "finished_reason"],
+            [*_LABELS, "finished_reason"],
             registry=self.registry,
         )
         for reason in FinishReason:
-            self._ends.labels(model, reason.openai)
-        self.registry.register(EngineGauges(engine, model))
+            self._ends.labels(model, _ENGINE, reason.openai)
+        self.tracer = _tracer(self.options.otlp_traces_endpoint)
+        self.goodput = _Goodput(self) if self.options.goodput_ms else None
+        self.registry.register(EngineGauges(engine, model, self.options.prefix))
+        engine.step_log.follow(_StepTokens(self))
 
-    def meter(self, request: ParsedRequest) -> RequestMeter:
-        """The meter of a request that arrives now."""
-        return RequestMeter(self, len(request.prompts) * request.sampling.n)
+    def meter(
+        self, request: ParsedRequest, headers: Mapping[str, str] = NO_HEADERS
+    ) -> RequestMeter:
+        """The meter of a request that arrives now; `headers` may have its W3C trace context."""
+        sampling = request.sampling
+        self.observe("request_params_n", sampling.n)
+        if sampling.max_tokens is not None:
+            self.observe("request_params_max_tokens", sampling.max_tokens)
+        return RequestMeter(self, len(request.prompts) * sampling.n, headers)
 
     def embedding_meter(self, prompt_lens: Sequence[int]) -> EmbeddingMeter:
         """The meter of prompts that are embedded, and arrive now."""
@@ -104,30 +145,103 @@ class Metrics:
 
     def count_end(self, reason: FinishReason) -> None:
         """Count a choice that ended."""
-        self._ends.labels(self.model, reason.openai).inc()
+        self._ends.labels(self.model, _ENGINE, reason.openai).inc()
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
         return Histogram(
-            f"quickstep:{name}",
+            f"{self.options.prefix}:{name}",
             text,
-            ["model_name"],
+            _LABELS,
             buckets=tuple(buckets),
             registry=self.registry,
-        ).labels(self.model)
+        ).labels(self.model, _ENGINE)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"quickstep:{name}", text, ["model_name"], registry=self.registry).labels(
-            self.model
+        name = f"{self.options.prefix}:{name}"
+        counter = Counter(name, text, _LABELS, registry=self.registry)
+        return counter.labels(self.model, _ENGINE)
+
+
+class _StepTokens:
+    """Observes the tokens of each step: a follower of the step log."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def add_step(self, record: StepRecord) -> None:
+        """A step was committed."""
+        num_tokens = record.num_prefill_tokens + record.num_decode_tokens
+        self._metrics.observe("iteration_tokens_total", num_tokens)
+
+    def add_gap(self, seconds: float) -> None:
+        """The meter of the request observes it when the client gets the tokens."""
+
+    def add_sequence(self, record: SequenceRecord) -> None:
+        """The meter of the request observes it."""
+
+
+class _Goodput:
+    """Counts the requests that kept every target, and those that missed each."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        prefix, registry = metrics.options.prefix, metrics.registry
+        self._labels = (metrics.model, _ENGINE)
+        self._limits_s = {name: ms / 1e3 for name, ms in metrics.options.goodput_ms.items()}
+        self._requests = Counter(
+            f"{prefix}:goodput_requests",
+            "Requests that ended by themselves, by whether they kept all targets of --goodput.",
+            [*_LABELS, "good"],
+            registry=registry,
         )
+        self._missed = Counter(
+            f"{prefix}:goodput_missed",
+            "Requests that missed a target of --goodput.",
+            [*_LABELS, "target"],
+            registry=registry,
+        )
+        for good in ("true", "false"):
+            self._requests.labels(*self._labels, good)
+        for name in self._limits_s:
+            self._missed.labels(*self._labels, name)
+
+    def count(self, ttft_s: float | None, tpot_s: float | None, e2el_s: float) -> None:
+        """Count a request. A time is None if the request had too few tokens for it."""
+        measured = {"ttft": ttft_s, "tpot": tpot_s, "e2el": e2el_s}
+        is_good = True
+        for name, limit_s in self._limits_s.items():
+            seconds = measured[name]
+            if seconds is not None and seconds > limit_s:
+                is_good = False
+                self._missed.labels(*self._labels, name).inc()
+        self._requests.labels(*self._labels, "true" if is_good else "false").inc()
+
+
+def _tracer(endpoint: str | None) -> RequestTracer | None:
+    if endpoint is None:
+        return None
+    from quickstep.server.tracing import open_tracer
+
+    return open_tracer(endpoint)
+
+
+def _one_two_five(max_value: int) -> tuple[int, ...]:
+    """1, 2, 5, 10, ... up to `max_value`: vLLM's buckets of token counts."""
+    powers = (10**exponent for exponent in range(len(str(max_value))))
+    return tuple(digit * one for one in powers for digit in (1, 2, 5) if digit * one <= max_value)
 
 
 class RequestMeter:
     """Observes one request, from its arrival to its end."""
 
-    def __init__(self, metrics: Metrics, num_choices: int) -> None:
+    def __init__(
+        self, metrics: Metrics, num_choices: int, headers: Mapping[str, str] = NO_HEADERS
+    ) -> None:
         self._metrics = metrics
+        self._headers = headers
         self._arrival = metrics.clock()
+        self._first: list[float | None] = [None] * num_choices
         self._last: list[float | None] = [None] * num_choices
+        self._num_tokens = [0] * num_choices
         self._closed = False
 
     @property
@@ -143,6 +257,7 @@ class RequestMeter:
         now = metrics.clock()
         last = self._last[item.choice]
         if last is None:
+            self._first[item.choice] = now
             metrics.observe("time_to_first_token_seconds", now - self._arrival)
         else:
             metrics.observe("inter_token_latency_seconds", now - last)
@@ -150,6 +265,7 @@ class RequestMeter:
         for _ in delta.token_ids[1:]:
             metrics.observe("inter_token_latency_seconds", 0.0)
         self._last[item.choice] = now
+        self._num_tokens[item.choice] += len(delta.token_ids)
         metrics.count_output(len(delta.token_ids))
 
     def close(self, generation: Generation) -> None:
@@ -170,10 +286,44 @@ class RequestMeter:
             metrics.observe("request_queue_time_seconds", timings.queue_s)
             metrics.observe("request_prefill_time_seconds", timings.prefill_s)
             metrics.observe("request_decode_time_seconds", timings.decode_s)
+            metrics.observe("request_inference_time_seconds", timings.prefill_s + timings.decode_s)
             gaps = timings.num_output_tokens - 1
             if gaps > 0 and timings.first_token_s is not None:
                 span = timings.finished_s - timings.first_token_s
                 metrics.observe("request_time_per_output_token_seconds", span / gaps)
+        if metrics.tracer is not None:
+            metrics.tracer.add(generation, self._headers, self._arrival, self._ttft_s)
+        if metrics.goodput is not None and not _is_aborted(generation):
+            self._count_goodput(metrics.goodput, generation)
+
+    @property
+    def _ttft_s(self) -> float | None:
+        firsts = [first for first in self._first if first is not None]
+        return min(firsts) - self._arrival if firsts else None
+
+    def _count_goodput(self, goodput: _Goodput, generation: Generation) -> None:
+        """Count the request; without a token, or after a failure, it misses every target."""
+        means = [
+            (last - first) / (num_tokens - 1)
+            for first, last, num_tokens in zip(
+                self._first, self._last, self._num_tokens, strict=True
+            )
+            if first is not None and last is not None and num_tokens > 1
+        ]
+        e2el_s = self._metrics.clock() - self._arrival
+        ends = [choice.finish_reason for choice in generation.choices]
+        has_failed = any(reason is not None and reason.is_failure for reason in ends)
+        has_tokens = self._ttft_s is not None or generation.request.request.prompt_only
+        if has_failed or not has_tokens:
+            goodput.count(inf, inf, inf)
+            return
+        goodput.count(self._ttft_s, max(means, default=None), e2el_s)
+
+
+def _is_aborted(generation: Generation) -> bool:
+    """Whether the client left before the end."""
+    ends = [choice.finish_reason for choice in generation.choices]
+    return any(reason in (None, FinishReason.ABORTED) for reason in ends)
 
 
 class EmbeddingMeter:
@@ -218,9 +368,11 @@ class EmbeddingMeter:
 class EngineGauges(Collector):
     """Reads the engine's `stats()` at each scrape."""
 
-    def __init__(self, engine: ServedEngine, model: str) -> None:
+    def __init__(self, engine: ServedEngine, model: str, prefix: str) -> None:
         self._engine = engine
         self._model = model
+        self._prefix = prefix
+        self._idle_s = 0.0  # reported; a late commit may reduce the engine's for a moment
 
     def collect(self) -> Iterable[Metric]:
         """One family per figure."""
@@ -256,6 +408,8 @@ class EngineGauges(Collector):
             yield self._filled(GaugeMetricFamily, name, text, value)
         for name, text, value in counters:
             yield self._filled(CounterMetricFamily, name, text, value)
+        yield self._seconds(totals)
+        yield self._cache_config(num_blocks)
 
     def _filled(
         self,
@@ -264,8 +418,37 @@ class EngineGauges(Collector):
         text: str,
         value: float,
     ) -> Metric:
-        metric = family(f"quickstep:{name}", text, labels=["model_name"])
-        metric.add_metric([self._model], value)
+        metric = family(f"{self._prefix}:{name}", text, labels=_LABELS)
+        metric.add_metric([self._model, _ENGINE], value)
+        return metric
+
+    def _seconds(self, totals: Totals) -> Metric:
+        """Every second from the first plan to the last commit, by where it went."""
+        metric = CounterMetricFamily(
+            f"{self._prefix}:engine_seconds",
+            "Wall time by what it went to; the sum is all of it.",
+            labels=[*_LABELS, "part"],
+        )
+        self._idle_s = max(self._idle_s, totals.idle_s)
+        parts = {
+            "attributed": totals.attributed_s,
+            "recomputed": totals.recomputed_s,
+            "rejected": totals.rejected_s,
+            "unclaimed": totals.unclaimed_s,
+            "idle": self._idle_s,
+        }
+        for part, seconds in parts.items():
+            metric.add_metric([self._model, _ENGINE, part], seconds)
+        return metric
+
+    def _cache_config(self, num_blocks: int) -> Metric:
+        metric = GaugeMetricFamily(
+            f"{self._prefix}:cache_config_info",
+            "Sizes of the KV cache, as labels.",
+            labels=["engine", "block_size", "num_gpu_blocks"],
+        )
+        sizes = (_ENGINE, str(self._engine.block_size), str(num_blocks))
+        metric.add_metric(sizes, 1.0)
         return metric
 
 

@@ -6,6 +6,8 @@ the engine: its own limits (context, queue) are the scheduler's.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from quickstep.server.api_keys import ApiKeys
 from quickstep.server.usage.price_book import PriceBook
 
 __all__ = [
+    "GOODPUT_TARGETS",
     "AnswerOptions",
     "BatchOptions",
     "ConnectionOptions",
@@ -22,6 +25,7 @@ __all__ = [
     "Deadlines",
     "FieldRules",
     "FileOptions",
+    "MetricsOptions",
     "RequestLimits",
     "ServerOptions",
     "TlsOptions",
@@ -230,6 +234,38 @@ class FieldRules(msgspec.Struct, frozen=True):
     refuse_hints: bool = False
 
 
+class MetricsOptions(msgspec.Struct, frozen=True):
+    """What `/metrics` reports, and where traces are sent.
+
+    Attributes:
+        prefix: What names begin with, before a colon; `vllm` gives vLLM's own names.
+        goodput_ms: Limits, in milliseconds, that a good request keeps, by `ttft` (time to first
+            token), `tpot` (mean time per further token of its slowest choice) and `e2el` (arrival
+            to end). Empty for no goodput.
+        otlp_traces_endpoint: The URL that gets OpenTelemetry's spans, over HTTP; None for none.
+    """
+
+    prefix: str = "quickstep"
+    goodput_ms: Mapping[str, float] = msgspec.field(default_factory=dict)
+    otlp_traces_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        if not _PREFIX.fullmatch(self.prefix):
+            raise ConfigError(
+                f"--metrics-prefix is {self.prefix!r}, it must be letters, digits and underscores"
+            )
+        for name, value in self.goodput_ms.items():
+            if name not in GOODPUT_TARGETS:
+                known = ", ".join(GOODPUT_TARGETS)
+                raise ConfigError(f"--goodput has no target {name!r}; there are {known}")
+            if not 0.0 < value < float("inf"):
+                raise ConfigError(f"--goodput {name} is {value:g}, it must be above 0 milliseconds")
+
+
+GOODPUT_TARGETS = ("ttft", "tpot", "e2el")
+_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,31}")
+
+
 class FileOptions(msgspec.Struct, frozen=True):
     """The directory of clients' files, and their limits.
 
@@ -302,6 +338,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         deadlines: How long requests may take.
         field_rules: What happens to fields that have no effect.
         answers: What responses contain that a request did not request.
+        metrics: Names of metrics, and targets of goodput.
         share_prefix_cache: Let the prompts of one API key hit the cached prompts of another, whose
             text they then can guess block by block.
         root_path: The path of this server behind a proxy, which the proxy removes.
@@ -328,6 +365,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     deadlines: Deadlines = msgspec.field(default_factory=Deadlines)
     field_rules: FieldRules = msgspec.field(default_factory=FieldRules)
     answers: AnswerOptions = msgspec.field(default_factory=AnswerOptions)
+    metrics: MetricsOptions = msgspec.field(default_factory=MetricsOptions)
     share_prefix_cache: bool = False
     root_path: str = ""
     access_log: bool = False

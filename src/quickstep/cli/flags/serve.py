@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,6 +147,28 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         choices=_LEVELS,
         default="info",
         help="lowest level to log (default: %(default)s)",
+    )
+    group.add_argument(
+        "--metrics-prefix",
+        default="quickstep",
+        metavar="NAME",
+        help="what the names of metrics begin with; vllm gives vLLM's own names "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--goodput",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TARGET:MS",
+        help="count the requests that keep all of these limits in milliseconds, such as ttft:500 "
+        "tpot:50 e2el:10000 (default: none)",
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send a span per request to this OpenTelemetry receiver, such as "
+        "http://localhost:4318/v1/traces (default: none; needs quickstep[otel])",
     )
     group.add_argument("--access-log", action="store_true", help="log one line per request")
 
@@ -347,6 +370,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         Deadlines,
         FieldRules,
         FileOptions,
+        MetricsOptions,
         ServerOptions,
         TlsOptions,
     )
@@ -380,6 +404,9 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         answers=AnswerOptions(
             always_usage=args.enable_force_include_usage,
             request_metrics=args.enable_per_request_metrics,
+        ),
+        metrics=MetricsOptions(
+            args.metrics_prefix, _goodput(args.goodput), args.otlp_traces_endpoint
         ),
         share_prefix_cache=args.share_prefix_cache,
         root_path=args.root_path,
@@ -454,6 +481,20 @@ def _usage_options(args: argparse.Namespace) -> UsageOptions:
         price_book=None if args.price_book is None else read_price_book(args.price_book),
         ledger=args.usage_db,
     )
+
+
+def _goodput(texts: Sequence[str]) -> dict[str, float]:
+    """The targets of `--goodput`, in milliseconds. Raises ConfigError."""
+    targets: dict[str, float] = {}
+    for text in texts:
+        name, _, number = text.partition(":")
+        try:
+            targets[name] = float(number)
+        except ValueError:
+            raise ConfigError(
+                f"--goodput {text!r} is no TARGET:MILLISECONDS, such as ttft:500"
+            ) from None
+    return targets
 
 
 def _limits(args: argparse.Namespace) -> RequestLimits:

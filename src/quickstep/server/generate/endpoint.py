@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -34,7 +34,7 @@ from quickstep.server.http.body import ClientDisconnect, body_of, unless_disconn
 from quickstep.server.http.errors import json_response
 from quickstep.server.http.event_stream import EventStream
 from quickstep.server.http.middleware import key_name, report_ignored
-from quickstep.server.metrics import Metrics, RequestMeter
+from quickstep.server.metrics import NO_HEADERS, Metrics, RequestMeter
 from quickstep.server.schema.field_reader import loosened_keyword
 from quickstep.server.usage.limits import Reservation
 from quickstep.server.usage.recorder import BATCHES
@@ -90,7 +90,7 @@ class GeneratingRoute:
                 parsed = replace(parsed, timings=True)
         try:
             answer = await unless_disconnected(
-                request.receive, self._open(parsed, caller, len(body))
+                request.receive, self._open(parsed, caller, len(body), request.headers)
             )
             report_ignored(request, answer.generation.loosened)
             if parsed.stream:
@@ -145,20 +145,28 @@ class GeneratingRoute:
         )
         return replace(parsed, request=owned, timeout_reason=served.deadlines.finish_reason)
 
-    async def _open(self, parsed: ParsedRequest, caller: str, body_bytes: int) -> _Answer:
+    async def _open(
+        self,
+        parsed: ParsedRequest,
+        caller: str,
+        body_bytes: int,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> _Answer:
         """Submit a request that the limits of the caller's key admit."""
         in_batch = parsed.request.endpoint == BATCHES
         num_tokens = _expected_tokens(parsed, body_bytes)
         reservation = self._served.limiter.admit(caller, num_tokens, in_batch)
         try:
-            return await self._submit(parsed, reservation)
+            return await self._submit(parsed, reservation, headers)
         except BaseException:
             reservation.release()
             raise
 
-    async def _submit(self, parsed: ParsedRequest, reservation: Reservation) -> _Answer:
+    async def _submit(
+        self, parsed: ParsedRequest, reservation: Reservation, headers: Mapping[str, str]
+    ) -> _Answer:
         assert parsed.writer is not None, "every adapter names its writer"
-        meter = self._metrics.meter(parsed)
+        meter = self._metrics.meter(parsed, headers)
         served = self._served
         generation = await open_generation(served.engine, parsed, served.limits, served.lanes)
         if generation.loosened and served.field_rules.refuse_hints:
