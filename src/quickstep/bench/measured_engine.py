@@ -45,7 +45,7 @@ from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec, with_context
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import KVCache
-from quickstep.ops.tensors import Device, torch_dtype
+from quickstep.ops.tensors import AnyTensor, Device, torch_dtype
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.sampling_params import SamplingParams
 from quickstep.types import FinishReason
@@ -276,7 +276,7 @@ class TimedModel:
         self._count_since(started)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: AnyTensor) -> AnyTensor:
         """`Model.logits`."""
         started = self._clock()
         logits = self._model.logits(hidden)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -24,10 +24,13 @@ from quickstep.ops.tensors import (
     INT32,
     INT64,
     UINT8,
+    AnyTensor,
     Device,
     DType,
     HostTensor,
     host_dtype,
+    to_numpy,
+    to_torch,
     torch_dtype,
 )
 
@@ -50,13 +53,13 @@ _CODE_DTYPES: Mapping[str, DType] = MappingProxyType(
 class TensorSource(Protocol):
     """Where packing reads tensors: a checkpoint's files, or `random_weights`."""
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> AnyTensor:
         """One tensor."""
 
-    def stacked(self, names: tuple[str, ...]) -> Tensor:
+    def stacked(self, names: tuple[str, ...]) -> AnyTensor:
         """Several tensors, one below the other along the first dimension."""
 
-    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+    def linear(self, names: tuple[str, ...]) -> AnyTensor | QuantizedWeight:
         """A matrix of `stacked` tensors as it is packed: quantized or not."""
 
     def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
@@ -84,11 +87,11 @@ class TensorReader:
         self._done_bytes = 0
         self._progress = progress
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> AnyTensor:
         """One tensor."""
         return self.stacked((name,))
 
-    def stacked(self, names: tuple[str, ...]) -> Tensor:
+    def stacked(self, names: tuple[str, ...]) -> AnyTensor:
         """Several tensors, one below the other along the first dimension."""
         dtypes = [self._stored_dtype(name) for name in names]
         if len(set(dtypes)) > 1:
@@ -105,26 +108,25 @@ class TensorReader:
             start = stop
         return self._placed(stored)
 
-    def _placed(self, stored: HostTensor) -> Tensor:
+    def _placed(self, stored: HostTensor) -> AnyTensor:
         """In the model's dtype, where its tensors are."""
         if isinstance(self._dtype, DType):
-            return cast("Tensor", stored.to(self._dtype))
+            return stored.to(self._dtype)
         return stored.to_torch().to(self._device.type, self._dtype)
 
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        if not isinstance(self._dtype, DType):
-            import torch
+    def _joined(self, parts: list[AnyTensor]) -> AnyTensor:
+        if isinstance(self._dtype, DType):
+            return HostTensor(np.concatenate([to_numpy(part) for part in parts]), self._dtype)
+        import torch
 
-            return torch.cat(parts)
-        joined = np.concatenate([part.numpy() for part in parts])
-        return cast("Tensor", HostTensor(joined, self._dtype))
+        return torch.cat([to_torch(part) for part in parts])
 
     @property
     def dtype(self) -> torch.dtype:
         """The model's."""
         return torch_dtype(self._dtype)
 
-    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+    def linear(self, names: tuple[str, ...]) -> AnyTensor | QuantizedWeight:
         """The stored matrix, not quantized."""
         return self.stacked(names)
 
@@ -179,4 +181,4 @@ class TensorReader:
 
 
 def _bytes_of(x: HostTensor) -> memoryview:
-    return memoryview(x.numpy().reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    return x.numpy().reshape(-1).view(np.uint8).data
