@@ -101,7 +101,7 @@ class QuantizingSource:
 
 
 def rounding_error(weight: Tensor, quantized: QuantizedWeight) -> float:
-    """Norm of what rounding changed over that of the weights, over a sample of the rows."""
+    """Norm of what rounding changed in a weight [N, C] over that of the weight, on sampled rows."""
     import torch
 
     rows = slice(None, None, max(1, weight.shape[0] // _SAMPLED_ROWS))

@@ -125,7 +125,7 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
         return (steps * self.scales.unsqueeze(2)).reshape(self.quants.shape)
 
     def unpacked(self) -> QuantizedWeight:
-        """The same weight without sub-block scales: in 8 bits, if it has any."""
+        """The same weight [N, C] without sub-block scales: in 8 bits, if it has any."""
         if self.sub_scales is None:
             return self
         spread = self.sub_scales.repeat_interleave(SUB_BLOCK_INPUTS, 1)
@@ -133,7 +133,7 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
         return QuantizedWeight((steps + 128).byte(), self.scales, None, 8, self.group_size)
 
     def rows(self, index: slice | Tensor) -> QuantizedWeight:
-        """Some of its outputs."""
+        """The outputs [n, C] at `index`."""
         parts = (self.zeros, self.sub_scales)
         zeros, sub_scales = (None if part is None else part[index] for part in parts)
         return QuantizedWeight(

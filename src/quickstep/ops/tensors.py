@@ -202,7 +202,7 @@ class HostTensor:
         return self._array
 
     def float(self) -> HostTensor:
-        """In float32."""
+        """The same elements in float32."""
         return self.to(FLOAT32)
 
     def to(self, dtype: DType) -> HostTensor:
@@ -252,14 +252,14 @@ def rounded(value: float, dtype: DType | torch.dtype) -> float:
 
 
 def to_numpy(x: AnyTensor) -> Array:
-    """The elements of either kind as an array, on the host."""
+    """The elements as an array of the same shape on the host; bfloat16 as bits."""
     if isinstance(x, HostTensor):
         return x.numpy()
     return x.cpu().numpy()
 
 
 def as_float64(x: AnyTensor) -> npt.NDArray[np.float64]:
-    """Floating point of either kind in float64, on the host."""
+    """Floating point in float64, as an array of the same shape on the host."""
     if isinstance(x, HostTensor):
         return x.float().numpy().astype(np.float64)
     values: npt.NDArray[np.float64] = x.double().cpu().numpy()
@@ -267,7 +267,7 @@ def as_float64(x: AnyTensor) -> npt.NDArray[np.float64]:
 
 
 def to_torch(x: AnyTensor) -> Tensor:
-    """Either kind as a tensor of torch, on the same memory."""
+    """A tensor of torch with the same memory: itself, or a view of a `HostTensor`."""
     return x.to_torch() if isinstance(x, HostTensor) else x
 
 

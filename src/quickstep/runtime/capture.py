@@ -192,7 +192,9 @@ class _BoundProgram:
         self._newest_counts = (hidden.shape[0], logits.shape[0])
 
     def results(self, num_hidden: int, num_logits: int) -> tuple[HostTensor, HostTensor]:
-        """Hidden states and logits; the views are kept for further steps of the same size."""
+        """Hidden states [num_hidden, C] and logits [num_logits, V]; the views are kept for further
+        steps of the same size.
+        """
         counts = (num_hidden, num_logits)
         if counts != self._newest_counts:
             self._newest = (self._hidden[:num_hidden], self._logits[:num_logits])

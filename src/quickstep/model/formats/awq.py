@@ -75,7 +75,7 @@ class AwqStorage:
         )
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The quantized values, outputs first."""
+        """The quantized values [N, C]; the files have them as [C, N]."""
         module = module_of(name)
         return QuantizedWeight(
             _outputs_first(reader.raw(f"{module}.qweight")),
@@ -88,8 +88,8 @@ class AwqStorage:
     def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
         """None: quantized values are packed in words here, so they are read."""
 
-    def is_void(self, name: str) -> bool:
-        """AWQ writes nothing in vain."""
+    def has_no_effect(self, name: str) -> bool:
+        """False: AWQ stores no tensor without effect."""
         del name
         return False
 

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "LOADED_KINDS",
     "NativeLoading",
     "NativeQuantized",
     "PackedQuantized",
@@ -138,8 +137,8 @@ class NativeQuantized:
         return QuantizedWeight(quants, scales, zeros, bits, group_size or inputs, sub_scales)
 
     def pack(self, weight: QuantizedWeight, bias: AnyTensor | None) -> LinearWeight:
-        """Copy quantized values and scales into the kernel's layout, in memory of the library's
-        own.
+        """Copy quantized values [N, C], scales and bias [N] into the kernel's layout, in memory of
+        the library's own.
         """
         quants, scales = weight.quants.contiguous(), weight.scales.float().contiguous()
         zeros = None if weight.zeros is None else weight.zeros.float().contiguous()
@@ -218,7 +217,7 @@ class _Form(msgspec.Struct, frozen=True):
 
 
 # qs_rows_kind of csrc/quickstep.h
-LOADED_KINDS: Mapping[str, int] = MappingProxyType(
+_LOADED_KINDS: Mapping[str, int] = MappingProxyType(
     {"F32": 0, "BF16": 1, "F16": 2, "I8": 3, "Q4_0": 4, "Q8_0": 5, "Q4_K": 6, "Q5_K": 7, "Q6_K": 8}
 )
 _FORMS = {
@@ -248,7 +247,7 @@ class _Matrix(ctypes.Structure):
     )
 
 
-class _CodeForm(ctypes.Structure):
+class _QuantizedForm(ctypes.Structure):
     """`qs_code_form` of csrc/quickstep.h, field by field."""
 
     _fields_ = (
@@ -276,13 +275,13 @@ class NativeLoading:
         outputs = sum(part.num_rows for part in stored.parts)
         with _opened(stored) as parts:
             matrix = _Matrix(
-                kind=LOADED_KINDS[stored.kind],
+                kind=_LOADED_KINDS[stored.kind],
                 num_parts=len(stored.parts),
                 n=outputs,
                 k=stored.num_inputs,
                 parts=ctypes.addressof(parts),
             )
-            if stored.rounding is None and LOADED_KINDS[stored.kind] < len(_PLAIN):
+            if stored.rounding is None and _LOADED_KINDS[stored.kind] < len(_PLAIN):
                 return self._plain(stored, matrix, bias)
             return self._quantized(stored, matrix, bias)
 
@@ -314,7 +313,7 @@ class NativeLoading:
             form = _Form(8, matrix.k // scales.shape[1], False)
         else:
             form = _FORMS[stored.kind]
-        call = _CodeForm(
+        call = _QuantizedForm(
             bits=form.bits,
             has_zeros=form.has_zeros,
             has_sub_scales=rounding is not None and rounding.has_sub_scales,

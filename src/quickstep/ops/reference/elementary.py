@@ -92,7 +92,7 @@ def rms_norm(x: Tensor, weight: AnyTensor, eps: float, offset: float) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: AnyTensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual); the sum is rounded to x's dtype first."""
+    """X, residual [T, C] -> (rms_norm(x + residual), x + residual); the sum is rounded first."""
     summed = (x.double() + residual.double()).float().to(x.dtype)
     return rms_norm(summed, weight, eps, offset), summed
 

@@ -111,7 +111,7 @@ def logits(
 
 
 def finished_logits(product: Tensor, divisor: float, softcap: float | None) -> Tensor:
-    """Widened to fp32, divided, then softcap * tanh(logits / softcap) in fp64."""
+    """[E, V] -> [E, V] fp32: widened, divided, then softcap * tanh(logits / softcap) in fp64."""
     wide = product.float()
     if divisor != 1.0:
         wide = wide / divisor
