@@ -16,8 +16,6 @@ from quickstep.model.checkpoint.fingerprint import Fingerprinting
 from quickstep.model.checkpoint.placement import (
     choose_device,
     choose_dtype,
-    resolve_device,
-    resolve_dtype,
 )
 from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.checkpoint.tensor_reader import (
@@ -59,14 +57,11 @@ if TYPE_CHECKING:
     from quickstep.ops.tensors import Device
 
 __all__ = [
-    "DecoderNames",
     "build_decoder",
     "check_requantization",
     "load_model",
     "quantizing",
     "reason_for_torch",
-    "resolve_device",
-    "resolve_dtype",
 ]
 
 

@@ -15,8 +15,9 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
+from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.formats.gptq import unpack_words
-from quickstep.model.formats.storage import Shape, Shapes, checked_group, module_of
+from quickstep.model.formats.storage import checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.table import QuantizedWeight
 

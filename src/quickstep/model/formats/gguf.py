@@ -23,9 +23,10 @@ from torch import Tensor
 from quickstep.model.checkpoint.gguf_spec import GGUF_ARCHITECTURE
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
+from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.formats.quantized_reader import RowOrder
-from quickstep.model.formats.storage import Shape, Shapes, checked_group
+from quickstep.model.formats.storage import checked_group
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.table import QuantizedWeight, StoredMatrix
 

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.model.checkpoint.tensor_reader import TensorReader
-from quickstep.model.formats.storage import MatrixStorage, Shapes
+from quickstep.model.checkpoint.tensor_schema import Shapes
+from quickstep.model.formats.storage import MatrixStorage
 from quickstep.ops.table import QuantizedWeight, StoredMatrix
 from quickstep.ops.tensors import to_torch
 

@@ -12,13 +12,11 @@ from typing import Protocol
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_reader import TensorReader
+from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.table import QuantizedWeight, StoredMatrix
 
-__all__ = ["MatrixStorage", "Shape", "Shapes", "checked_group", "module_of"]
-
-Shape = tuple[int, ...]
-Shapes = dict[str, Shape]
+__all__ = ["MatrixStorage", "checked_group", "module_of"]
 
 _LEAST_GROUP = 16
 
