@@ -12,7 +12,7 @@ from pathlib import Path
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
-from quickstep.model.spec import ModelSpec
+from quickstep.model.decoder_spec import ModelSpec
 from quickstep.ops.tensors import CPU, FLOAT32, Device, DType
 from quickstep.ops.torch_import import has_torch, require_torch
 
