@@ -34,6 +34,14 @@ class PolicyName(enum.Enum):
 
     MIXED = "mixed"
     PREFILL_FIRST = "prefill-first"
+    DECODE_FIRST = "decode-first"
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+    DEADLINE = "deadline"
+    FAIR = "fair"
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+    LENGTH_GROUPED = "length-grouped"
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -74,11 +82,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             resolved for the model and the memory.
         max_waiting: Waiting sequences beyond which `add` rejects a request; None for no limit.
         pipeline_depth: Steps in flight: 1 waits for each step, 2 plans the next while one runs.
-        policy: How a step's tokens are split between phases.
+        policy: Who is served first, and how a step's tokens are split between phases
+            (`core.policies`).
         inter_token_target_s: Limit of the step time in seconds, by which `mixed` chooses the size
             of prefill chunks; or twice the time of the decode rows, if that is longer.
         priority_aging_s: Waiting time in seconds after which a request gains one level of priority,
             so that requests of higher priority cannot delay it for ever.
+        batch_timeout_s: With the policies `dynamic` and `length-grouped`, how long the oldest
+            request waits in seconds for others, before its batch begins.
+        use_kv_cache: False computes all tokens of a sequence again for each of its tokens, to see
+            what the cache saves; the tokens are the same.
     """
 
     max_num_seqs: int = 64
@@ -89,6 +102,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     policy: PolicyName = PolicyName.MIXED
     inter_token_target_s: float = 0.2
     priority_aging_s: float = 10.0
+    batch_timeout_s: float = 0.1
+    use_kv_cache: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "pipeline_depth"):
@@ -102,6 +117,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
         if not 0 < self.priority_aging_s < math.inf:
             value = self.priority_aging_s
             raise ConfigError(f"--priority-aging-s is {value}, it must be above 0 and finite")
+        if not 0 <= self.batch_timeout_s < math.inf:
+            value = self.batch_timeout_s
+            raise ConfigError(f"--batch-timeout-s is {value}, it must be at least 0 and finite")
+        if not self.use_kv_cache and self.pipeline_depth > 1:
+            raise ConfigError("--no-kv-cache needs --pipeline-depth 1: a step needs all tokens")
 
 
 class LoadConfig(msgspec.Struct, frozen=True):

@@ -2,7 +2,8 @@
 
     QuickstepError
     ├── RequestError        the client's fault: HTTP 4xx, only this request fails
-    │   └── PromptTooLong       the prompt does not fit the context
+    │   ├── PromptTooLong       the prompt does not fit the context
+    │   └── FirstTokenTooLate   the predicted wait is longer than the request allows
     ├── EngineError         the engine's fault: HTTP 5xx, logged once with its traceback
     │   └── EngineDied          the engine's process ended before it finished the request
     ├── ConfigError         a start-up option or a checkpoint is not usable: exit code 2
@@ -17,6 +18,7 @@ __all__ = [
     "ConfigError",
     "EngineDied",
     "EngineError",
+    "FirstTokenTooLate",
     "OutOfBlocks",
     "PromptTooLong",
     "QuickstepError",
@@ -35,6 +37,7 @@ class RequestError(QuickstepError):
         param: The field at fault.
         status: The HTTP status.
         code: A code for programs; None for the default of the status.
+        retry_after_s: Seconds after which the request may succeed; None if unknown.
     """
 
     def __init__(
@@ -44,11 +47,13 @@ class RequestError(QuickstepError):
         param: str | None = None,
         status: int = 400,
         code: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.param = param
         self.status = status
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 class PromptTooLong(RequestError):
@@ -69,6 +74,21 @@ class PromptTooLong(RequestError):
             "--max-model-len",
             param="prompt",
             code="context_length_exceeded",
+        )
+
+
+class FirstTokenTooLate(RequestError):
+    """The first token cannot come before the request's deadline for it."""
+
+    def __init__(self, deadline_s: float, wait_s: float, first_token_s: float) -> None:
+        super().__init__(
+            f"the first token cannot come within {deadline_s * 1e3:.0f} ms: the predicted wait is "
+            f"{wait_s:.2f} s and its prompt takes {first_token_s:.2f} s; send the request again "
+            "later or raise ttft_deadline_ms",
+            param="ttft_deadline_ms",
+            status=503,
+            code="deadline_unreachable",
+            retry_after_s=max(1.0, wait_s + first_token_s - deadline_s),
         )
 
 

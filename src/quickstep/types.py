@@ -29,6 +29,7 @@ __all__ = [
     "Pooling",
     "PrefillCharge",
     "Request",
+    "RequestClass",
     "RowFailure",
     "RowOutput",
     "SamplingParams",
@@ -61,6 +62,13 @@ class Activity(enum.Enum):
     PAUSED = "paused"
 
 
+class RequestClass(enum.Enum):
+    """What a request is for: somebody waits for it, or it may take as long as it needs."""
+
+    INTERACTIVE = "interactive"
+    BATCH = "batch"
+
+
 class Pooling(enum.Enum):
     """How the final hidden states of a prompt become one embedding, which has the norm 1."""
 
@@ -72,7 +80,8 @@ class FinishReason(enum.Enum):
     """Why a sequence ended; `openai` maps it to the reasons of OpenAI's API.
 
     ERROR is a failure of the engine. REFUSED is a fault of the request: its constraints allow no
-    next token.
+    next token. DEADLINE ends a sequence at its time limit, with the text so far; SHED ends one that
+    waits and can no longer have its first token in time.
     """
 
     EOS = "eos"
@@ -83,17 +92,22 @@ class FinishReason(enum.Enum):
     POOLED = "pooled"
     ABORTED = "aborted"
     DEADLINE = "deadline"
+    SHED = "shed"
     ERROR = "error"
     REFUSED = "refused"
     SHUTDOWN = "shutdown"
 
     @property
     def openai(self) -> str:
-        """The `finish_reason` of OpenAI's API: `stop`, `length`, `abort` or `error`."""
+        """The `finish_reason` of OpenAI's API: `stop`, `length`, or one of those that it has no
+        name for: `timeout`, `abort`, `error`.
+        """
         if self in _STOPS:
             return "stop"
-        if self in (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_LIMIT, FinishReason.DEADLINE):
+        if self in (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_LIMIT):
             return "length"
+        if self is FinishReason.DEADLINE:
+            return "timeout"
         return "error" if self.is_failure else "abort"
 
     @property
@@ -123,6 +137,14 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
         cache_salt: Separates tenants in the prefix cache.
         timeout_s: Seconds after arrival at the scheduler until generation stops; None for no limit.
         pooling: Return an embedding of the prompt and generate nothing.
+        request_class: Requests of the class BATCH are served after interactive ones.
+        ttft_deadline_s: Seconds after arrival until the first token is useless: a request that
+            cannot have it in time ends with SHED before it starts. None for no limit.
+        tenant_weight: The part of the device that the tenant gets under the policy `fair`, in
+            proportion to the weights of the others.
+        endpoint: The path of the API through which it came, for accounting.
+        is_continuation: The prompt was charged in an earlier request, which this one continues
+            with a beam; for accounting.
     """
 
     request_id: str = ""
@@ -136,6 +158,11 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cache_salt: str = ""
     timeout_s: float | None = None
     pooling: Pooling | None = None
+    request_class: RequestClass = RequestClass.INTERACTIVE
+    ttft_deadline_s: float | None = None
+    tenant_weight: float = 1.0
+    endpoint: str = ""
+    is_continuation: bool = False
 
     @property
     def prompt_only(self) -> bool:

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from quickstep.config import LoadConfig
 from quickstep.errors import ConfigError
+from quickstep.model.checkpoint.placement import choose_device, choose_dtype
 from quickstep.model.checkpoint.safetensors_files import open_tensor_files
 from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.checkpoint.tensor_schema import layer_tensors, outer_tensors
 from quickstep.model.decoder import Decoder
 from quickstep.model.interface import Model
-from quickstep.model.loader import load_model, resolve_device, resolve_dtype
+from quickstep.model.loader import load_model
 from quickstep.model.spec import read_spec
 from quickstep.ops.table import LinearWeight, OpTable
 
@@ -112,15 +113,15 @@ def test_auto_dtype_is_the_configs_then_the_files(tmp_path: Path) -> None:
     save_file(halves, tmp_path / "b" / "model.safetensors")
     assert load(tmp_path / "b").kv_shape.dtype is torch.float16
     with pytest.raises(ConfigError, match="int3"):
-        resolve_dtype("int3", read_spec(tmp_path / "a"))
+        choose_dtype("int3", read_spec(tmp_path / "a"))
 
 
 def test_an_unknown_or_absent_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="'tpu'"):
-        resolve_device("tpu")
+        choose_device("tpu")
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no GPU"):
-            resolve_device("cuda")
+            choose_device("cuda")
 
 
 def test_position_tables_cover_the_length_that_was_asked(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import transformers
 
 from quickstep.errors import ConfigError
 from quickstep.model.architectures import ARCHITECTURES
-from quickstep.model.spec import ModelSpec, parse_spec
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.model.spec import parse_spec
 
 SIZES = {
     "vocab_size": 1000,

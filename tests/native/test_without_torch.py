@@ -19,6 +19,7 @@ from quickstep.model.checkpoint.weights import open_weights
 from quickstep.model.loader import load_model, reason_for_torch
 from quickstep.model.spec import read_spec
 from quickstep.ops.native.backend import load_native
+from quickstep.ops.native.recorder import NativeRecorder, NotCapturable
 from quickstep.ops.tensors import (
     BFLOAT16,
     CPU,
@@ -27,6 +28,7 @@ from quickstep.ops.tensors import (
     DType,
     HostTensor,
     rounded,
+    to_numpy,
     to_torch,
     torch_dtype,
 )
@@ -71,8 +73,7 @@ def test_an_engine_that_cannot_import_torch_answers_to_the_bit_as_one_that_runs_
 @pytest.mark.parametrize("target", [FLOAT32, BFLOAT16, FLOAT16])
 def test_floating_point_is_converted_as_torch_does(source: DType, target: DType) -> None:
     values = torch.tensor(_VALUES).to(torch_dtype(source))
-    stored = values.view(torch.int16) if source == BFLOAT16 else values
-    host = HostTensor(stored.numpy().view(source.storage), source)
+    host = as_host(values, source)
     assert torch.equal(bits(to_torch(host)), bits(values))
     got, expected = to_torch(host.to(target)), values.to(torch_dtype(target))
     is_number = ~expected.isnan()
@@ -96,6 +97,44 @@ def test_slices_and_shapes_of_a_host_tensor_are_views() -> None:
     assert whole.view(2, 12).shape == (2, 12) and whole.data_ptr() % 64 == 0
     to_torch(whole)[0, 0] = 7.0
     assert whole.numpy()[0, 0] == 7.0
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16])
+def test_logits_of_host_tensors_are_host_tensors_with_the_bits_of_torch(dtype: DType) -> None:
+    ops = load_native(2)
+    assert ops is not None
+    generator = torch.Generator().manual_seed(5)
+    kind = torch_dtype(dtype)
+    weight, bias, hidden = (
+        torch.randn(shape, generator=generator).to(kind) for shape in ((96, 64), (96,), (3, 64))
+    )
+    assert ops.pack_linear(weight, bias).bias is None  # the packed weight has a copy of it
+    expected = ops.logits(hidden, ops.pack_linear(weight, bias), 1.5, 30.0)
+    on_host = [as_host(x, dtype) for x in (weight, bias, hidden)]
+    got = ops.logits(on_host[2], ops.pack_linear(on_host[0], on_host[1]), 1.5, 30.0)
+    assert isinstance(got, HostTensor) and got.dtype == FLOAT32
+    assert np.array_equal(got.numpy(), to_numpy(expected))
+
+
+def as_host(x: torch.Tensor, dtype: DType) -> HostTensor:
+    stored = x.view(torch.int16) if dtype == BFLOAT16 else x
+    return HostTensor(stored.numpy().view(dtype.storage), dtype)
+
+
+def test_slots_and_block_tables_cannot_be_read_while_a_step_is_recorded() -> None:
+    ops = load_native(1)
+    assert ops is not None
+    recorder = NativeRecorder(16)
+    table = recorder.table(ops)
+    weight = HostTensor.empty((8, 4), FLOAT32)
+    rows = table.embedding(recorder.layout.positions, weight, FLOAT32)
+    for unread in (recorder.layout.slot_mapping, recorder.layout.block_tables):
+        with pytest.raises(NotCapturable):
+            table.embedding(unread, weight, FLOAT32)
+        with pytest.raises(NotCapturable):
+            table.rms_norm(rows, unread, 1e-6, 0.0)
+        with pytest.raises(NotCapturable):
+            _ = rows[unread]
 
 
 def test_a_model_in_host_tensors_can_be_run_op_by_op_on_the_same_memory() -> None:

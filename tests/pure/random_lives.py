@@ -14,7 +14,7 @@ from shadow_executor import EOS, STOP, Trouble
 from quickstep.config import PolicyName
 from quickstep.core.block_pool import chain_digest
 from quickstep.core.scheduler import Scheduler
-from quickstep.types import Pooling, Request, SamplingParams, StepPlan
+from quickstep.types import Pooling, Request, RequestClass, SamplingParams, StepPlan
 
 
 def draw_setup(rng: Random) -> Setup:
@@ -62,6 +62,9 @@ def random_request(rng: Random, setup: Setup, request_id: str, alike: bool = Fal
         cache_salt="" if alike else rng.choice(("", "", "", "tenant")),
         timeout_s=rng.choice((None, None, None, rng.choice((0.0, 0.01, 0.1)))),
         pooling=pooling,
+        tenant=rng.choice(("", "a", "b", "b/user")),
+        request_class=rng.choice(list(RequestClass)),
+        tenant_weight=rng.choice((0.5, 1.0, 3.0)),
     )
 
 

@@ -18,8 +18,9 @@ from shadow_executor import ShadowExecutor, Sizes, Trouble
 from quickstep.config import PolicyName, SchedulerConfig
 from quickstep.core.block_pool import Digest, KVBlockPool, chain_digest
 from quickstep.core.cost_model import CostModel, LinearCostModel
-from quickstep.core.policies import Policy, StepView, make_policy
+from quickstep.core.policies import Policy, PrefillFirstPolicy, StepView, make_policy
 from quickstep.core.scheduler import Scheduler
+from quickstep.core.service_order import PriorityOrder
 from quickstep.errors import RequestError
 from quickstep.types import (
     Activity,
@@ -70,6 +71,7 @@ class Setup:
     inter_token_target_s: float = 0.005
     priority_aging_s: float = 10.0
     max_waiting: int | None = None
+    use_kv_cache: bool = True
     halves: bool = False  # a policy of its own, in place of `policy`
 
     @property
@@ -83,6 +85,7 @@ class Setup:
             policy=self.policy,
             inter_token_target_s=self.inter_token_target_s,
             priority_aging_s=self.priority_aging_s,
+            use_kv_cache=self.use_kv_cache,
         )
 
     @property
@@ -115,21 +118,17 @@ class Received:
         return (self.token_ids, self.reason, self.prompt_logprobs, self.embedding)
 
 
-@dataclass(frozen=True)
-class HalvesPolicy:
+class HalvesPolicy(PrefillFirstPolicy):
     """Prefill first with half of a step, then decode: preempts more than the built-in ones."""
-
-    phases: tuple[Phase, Phase] = (Phase.PREFILL, Phase.DECODE)
 
     def tokens(self, phase: Phase, view: StepView, cost_model: CostModel) -> int:
         return (view.num_tokens_left + 1) // 2 if phase is Phase.PREFILL else view.num_tokens_left
 
-    def wakeup(self, view: StepView) -> float | None:
-        return None
-
 
 def policy_of(setup: Setup) -> Policy:
-    return HalvesPolicy() if setup.halves else make_policy(setup.config)
+    if setup.halves:
+        return HalvesPolicy(PriorityOrder(setup.priority_aging_s))
+    return make_policy(setup.config)
 
 
 class CountingPool(KVBlockPool):
@@ -211,7 +210,7 @@ class World:
         plan = self.scheduler.plan(self.now)
         self.scheduler.check()
         if plan is None:
-            stuck = self.active and not self.in_flight
+            stuck = self.active and not self.in_flight and not self.waits_for_more
             assert not stuck, "nothing is in flight, sequences live, and no step is planned"
             return None
         self._holders |= {one.slot: one.sequence_id for one in plan.admitted}
@@ -273,6 +272,12 @@ class World:
         self._run_while(self.scheduler.has_work, max_steps)
         assert not self.live, "the scheduler is idle and sequences live"
 
+    @property
+    def waits_for_more(self) -> bool:
+        """Whether the policy waits for more requests, for a limited time."""
+        waits = self.setup.policy in (PolicyName.DYNAMIC, PolicyName.LENGTH_GROUPED)
+        return waits and self.scheduler.wakeup(self.now) is not None
+
     def _run_while(self, goes_on: Callable[[], bool], max_steps: int) -> None:
         for _ in range(max_steps):
             if not goes_on():
@@ -281,6 +286,8 @@ class World:
                 pass
             if self.in_flight:
                 self.commit()
+            elif self.waits_for_more:
+                self.advance(self.setup.config.batch_timeout_s)
         assert not goes_on(), f"work is left after {max_steps} steps"
 
     def verify(self) -> None:

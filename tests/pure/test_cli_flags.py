@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,7 @@ from quickstep.server.options import (
     FieldRules,
     RequestLimits,
     TlsOptions,
+    UsageOptions,
 )
 
 
@@ -47,6 +49,21 @@ def one_sentence(done: subprocess.CompletedProcess[str]) -> str:
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     return line
+
+
+def test_the_flags_of_usage_read_and_check_their_files(tmp_path: Path) -> None:
+    assert server_options(parsed("serve")).usage == UsageOptions()
+    prices, database = tmp_path / "prices.yaml", tmp_path / "usage.db"
+    prices.write_text("models: {demo: {output_per_million: 2}}")
+    flags = ("serve", "--price-book", str(prices), "--usage-db", str(database))
+    usage = server_options(parsed(*flags)).usage
+    assert usage.price_book is not None
+    assert usage.price_book.price("demo").output_per_million == 2
+    assert usage.ledger == database and database.is_file()
+    for flag, message in (("--usage-db", "not a database"), ("--price-book", "no price")):
+        (tmp_path / "bad").write_text("# no content\n" * 100)
+        with pytest.raises(ConfigError, match=message):
+            server_options(parsed("serve", flag, str(tmp_path / "bad")))
 
 
 def test_no_flags_give_the_default_configuration() -> None:

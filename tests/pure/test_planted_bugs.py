@@ -61,6 +61,7 @@ _MODULES = (
     "cost_model",
     "sequence",
     "step",
+    "service_order",
     "queues",
     "accounting",
     "policies",
@@ -174,13 +175,13 @@ _BUGS = {
     "paused-prompt-continues": ("sequence", "return 0 if self.is_paused else max(", "return max("),
     "paused-is-admitted": (
         "queues",
-        "return None if first is None or first.is_paused else first",
-        "return first",
+        "if not one.is_paused and (first is None or (rank, one.rank) < first):",
+        "if first is None or (rank, one.rank) < first:",
     ),
     "paused-blocks-the-queue": (
         "queues",
-        "insort(self._sequences, sequence, key=_rank)",
-        "insort(self._sequences, sequence, key=lambda one: (False, *one.rank[1:]))",
+        "insort(queue, sequence, key=_rank)",
+        "insort(queue, sequence, key=lambda one: (False, *one.rank[1:]))",
     ),
     "paused-is-never-preempted": (
         "scheduler",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from quickstep.core.queues import Deadlines, WaitingQueue
+from quickstep.core.queues import Deadlines, Due, WaitingQueue
 from quickstep.core.sequence import Sequence
+from quickstep.core.service_order import PriorityOrder
 from quickstep.types import Request
 
 
@@ -13,11 +14,11 @@ def arrive(
     arrival: int, priority: int = 0, timeout_s: float | None = None, now: float = 0.0
 ) -> Sequence:
     request = Request(f"r{arrival}", (1,), priority=priority, timeout_s=timeout_s)
-    return Sequence(request, 0, arrival, now, aging_s=10.0)
+    return Sequence(request, 0, arrival, now, PriorityOrder(10.0).rank(request, now, 0.0))
 
 
 def test_the_queue_orders_by_priority_then_arrival_and_puts_paused_ones_last() -> None:
-    queue = WaitingQueue()
+    queue = WaitingQueue(PriorityOrder(10.0))
     paused = arrive(4, priority=-9)
     for sequence in (arrive(3, priority=1), arrive(2), arrive(1), paused, arrive(5, priority=-1)):
         queue.push(sequence)
@@ -30,7 +31,7 @@ def test_the_queue_orders_by_priority_then_arrival_and_puts_paused_ones_last() -
 
 
 def test_a_sequence_gains_a_level_of_priority_for_every_aging_time_that_it_waits() -> None:
-    queue = WaitingQueue()
+    queue = WaitingQueue(PriorityOrder(10.0))
     for number, priority, now in (
         (1, 2, 0.0),
         (2, 0, 19.0),
@@ -53,8 +54,9 @@ def test_deadlines_come_in_their_order_whatever_was_dropped_between() -> None:
             live.append(sequence)
     live.sort(key=lambda sequence: sequence.deadline_s or 0.0)
     first = [sequence for sequence in live if (sequence.deadline_s or 0.0) <= 0.3]
-    assert deadlines.pop_due(0.3) == first
-    assert deadlines.pop_due(1.0) == live[len(first) :]
+    assert list(deadlines.pop_due(0.3)) == [(sequence, Due.EXPIRE) for sequence in first]
+    rest = [(sequence, Due.EXPIRE) for sequence in live[len(first) :]]
+    assert list(deadlines.pop_due(1.0)) == rest
     assert deadlines.next_s() is None
 
 

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from quickstep.config import CacheConfig, SchedulerConfig
 from quickstep.errors import ConfigError
+from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.sizing import (
     DEFAULT_KV_BYTES,
     GIB,
@@ -17,7 +18,7 @@ from quickstep.model.sizing import (
     plan_memory,
     weight_bytes,
 )
-from quickstep.model.spec import ModelSpec, parse_spec
+from quickstep.model.spec import parse_spec
 
 LLAMA_70B = parse_spec(
     {

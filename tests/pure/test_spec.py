@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from quickstep.errors import ConfigError
+from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.rope_spec import RopeKind
-from quickstep.model.spec import ModelSpec, parse_spec, read_spec
+from quickstep.model.spec import parse_spec, read_spec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

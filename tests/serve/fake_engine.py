@@ -18,7 +18,7 @@ from typing import Any
 from quickstep.core.accounting import SchedulerStats, Totals
 from quickstep.core.block_pool import PoolStats
 from quickstep.engine.stats import EngineState, EngineStats
-from quickstep.engine.step_log import StepLog
+from quickstep.engine.step_log import SequenceRecord, StepLog
 from quickstep.engine.stream import Delta
 from quickstep.engine.tool_calls.formats import OutputFormats, formats_of
 from quickstep.errors import EngineError, PromptTooLong, RequestError
@@ -129,6 +129,7 @@ class Submitted:
     deadline_s: float | None = None
     pooling: Pooling | None = None
     request_id: str = field(default="", compare=False)
+    endpoint: str = field(default="", compare=False)
 
 
 class FakeStream:
@@ -186,6 +187,7 @@ class FakeStream:
         end = (END_ID,) * (reason is FinishReason.EOS)
         logprobs = self._logprobs(END_ID) if end else ()
         timings = self._timings(emitted + len(end))
+        self._log(index, reason, timings)
         stopped_by = script.stop_reason
         yield Delta(index, "", end, logprobs, reason, stopped_by, timings, script.error)
 
@@ -195,7 +197,22 @@ class FakeStream:
             return Delta(0, finish_reason=FinishReason.DEADLINE)
         angle = float(len(self.prompt_token_ids)) + (self._item.pooling is Pooling.MEAN)
         vector = (math.cos(angle), math.sin(angle))
+        self._log(0, FinishReason.POOLED, self._timings(0))
         return Delta(0, finish_reason=FinishReason.POOLED, embedding=vector)
+
+    def _log(self, index: int, reason: FinishReason, timings: SequenceTimings) -> None:
+        self._engine.step_log.add_sequence(
+            SequenceRecord(
+                request_id=self.request_id,
+                index=index,
+                tenant=self._item.tenant,
+                priority=self._item.priority,
+                seed=self.seed,
+                finish_reason=reason,
+                timings=timings,
+                endpoint=self._item.endpoint,
+            )
+        )
 
     def _prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...]:
         num_top = self._sampling.prompt_logprobs or 0
@@ -256,9 +273,9 @@ class FakeEngine:
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
     submitted: list[Submitted] = field(default_factory=list)
     open_streams: set[FakeStream] = field(default_factory=set)
+    step_log: StepLog = field(default_factory=StepLog)
     refusals: list[Exception] = field(default_factory=list)
     loop: asyncio.AbstractEventLoop | None = None
-    step_log: StepLog = field(default_factory=StepLog)
     timings: dict[str, dict[int, SequenceTimings]] = field(default_factory=dict)
 
     @property
@@ -326,6 +343,7 @@ class FakeEngine:
             request.timeout_s,
             pooling,
             request.request_id,
+            request.endpoint,
         )
         self.submitted.append(item)
         stream = FakeStream(self, item, f"r{len(self.submitted)}")

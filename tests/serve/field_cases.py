@@ -120,6 +120,7 @@ SAMPLING: Cases = {
         user=("ann", lambda seen: seen.submitted.tenant == "ann"),
         priority=(-3, lambda seen: seen.submitted.priority == -3),
         cache_salt=("x", lambda seen: seen.submitted.cache_salt == "x"),
+        quickstep_timings=(True, lambda seen: "device_s" in seen.answer.get("quickstep", {})),
     ),
     "thinking_budget": Case(7, sampled("thinking_budget", 7), engine=thinking),
     "stream_options": Case(

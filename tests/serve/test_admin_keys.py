@@ -6,14 +6,15 @@ import asyncio
 
 import httpx
 import pytest
+from fake_engine import FakeEngine
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.errors import ConfigError
 from quickstep.server.api_keys import ApiKeys
 from quickstep.server.app_parts import starlette_app
+from quickstep.server.generate.adapter import Served, output_formats
 from quickstep.server.http.route import ApiRoute
-from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.options import ServerOptions
 
 KEYS = ApiKeys(["ann=secret-a"], ["root=secret-r"])
@@ -27,7 +28,9 @@ def ask(
     keys: ApiKeys, key: str = "", client: str = "127.0.0.1", headers: dict[str, str] | None = None
 ) -> httpx.Response:
     route = ApiRoute("GET", "/debug/thing", _answer, "For operators.", needs_admin=True)
-    app = starlette_app([route], ServerOptions(api_keys=keys), WorkLanes())
+    options, engine = ServerOptions(api_keys=keys), FakeEngine()
+    served = Served(engine, ("fake",), options.limits, output_formats(engine, options))
+    app = starlette_app([route], options, served)
     sent = {**(headers or {}), **({"x-api-key": key} if key else {})}
 
     async def run() -> httpx.Response:

@@ -235,7 +235,7 @@ def test_defaults_that_clients_write_out_pass_with_a_search(route: str) -> None:
 def test_the_ends_say_why() -> None:
     engine = FakeEngine(script=Script(FinishReason.DEADLINE))
     choice = answered({"max_tokens": 50}, engine)["choices"][0]
-    assert choice["finish_reason"] == "length"
+    assert choice["finish_reason"] == "timeout"
     assert choice["stop_reason"] is None  # a script says nothing of its own
     ending = chunks(post({"stream": True}).text)[-1]["choices"][0]
     assert ending["stop_reason"] is None

@@ -148,7 +148,7 @@ def test_continuous_usage_counts_along() -> None:
         (FinishReason.EOS, "stop"),
         (FinishReason.STOP_STRING, "stop"),
         (FinishReason.CONTEXT_LIMIT, "length"),
-        (FinishReason.DEADLINE, "length"),
+        (FinishReason.DEADLINE, "timeout"),
         (FinishReason.ABORTED, "abort"),
     ],
 )

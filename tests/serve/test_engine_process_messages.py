@@ -42,7 +42,7 @@ st.register_type_strategy(
         n=st.integers(1, 9),
         temperature=st.floats(0, 9),
         top_p=st.floats(0.01, 1),
-        top_k=st.integers(-1, 2**31),
+        top_k=st.integers(-1, 2**31 - 1),
         min_p=st.floats(0, 1),
         presence_penalty=st.floats(-2, 2),
         frequency_penalty=st.floats(-2, 2),

@@ -8,7 +8,8 @@ import httpx
 import msgspec
 import pytest
 from client import MESSAGES, client_of, frames
-from fake_engine import WORDS, FakeEngine, Script
+from fake_engine import WORDS, FakeEngine, FakeStream, Script
+from msgspec.structs import replace
 
 from quickstep.server.app import create_app
 from quickstep.server.llama_cpp.response_types import (
@@ -17,7 +18,7 @@ from quickstep.server.llama_cpp.response_types import (
     LlamaProps,
     ServerLoad,
 )
-from quickstep.types import FinishReason
+from quickstep.types import FinishReason, SequenceTimings
 
 TEXT = "".join(WORDS)
 
@@ -43,6 +44,21 @@ def streamed(engine: FakeEngine | None = None, **fields: Any) -> list[dict[str, 
     return [
         json.loads(data) for data in frames(call("POST", "/completion", engine, json=sent).text)
     ]
+
+
+def test_timings_leave_out_what_a_completion_waited_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timings_of = FakeStream._timings
+
+    def preempted(stream: FakeStream, num_output_tokens: int) -> SequenceTimings:
+        waited = {"preempted_s": 2.0, "paused_s": 1.0, "finished_s": 4.0}
+        return replace(timings_of(stream, num_output_tokens), **waited)
+
+    monkeypatch.setattr(FakeStream, "_timings", preempted)
+    timings = complete(n_predict=4, prompt="abcdef")["timings"]
+    assert (timings["prompt_n"], timings["prompt_ms"]) == (4, 250.0)
+    assert (timings["predicted_n"], timings["predicted_ms"]) == (4, 750.0)
 
 
 def test_a_completion_has_llama_cpps_fields() -> None:

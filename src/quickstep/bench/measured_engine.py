@@ -36,16 +36,16 @@ from quickstep.engine.machine import places_for
 from quickstep.engine.text.tokenizer import Tokenizer
 from quickstep.errors import EngineError
 from quickstep.model.checkpoint.fingerprint import fingerprint_with_kv
+from quickstep.model.checkpoint.placement import choose_device, choose_dtype
 from quickstep.model.checkpoint.random_weights import RandomValues, random_model
 from quickstep.model.decoder import Decoder, LayerWeights, MLPWeights
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import ForwardBatch, KVShape, Model
-from quickstep.model.loader import resolve_device, resolve_dtype
 from quickstep.model.sizing import MemoryPlan, weight_bytes
 from quickstep.model.spec import parse_spec, with_context
 from quickstep.ops.resolve import resolve_ops
 from quickstep.ops.table import KVCache
-from quickstep.ops.tensors import Device, torch_dtype
+from quickstep.ops.tensors import AnyTensor, Device, torch_device, torch_dtype
 from quickstep.runtime.kv_cache import allocate_kv
 from quickstep.sampling_params import SamplingParams
 from quickstep.types import FinishReason
@@ -127,8 +127,8 @@ def open_shape(
     started_s = time.monotonic()
     set_threads(config.load.num_threads)
     spec = with_context(parse_spec(shape), config.max_model_len, config.allow_long_context)
-    device = resolve_device(config.load.device)
-    dtype = resolve_dtype(config.load.dtype, spec)
+    device = torch_device(choose_device(config.load.device))
+    dtype = torch_dtype(choose_dtype(config.load.dtype, spec))
     isa = os.environ.get("QUICKSTEP_CPU_ISA")
     places = places_for(config.load.pin_threads)
     ops = resolve_ops(device, "auto", config.load.num_threads, isa, places)
@@ -276,7 +276,7 @@ class TimedModel:
         self._count_since(started)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: AnyTensor) -> AnyTensor:
         """`Model.logits`."""
         started = self._clock()
         logits = self._model.logits(hidden)

@@ -27,6 +27,7 @@ from torch import Tensor
 from quickstep.errors import ConfigError
 from quickstep.model.interface import ForwardBatch, Model
 from quickstep.ops.table import KVCache, PagedLayout
+from quickstep.ops.tensors import to_torch
 from quickstep.runtime.kv_probe import BLOCK_SIZE, kv_of_one_sequence
 
 __all__ = [
@@ -136,7 +137,7 @@ def compare(reference: Reference, model: Model, kv_dtype: str = "auto") -> TextA
 
 def _log_probs(model: Model, hidden: Tensor) -> Tensor:
     """[E, hidden] -> [E, V] in float64, since differences in the last digits are measured."""
-    return torch.log_softmax(model.logits(hidden).double(), dim=-1).cpu()
+    return torch.log_softmax(to_torch(model.logits(hidden)).double(), dim=-1).cpu()
 
 
 def _hidden(model: Model, windows: Sequence[tuple[int, ...]], kv_dtype: str) -> list[Tensor]:

@@ -32,11 +32,12 @@ _COMMANDS = (
     "chat",
     "batch",
     "demo",
+    "usage",
+    "why",
+    "trace",
     "verify",
     "doctor",
     "bench",
-    "why",
-    "trace",
 )
 
 

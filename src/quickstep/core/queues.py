@@ -7,50 +7,76 @@ prompt block is registered for prefix hits when its computation is planned.
 
 from __future__ import annotations
 
+import enum
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from itertools import chain
 
 from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.sequence import Residency, Sequence, SequenceState
+from quickstep.core.sequence import Rank, Residency, Sequence, SequenceState
+from quickstep.core.service_order import ServiceOrder
 
-__all__ = ["Deadlines", "RunningBatch", "WaitingQueue"]
+__all__ = ["AdmissionRate", "Deadlines", "Due", "RunningBatch", "WaitingQueue"]
+
+
+_MIN_ADMISSIONS = 8  # before a rate is known
 
 
 class WaitingQueue:
-    """Sequences that wait to be admitted, for the first time or again after a preemption."""
+    """Sequences that wait to be admitted, for the first time or again after a preemption.
 
-    def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
+    They wait in the queues that `order` names, each sorted by rank.
+    """
+
+    def __init__(self, order: ServiceOrder) -> None:
+        self._order = order
+        self._queues: dict[str, list[Sequence]] = {}
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return sum(map(len, self._queues.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+        return chain.from_iterable(self._queues.values())
 
     @property
     def num_active(self) -> int:
-        """How many are not paused; they are first."""
-        return bisect_left(self._sequences, True, key=_is_paused)
+        """How many are not paused; they are first in their queues."""
+        return sum(map(_num_active, self._queues.values()))
+
+    @property
+    def num_served(self) -> int:
+        """How many are not paused, in the queues that are served now."""
+        served = (queue for _, queue in self._served())
+        return sum(map(_num_active, served))
 
     @property
     def head(self) -> Sequence | None:
         """The sequence that is admitted next; None if there is none that is not paused."""
-        first = self._sequences[0] if self._sequences else None
-        return None if first is None or first.is_paused else first
+        first: tuple[float, Rank] | None = None
+        head = None
+        for rank, queue in self._served():
+            one = queue[0]
+            if not one.is_paused and (first is None or (rank, one.rank) < first):
+                first, head = (rank, one.rank), one
+        return head
 
     def push(self, sequence: Sequence) -> None:
         """Insert by rank, which does not change while the sequence waits."""
-        insort(self._sequences, sequence, key=_rank)
+        queue = self._queues.setdefault(self._order.queue_of(sequence.request), [])
+        insort(queue, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, which must be queued."""
-        index = bisect_left(self._sequences, sequence.rank, key=_rank)
-        assert self._sequences[index] is sequence, f"{sequence.sequence_id} is not queued"
-        del self._sequences[index]
+        name = self._order.queue_of(sequence.request)
+        queue = self._queues[name]
+        index = bisect_left(queue, sequence.rank, key=_rank)
+        assert queue[index] is sequence, f"{sequence.sequence_id} is not queued"
+        del queue[index]
+        if not queue:
+            del self._queues[name]
 
     def set_paused(self, sequence: Sequence, is_paused: bool, now: float) -> None:
         """Pause or resume a queued sequence."""
@@ -58,19 +84,34 @@ class WaitingQueue:
         sequence.set_paused(is_paused, now)
         self.push(sequence)
 
+    def relegate(self, sequence: Sequence) -> None:
+        """Put a queued sequence behind all others that are not paused."""
+        self.remove(sequence)
+        sequence.relegate()
+        self.push(sequence)
+
     def check(self) -> None:
         """Raise AssertionError unless all wait, in order."""
-        for sequence in self._sequences:
-            assert sequence.state in (SequenceState.WAITING, SequenceState.PREEMPTED)
-        ranks = [sequence.rank for sequence in self._sequences]
-        assert ranks == sorted(set(ranks)), "the queue is out of order"
+        for name, queue in self._queues.items():
+            assert queue, f"the queue {name} is empty"
+            for sequence in queue:
+                assert sequence.state in (SequenceState.WAITING, SequenceState.PREEMPTED)
+            ranks = [sequence.rank for sequence in queue]
+            assert ranks == sorted(set(ranks)), "the queue is out of order"
+
+    def _served(self) -> Iterator[tuple[float, list[Sequence]]]:
+        for name, queue in self._queues.items():
+            rank = self._order.queue_rank(name)
+            if rank is not None:
+                yield rank, queue
 
 
 class RunningBatch:
     """Running sequences by rank, in `num_slots` slots, with block tables in `pool`."""
 
-    def __init__(self, pool: KVBlockPool, num_slots: int) -> None:
+    def __init__(self, pool: KVBlockPool, num_slots: int, order: ServiceOrder) -> None:
         self._pool = pool
+        self._order = order
         self._num_slots = num_slots
         self._running: list[Sequence] = []
         self._free_slots = deque(range(num_slots))
@@ -86,7 +127,7 @@ class RunningBatch:
     @property
     def num_active(self) -> int:
         """How many are not paused; they are first."""
-        return bisect_left(self._running, True, key=_is_paused)
+        return _num_active(self._running)
 
     @property
     def has_prefill(self) -> bool:
@@ -97,28 +138,24 @@ class RunningBatch:
                 return True
         return False
 
-    def hits_if_it_fits(self, sequence: Sequence) -> tuple[int, ...] | None:
+    def hits_if_it_fits(self, sequence: Sequence, num_reserved: int = 0) -> tuple[int, ...] | None:
         """The cached blocks that `sequence` would start from; None if it does not fit now.
 
         It fits if there are blocks for all its known tokens, and one more for each running sequence
-        to grow.
+        to grow, or `num_reserved` for all of them.
         """
         if not self._free_slots:
             return None
         hits = self._lookup(sequence)
-        return hits if self._fits(sequence, hits, ()) else None
+        return hits if self._fits(sequence, hits, (), num_reserved) else None
 
     def victims_for(self, sequence: Sequence) -> tuple[Sequence, ...]:
         """The fewest sequences to preempt so that `sequence` fits, last rank first.
 
         Empty if it fits already, or would not fit even without all those that it may preempt.
         """
-        lower: list[Sequence] = []
-        for candidate in reversed(self._running):
-            if candidate.rank < sequence.rank:
-                break
-            if sequence.may_preempt(candidate):
-                lower.append(candidate)
+        may_preempt = self._order.may_preempt
+        lower = [one for one in reversed(self._running) if may_preempt(sequence, one)]
         hits = self._lookup(sequence) if lower else ()
         if not lower or not self._fits(sequence, hits, lower):
             return ()
@@ -144,6 +181,7 @@ class RunningBatch:
             planned=len(hits) * self._pool.block_size,
         )
         sequence.admit(residency, now)
+        self._order.admitted(sequence)
         insort(self._running, sequence, key=_rank)
         return residency
 
@@ -155,6 +193,7 @@ class RunningBatch:
 
     def remove(self, sequence: Sequence) -> None:
         """Free the slot and the blocks of a running sequence."""
+        self._order.left(sequence)
         self._remove_from_order(sequence)
         residency = sequence.resident
         self._pool.release(residency.blocks)
@@ -179,6 +218,12 @@ class RunningBatch:
         new_block_ids = self._pool.allocate(growth)
         sequence.resident.blocks.extend(new_block_ids)
         return tuple(new_block_ids)
+
+    def restart(self, sequence: Sequence) -> tuple[int, ...]:
+        """Begin to compute all known tokens again; returns the new blocks for the last one."""
+        new_block_ids = self.grow(sequence)
+        sequence.resident.restart(len(sequence.token_ids))
+        return new_block_ids
 
     def register(self, sequence: Sequence) -> None:
         """Index the full blocks whose tokens are known and whose computation is planned."""
@@ -234,13 +279,18 @@ class RunningBatch:
         del self._running[bisect_left(self._running, sequence.rank, key=_rank)]
 
     def _fits(
-        self, sequence: Sequence, hits: tuple[int, ...], leaving: SequenceOf[Sequence]
+        self,
+        sequence: Sequence,
+        hits: tuple[int, ...],
+        leaving: SequenceOf[Sequence],
+        num_reserved: int = 0,
     ) -> bool:
         """Whether `sequence` would get a slot and blocks after its `hits`, without `leaving`."""
         if not self._free_slots and not leaving:
             return False
         num_left = len(self._running) - len(leaving)
-        needed = self._blocks_for(len(sequence.token_ids)) - len(hits) + num_left
+        num_growing = max(num_left, num_reserved)
+        needed = self._blocks_for(len(sequence.token_ids)) - len(hits) + num_growing
         num_held = sum(len(one.resident.blocks) for one in leaving)
         if needed > self._pool.num_free + num_held:  # the usual case, and cheap to check
             return False
@@ -270,39 +320,81 @@ class RunningBatch:
         return -(-num_tokens // self._pool.block_size)
 
 
-class Deadlines:
-    """A heap of live sequences by deadline; finished ones are removed now and then."""
+class AdmissionRate:
+    """How fast waiting sequences have been admitted lately; predicts how long the next one waits.
+
+    The rate of the last admissions while others waited, which has everything in it that limits
+    them: computation, slots, blocks.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Sequence]] = []
+        self._times: deque[float] = deque(maxlen=64)
+
+    def count(self, now: float, any_left: bool) -> None:
+        """A sequence was admitted; without others that wait, there is no queue to measure."""
+        if any_left:
+            self._times.append(now)
+        else:
+            self._times.clear()
+
+    def wait_s(self, num_waiting: int, now: float) -> float:
+        """The predicted wait of a sequence after `num_waiting` others; 0 while unknown."""
+        if not num_waiting or len(self._times) < _MIN_ADMISSIONS:
+            return 0.0
+        return (num_waiting + 1) * (now - self._times[0]) / len(self._times)
+
+
+class Due(enum.Enum):
+    """What is to be done with a sequence at a time."""
+
+    EXPIRE = "end it with the text so far"
+    SHED = "end it unless it has been admitted: it cannot have its first token in time"
+    RELEGATE = "serve others first while it waits: it cannot end in time"
+
+
+class Deadlines:
+    """A heap of times at which something is due for live sequences; `relegates` if some are to be
+    put behind the others. Entries of finished sequences are removed now and then.
+    """
+
+    def __init__(self, relegates: bool = False) -> None:
+        self._relegates = relegates
+        self._heap: list[tuple[float, int, str, Due, Sequence]] = []
         self._prune_at = 64
 
     def push(self, sequence: Sequence) -> None:
         """Add a sequence, if it has a deadline."""
-        deadline_s = sequence.deadline_s
-        if deadline_s is None:
-            return
-        heapq.heappush(self._heap, (deadline_s, sequence.arrival, sequence))
+        relegate_at_s = sequence.relegate_at_s if self._relegates else None
+        times = (
+            (sequence.deadline_s, Due.EXPIRE),
+            (sequence.shed_at_s, Due.SHED),
+            (relegate_at_s, Due.RELEGATE),
+        )
+        for time_s, due in times:
+            if time_s is not None:
+                heapq.heappush(self._heap, (time_s, sequence.arrival, due.name, due, sequence))
         if len(self._heap) >= self._prune_at:
-            self._heap = [entry for entry in self._heap if _is_live(entry[2])]
+            self._heap = [entry for entry in self._heap if _is_live(entry[-1])]
             heapq.heapify(self._heap)
             self._prune_at = max(64, 2 * len(self._heap))
 
     def next_s(self) -> float | None:
-        """The earliest deadline; None without any."""
+        """The earliest time; None without any."""
         return self._heap[0][0] if self._heap else None
 
-    def pop_due(self, now: float) -> list[Sequence]:
-        """Remove and return the live sequences whose deadline has passed, earliest first."""
-        due: list[Sequence] = []
-        while self._heap and (self._heap[0][0] <= now or not _is_live(self._heap[0][2])):
-            sequence = heapq.heappop(self._heap)[2]
+    def pop_due(self, now: float) -> Iterator[tuple[Sequence, Due]]:
+        """Remove and return what is due for live sequences, earliest first."""
+        while self._heap and (self._heap[0][0] <= now or not _is_live(self._heap[0][-1])):
+            *_, due, sequence = heapq.heappop(self._heap)
             if _is_live(sequence):
-                due.append(sequence)
-        return due
+                yield sequence, due
 
 
-def _rank(sequence: Sequence) -> tuple[bool, float, int]:
+def _num_active(sequences: SequenceOf[Sequence]) -> int:
+    return bisect_left(sequences, True, key=_is_paused)
+
+
+def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
 
 

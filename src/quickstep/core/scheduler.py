@@ -21,9 +21,9 @@ from msgspec.structs import replace
 from quickstep.config import SchedulerConfig
 from quickstep.core.accounting import SchedulerStats, Totals, charge, step_record, with_unloaded
 from quickstep.core.block_pool import KVBlockPool
-from quickstep.core.cost_model import CostModel
+from quickstep.core.cost_model import CostModel, StepLoad
 from quickstep.core.policies import Policy, StepView
-from quickstep.core.queues import Deadlines, RunningBatch, WaitingQueue
+from quickstep.core.queues import AdmissionRate, Deadlines, Due, RunningBatch, WaitingQueue
 from quickstep.core.sequence import Sequence, SequenceState
 from quickstep.core.step import (
     FlightRow,
@@ -35,7 +35,7 @@ from quickstep.core.step import (
     pending_tokens,
     row_failures,
 )
-from quickstep.errors import EngineError, PromptTooLong, RequestError
+from quickstep.errors import EngineError, FirstTokenTooLate, PromptTooLong, RequestError
 from quickstep.types import (
     FinishReason,
     Phase,
@@ -49,6 +49,15 @@ from quickstep.types import (
 )
 
 __all__ = ["Scheduler", "SequenceLimits"]
+
+# The expected outputs of a request that may end early: a running mean, and its gain per end.
+_FIRST_MEAN_OUTPUTS = 256.0
+_MEAN_GAIN = 0.05
+_NATURAL_ENDS = (FinishReason.EOS, FinishReason.STOP_TOKEN, FinishReason.STOP_STRING)
+# Part of the expected growth that admission leaves free: after a preemption, per step, and ignored.
+_FIRST_RESERVE = 0.25
+_RESERVE_DECAY = 0.995
+_LEAST_RESERVE = 0.01
 
 
 class SequenceLimits(msgspec.Struct, frozen=True):
@@ -138,10 +147,14 @@ class Scheduler:
         self._cost_model = cost_model
         self._limits = SequenceLimits.of(config, pool.num_blocks * pool.block_size)
         self._requests: dict[str, list[Sequence]] = {}  # live sequences of each request
-        self._waiting = WaitingQueue()
-        self._batch = RunningBatch(pool, config.max_num_seqs)
+        self._order = policy.order
+        self._waiting = WaitingQueue(self._order)
+        self._batch = RunningBatch(pool, config.max_num_seqs, self._order)
         self._in_flight: deque[InFlightStep] = deque()
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(self._order.relegates)
+        self._admission_rate = AdmissionRate()
+        self._mean_outputs = _FIRST_MEAN_OUTPUTS
+        self._growth_reserve = 0.0  # part of the predicted growth that admission keeps free
         self._num_arrivals = 0
         self._next_step_id = 0
         self._totals = Totals()
@@ -158,16 +171,23 @@ class Scheduler:
         """Queue the `n` sequences of a request.
 
         Raises:
-            RequestError: It can never be served, its id is in use, or the queue is full.
+            RequestError: It can never be served, or not in time, its id is in use, or the queue is
+                full.
         """
         self._limits.check(request, num_waiting=len(self._waiting))
         if (name := request.request_id) in self._requests:
             raise RequestError(f"request_id {name!r} is in use; choose another", param="request_id")
         n, first = request.sampling.n, self._num_arrivals
-        aging_s = self._config.priority_aging_s
-        sequences = [Sequence(request, index, first + index, now, aging_s) for index in range(n)]
+        service_s, first_token_s = self._predicted_service_s(request)
+        self._check_first_token_in_time(request, first_token_s, now)
+        rank_s = self._order.rank(request, now, service_s)
+        sequences = [
+            Sequence(request, index, first + index, now, rank_s, service_s, first_token_s)
+            for index in range(n)
+        ]
         self._num_arrivals += n
         for sequence in sequences:
+            self._order.added(sequence)
             self._waiting.push(sequence)
             self._deadlines.push(sequence)
         self._requests[name] = sequences
@@ -188,10 +208,46 @@ class Scheduler:
             if index is None or sequence.index == index
         )
 
+    def _predicted_service_s(self, request: Request) -> tuple[float, float]:
+        """How long a sequence of the request takes by itself, and until its first token."""
+        num_prompt = len(request.prompt_token_ids)
+        first_token_s = self._cost_model.seconds(StepLoad.of_span(0, num_prompt))
+        num_outputs = self._expected_outputs(request)
+        decode_s = self._cost_model.seconds(StepLoad.of_span(num_prompt + num_outputs // 2, 1))
+        return first_token_s + max(0, num_outputs - 1) * decode_s, first_token_s
+
+    def _expected_outputs(self, request: Request) -> int:
+        """How many tokens a sequence is expected to generate: its limit, or the recent mean if an
+        end token may come before.
+        """
+        limit = self._limits.output_limit(request)
+        return limit if request.sampling.ignore_eos else min(limit, round(self._mean_outputs))
+
+    def _check_first_token_in_time(
+        self, request: Request, first_token_s: float, now: float
+    ) -> None:
+        """Raise RequestError if the first token is predicted to be too late."""
+        deadline_s = request.ttft_deadline_s
+        if deadline_s is None:
+            return
+        wait_s = self._admission_rate.wait_s(len(self._waiting), now)
+        if wait_s + first_token_s > deadline_s:
+            raise FirstTokenTooLate(deadline_s, wait_s, first_token_s)
+
     def expire(self, now: float) -> tuple[SequenceOutput, ...]:
-        """End the sequences whose deadline has passed."""
-        due = self._deadlines.pop_due(now)
-        return tuple(self._finish(sequence, FinishReason.DEADLINE, now) for sequence in due)
+        """End the sequences whose deadline has passed, and those that wait and cannot meet it."""
+        outputs: list[SequenceOutput] = []
+        for sequence, due in self._deadlines.pop_due(now):
+            if due is Due.EXPIRE:
+                outputs.append(self._finish(sequence, FinishReason.DEADLINE, now))
+            elif due is Due.SHED and sequence.num_cached_tokens is None:
+                wait_s = self._admission_rate.wait_s(len(self._waiting), now)
+                deadline_s = sequence.request.ttft_deadline_s or 0.0
+                error = FirstTokenTooLate(deadline_s, wait_s, sequence.first_token_service_s)
+                outputs.append(self._finish(sequence, FinishReason.SHED, now, str(error)))
+            elif due is Due.RELEGATE and sequence.state is not SequenceState.RUNNING:
+                self._waiting.relegate(sequence)
+        return tuple(outputs)
 
     def pause(self, request_id: str, now: float) -> None:
         """Plan nothing of a request until `resume`. It keeps its blocks until others need them."""
@@ -215,6 +271,8 @@ class Scheduler:
         if len(self._in_flight) >= self._config.pipeline_depth:
             return None
         draft = StepDraft(self._config.max_num_batched_tokens)
+        if not self._config.use_kv_cache:
+            self._recompute_decodes(draft, now)
         self._preempt_for_waiting(draft, now)
         for phase in self._policy.phases:
             budget = draft.num_tokens_left
@@ -226,17 +284,53 @@ class Scheduler:
             if phase is Phase.DECODE:
                 self._place_decodes(draft, budget, now)
             else:
-                self._admit_waiting(draft, self._place_prefills(draft, budget, now), now)
+                self._place_prefills(draft, budget, now)
         return self._issue(draft, now) if draft.decode or draft.prefill else None
 
     def _place_decodes(self, draft: StepDraft, budget: int, now: float) -> None:
+        over_share = self._order.over_share(self._batch)
+        held = {sequence.sequence_id for sequence in over_share}
         for sequence in self._batch:
             if budget < 1:
                 return
-            is_due = self._can_decode(sequence) and not draft.has_row(sequence)
-            if is_due and self._free_blocks_for(sequence, draft, now):
-                self._place(draft, sequence, 1, self._batch.grow(sequence))
-                budget -= 1
+            if sequence.sequence_id not in held:
+                budget -= self._place_decode(draft, sequence, now)
+        if over_share:
+            self._place_over_share(draft, over_share, budget, now)
+
+    def _place_decode(self, draft: StepDraft, sequence: Sequence, now: float) -> bool:
+        """Add a row for the next token of a sequence; False if it gets none in this step."""
+        is_due = self._can_decode(sequence) and not draft.has_row(sequence)
+        if not is_due or not self._free_blocks_for(sequence, draft, now):
+            return False
+        self._place(draft, sequence, 1, self._batch.grow(sequence))
+        return True
+
+    def _place_over_share(
+        self, draft: StepDraft, sequences: list[Sequence], budget: int, now: float
+    ) -> None:
+        """Add rows of tenants that hold more than their part, while the step stays short enough for
+        the rows of the others; those first that had no row for longest.
+        """
+        if draft.decode_load.num_rows:
+            draft.limit_s = self._policy.step_limit_s(self._view(draft, now), self._cost_model)
+        for sequence in sorted(sequences, key=_last_step_id)[:budget]:
+            if draft.limit_s is not None and self._can_decode(sequence):
+                load = draft.decode_load + StepLoad.of_span(sequence.resident.planned, 1)
+                if self._cost_model.seconds(load) > draft.limit_s:
+                    return
+            self._place_decode(draft, sequence, now)
+
+    def _recompute_decodes(self, draft: StepDraft, now: float) -> None:
+        """Without a KV cache: the next token of a sequence needs all its tokens again."""
+        for sequence in self._batch:
+            is_due = self._can_decode(sequence) and not sequence.num_pending
+            if not is_due or not draft.num_tokens_left:
+                continue
+            if self._free_blocks_for(sequence, draft, now):
+                new_block_ids = self._batch.restart(sequence)
+                num_tokens = min(len(sequence.token_ids), draft.num_tokens_left)
+                self._place(draft, sequence, num_tokens, new_block_ids)
 
     def _can_decode(self, sequence: Sequence) -> bool:
         residency = sequence.resident
@@ -248,9 +342,11 @@ class Scheduler:
             < self._limits.output_limit(sequence.request)
         )
 
-    def _place_prefills(self, draft: StepDraft, budget: int, now: float) -> int:
-        """Continue prompts that are partly computed; returns the rest of the budget."""
-        for sequence in self._batch:
+    def _place_prefills(self, draft: StepDraft, budget: int, now: float) -> None:
+        """Continue prompts that are partly computed and admit others, in the order of service."""
+        prefills = [one for one in self._batch if one.num_prefill_left]
+        for sequence in sorted(prefills, key=self._order.key):
+            budget = self._admit_waiting(draft, budget, now, before=sequence)
             num_tokens = min(sequence.num_prefill_left, budget)
             if num_tokens > 0:
                 start = sequence.resident.planned
@@ -258,31 +354,64 @@ class Scheduler:
             if num_tokens > 0:
                 self._place(draft, sequence, num_tokens, ())
                 budget -= num_tokens
-        return budget
+        self._admit_waiting(draft, budget, now)
 
-    def _admit_waiting(self, draft: StepDraft, budget: int, now: float) -> None:
+    def _admit_waiting(
+        self, draft: StepDraft, budget: int, now: float, before: Sequence | None = None
+    ) -> int:
+        """Admit waiting sequences, those that are served before another one if that is given;
+        returns the rest of the budget.
+        """
         while budget > 0 and draft.may_admit:
             sequence = self._waiting.head
             # A preempted sequence waits for its tokens in flight: admission needs all of them.
             if sequence is None or sequence.num_pending:
-                return
-            hits = self._batch.hits_if_it_fits(sequence)
+                return budget
+            if before is not None and self._order.key(sequence) > self._order.key(before):
+                return budget
+            if not self._policy.may_admit(self._view(draft, now)):
+                return budget
+            hits = self._batch.hits_if_it_fits(sequence, self._num_reserved_blocks())
             if hits is None:
-                return
+                return budget
             start = len(hits) * self._pool.block_size
             affordable = self._affordable(draft, sequence, start, now)
             if affordable < 1:
-                return
-            self._waiting.remove(sequence)
-            is_new = sequence.num_cached_tokens is None
-            residency = self._batch.admit(sequence, hits, now)
-            if is_new:
-                self._totals.prefix_query_tokens += sequence.prompt_len
-                self._totals.prefix_hit_tokens += residency.planned
-            draft.admit(sequence)
-            num_tokens = min(residency.prefill_end - residency.planned, budget, affordable)
-            self._place(draft, sequence, num_tokens, tuple(residency.blocks))
-            budget -= num_tokens
+                return budget
+            budget -= self._admit(draft, sequence, hits, min(budget, affordable), now)
+        return budget
+
+    def _admit(
+        self, draft: StepDraft, sequence: Sequence, hits: tuple[int, ...], most: int, now: float
+    ) -> int:
+        """Move a sequence into the batch and place its first tokens; returns how many."""
+        self._waiting.remove(sequence)
+        self._admission_rate.count(now, any_left=bool(self._waiting.head))
+        is_new = sequence.num_cached_tokens is None
+        residency = self._batch.admit(sequence, hits, now)
+        self._policy.admitted()
+        if is_new:
+            self._totals.prefix_query_tokens += sequence.prompt_len
+            self._totals.prefix_hit_tokens += residency.planned
+        draft.admit(sequence)
+        num_tokens = min(residency.prefill_end - residency.planned, most)
+        self._place(draft, sequence, num_tokens, tuple(residency.blocks))
+        return num_tokens
+
+    def _num_reserved_blocks(self) -> int:
+        """Blocks that an admission leaves free for the growth of running sequences.
+
+        None until a sequence was preempted because another one had to grow; then a part of the
+        growth that is expected, which decreases while nothing is preempted (as the new-token ratio
+        of SGLang). So the batch neither keeps room for outputs that end early, nor evicts the same
+        sequences again and again.
+        """
+        if self._growth_reserve < _LEAST_RESERVE:
+            return 0
+        growth = sum(
+            max(0, self._expected_outputs(one.request) - one.num_outputs) for one in self._batch
+        )
+        return int(self._growth_reserve * growth) // self._pool.block_size
 
     def _affordable(self, draft: StepDraft, sequence: Sequence, start: int, now: float) -> int:
         """How many tokens of a prompt the step may take from position `start` on.
@@ -315,6 +444,7 @@ class Scheduler:
         row = sequence.row(num_tokens, new_block_ids)
         residency.planned = row.end
         residency.pending += row.emits
+        sequence.last_step_id = self._next_step_id
         draft.add(FlightRow(sequence, residency, row))
         self._batch.register(sequence)
 
@@ -322,6 +452,8 @@ class Scheduler:
 
     def _preempt_for_waiting(self, draft: StepDraft, now: float) -> None:
         """Preempt paused sequences and those of lower priority for the head of the queue."""
+        if not self._waiting or not self._policy.may_admit(self._view(draft, now)):
+            return
         head = self._waiting.head
         if head is not None and not head.num_pending:
             for victim in self._batch.victims_for(head):
@@ -336,6 +468,7 @@ class Scheduler:
                 return False
             self._preempt(victim, now)
             draft.num_preemptions += 1
+            self._growth_reserve = min(1.0, max(_FIRST_RESERVE, 1.5 * self._growth_reserve))
         return True
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
@@ -357,6 +490,9 @@ class Scheduler:
             raise EngineError(f"step {plan.step_id} got a result of another shape or step")
         failures = row_failures(plan, result)
         charges = charge(step.rows, result.seconds, self._cost_model)
+        for entry, row_s in zip(step.rows, charges.seconds, strict=True):
+            if row_s:  # a sequence that has ended is charged nothing
+                self._order.charged(entry.sequence, row_s)
         self._cost_model.observe(step.decode_load + step.prefill_load, result.seconds)
         outputs = self._end_failed(step, failures, now)
         self._in_flight.popleft()
@@ -364,6 +500,7 @@ class Scheduler:
             new = self._receive(entry, output, now)
             if new is not None:
                 outputs.append(new)
+        self._growth_reserve *= _RESERVE_DECAY
         assert self._accounted_s is not None, "a step was planned"
         self._totals.add_step(charges, result.seconds, now - self._accounted_s)
         self._accounted_s = now
@@ -440,6 +577,9 @@ class Scheduler:
             self._batch.remove(sequence)
         else:
             self._waiting.remove(sequence)
+        self._order.ended(sequence)
+        if reason in _NATURAL_ENDS:
+            self._mean_outputs += _MEAN_GAIN * (sequence.num_outputs - self._mean_outputs)
         chunk = self._config.max_num_batched_tokens
         timings = with_unloaded(sequence.finish(now), self._cost_model, chunk)
         name = sequence.request.request_id
@@ -528,7 +668,12 @@ class Scheduler:
             num_tokens_left=draft.num_tokens_left,
             prefill_start=start,
             num_running=self._batch.num_active,
-            num_waiting=self._waiting.num_active,
+            num_waiting=self._waiting.num_served,
             oldest_arrival_s=head.arrival_s if head else None,
             scored=scored,
+            limit_s=draft.limit_s,
         )
+
+
+def _last_step_id(sequence: Sequence) -> int:
+    return sequence.last_step_id

@@ -27,7 +27,10 @@ from quickstep.types import (
     TokenLogprobs,
 )
 
-__all__ = ["Residency", "Sequence", "SequenceState", "sequence_seed"]
+__all__ = ["Rank", "Residency", "Sequence", "SequenceState", "sequence_seed"]
+
+# Whether it is paused, whether its deadline is lost, the rank of the policy's order, its number.
+Rank = tuple[bool, bool, float, int]
 
 _MAX_ACTIVITIES = 64  # changes that are recorded per sequence
 _MASK_64 = 2**64 - 1
@@ -78,6 +81,11 @@ class Residency(msgspec.Struct, eq=False):
     invalidated: bool = False
     recompute_end: int = 0
 
+    def restart(self, num_tokens: int) -> None:
+        """Compute all tokens again, up to the `num_tokens` that are known by now."""
+        self.planned = 0
+        self.prefill_end = num_tokens
+
 
 class _Clock:
     """Adds wall time to activities; the parts add up to the total. Records when they change."""
@@ -117,17 +125,19 @@ class _Clock:
 class Sequence:
     """Mutable state of one sequence. `rank` orders service, waiting and running: lower first.
 
-    A sequence gains one level of priority for every `aging_s` seconds since its arrival, so that it
-    cannot starve under a stream of higher priorities. At any time t the order by
-
-        priority - (t - arrival_s) / aging_s
-
-    is the order by arrival_s + priority * aging_s: t cancels out, so a rank does not change with
-    time.
+    `rank_s` is the policy's part of it (`core.service_order`). `service_s` is the predicted time in
+    seconds that it takes by itself, `first_token_service_s` the part until its first token.
     """
 
     def __init__(
-        self, request: Request, index: int, arrival: int, now: float, aging_s: float
+        self,
+        request: Request,
+        index: int,
+        arrival: int,
+        now: float,
+        rank_s: float,
+        service_s: float = 0.0,
+        first_token_service_s: float = 0.0,
     ) -> None:
         self.request = request
         self.index = index
@@ -135,7 +145,10 @@ class Sequence:
         self.seed = sequence_seed(request.seed, index)
         self.arrival = arrival
         self.is_paused = False
-        self.rank = (False, now + request.priority * aging_s, arrival)
+        self.rank: Rank = (False, False, rank_s, arrival)
+        self.service_s = service_s
+        self.first_token_service_s = first_token_service_s
+        self.last_step_id = -1  # the last step with a row of it
         self.root = ChainRoot(request.adapter, request.cache_salt)
         self.token_ids = list(request.prompt_token_ids)
         self.prompt_len = len(self.token_ids)
@@ -150,6 +163,10 @@ class Sequence:
         self.arrival_s = now
         timeout_s = request.timeout_s
         self.deadline_s = None if timeout_s is None else now + timeout_s
+        # The latest times to begin: for a first token in time, and for the end in time.
+        ttft_s = request.ttft_deadline_s
+        self.shed_at_s = None if ttft_s is None else now + ttft_s - first_token_service_s
+        self.relegate_at_s = None if timeout_s is None else now + timeout_s - service_s
         # prompt tokens that are scored and delivered: by the first sequence of a request only
         scores = index == 0 and request.sampling.prompt_logprobs is not None
         self._num_scored_tokens = 0 if scores else self.prompt_len
@@ -181,15 +198,6 @@ class Sequence:
         The logits of the prompt's last token belong to the output.
         """
         return range(max(0, self._num_scored_tokens - 1), self.prompt_len - 1)
-
-    def may_preempt(self, other: Sequence) -> bool:
-        """Whether the running sequence `other` may be preempted to admit this one.
-
-        It is paused, or has a lower priority for which its age does not compensate. Sequences of
-        equal priority do not preempt each other: they would only take turns.
-        """
-        is_lower = other.request.priority > self.request.priority
-        return other.is_paused or (is_lower and other.rank > self.rank)
 
     @property
     def num_pending(self) -> int:
@@ -264,6 +272,10 @@ class Sequence:
         self._num_computed = max(self._num_computed, self.resident.planned)
         self.state = SequenceState.PREEMPTED
         self._clock.enter(Activity.PREEMPTED, now)
+
+    def relegate(self) -> None:
+        """Rank after all others that are not paused: it cannot end in time any more."""
+        self.rank = (self.is_paused, True, *self.rank[2:])
 
     def set_paused(self, is_paused: bool, now: float) -> None:
         """Pause or resume; this changes its rank."""

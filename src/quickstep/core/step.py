@@ -83,6 +83,7 @@ class StepDraft(msgspec.Struct):
     Attributes:
         num_tokens_left: How many tokens it may still take.
         setup_us: What setting up the admitted sequences costs.
+        limit_s: How long the step may take, if rows above their tenant's part are in it.
     """
 
     num_tokens_left: int
@@ -93,6 +94,7 @@ class StepDraft(msgspec.Struct):
     decode_load: StepLoad = _NO_LOAD
     prefill_load: StepLoad = _NO_LOAD
     num_preemptions: int = 0
+    limit_s: float | None = None
     _with_row: set[str] = msgspec.field(default_factory=set)
 
     @property

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from quickstep.engine.text.chat_template import ChatTemplate
     from quickstep.engine.text.tokenizer import Tokenizer
     from quickstep.model.checkpoint.source import Checkpoint
+    from quickstep.model.decoder_spec import ModelSpec
     from quickstep.model.interface import KVShape, Model
     from quickstep.model.sizing import MemoryPlan
-    from quickstep.model.spec import ModelSpec
     from quickstep.ops.table import KVCache, OpTable
     from quickstep.ops.tensors import Device, DType
 

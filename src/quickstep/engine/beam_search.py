@@ -196,7 +196,11 @@ class BeamSearch:
         token_ids = (*self._prompt, *beam.token_ids)
         return self._submit(
             structs.replace(
-                self._request, prompt_token_ids=token_ids, sampling=sampling, timeout_s=left_s
+                self._request,
+                prompt_token_ids=token_ids,
+                sampling=sampling,
+                timeout_s=left_s,
+                is_continuation=not is_prompt,
             )
         )
 

@@ -160,6 +160,9 @@ class LiveRequests:
                 seed=request.seed,
                 finish_reason=reason,
                 timings=delta.timings,
+                adapter=request.adapter,
+                endpoint=request.endpoint,
+                is_continuation=request.is_continuation,
             )
             self._step_log.add_sequence(record)
         live.sink.put(delta)

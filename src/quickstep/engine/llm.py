@@ -80,6 +80,8 @@ class LLMOptions(TypedDict, total=False):
     policy: str | PolicyName
     inter_token_target_s: float
     priority_aging_s: float
+    batch_timeout_s: float
+    use_kv_cache: bool
     seed: int | None
     memory_bytes: int | None
     enforce_eager: bool
@@ -109,6 +111,8 @@ _PLACES: Mapping[str, tuple[str, str]] = {
     "policy": ("scheduler", "policy"),
     "inter_token_target_s": ("scheduler", "inter_token_target_s"),
     "priority_aging_s": ("scheduler", "priority_aging_s"),
+    "batch_timeout_s": ("scheduler", "batch_timeout_s"),
+    "use_kv_cache": ("scheduler", "use_kv_cache"),
     "seed": ("", "seed"),
     "memory_bytes": ("", "memory_bytes"),
     "enforce_eager": ("", "enforce_eager"),

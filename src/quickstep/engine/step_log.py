@@ -52,6 +52,9 @@ class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequenc
     seed: int
     finish_reason: FinishReason
     timings: SequenceTimings
+    adapter: str = ""
+    endpoint: str = ""
+    is_continuation: bool = False
 
     @property
     def time_to_first_token_s(self) -> float | None:

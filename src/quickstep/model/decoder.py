@@ -15,7 +15,7 @@ from quickstep.model.decoder_spec import LayerSpec, ModelSpec, QKNorm
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.model.rope import RopeTable
 from quickstep.ops.table import AttentionParams, KVCache, LinearWeight, OpTable, PagedLayout
-from quickstep.ops.tensors import Device, rounded
+from quickstep.ops.tensors import AnyTensor, Device, rounded
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +39,9 @@ class AttentionWeights(msgspec.Struct, frozen=True):
 
     qkv: LinearWeight
     o_proj: LinearWeight
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    sinks: Tensor | None
+    q_norm: AnyTensor | None
+    k_norm: AnyTensor | None
+    sinks: AnyTensor | None
 
 
 class MLPWeights(msgspec.Struct, frozen=True):
@@ -65,10 +65,10 @@ class LayerWeights(msgspec.Struct, frozen=True):
 
     attention: AttentionWeights
     mlp: MLPWeights | MoEWeights
-    input_layernorm: Tensor | None
-    post_attention_layernorm: Tensor | None
-    pre_feedforward_layernorm: Tensor | None
-    post_feedforward_layernorm: Tensor | None
+    input_layernorm: AnyTensor | None
+    post_attention_layernorm: AnyTensor | None
+    pre_feedforward_layernorm: AnyTensor | None
+    post_feedforward_layernorm: AnyTensor | None
 
 
 class DecoderWeights(msgspec.Struct, frozen=True):
@@ -77,9 +77,9 @@ class DecoderWeights(msgspec.Struct, frozen=True):
     The embedding of a tied model is the output projection itself, held once.
     """
 
-    embed_tokens: Tensor | LinearWeight
+    embed_tokens: AnyTensor | LinearWeight
     layers: tuple[LayerWeights, ...]
-    final_norm: Tensor
+    final_norm: AnyTensor
     lm_head: LinearWeight
 
 
@@ -204,7 +204,7 @@ class Decoder:
         hidden, _ = self._add_and_norm(delta, residual, self._weights.final_norm)
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: AnyTensor) -> AnyTensor:
         """[E, hidden] -> [E, V] fp32, soft-capped and scaled as in the architecture."""
         spec = self._spec
         return self._ops.logits(
@@ -212,7 +212,7 @@ class Decoder:
         )
 
     def _add_and_norm(
-        self, delta: Tensor | None, residual: Tensor, norm: Tensor | None
+        self, delta: Tensor | None, residual: Tensor, norm: AnyTensor | None
     ) -> tuple[Tensor, Tensor]:
         """Add the last sub-block's output to the residual; return the next one's input, and it."""
         eps, offset = self._spec.norm_eps, self._spec.norm_offset
@@ -224,7 +224,7 @@ class Decoder:
             return residual, residual
         return self._ops.rms_norm(residual, norm, eps, offset), residual
 
-    def _norm_output(self, x: Tensor, norm: Tensor | None) -> Tensor:
+    def _norm_output(self, x: Tensor, norm: AnyTensor | None) -> Tensor:
         """Norm and scale a sub-block's output where the architecture does."""
         if norm is not None:
             x = self._ops.rms_norm(x, norm, self._spec.norm_eps, self._spec.norm_offset)

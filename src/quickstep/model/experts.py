@@ -1,4 +1,4 @@
-"""A mixture of experts, row by row the same bits whatever the batch.
+"""A mixture of experts, row by row the same bits whatever the batch. In torch, so not captured.
 
 Every token's experts are added in the order of their numbers, in float32, and rounded once; the
 choice breaks ties towards the lower number. Each step is per row or elementwise.

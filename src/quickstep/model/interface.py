@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from quickstep.ops.table import KVCache, PagedLayout
-from quickstep.ops.tensors import Device, DType, find_dtype, head_width, of_kind
+from quickstep.ops.tensors import AnyTensor, Device, DType, find_dtype, head_width, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,8 @@ class KVShape(msgspec.Struct, frozen=True):
         """The same sizes in `CacheConfig.kv_dtype`."""
         if kv_dtype == "auto":
             return self
-        return replace(self, dtype=of_kind(find_dtype(kv_dtype), self.dtype))
+        dtype = find_dtype(kv_dtype)
+        return replace(self, dtype=dtype if isinstance(self.dtype, DType) else torch_dtype(dtype))
 
 
 class Model(Protocol):
@@ -100,5 +101,7 @@ class Model(Protocol):
         `batch.emitting` only, [E, hidden], with the same bits.
         """
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[E, hidden] -> [E, V] fp32, soft-capped and scaled as in the architecture."""
+    def logits(self, hidden: AnyTensor) -> AnyTensor:
+        """[E, hidden] -> [E, V] fp32, soft-capped and scaled as in the architecture; a tensor of
+        the same class as `hidden`.
+        """

@@ -16,8 +16,6 @@ from quickstep.model.checkpoint.fingerprint import Fingerprinting
 from quickstep.model.checkpoint.placement import (
     choose_device,
     choose_dtype,
-    resolve_device,
-    resolve_dtype,
 )
 from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.checkpoint.tensor_reader import (
@@ -50,24 +48,20 @@ from quickstep.model.rope import make_rope_table
 from quickstep.model.rope_spec import RopeKind
 from quickstep.model.spec import read_config
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
-from quickstep.ops.tensors import CPU, DType, HostTensor, torch_device, torch_dtype
+from quickstep.ops.tensors import CPU, AnyTensor, DType, HostTensor, torch_device, torch_dtype
 from quickstep.ops.torch_import import complete_torch, require_torch
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
     from quickstep.ops.tensors import Device
 
 __all__ = [
-    "DecoderNames",
     "build_decoder",
     "check_requantization",
     "load_model",
     "quantizing",
     "reason_for_torch",
-    "resolve_device",
-    "resolve_dtype",
 ]
 
 
@@ -233,7 +227,7 @@ class _Packing:
         final_norm = self._reader.tensor(f"{names.prefix}norm.weight")
         return DecoderWeights(embedding, layers, final_norm, projection)
 
-    def _outer(self, names: DecoderNames) -> tuple[Tensor | LinearWeight, LinearWeight]:
+    def _outer(self, names: DecoderNames) -> tuple[AnyTensor | LinearWeight, LinearWeight]:
         """Embedding and output projection: one weight where they are tied."""
         if not names.head_stored:
             packed = self._matrix((names.embed_tokens,))
@@ -247,13 +241,13 @@ class _Packing:
             return self._table(embedding), self._pack(projection)
         return self._embedding(names.embed_tokens), self._matrix((names.lm_head,))
 
-    def _embedding(self, name: str) -> Tensor | LinearWeight:
+    def _embedding(self, name: str) -> AnyTensor | LinearWeight:
         """An embedding that is no projection, packed where that needs no second copy of it."""
         if self._ops.load_linear is not None:
             return self._matrix((name,))
         return self._table(self._reader.linear((name,)))
 
-    def _table(self, embedding: Tensor | QuantizedWeight) -> Tensor | LinearWeight:
+    def _table(self, embedding: AnyTensor | QuantizedWeight) -> AnyTensor | LinearWeight:
         """An embedding that is no projection: as it is, unless it is in quantized values."""
         return self._pack(embedding) if isinstance(embedding, QuantizedWeight) else embedding
 
@@ -262,7 +256,7 @@ class _Packing:
             yield self._layer(f"{prefix}layers.{index}.", self._spec.layers[index].sparse)
 
     def _layer(self, start: str, sparse: bool) -> LayerWeights:
-        def norm(name: str | None) -> Tensor | None:
+        def norm(name: str | None) -> AnyTensor | None:
             return None if name is None else self._reader.tensor(f"{start}{name}.weight")
 
         names = self._norms
@@ -317,7 +311,7 @@ class _Packing:
             offsets = self._reader.stacked(tuple(f"{start}{part}.bias" for part in parts))
         return self._matrix(tuple(f"{start}{part}.weight" for part in parts), offsets)
 
-    def _matrix(self, names: tuple[str, ...], bias: Tensor | None = None) -> LinearWeight:
+    def _matrix(self, names: tuple[str, ...], bias: AnyTensor | None = None) -> LinearWeight:
         """A packed matrix, straight from its files where that is possible."""
         load = self._ops.load_linear
         stored = None if load is None else self._reader.stored(names)
@@ -325,13 +319,15 @@ class _Packing:
             return self._pack(self._reader.linear(names), bias)
         return load(stored, bias)
 
-    def _pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> LinearWeight:
+    def _pack(
+        self, weight: AnyTensor | QuantizedWeight, bias: AnyTensor | None = None
+    ) -> LinearWeight:
         if isinstance(weight, QuantizedWeight):
             return self._ops.pack_quantized(weight, bias)
         return self._ops.pack_linear(weight, bias)
 
 
-def _equal(a: Tensor | QuantizedWeight, b: Tensor | QuantizedWeight) -> bool:
+def _equal(a: AnyTensor | QuantizedWeight, b: AnyTensor | QuantizedWeight) -> bool:
     if isinstance(a, HostTensor) and isinstance(b, HostTensor):
         return np.array_equal(a.numpy(), b.numpy())
     import torch

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES, TensorSource
 from quickstep.model.quantization import QuantizationScheme
 from quickstep.ops.table import OpTable, QuantizedWeight, Rounding, StoredMatrix
+from quickstep.ops.tensors import AnyTensor, to_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,19 +47,20 @@ class QuantizingSource:
         self._scheme = scheme
         self._outer = outer
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> AnyTensor:
         """One tensor, as it is."""
         return self._source.tensor(name)
 
-    def stacked(self, names: tuple[str, ...]) -> Tensor:
+    def stacked(self, names: tuple[str, ...]) -> AnyTensor:
         """Several tensors, as they are."""
         return self._source.stacked(names)
 
-    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+    def linear(self, names: tuple[str, ...]) -> AnyTensor | QuantizedWeight:
         """A matrix, quantized unless the source has it quantized already."""
         weight = self._source.linear(names)
         if isinstance(weight, QuantizedWeight):
             return weight
+        weight = to_torch(weight)
         outer = not self._outer.isdisjoint(names)
         form = self._scheme.format_of(weight.shape[1], outer)
         quantized = self._ops.quantize(
@@ -99,7 +101,7 @@ class QuantizingSource:
 
 
 def rounding_error(weight: Tensor, quantized: QuantizedWeight) -> float:
-    """Norm of what rounding changed over that of the weights, over a sample of the rows."""
+    """Norm of what rounding changed in a weight [N, C] over that of the weight, on sampled rows."""
     import torch
 
     rows = slice(None, None, max(1, weight.shape[0] // _SAMPLED_ROWS))

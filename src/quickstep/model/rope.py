@@ -18,7 +18,7 @@ were trained so.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from quickstep.model.rope_spec import RopeKind, RopeSpec
 from quickstep.ops.table import OpTable
-from quickstep.ops.tensors import FLOAT32, Device, HostTensor
+from quickstep.ops.tensors import FLOAT32, AnyTensor, Device, HostTensor
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +42,8 @@ Floats = npt.NDArray[np.float32]
 class RopeTable(msgspec.Struct, frozen=True):
     """cos and sin, each [max_model_len, D_rot / 2] float32."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: AnyTensor
+    sin: AnyTensor
 
     def at(self, ops: OpTable, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the given positions, each [T, D_rot / 2]."""
@@ -74,16 +74,16 @@ def make_rope_table(rope: RopeSpec, max_model_len: int, device: torch.device | D
     return RopeTable(_tensor(cos, device), _tensor(sin, device))
 
 
-def _tensor(values: Floats, device: torch.device | Device) -> Tensor:
+def _tensor(values: Floats, device: torch.device | Device) -> AnyTensor:
     table = HostTensor(values, FLOAT32)
-    return cast("Tensor", table) if isinstance(device, Device) else table.to_torch().to(device)
+    return table if isinstance(device, Device) else table.to_torch().to(device)
 
 
 def _exponents(rope: RopeSpec) -> Floats:
     return np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
 
 
-def _power(base: float | npt.NDArray[Any], exponent: float | npt.NDArray[Any]) -> Floats:
+def _power(base: float | Floats, exponent: float | Floats) -> Floats:
     """To float32, from float64."""
     wide = np.power(np.asarray(base, dtype=np.float64), np.asarray(exponent, dtype=np.float64))
     return wide.astype(np.float32)

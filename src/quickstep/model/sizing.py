@@ -39,7 +39,7 @@ GIB = 2**30
 DEFAULT_KV_BYTES = 4 * GIB  # on a CPU, where memory belongs to other programs as well
 _OUTER = ("embed_tokens.weight", "head")
 _KV_DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
-_SCALE_BYTES = 4
+_SCALE_BYTES = 4  # `ops.tensors.SCALE_BYTES`; a plan needs no NumPy
 _MIN_CONTEXT = 256
 _MIN_STEP_TOKENS = 64
 

@@ -24,27 +24,13 @@ from quickstep.model.checkpoint.config_fields import ConfigFields, read_json
 from quickstep.model.checkpoint.gguf_file import is_gguf
 from quickstep.model.checkpoint.gguf_spec import gguf_config
 from quickstep.model.decoder_spec import (
-    LayerSpec,
     LongContext,
     ModelSpec,
-    MoESpec,
-    NormPlacement,
-    QKNorm,
 )
 from quickstep.model.layer_patterns import make_layers
 from quickstep.model.rope_spec import RopeKind, RopeSpec
 
-__all__ = [
-    "LayerSpec",
-    "MoESpec",
-    "ModelSpec",
-    "NormPlacement",
-    "QKNorm",
-    "parse_spec",
-    "read_config",
-    "read_spec",
-    "with_context",
-]
+__all__ = ["parse_spec", "read_config", "read_spec", "with_context"]
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _CLAMPED_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}

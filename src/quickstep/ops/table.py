@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quickstep.ops.native.steps import NativeSteps
-    from quickstep.ops.tensors import AnyTensor
+    from quickstep.ops.tensors import AnyTensor, DType
 
 __all__ = [
     "SUB_BLOCK_INPUTS",
@@ -75,8 +75,8 @@ class LinearWeight(msgspec.Struct, frozen=True):
     """A weight in the layout of the implementation that made it (`OpTable.pack_linear`, or
     `OpTable.pack_quantized`).
 
-    Only that implementation reads `data`. `num_outputs` N, `num_inputs` C; `nbytes` counts `data`
-    and `bias`.
+    Only that implementation reads `data` and `bias`, which is None where `data` contains the bias.
+    `num_outputs` N, `num_inputs` C; `nbytes` counts `data` and `bias`.
     """
 
     data: object
@@ -125,7 +125,7 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
         return (steps * self.scales.unsqueeze(2)).reshape(self.quants.shape)
 
     def unpacked(self) -> QuantizedWeight:
-        """The same weight without sub-block scales: in 8 bits, if it has any."""
+        """The same weight [N, C] without sub-block scales: in 8 bits, if it has any."""
         if self.sub_scales is None:
             return self
         spread = self.sub_scales.repeat_interleave(SUB_BLOCK_INPUTS, 1)
@@ -133,7 +133,7 @@ class QuantizedWeight(msgspec.Struct, frozen=True):
         return QuantizedWeight((steps + 128).byte(), self.scales, None, 8, self.group_size)
 
     def rows(self, index: slice | Tensor) -> QuantizedWeight:
-        """Some of its outputs."""
+        """The outputs [n, C] at `index`."""
         parts = (self.zeros, self.sub_scales)
         zeros, sub_scales = (None if part is None else part[index] for part in parts)
         return QuantizedWeight(
@@ -215,6 +215,10 @@ class Quantize(Protocol):
 class OpTable(msgspec.Struct, frozen=True):
     """One implementation per op, fixed for the life of a model.
 
+    Activations are tensors of torch. Weights and KV caches are `AnyTensor`s: `HostTensor`s in a
+    process without torch, where steps are captured. `logits` also takes the hidden states of a
+    captured step, which are `HostTensor`s, and returns the same class.
+
     Attributes:
         name: Kernel set, part of `system_fingerprint`: `reference`, `native-avx512`.
         pack_linear: (weight [N, C], bias [N] | None) -> LinearWeight. Called once at load.
@@ -249,21 +253,21 @@ class OpTable(msgspec.Struct, frozen=True):
     """
 
     name: str
-    pack_linear: Callable[[Tensor, Tensor | None], LinearWeight]
-    pack_quantized: Callable[[QuantizedWeight, Tensor | None], LinearWeight]
+    pack_linear: Callable[[AnyTensor, AnyTensor | None], LinearWeight]
+    pack_quantized: Callable[[QuantizedWeight, AnyTensor | None], LinearWeight]
     quantize: Quantize
     linear: Callable[[Tensor, LinearWeight], Tensor]
-    embedding: Callable[[Tensor, Tensor | LinearWeight, torch.dtype], Tensor]
-    rms_norm: Callable[[Tensor, Tensor, float, float], Tensor]
-    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
+    embedding: Callable[[Tensor, AnyTensor | LinearWeight, DType | torch.dtype], Tensor]
+    rms_norm: Callable[[Tensor, AnyTensor, float, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, AnyTensor, float, float], tuple[Tensor, Tensor]]
     rotary: Callable[[Tensor, Tensor, Tensor, bool], Tensor]
     write_kv: Callable[[Tensor, Tensor, AnyTensor, AnyTensor, Tensor], None]
     paged_attention: Callable[
-        [Tensor, AnyTensor, AnyTensor, PagedLayout, AttentionParams, Tensor | None], Tensor
+        [Tensor, AnyTensor, AnyTensor, PagedLayout, AttentionParams, AnyTensor | None], Tensor
     ]
     gated_activation: Callable[[Tensor, str], Tensor]
-    logits: Callable[[Tensor, LinearWeight, float, float | None], Tensor]
+    logits: Callable[[AnyTensor, LinearWeight, float, float | None], AnyTensor]
     scratch_bytes: int
     kernel_s: Callable[[], float] | None = None
-    load_linear: Callable[[StoredMatrix, Tensor | None], LinearWeight] | None = None
+    load_linear: Callable[[StoredMatrix, AnyTensor | None], LinearWeight] | None = None
     steps: NativeSteps | None = None

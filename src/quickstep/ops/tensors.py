@@ -14,7 +14,7 @@ and head. So a block is copied as one piece, and a masked slot's scale is masked
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,15 +38,17 @@ __all__ = [
     "DType",
     "Device",
     "HostTensor",
+    "TensorT",
     "as_float64",
     "find_dtype",
     "head_size_of",
     "head_width",
     "host_dtype",
-    "of_kind",
+    "new_empty",
     "quantize_heads",
     "read_heads",
     "rounded",
+    "to_dtype",
     "to_numpy",
     "to_torch",
     "torch_device",
@@ -97,14 +99,7 @@ def torch_dtype(dtype: DType | torch.dtype) -> torch.dtype:
     return found
 
 
-def of_kind(dtype: DType, other: DType | torch.dtype) -> Any:
-    """`dtype` as the same kind of object as `other`, for tensors of that kind."""
-    return dtype if isinstance(other, DType) else torch_dtype(dtype)
-
-
 Array = npt.NDArray[Any]
-
-AnyTensor: TypeAlias = "Tensor | HostTensor"
 
 _ALIGNMENT = 64  # a cache line, and the widest load of the kernels
 _FLOATS = (FLOAT32, BFLOAT16, FLOAT16)
@@ -207,7 +202,7 @@ class HostTensor:
         return self._array
 
     def float(self) -> HostTensor:
-        """In float32."""
+        """The same elements in float32."""
         return self.to(FLOAT32)
 
     def to(self, dtype: DType) -> HostTensor:
@@ -233,6 +228,13 @@ class HostTensor:
         return torch.from_numpy(self._array)
 
 
+# A tensor of either class: a weight, a KV cache, or a result of a step.
+AnyTensor: TypeAlias = "Tensor | HostTensor"
+
+# The class of an argument that is also that of the result.
+TensorT = TypeVar("TensorT", "Tensor", HostTensor, AnyTensor)
+
+
 def _bfloat16_bits(wide: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     bits = np.ascontiguousarray(wide).view(np.uint32)
     even = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
@@ -250,22 +252,35 @@ def rounded(value: float, dtype: DType | torch.dtype) -> float:
 
 
 def to_numpy(x: AnyTensor) -> Array:
-    """The elements of either kind as an array, on the host."""
+    """The elements as an array of the same shape on the host; bfloat16 as bits."""
     if isinstance(x, HostTensor):
         return x.numpy()
     return x.cpu().numpy()
 
 
 def as_float64(x: AnyTensor) -> npt.NDArray[np.float64]:
-    """Floating point of either kind in float64, on the host."""
+    """Floating point in float64, as an array of the same shape on the host."""
     if isinstance(x, HostTensor):
         return x.float().numpy().astype(np.float64)
-    return cast("npt.NDArray[np.float64]", x.double().cpu().numpy())
+    values: npt.NDArray[np.float64] = x.double().cpu().numpy()
+    return values
 
 
 def to_torch(x: AnyTensor) -> Tensor:
-    """Either kind as a tensor of torch, on the same memory."""
+    """A tensor of torch with the same memory: itself, or a view of a `HostTensor`."""
     return x.to_torch() if isinstance(x, HostTensor) else x
+
+
+def to_dtype(x: AnyTensor, dtype: DType) -> AnyTensor:
+    """Floating point in another type, as a tensor of the same class; itself if unchanged."""
+    return x.to(dtype) if isinstance(x, HostTensor) else x.to(torch_dtype(dtype))
+
+
+def new_empty(x: AnyTensor, shape: tuple[int, ...], dtype: DType) -> AnyTensor:
+    """A new tensor of the same class as `x`, on its device; not initialized."""
+    if isinstance(x, HostTensor):
+        return x.new_empty(shape, dtype)
+    return x.new_empty(shape, dtype=torch_dtype(dtype))
 
 
 SCALE_BYTES = 4

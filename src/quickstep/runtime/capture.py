@@ -17,7 +17,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol
 
 from quickstep.errors import EngineError
 from quickstep.model.decoder import Decoder
@@ -30,9 +30,6 @@ from quickstep.ops.table import KVCache
 from quickstep.ops.tensors import FLOAT32, UINT8, AnyTensor, HostTensor, host_dtype
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["CapturedSteps", "StepModel", "open_steps", "record"]
 
@@ -159,9 +156,9 @@ class CapturedSteps:
         bound.program.run(self._call_address)
         return bound.results(num_tokens if every_token else num_emitting, num_emitting)
 
-    def logits(self, hidden: AnyTensor) -> HostTensor:
+    def logits(self, hidden: AnyTensor) -> AnyTensor:
         """`StepModel.logits`."""
-        return cast("HostTensor", self._model.logits(cast("Tensor", hidden)))
+        return self._model.logits(hidden)
 
     def _bound(self, num_tokens: int, num_emitting: int, every_token: bool) -> _BoundProgram:
         capacities = (_bucket(num_tokens, _LEAST_TOKENS), _bucket(num_emitting, _LEAST_EMITTING))
@@ -195,7 +192,9 @@ class _BoundProgram:
         self._newest_counts = (hidden.shape[0], logits.shape[0])
 
     def results(self, num_hidden: int, num_logits: int) -> tuple[HostTensor, HostTensor]:
-        """Hidden states and logits; the views are kept for further steps of the same size."""
+        """Hidden states [num_hidden, C] and logits [num_logits, V]; the views are kept for further
+        steps of the same size.
+        """
         counts = (num_hidden, num_logits)
         if counts != self._newest_counts:
             self._newest = (self._hidden[:num_hidden], self._logits[:num_logits])

@@ -22,7 +22,7 @@ from quickstep.model.decoder import AttentionWeights, Decoder, DecoderWeights, L
 from quickstep.model.interface import EmittingTokens, ForwardBatch, Model
 from quickstep.model.rope import RopeTable
 from quickstep.ops.table import KVCache, LinearWeight, PagedLayout
-from quickstep.ops.tensors import Device, HostTensor, to_torch
+from quickstep.ops.tensors import AnyTensor, Device, HostTensor, to_torch
 from quickstep.runtime.slots import Slot
 from quickstep.types import StepRow
 
@@ -44,7 +44,7 @@ class EagerSteps:
         self._batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
 
     @torch.inference_mode()
-    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[Tensor, Tensor]:
+    def run(self, emitting: Sequence[int], every_token: bool) -> tuple[Tensor, AnyTensor]:
         """`StepModel.run`."""
         assert self._batch is not None, "a step is prepared before it runs"
         model, batch, self._batch = self._model, self._batch, None
@@ -57,7 +57,7 @@ class EagerSteps:
         return hidden, model.logits(hidden[chosen.tokens] if every_token else hidden)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor | HostTensor) -> Tensor:
+    def logits(self, hidden: AnyTensor) -> AnyTensor:
         """`StepModel.logits`."""
         return self._model.logits(to_torch(hidden))
 
@@ -181,5 +181,5 @@ def _attention(weights: AttentionWeights) -> AttentionWeights:
     )
 
 
-def _small(weight: Tensor | None) -> Tensor | None:
+def _small(weight: AnyTensor | None) -> AnyTensor | None:
     return None if weight is None else to_torch(weight)

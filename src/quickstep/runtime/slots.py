@@ -78,7 +78,7 @@ class Slot:
 
     @property
     def block_ids(self) -> npt.NDArray[np.int32]:
-        """The block table, in order."""
+        """The block table, [num_blocks] int32, in order."""
         return self._block_ids[: self.num_blocks]
 
     def input_tokens(self, row: StepRow) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """API keys: who may call, and what follows from the key for a request: the account that its work
 counts on, the prefix cache that it may hit, and its priority.
 
-A key has a name, which logs and accounts use, and a range of priorities. Keys are stored and
+A key has a name, which logs and accounts use, a range of priorities, and perhaps rate limits and
+budgets (`server.usage.limits`), which only a YAML file of keys can have. Keys are stored and
 compared as digests, all of them every time, so that the response time reveals nothing about them.
 An admin key may also call the operator's routes (`http.route.with_admin_check`).
 `cli.serve` collects them from flags, a file and the environment.
@@ -14,15 +15,19 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from quickstep.errors import ConfigError, RequestError
+from quickstep.server.usage.limits import Budget, KeyLimits
+from quickstep.server.yaml_file import read_yaml
 
 __all__ = [
+    "ApiKey",
     "ApiKeys",
     "PriorityRange",
     "cache_salt_of",
@@ -35,9 +40,11 @@ _NAMED = re.compile(
     r"(?P<name>[A-Za-z0-9_.@-]{1,64})(?:\[(?P<range>[^\]]*)\])?[=:](?P<key>.*[^=].*)", re.DOTALL
 )
 _RANGE = re.compile(r"(-?[0-9]{1,10})\.\.(-?[0-9]{1,10})")
+_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _MAX_PRIORITY = 2**31 - 1
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _SHARED_MODE = 0o077
+_YAML_SUFFIXES = (".yaml", ".yml")
 
 
 class PriorityRange(msgspec.Struct, frozen=True):
@@ -59,31 +66,57 @@ class PriorityRange(msgspec.Struct, frozen=True):
 _WITHIN_BATCH = PriorityRange()
 
 
+class ApiKey(msgspec.Struct, frozen=True):
+    """A key with what its requests may do. `weight` is its part of the device under the scheduling
+    policy `fair`, in proportion to those of the other keys.
+    """
+
+    name: str
+    key: str
+    priorities: PriorityRange = PriorityRange()
+    limits: KeyLimits = KeyLimits()
+    weight: float = 1.0
+
+
 class ApiKeys:
     """Named keys; without keys, every client may call.
 
-    Each of `entries` is `KEY`, `NAME=KEY` or `NAME[LOW..HIGH]=KEY`, where LOW and HIGH are the
-    range of priorities; a key without a name is named by its position, `key-1`. The keys of
-    `admin_entries` are keys like the others that may also call the operator's routes.
+    Each of `entries` is an `ApiKey`, or the text `KEY`, `NAME=KEY` or `NAME[LOW..HIGH]=KEY`, where
+    LOW and HIGH are the range of priorities; a key without a name is named by its position,
+    `key-1`. The keys of `admin_entries` are keys like the others that may also call the operator's
+    routes.
     """
 
-    def __init__(self, entries: Iterable[str] = (), admin_entries: Iterable[str] = ()) -> None:
+    def __init__(
+        self, entries: Iterable[str | ApiKey] = (), admin_entries: Iterable[str] = ()
+    ) -> None:
         named: dict[str, bytes] = {}
         self._ranges: dict[str, PriorityRange] = {}
-        admins = tuple(admin_entries)
-        first_admin = len(entries := tuple(entries)) + 1
+        self._limits: dict[str, KeyLimits] = {}
+        self._weights: dict[str, float] = {}
         self._admin_names: set[str] = set()
-        for place, entry in enumerate((*entries, *admins), 1):
-            name, key, priorities = _split(entry, place)
-            if place >= first_admin:
+        entries, admin_entries = tuple(entries), tuple(admin_entries)
+        for place, entry in enumerate((*entries, *admin_entries), 1):
+            api_key = _split(entry, place) if isinstance(entry, str) else entry
+            name = api_key.name
+            _check_key(name, api_key.key)
+            api_key.limits.check(name)
+            if not 0.0 < api_key.weight < math.inf:
+                raise ConfigError(
+                    f"the weight of the API key {name} is {api_key.weight:g}, it must be above 0"
+                )
+            self._weights[name] = api_key.weight
+            if place > len(entries):
                 self._admin_names.add(name)
-            digest = _digest(key.encode())
+            digest = _digest(api_key.key.encode())
             if name in named:
                 raise ConfigError(f"two API keys have the name {name}; give each its own")
             if digest in named.values():
                 raise ConfigError(f"the API key of {name} has another name already")
             named[name] = digest
-            self._ranges[name] = priorities
+            self._ranges[name] = api_key.priorities
+            if api_key.limits != KeyLimits():
+                self._limits[name] = api_key.limits
         self._digests = tuple(named.items())
 
     def __bool__(self) -> bool:
@@ -93,6 +126,15 @@ class ApiKeys:
     def names(self) -> tuple[str, ...]:
         """The names of the keys."""
         return tuple(name for name, _ in self._digests)
+
+    @property
+    def limits(self) -> Mapping[str, KeyLimits]:
+        """The limits of the keys that have some, by name."""
+        return self._limits
+
+    def weight_of(self, name: str) -> float:
+        """The weight of the key `name`; "" is a client of a server without keys."""
+        return self._weights.get(name, 1.0)
 
     def priorities_of(self, name: str) -> PriorityRange:
         """The priorities of the key `name`; "" is a client of a server without keys."""
@@ -119,32 +161,68 @@ class ApiKeys:
         return found
 
 
-def read_key_file(path: Path) -> tuple[list[str], bool]:
-    """The entries of a file, one `NAME:KEY` or `NAME=KEY` a line
-    (`NAME[LOW..HIGH]=KEY` with the range of its priorities); and whether others may read it.
+class _YamlKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A key in a YAML file, below its name."""
 
-    Empty lines and lines that begin with `#` are skipped.
+    key: str
+    priorities: str | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    budget: Budget | list[Budget] | None = None
+    weight: float = 1.0
+
+    def api_key(self, name: str) -> ApiKey:
+        """The key `name`. Raises ConfigError."""
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"the name {name[:64]!r} of an API key must be 1 to 64 letters, digits and any of "
+                "`_.@-`"
+            )
+        given = self.budget
+        budgets = given if isinstance(given, list) else [] if given is None else [given]
+        return ApiKey(
+            name,
+            self.key,
+            PriorityRange() if self.priorities is None else _priority_range(self.priorities, name),
+            KeyLimits(self.requests_per_minute, self.tokens_per_minute, tuple(budgets)),
+            self.weight,
+        )
+
+
+def read_key_file(path: Path) -> tuple[list[str | ApiKey], bool]:
+    """The entries of a file, and whether others may read it. Raises ConfigError.
+
+    In a text file, each line is `NAME:KEY` or `NAME=KEY` (`NAME[LOW..HIGH]=KEY` with the range of
+    its priorities); empty lines and lines that begin with `#` are skipped. A file named `.yaml` or
+    `.yml` is a mapping from names to keys with their limits.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
         is_shared = bool(path.stat().st_mode & _SHARED_MODE)
+        if path.suffix in _YAML_SUFFIXES:
+            keys = read_yaml(path, dict[str, _YamlKey], "--api-key-file")
+            return [key.api_key(name) for name, key in keys.items()], is_shared
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from None
     entries = [line.strip() for line in lines]
     return [entry for entry in entries if entry and not entry.startswith("#")], is_shared
 
 
-def _split(entry: str, place: int) -> tuple[str, str, PriorityRange]:
-    """Name, key and priorities. `=` at a key's end is padding, so `abc==` has no name."""
+def _split(entry: str, place: int) -> ApiKey:
+    """A line of text. `=` at a key's end is padding, so `abc==` has no name."""
     named = _NAMED.fullmatch(entry)
-    name, key = (named.group("name"), named.group("key")) if named else (f"key-{place}", entry)
+    if named is None:
+        return ApiKey(f"key-{place}", entry)
+    name, key, given = named.group("name", "key", "range")
+    return ApiKey(name, key, PriorityRange() if given is None else _priority_range(given, name))
+
+
+def _check_key(name: str, key: str) -> None:
     if not _KEY.fullmatch(key):
         raise ConfigError(
             f"the API key of {name} is empty, too long or holds a blank; use up to 512 visible "
             "ASCII characters"
         )
-    given = named.group("range") if named else None
-    return name, key, PriorityRange() if given is None else _priority_range(given, name)
 
 
 def _priority_range(given: str, name: str) -> PriorityRange:

@@ -60,7 +60,7 @@ def create_app(engine: ServedEngine, options: ServerOptions | None = None) -> St
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         batches.start()
-        async with running_engine(engine, metrics):
+        async with running_engine(served, metrics, options):
             try:
                 yield
             finally:
@@ -78,7 +78,7 @@ def complete_app(
 ) -> Starlette:
     """An app with all routes. The caller starts and stops `batches`."""
     routes = api_routes(served, metrics, options, batches)
-    return starlette_app(routes, options, served.lanes, lifespan)
+    return starlette_app(routes, options, served, lifespan)
 
 
 def api_routes(

@@ -5,6 +5,7 @@ engine's start and stop.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
@@ -14,26 +15,33 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from quickstep.errors import EngineError, RequestError
-from quickstep.server.generate.engine_interface import ServedEngine
+from quickstep.server.generate.adapter import Served
 from quickstep.server.http.errors import error_response
 from quickstep.server.http.middleware import AccessMiddleware, CrossOriginMiddleware
 from quickstep.server.http.route import ApiRoute, BodyRules, with_admin_check, with_checked_body
-from quickstep.server.http.work_lanes import WorkLanes
 from quickstep.server.metrics import Metrics, log_traffic
 from quickstep.server.options import CorsOptions, ServerOptions
+from quickstep.server.usage.price_book import Price, PriceBook
+from quickstep.server.usage.recorder import UsageRecorder
 
 __all__ = ["Lifespan", "running_engine", "starlette_app"]
 
+_LOG = logging.getLogger("quickstep.server")
+_EXPOSED_HEADERS = (
+    *("x-request-id", "x-quickstep-ignored", "retry-after"),
+    *("x-ratelimit-limit-requests", "x-ratelimit-remaining-requests", "x-ratelimit-reset-requests"),
+    *("x-ratelimit-limit-tokens", "x-ratelimit-remaining-tokens", "x-ratelimit-reset-tokens"),
+)
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 def starlette_app(
     routes: Sequence[ApiRoute],
     options: ServerOptions,
-    lanes: WorkLanes,
+    served: Served,
     lifespan: Lifespan | None = None,
 ) -> Starlette:
-    """An app with these routes. Large bodies are checked in the threads of `lanes`."""
+    """An app with these routes. Large bodies are checked in threads."""
     rules = BodyRules.of(options)
     app = Starlette(
         routes=[
@@ -42,13 +50,13 @@ def starlette_app(
             for route in replace(
                 api_route,
                 endpoint=with_admin_check(
-                    api_route, options.api_keys, with_checked_body(api_route, rules, lanes)
+                    api_route, options.api_keys, with_checked_body(api_route, rules, served.lanes)
                 ),
             ).starlette()
         ],
         middleware=[
             *_cors(options.cors),
-            Middleware(AccessMiddleware, routes=routes, options=options),
+            Middleware(AccessMiddleware, routes=routes, options=options, limiter=served.limiter),
         ],
         exception_handlers={
             HTTPException: error_response,
@@ -63,8 +71,13 @@ def starlette_app(
 
 
 @asynccontextmanager
-async def running_engine(engine: ServedEngine, metrics: Metrics) -> AsyncIterator[None]:
-    """Run the engine and log its traffic inside this context."""
+async def running_engine(
+    served: Served, metrics: Metrics, options: ServerOptions
+) -> AsyncIterator[None]:
+    """Run the engine, record its usage and log its traffic inside this context."""
+    engine, recorder = served.engine, _recorder(served, options)
+    recorder.open()
+    engine.step_log.follow(recorder)
     await engine.start()
     logging_traffic = asyncio.create_task(log_traffic(engine, metrics))
     try:
@@ -74,8 +87,27 @@ async def running_engine(engine: ServedEngine, metrics: Metrics) -> AsyncIterato
         with suppress(asyncio.CancelledError):
             await logging_traffic
         await engine.stop()
+        recorder.close()
         if metrics.tracer is not None:
             await asyncio.to_thread(metrics.tracer.close)
+
+
+def _recorder(served: Served, options: ServerOptions) -> UsageRecorder:
+    model, prices, ledger = served.names[0], served.price_book, None
+    if prices is not None and prices.price(model) == Price():
+        _LOG.warning("the price book has no price for %s: its requests cost nothing", model)
+    if options.usage.ledger is not None:
+        # few servers have a ledger, and SQLite takes time to import
+        from quickstep.server.usage.ledger import Ledger
+
+        ledger = Ledger(options.usage.ledger)
+    return UsageRecorder(
+        model,
+        prices or PriceBook(),
+        served.limiter,
+        has_keys=bool(options.api_keys),
+        ledger=ledger,
+    )
 
 
 def _cors(options: CorsOptions) -> list[Middleware]:
@@ -88,6 +120,6 @@ def _cors(options: CorsOptions) -> list[Middleware]:
             allow_methods=options.methods,
             allow_headers=options.headers,
             allow_credentials=options.credentials,
-            expose_headers=("x-request-id", "x-quickstep-ignored", "retry-after"),
+            expose_headers=_EXPOSED_HEADERS,
         )
     ]

@@ -44,7 +44,7 @@ class LazyApp:
         self._served = Served.of(engine, options)
         self._metrics = Metrics(engine, self._served.names[0], options.metrics)
         routes = startup_routes(self._served, self._metrics, options)
-        self._startup_app = starlette_app(routes, options, self._served.lanes, self.lifespan)
+        self._startup_app = starlette_app(routes, options, self._served, self.lifespan)
         self._startup_paths = frozenset(
             (route.method, path.encode()) for route in routes for path in route.paths
         )
@@ -84,7 +84,7 @@ class LazyApp:
         """Run the engine. Starlette's argument is the startup app."""
         if self._options.files.directory is not None:  # a bad directory is reported at the start
             await self.import_all()
-        async with running_engine(self._engine, self._metrics):
+        async with running_engine(self._served, self._metrics, self._options):
             importing = asyncio.create_task(self._import_when_idle())
             try:
                 yield

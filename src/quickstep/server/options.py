@@ -14,6 +14,7 @@ import msgspec
 
 from quickstep.errors import ConfigError, RequestError
 from quickstep.server.api_keys import ApiKeys
+from quickstep.server.usage.price_book import PriceBook
 
 __all__ = [
     "GOODPUT_TARGETS",
@@ -28,6 +29,7 @@ __all__ = [
     "RequestLimits",
     "ServerOptions",
     "TlsOptions",
+    "UsageOptions",
 ]
 
 
@@ -173,10 +175,13 @@ class Deadlines(msgspec.Struct, frozen=True):
     Attributes:
         default_s: For requests without `timeout_s`; None for no end.
         max_s: The largest `timeout_s` of a request; None for no limit.
+        finish_reason: The `finish_reason` of such an answer in OpenAI's API: `timeout`, or `length`
+            for clients that know only OpenAI's own values.
     """
 
     default_s: float | None = None
     max_s: float | None = None
+    finish_reason: str = "timeout"
 
     def __post_init__(self) -> None:
         for flag, value in (
@@ -307,6 +312,18 @@ class BatchOptions(msgspec.Struct, frozen=True):
     retry_s: float = 0.5
 
 
+class UsageOptions(msgspec.Struct, frozen=True):
+    """What requests cost, and where their usage is recorded.
+
+    Attributes:
+        price_book: The prices; None for none.
+        ledger: The SQLite file of the ledger; None for none.
+    """
+
+    price_book: PriceBook | None = None
+    ledger: Path | None = None
+
+
 class ServerOptions(msgspec.Struct, frozen=True):
     """How one engine is served.
 
@@ -328,6 +345,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
         access_log: One log line per request.
         files: The directory and limits of clients' files.
         batches: How batches run.
+        usage: Prices, and the ledger of finished requests.
         stored_responses: Answers of the Responses API that are kept for `previous_response_id`.
         stored_response_bytes: All of them together, as JSON.
         stall_s: `/health` and `/ready` fail when work is pending and no step has finished for this
@@ -353,6 +371,7 @@ class ServerOptions(msgspec.Struct, frozen=True):
     access_log: bool = False
     files: FileOptions = msgspec.field(default_factory=FileOptions)
     batches: BatchOptions = msgspec.field(default_factory=BatchOptions)
+    usage: UsageOptions = msgspec.field(default_factory=UsageOptions)
     stored_responses: int = 4096
     stored_response_bytes: int = 64 * 1024 * 1024
     stall_s: float = 30.0
@@ -366,6 +385,16 @@ class ServerOptions(msgspec.Struct, frozen=True):
                 f"--stall-timeout-s is {self.stall_s:g}, it must be at least {_LEAST_STALL_S:g}: "
                 "an engine's process reports ten times a second"
             )
+        for name, limits in self.api_keys.limits.items():
+            if limits.budgets and self.usage.ledger is None:
+                raise ConfigError(
+                    f"the API key {name} has a budget, which needs --usage-db FILE to last over a "
+                    "restart"
+                )
+            if self.usage.price_book is None and any(one.usd for one in limits.budgets):
+                raise ConfigError(
+                    f"the API key {name} has a budget in dollars, which needs --price-book FILE"
+                )
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(
                 f"--root-path is {self.root_path!r}, it must begin with a slash and not end in one"

@@ -187,7 +187,22 @@ def _add_scheduler_flags(group: argparse._ArgumentGroup) -> None:
         "--scheduling-policy",
         choices=[policy.value for policy in PolicyName],
         default=defaults.policy.value,
-        help="how a step's tokens are split between prefill and decode (default: %(default)s)",
+        help="who is served first, and how a step is split between prefill and decode "
+        "(default: %(default)s); docs/guide/scheduling.md describes each",
+    )
+    group.add_argument(
+        "--batch-timeout-s",
+        type=float,
+        default=defaults.batch_timeout_s,
+        metavar="SECONDS",
+        help="how long the policies dynamic and length-grouped wait for a full batch (default: "
+        "%(default)s)",
+    )
+    group.add_argument(
+        "--no-kv-cache",
+        action="store_true",
+        help="compute all tokens again for each new one, to see what the KV cache saves; prefixes "
+        "are not cached either, and the output is the same",
     )
     group.add_argument(
         "--pipeline-depth",
@@ -240,6 +255,8 @@ def engine_config(args: argparse.Namespace, model: str, seed: int | None = None)
             policy=PolicyName(args.scheduling_policy),
             inter_token_target_s=args.inter_token_target_s,
             priority_aging_s=args.priority_aging_s,
+            batch_timeout_s=args.batch_timeout_s,
+            use_kv_cache=not args.no_kv_cache,
         ),
         max_model_len=args.max_model_len,
         allow_long_context=args.allow_long_context,

@@ -16,8 +16,8 @@ from quickstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from quickstep.engine.logs import LogSetup
-    from quickstep.server.api_keys import ApiKeys
-    from quickstep.server.options import RequestLimits, ServerOptions
+    from quickstep.server.api_keys import ApiKey, ApiKeys
+    from quickstep.server.options import RequestLimits, ServerOptions, UsageOptions
 
 __all__ = [
     "add_serve_flags",
@@ -108,6 +108,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     _add_file_flags(parser.add_argument_group("files and batches"))
     _add_access_flags(parser.add_argument_group("access"))
     _add_request_flags(parser.add_argument_group("requests"))
+    _add_usage_flags(parser.add_argument_group("usage and costs"))
     group = parser.add_argument_group("connections")
     group.add_argument(
         "--max-connections",
@@ -184,7 +185,10 @@ def _add_access_flags(group: argparse._ArgumentGroup) -> None:
         f"{KEY_VARIABLE} works too, and other users cannot see it (default: no key needed)",
     )
     group.add_argument(
-        "--api-key-file", metavar="FILE", help="file of such keys, one per line (also NAME:KEY)"
+        "--api-key-file",
+        metavar="FILE",
+        help="file of such keys, one per line (also NAME:KEY), or a .yaml file of keys with rate "
+        "limits and budgets",
     )
     group.add_argument(
         "--admin-api-key",
@@ -271,6 +275,29 @@ def _add_request_flags(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="SECONDS",
         help="largest timeout_s of a request (default: none)",
+    )
+    group.add_argument(
+        "--timeout-finish-reason",
+        choices=("timeout", "length"),
+        default="timeout",
+        help="finish_reason of an answer that ends at its time limit; length is for clients that "
+        "accept OpenAI's values only (default: %(default)s)",
+    )
+
+
+def _add_usage_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--price-book",
+        type=Path,
+        metavar="FILE",
+        help="YAML file with the prices of tokens and of device time (default: no costs)",
+    )
+    group.add_argument(
+        "--usage-db",
+        type=Path,
+        metavar="FILE",
+        help="SQLite file with the usage of every finished request, created if there is none; "
+        "`quickstep usage` adds it up (default: none)",
     )
 
 
@@ -369,7 +396,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
             credentials=args.allow_credentials,
         ),
         tls=TlsOptions(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs),
-        deadlines=Deadlines(args.default_timeout_s, args.max_timeout_s),
+        deadlines=Deadlines(args.default_timeout_s, args.max_timeout_s, args.timeout_finish_reason),
         field_rules=FieldRules(
             refuse_unknown=args.strict or args.unknown_fields == "refuse",
             refuse_hints=args.strict,
@@ -392,6 +419,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
             files_per_key=args.max_files_per_key,
         ),
         batches=BatchOptions(concurrency=args.batch_concurrency),
+        usage=_usage_options(args),
         stored_responses=args.max_stored_responses,
         stored_response_bytes=args.max_stored_response_bytes,
         stall_s=args.stall_timeout_s,
@@ -427,7 +455,7 @@ def take_api_keys(args: argparse.Namespace, environ: os._Environ[str] | dict[str
     """
     from quickstep.server.api_keys import ApiKeys, read_key_file
 
-    keys = list(args.api_key)
+    keys: list[str | ApiKey] = list(args.api_key)
     if args.api_key_file is not None:
         entries, is_shared = read_key_file(Path(args.api_key_file))
         if is_shared:
@@ -439,6 +467,20 @@ def take_api_keys(args: argparse.Namespace, environ: os._Environ[str] | dict[str
     if variable:
         keys.append(variable)
     return ApiKeys(keys, args.admin_api_key)
+
+
+def _usage_options(args: argparse.Namespace) -> UsageOptions:
+    from quickstep.server.options import UsageOptions
+    from quickstep.server.usage.price_book import read_price_book
+
+    if args.usage_db is not None:
+        from quickstep.server.usage.ledger import check_ledger
+
+        check_ledger(args.usage_db)
+    return UsageOptions(
+        price_book=None if args.price_book is None else read_price_book(args.price_book),
+        ledger=args.usage_db,
+    )
 
 
 def _goodput(texts: Sequence[str]) -> dict[str, float]:

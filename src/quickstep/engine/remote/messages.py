@@ -143,7 +143,7 @@ class Accepted(WireMessage, frozen=True):
 
 class Refused(WireMessage, frozen=True):
     """The engine refused the request, or cannot continue with it. A status below 500 means that
-    the client caused it.
+    the client caused it; one of 500 or above with a code is a RequestError all the same.
     """
 
     request_id: str
@@ -151,13 +151,20 @@ class Refused(WireMessage, frozen=True):
     param: str | None
     status: int
     code: str | None = None
+    retry_after_s: float | None = None
 
     @property
     def error(self) -> QuickstepError:
         """What the request's stream raises."""
-        if self.status >= 500:
+        if self.status >= 500 and self.code is None:
             return EngineError(self.message)
-        return RequestError(self.message, param=self.param, status=self.status, code=self.code)
+        return RequestError(
+            self.message,
+            param=self.param,
+            status=self.status,
+            code=self.code,
+            retry_after_s=self.retry_after_s,
+        )
 
 
 class DeltaNote(WireMessage, frozen=True):

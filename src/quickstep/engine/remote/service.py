@@ -250,8 +250,9 @@ class EngineService:
 
     def _refuse(self, request_id: str, error: BaseException) -> None:
         match error:
-            case RequestError(param=param, status=status, code=code):
-                self._sender.put(Refused(request_id, str(error), param, status, code))
+            case RequestError(param=param, status=status, code=code, retry_after_s=retry_s):
+                message = str(error)
+                self._sender.put(Refused(request_id, message, param, status, code, retry_s))
             case EngineError():
                 self._sender.put(Refused(request_id, str(error), None, 503))
             case _:

@@ -95,16 +95,16 @@ class _Header:
         if self._content[:4] != _MAGIC:
             raise ConfigError(f"{self._path} is not a GGUF file: it does not start with GGUF")
         self._at = 4
-        version = self._scalar("I")
+        version = self._int("I")
         if version not in _VERSIONS:
             raise ConfigError(
                 f"{self._path} is of GGUF version {version}; little-endian 2 and 3 are supported"
             )
-        num_tensors, num_pairs = self._scalar("Q"), self._scalar("Q")
+        num_tensors, num_pairs = self._int("Q"), self._int("Q")
         metadata: dict[str, object] = {}
         for _ in range(num_pairs):
             key = self._text()
-            value = self._value(self._scalar("I"))
+            value = self._value(self._int("I"))
             if value is not None:
                 metadata[key] = value
         if metadata.get("split.count", 1) not in (0, 1):
@@ -121,14 +121,19 @@ class _Header:
         tensors = {entry[0]: self._stored(entry, start) for entry in described}
         return GgufFile(self._path, MappingProxyType(metadata), MappingProxyType(tensors), header)
 
-    def _scalar(self, code: str) -> int:
-        """One number; floats as well, though only their readers know."""
-        (value,) = struct.unpack_from(f"<{code}", self._content, self._at)
-        self._at += struct.calcsize(f"<{code}")
-        return value  # type: ignore[no-any-return]
+    def _numbers(self, code: str, count: int) -> tuple[object, ...]:
+        """The next `count` numbers, of a code of the module `struct`."""
+        numbers = struct.unpack_from(f"<{count}{code}", self._content, self._at)
+        self._at += struct.calcsize(f"<{count}{code}")
+        return numbers
+
+    def _int(self, code: str) -> int:
+        (value,) = self._numbers(code, 1)
+        assert isinstance(value, int)
+        return value
 
     def _text(self) -> str:
-        length = self._scalar("Q")
+        length = self._int("Q")
         start = self._at
         self._at += length
         if self._at > len(self._content):
@@ -137,16 +142,15 @@ class _Header:
 
     def _value(self, kind: int) -> object:
         if kind in _SCALARS:
-            return self._scalar(_SCALARS[kind])
+            (value,) = self._numbers(_SCALARS[kind], 1)
+            return value
         if kind == _STRING:
             return self._text()
         if kind != _ARRAY:
             raise ValueError(f"metadata of the unknown type {kind}")
-        inner, count = self._scalar("I"), self._scalar("Q")
+        inner, count = self._int("I"), self._int("Q")
         if inner in _SCALARS:
-            values = struct.unpack_from(f"<{count}{_SCALARS[inner]}", self._content, self._at)
-            self._at += struct.calcsize(f"<{count}{_SCALARS[inner]}")
-            return values
+            return self._numbers(_SCALARS[inner], count)
         if inner != _STRING:
             raise ValueError(f"metadata holds a list of the unsupported type {inner}")
         if self._with_texts:
@@ -162,11 +166,11 @@ class _Header:
         self._at = at
 
     def _tensor(self) -> tuple[str, tuple[int, ...], str, int]:
-        name, num_dimensions = self._text(), self._scalar("I")
+        name, num_dimensions = self._text(), self._int("I")
         if num_dimensions > _MAX_DIMENSIONS:
             raise ValueError(f"tensor {name!r} has {num_dimensions} dimensions")
-        shape = tuple(self._scalar("Q") for _ in range(num_dimensions))[::-1]
-        kind, offset = self._scalar("I"), self._scalar("Q")
+        shape = tuple(self._int("Q") for _ in range(num_dimensions))[::-1]
+        kind, offset = self._int("I"), self._int("Q")
         type_name = _TYPE_NAMES.get(kind, f"type {kind}")
         if type_name not in BLOCKS:
             raise ConfigError(

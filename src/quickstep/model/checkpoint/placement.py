@@ -8,19 +8,15 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import STORED_DTYPES
-from quickstep.model.spec import ModelSpec
-from quickstep.ops.tensors import CPU, FLOAT32, Device, DType, torch_dtype
+from quickstep.model.decoder_spec import ModelSpec
+from quickstep.ops.tensors import CPU, FLOAT32, Device, DType
 from quickstep.ops.torch_import import has_torch, require_torch
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["choose_device", "choose_dtype", "resolve_device", "resolve_dtype"]
+__all__ = ["choose_device", "choose_dtype"]
 
 _DTYPES = {dtype.name: dtype for dtype in STORED_DTYPES.values()}
 
@@ -29,7 +25,7 @@ def choose_device(name: str) -> Device:
     """`auto` takes a GPU if torch finds one; torch is imported only where there is a driver.
 
     Raises:
-        ConfigError: The name is none, or there is no such device.
+        ConfigError: The name is unknown, or there is no such device.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device is {name!r}, it must be auto, cpu or cuda")
@@ -65,7 +61,7 @@ def choose_dtype(name: str, spec: ModelSpec, files: TensorFiles | None = None) -
     """`auto` takes the config's dtype, else that of the stored weights, else float32.
 
     Raises:
-        ConfigError: The name is none.
+        ConfigError: The name is unknown.
     """
     if name != "auto":
         if name not in _DTYPES:
@@ -75,15 +71,3 @@ def choose_dtype(name: str, spec: ModelSpec, files: TensorFiles | None = None) -
         return _DTYPES[spec.dtype]
     stored = {tensor.dtype for tensor in files.tensors.values()} if files is not None else set()
     return next((STORED_DTYPES[code] for code in STORED_DTYPES if code in stored), FLOAT32)
-
-
-def resolve_device(name: str) -> torch.device:
-    """`choose_device` for torch."""
-    import torch
-
-    return torch.device(choose_device(name).type)
-
-
-def resolve_dtype(name: str, spec: ModelSpec, files: TensorFiles | None = None) -> torch.dtype:
-    """`choose_dtype` for torch."""
-    return torch_dtype(choose_dtype(name, spec, files))

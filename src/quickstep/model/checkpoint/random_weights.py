@@ -16,9 +16,10 @@ from torch import Tensor
 
 from quickstep.model.checkpoint.tensor_reader import Progress
 from quickstep.model.checkpoint.tensor_schema import Shapes, layer_tensors, outer_tensors
+from quickstep.model.checkpoint.weights import DecoderNames
 from quickstep.model.decoder import Decoder
 from quickstep.model.decoder_spec import ModelSpec
-from quickstep.model.loader import DecoderNames, build_decoder, quantizing
+from quickstep.model.loader import build_decoder, quantizing
 from quickstep.ops.table import OpTable, QuantizedWeight
 
 __all__ = ["RandomTensors", "RandomValues", "random_model"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -24,10 +24,13 @@ from quickstep.ops.tensors import (
     INT32,
     INT64,
     UINT8,
+    AnyTensor,
     Device,
     DType,
     HostTensor,
     host_dtype,
+    to_numpy,
+    to_torch,
     torch_dtype,
 )
 
@@ -42,7 +45,7 @@ Progress = Callable[[int, int], None]
 STORED_DTYPES: Mapping[str, DType] = MappingProxyType(
     {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 )
-_CODE_DTYPES: Mapping[str, DType] = MappingProxyType(
+_INTEGER_DTYPES: Mapping[str, DType] = MappingProxyType(
     {"U8": UINT8, "I8": INT8, "I32": INT32, "I64": INT64}
 )
 
@@ -50,14 +53,14 @@ _CODE_DTYPES: Mapping[str, DType] = MappingProxyType(
 class TensorSource(Protocol):
     """Where packing reads tensors: a checkpoint's files, or `random_weights`."""
 
-    def tensor(self, name: str) -> Tensor:
-        """One tensor."""
+    def tensor(self, name: str) -> AnyTensor:
+        """One tensor, in the architecture's shape and the model's dtype."""
 
-    def stacked(self, names: tuple[str, ...]) -> Tensor:
-        """Several tensors, one below the other along the first dimension."""
+    def stacked(self, names: tuple[str, ...]) -> AnyTensor:
+        """Several tensors, one below the other along the first dimension: [n, ...] -> [N, ...]."""
 
-    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
-        """A matrix of `stacked` tensors as it is packed: quantized or not."""
+    def linear(self, names: tuple[str, ...]) -> AnyTensor | QuantizedWeight:
+        """A matrix [N, C] of `stacked` tensors as it is packed: quantized or not."""
 
     def stored(self, names: tuple[str, ...]) -> StoredMatrix | None:
         """The same matrix, still in files; None unless `OpTable.load_linear` can read it there."""
@@ -84,11 +87,11 @@ class TensorReader:
         self._done_bytes = 0
         self._progress = progress
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> AnyTensor:
         """One tensor."""
         return self.stacked((name,))
 
-    def stacked(self, names: tuple[str, ...]) -> Tensor:
+    def stacked(self, names: tuple[str, ...]) -> AnyTensor:
         """Several tensors, one below the other along the first dimension."""
         dtypes = [self._stored_dtype(name) for name in names]
         if len(set(dtypes)) > 1:
@@ -103,28 +106,27 @@ class TensorReader:
             self._files.read_into(name, raw[start:stop])
             self._count(stop - start)
             start = stop
-        return self._placed(stored)
+        return self._as_model_dtype(stored)
 
-    def _placed(self, stored: HostTensor) -> Tensor:
-        """In the model's dtype, where its tensors are."""
+    def _as_model_dtype(self, stored: HostTensor) -> AnyTensor:
+        """As a tensor of the model: in its dtype, on its device."""
         if isinstance(self._dtype, DType):
-            return cast("Tensor", stored.to(self._dtype))
+            return stored.to(self._dtype)
         return stored.to_torch().to(self._device.type, self._dtype)
 
-    def _joined(self, parts: list[Tensor]) -> Tensor:
-        if not isinstance(self._dtype, DType):
-            import torch
+    def _joined(self, parts: list[AnyTensor]) -> AnyTensor:
+        if isinstance(self._dtype, DType):
+            return HostTensor(np.concatenate([to_numpy(part) for part in parts]), self._dtype)
+        import torch
 
-            return torch.cat(parts)
-        joined = np.concatenate([part.numpy() for part in parts])
-        return cast("Tensor", HostTensor(joined, self._dtype))
+        return torch.cat([to_torch(part) for part in parts])
 
     @property
     def dtype(self) -> torch.dtype:
         """The model's."""
         return torch_dtype(self._dtype)
 
-    def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
+    def linear(self, names: tuple[str, ...]) -> AnyTensor | QuantizedWeight:
         """The stored matrix, not quantized."""
         return self.stacked(names)
 
@@ -135,10 +137,10 @@ class TensorReader:
         dtype = host_dtype(self._dtype)
         if any(STORED_DTYPES.get(self._files.tensors[name].dtype) != dtype for name in names):
             return None
-        return self.placed(names)
+        return self.stored_matrix(names)
 
-    def placed(self, names: tuple[str, ...]) -> StoredMatrix:
-        """The places of tensors of one dtype, one below the other; they count as read."""
+    def stored_matrix(self, names: tuple[str, ...]) -> StoredMatrix:
+        """Tensors [n, C] of one dtype in their files, one below the other; they count as read."""
         tensors = [self._files.tensors[name] for name in names]
         self._count(sum(tensor.nbytes for tensor in tensors))
         parts = tuple(StoredRows(one.file, one.offset, one.shape[0]) for one in tensors)
@@ -156,8 +158,8 @@ class TensorReader:
         block = BLOCKS.get(stored.dtype)
         if block is not None and stored.dtype not in STORED_DTYPES:
             shape, dtype = (stored.nbytes // block[1], block[1]), UINT8
-        elif stored.dtype in _CODE_DTYPES:
-            dtype = _CODE_DTYPES[stored.dtype]
+        elif stored.dtype in _INTEGER_DTYPES:
+            dtype = _INTEGER_DTYPES[stored.dtype]
         else:
             dtype = self._stored_dtype(name)
         tensor = HostTensor.empty(shape, dtype)
@@ -166,11 +168,11 @@ class TensorReader:
         return tensor.to_torch().to(self._device.type)
 
     def _stored_dtype(self, name: str) -> DType:
-        code = self._files.tensors[name].dtype
-        if code not in STORED_DTYPES:
+        stored = self._files.tensors[name].dtype
+        if stored not in STORED_DTYPES:
             known = ", ".join(STORED_DTYPES)
-            raise ConfigError(f"tensor {name!r} is stored as {code}; supported are {known}")
-        return STORED_DTYPES[code]
+            raise ConfigError(f"tensor {name!r} is stored as {stored}; supported are {known}")
+        return STORED_DTYPES[stored]
 
     def _count(self, nbytes: int) -> None:
         self._done_bytes += nbytes
@@ -179,4 +181,4 @@ class TensorReader:
 
 
 def _bytes_of(x: HostTensor) -> memoryview:
-    return memoryview(x.numpy().reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    return x.numpy().reshape(-1).view(np.uint8).data

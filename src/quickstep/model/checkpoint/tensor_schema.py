@@ -13,9 +13,18 @@ import msgspec
 
 from quickstep.model.decoder_spec import ModelSpec, NormPlacement, QKNorm
 
-__all__ = ["LayerNorms", "layer_norms", "layer_tensors", "num_parameters", "outer_tensors"]
+__all__ = [
+    "LayerNorms",
+    "Shape",
+    "Shapes",
+    "layer_norms",
+    "layer_tensors",
+    "num_parameters",
+    "outer_tensors",
+]
 
-Shapes = dict[str, tuple[int, ...]]
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]  # by tensor name
 
 
 class LayerNorms(msgspec.Struct, frozen=True):
@@ -88,7 +97,7 @@ def _norm_names(spec: ModelSpec) -> list[str]:
     return [name for name in names if name is not None]
 
 
-def _attention(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _attention(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
     queries, keys = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     hidden = spec.hidden_size
     if spec.naming.fused_qkv:
@@ -110,7 +119,7 @@ def _attention(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "self_attn.k_norm.weight", (keys if is_full else spec.head_size,)
 
 
-def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, Shape]]:
     hidden, naming = spec.hidden_size, spec.naming
     if sparse and spec.moe is not None:
         gate, up, down = naming.expert_parts
@@ -137,9 +146,7 @@ def _mlp(spec: ModelSpec, sparse: bool) -> Iterator[tuple[str, tuple[int, ...]]]
         yield from _projection(f"mlp.{name}", outputs, inputs, spec.mlp_bias)
 
 
-def _projection(
-    module: str, outputs: int, inputs: int, bias: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _projection(module: str, outputs: int, inputs: int, bias: bool) -> Iterator[tuple[str, Shape]]:
     yield f"{module}.weight", (outputs, inputs)
     if bias:
         yield f"{module}.bias", (outputs,)

@@ -131,7 +131,7 @@ class CheckpointWeights(msgspec.Struct, frozen=True):
         """Tensors that compute nothing here: old position buffers, a vision tower."""
         if name.startswith(self.spec.naming.ignored) or name.endswith("rotary_emb.inv_freq"):
             return True
-        return self.storage is not None and self.storage.is_void(name)
+        return self.storage is not None and self.storage.has_no_effect(name)
 
 
 def open_checkpoint_files(path: str | Path) -> TensorFiles:

@@ -27,7 +27,7 @@ from quickstep.model.checkpoint.source import Checkpoint
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.interface import ForwardBatch, KVShape
 from quickstep.ops.table import AttentionParams, KVCache, LinearWeight, OpTable, PagedLayout
-from quickstep.ops.tensors import head_size_of
+from quickstep.ops.tensors import AnyTensor, head_size_of, to_torch
 
 __all__ = [
     "ATTENTION_NAME",
@@ -80,7 +80,7 @@ def paged_attention_forward(
     """Transformers' attention signature: query [1, H, T, D] -> [1, T, H, D], KV written."""
     step: PagedStep | None = options.get("paged_step")
     if step is None:
-        raise ConfigError(f"{type(module).__name__} does not hand options to its attention")
+        raise ConfigError(f"{type(module).__name__} does not pass options to its attention")
     refused = _refused(attention_mask, options)
     if refused is not None:
         raise ConfigError(f"{type(module).__name__} needs {refused}, which cannot be paged")
@@ -157,7 +157,7 @@ class FixedRows(nn.Module):
         self._inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape out as in; the last dimension is a row."""
+        """[..., C] -> [..., C], row by row."""
         width = x.shape[-1]
         rows = x.reshape(-1, width)
         # rows of other widths would not start at the same lane of a vector
@@ -187,7 +187,7 @@ class HiddenStates(nn.Module):
     """Replaces the body, so that the head can run on hidden states only."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BodyOutput:
-        """Return the hidden states as the body's output."""
+        """Hidden states [1, E, hidden] as the body's output."""
         return BodyOutput(last_hidden_state=inputs_embeds)
 
 
@@ -222,7 +222,7 @@ class TransformersModel:
 
     @property
     def spec(self) -> ModelSpec:
-        """What was read from the config; layers and frequencies are transformers' business."""
+        """The sizes in the config; layers and frequencies are transformers' own."""
         return self._spec
 
     @property
@@ -275,9 +275,9 @@ class TransformersModel:
         return hidden if batch.emitting is None else hidden[batch.emitting.tokens]
 
     @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: AnyTensor) -> Tensor:
         """[E, hidden] -> [E, V] fp32, as the architecture's head computes them."""
-        output = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
+        output = self._head(inputs_embeds=to_torch(hidden).unsqueeze(0), use_cache=False)
         logits: Tensor = output.logits[0]
         return logits.float()
 

@@ -15,8 +15,9 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
+from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.formats.gptq import unpack_words
-from quickstep.model.formats.storage import Shape, Shapes, checked_group, module_of
+from quickstep.model.formats.storage import checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.table import QuantizedWeight
 
@@ -75,7 +76,7 @@ class AwqStorage:
         )
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The quantized values, outputs first."""
+        """The quantized values [N, C]; the files have them as [C, N]."""
         module = module_of(name)
         return QuantizedWeight(
             _outputs_first(reader.raw(f"{module}.qweight")),
@@ -88,8 +89,8 @@ class AwqStorage:
     def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
         """None: quantized values are packed in words here, so they are read."""
 
-    def is_void(self, name: str) -> bool:
-        """AWQ writes nothing in vain."""
+    def has_no_effect(self, name: str) -> bool:
+        """False: AWQ stores no tensor without effect."""
         del name
         return False
 

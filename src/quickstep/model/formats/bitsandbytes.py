@@ -26,7 +26,8 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
-from quickstep.model.formats.storage import Shape, Shapes, checked_group, module_of
+from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
+from quickstep.model.formats.storage import checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.table import QuantizedWeight
 
@@ -90,7 +91,7 @@ class BitsAndBytesStorage:
         return MatrixFormat(8, None if group_size == shape[1] else group_size, False, True)
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The quantized values about the middle."""
+        """The quantized values [N, C], about the middle."""
         blocks = self._blocks(name, shape)
         if blocks is None:
             layout = f"{module_of(name)}.weight_format"
@@ -114,8 +115,8 @@ class BitsAndBytesStorage:
     def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
         """None: quantized values are packed in words here, so they are read."""
 
-    def is_void(self, name: str) -> bool:
-        """bitsandbytes writes nothing in vain."""
+    def has_no_effect(self, name: str) -> bool:
+        """False: bitsandbytes stores no tensor without effect."""
         del name
         return False
 

@@ -27,13 +27,14 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
+from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.formats.gptq import (
-    gathered,
+    group_indices,
+    requantized,
     requantized_form,
-    scattered_order,
     unpack_words,
 )
-from quickstep.model.formats.storage import Shape, Shapes, checked_group, module_of
+from quickstep.model.formats.storage import checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.table import QuantizedWeight, StoredMatrix
 
@@ -209,14 +210,14 @@ class CompressedTensorsStorage:
         module = module_of(name)
         scheme = self._scheme(module)
         group_size = checked_group(module, scheme.group_size, shape[1])
-        if scattered_order(self._files, f"{module}.weight_g_idx", group_size) is not None:
+        if group_indices(self._files, f"{module}.weight_g_idx", group_size) is not None:
             return requantized_form(shape[1])
         group = None if group_size == shape[1] else group_size
         wide = self._files.tensors[f"{module}.weight_scale"].dtype != "F16"
         return MatrixFormat(scheme.bits, group, self._has_zeros(module, scheme), wide)
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The quantized values about 2**(bits - 1)."""
+        """The quantized values [N, C], about 2**(bits - 1) where they have no zeros."""
         module = module_of(name)
         scheme = self._scheme(module)
         outputs, inputs = shape
@@ -234,8 +235,8 @@ class CompressedTensorsStorage:
         name = f"{module}.weight_g_idx"
         if name in self._files.tensors:
             reader.raw(name)
-        order = scattered_order(self._files, name, group_size)
-        return weight if order is None else gathered(weight, order)
+        order = group_indices(self._files, name, group_size)
+        return weight if order is None else requantized(weight, order)
 
     def stored(
         self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
@@ -253,9 +254,9 @@ class CompressedTensorsStorage:
             scales.append(scale.expand((outputs, groups)))
         if len({one.shape[1] for one in scales}) > 1:
             return None
-        return replace(reader.placed(names), scales=torch.cat(scales))
+        return replace(reader.stored_matrix(names), scales=torch.cat(scales))
 
-    def is_void(self, name: str) -> bool:
+    def has_no_effect(self, name: str) -> bool:
         """No tensor: compressed-tensors writes no unused ones."""
         del name
         return False

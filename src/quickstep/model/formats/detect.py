@@ -15,8 +15,9 @@ from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.decoder_spec import ModelSpec
 
 if TYPE_CHECKING:
+    from quickstep.model.checkpoint.tensor_schema import Shapes
     from quickstep.model.formats.quantized_reader import QuantizedReader
-    from quickstep.model.formats.storage import MatrixStorage, Shapes
+    from quickstep.model.formats.storage import MatrixStorage
 
 __all__ = ["find_storage", "open_quantized_reader", "quantization_config"]
 

@@ -17,6 +17,7 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_reader import TensorReader
 from quickstep.model.formats.fused_experts import ExpertTensor, FusedExperts
 from quickstep.ops.table import QuantizedWeight, StoredMatrix
+from quickstep.ops.tensors import to_torch
 
 __all__ = ["FusedExpertsSource", "mxfp4_values"]
 
@@ -37,7 +38,7 @@ class FusedExpertsSource:
         """One tensor."""
         found = self._experts.find(name)
         if found is None:
-            return self._reader.tensor(name)
+            return to_torch(self._reader.tensor(name))
         tensor = self._bias(found) if found.is_bias else self._weight(found)
         return _gate_above_up(tensor) if found.interleaved else tensor.contiguous()
 
@@ -45,7 +46,7 @@ class FusedExpertsSource:
         """Several tensors, one below the other along the first dimension."""
         if any(self._experts.find(name) is not None for name in names):
             return torch.cat([self.tensor(name) for name in names])
-        return self._reader.stacked(names)
+        return to_torch(self._reader.stacked(names))
 
     def linear(self, names: tuple[str, ...]) -> Tensor | QuantizedWeight:
         """The stacked matrix, not quantized."""
@@ -71,7 +72,7 @@ class FusedExpertsSource:
     def _all_experts(self, found: ExpertTensor, name: str) -> Tensor:
         self._enter(found.layer)
         if name not in self._held:
-            self._held[name] = self._reader.tensor(name)
+            self._held[name] = to_torch(self._reader.tensor(name))
         return self._held[name]
 
     def _quants(self, found: ExpertTensor, name: str) -> Tensor:

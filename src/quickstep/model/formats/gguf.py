@@ -23,9 +23,10 @@ from torch import Tensor
 from quickstep.model.checkpoint.gguf_spec import GGUF_ARCHITECTURE
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
+from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.decoder_spec import ModelSpec
 from quickstep.model.formats.quantized_reader import RowOrder
-from quickstep.model.formats.storage import Shape, Shapes, checked_group
+from quickstep.model.formats.storage import checked_group
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.table import QuantizedWeight, StoredMatrix
 
@@ -152,7 +153,7 @@ BLOCK_KINDS: Mapping[str, BlockKind] = MappingProxyType(
 )
 
 
-_PLACED = frozenset(("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"))  # `OpTable.load_linear` reads these
+_LOADABLE = frozenset(("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"))  # `OpTable.load_linear` reads these
 _ELEMENTS_AT_ONCE = 1 << 21  # bounds the scratch of decoding, near the caches' size
 
 
@@ -177,7 +178,7 @@ class GgufStorage:
         return MatrixFormat(kind.bits, group, kind.has_zeros, kind.wide_scales)
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The quantized values, from some of the blocks at a time."""
+        """The quantized values [N, C], decoded some blocks at a time."""
         kind = BLOCK_KINDS[self._files.tensors[name].dtype]
         raw = reader.raw(name)
         elements = shape[0] * shape[1] // raw.shape[0]
@@ -206,10 +207,10 @@ class GgufStorage:
         """The blocks, still in the file, if all are of one type that can be loaded from there."""
         del shapes
         kinds = {self._files.tensors[name].dtype for name in names}
-        return reader.placed(names) if len(kinds) == 1 and kinds <= _PLACED else None
+        return reader.stored_matrix(names) if len(kinds) == 1 and kinds <= _LOADABLE else None
 
-    def is_void(self, name: str) -> bool:
-        """Frequencies are part of the spec by now."""
+    def has_no_effect(self, name: str) -> bool:
+        """Whether it is a table of rotary frequencies: the spec has them."""
         return name.startswith("rope_f")
 
 

@@ -24,12 +24,13 @@ from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.config_fields import ConfigFields
 from quickstep.model.checkpoint.safetensors_files import TensorFiles
 from quickstep.model.checkpoint.tensor_reader import TensorReader
-from quickstep.model.formats.storage import Shape, Shapes, checked_group, module_of
+from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
+from quickstep.model.formats.storage import checked_group, module_of
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.reference.quantize import quantize
 from quickstep.ops.table import QuantizedWeight
 
-__all__ = ["GptqStorage", "gathered", "requantized_form", "scattered_order", "unpack_words"]
+__all__ = ["GptqStorage", "group_indices", "requantized", "requantized_form", "unpack_words"]
 
 _SOURCE = "config.json's quantization_config"
 _REQUANTIZED_GROUPS = (32, 16)
@@ -85,14 +86,14 @@ class GptqStorage:
     def form(self, name: str, shape: Shape) -> MatrixFormat:
         """The files' own form; 8 bits where act-order scatters the groups."""
         group_size = checked_group(name, self._group_size, shape[1])
-        if scattered_order(self._files, f"{module_of(name)}.g_idx", group_size) is not None:
+        if group_indices(self._files, f"{module_of(name)}.g_idx", group_size) is not None:
             return requantized_form(shape[1])
         wide = self._files.tensors[f"{module_of(name)}.scales"].dtype != "F16"
         group = None if group_size == shape[1] else group_size
         return MatrixFormat(self._bits, group, True, wide)
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The quantized values, outputs first."""
+        """The quantized values [N, C]; the files have them as [C, N]."""
         module, bits = module_of(name), self._bits
         group_size = checked_group(name, self._group_size, shape[1])
         quants = unpack_words(reader.raw(f"{module}.qweight").t(), bits)
@@ -108,13 +109,13 @@ class GptqStorage:
         name = f"{module}.g_idx"
         if name in self._files.tensors:
             reader.raw(name)
-        order = scattered_order(self._files, name, group_size)
-        return weight if order is None else gathered(weight, order)
+        order = group_indices(self._files, name, group_size)
+        return weight if order is None else requantized(weight, order)
 
     def stored(self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader) -> None:
         """None: quantized values are packed in words here, so they are read."""
 
-    def is_void(self, name: str) -> bool:
+    def has_no_effect(self, name: str) -> bool:
         """AutoGPTQ writes a bias for every module, of zeros where the model has none."""
         module, _, kind = name.rpartition(".")
         if kind != "bias" or f"{module}.qweight" not in self._files.tensors:
@@ -139,8 +140,8 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
 
 
-def scattered_order(files: TensorFiles, name: str, group_size: int) -> Tensor | None:
-    """The group of each input, int64; None where they are in order, or nothing is stored.
+def group_indices(files: TensorFiles, name: str, group_size: int) -> Tensor | None:
+    """A `g_idx`: the group of each input, [C] int64; None if they are in order or it is missing.
 
     Raises:
         ConfigError: An input belongs to no group.
@@ -168,8 +169,8 @@ def requantized_form(num_inputs: int) -> MatrixFormat:
     )
 
 
-def gathered(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
-    """A matrix whose input c belongs to group order[c], rounded again."""
+def requantized(weight: QuantizedWeight, order: Tensor) -> QuantizedWeight:
+    """A matrix [N, C] whose input c belongs to group order[c] ([C] int64), rounded again."""
     order = order.to(weight.quants.device)
     zeros = weight.zeros
     middle = 2 ** (weight.bits - 1) if zeros is None else zeros[:, order]

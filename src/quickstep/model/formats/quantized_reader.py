@@ -17,8 +17,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from quickstep.model.checkpoint.tensor_reader import TensorReader
-from quickstep.model.formats.storage import MatrixStorage, Shapes
+from quickstep.model.checkpoint.tensor_schema import Shapes
+from quickstep.model.formats.storage import MatrixStorage
 from quickstep.ops.table import QuantizedWeight, StoredMatrix
+from quickstep.ops.tensors import to_torch
 
 __all__ = [
     "QuantizedReader",
@@ -79,7 +81,7 @@ class QuantizedReader:
         order = None if self._row_order is None else self._row_order(name)
         shape = self._shapes[name]
         if self._storage.parts(name, shape) is None:
-            tensor = self._reader.tensor(name)
+            tensor = to_torch(self._reader.tensor(name))
             return tensor if order is None else tensor[order.to(tensor.device)]
         quantized = self._storage.read(name, shape, self._reader)
         if order is None:

@@ -1,8 +1,8 @@
 """What a format of quantized checkpoints is: which tensors hold a matrix, and its quantized values.
 
-One storage per format, over the tensor files of one checkpoint; `detect.find_storage` picks it,
-`quantized_reader.QuantizedReader` and `sizing` ask it matrix by matrix. A matrix is named as the
-architecture names it (`...q_proj.weight`), whatever the files call its parts.
+One storage per format, over the tensor files of one checkpoint; `formats.detect.find_storage`
+chooses it, `checkpoint.weights` and `formats.quantized_reader` query it matrix by matrix. A matrix
+has the architecture's name (`...q_proj.weight`), whatever the files call its parts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from typing import Protocol
 
 from quickstep.errors import ConfigError
 from quickstep.model.checkpoint.tensor_reader import TensorReader
+from quickstep.model.checkpoint.tensor_schema import Shape, Shapes
 from quickstep.model.quantization import MatrixFormat
 from quickstep.ops.table import QuantizedWeight, StoredMatrix
 
-__all__ = ["MatrixStorage", "Shape", "Shapes", "checked_group", "module_of"]
-
-Shape = tuple[int, ...]
-Shapes = dict[str, Shape]
+__all__ = ["MatrixStorage", "checked_group", "module_of"]
 
 _LEAST_GROUP = 16
 
@@ -41,7 +39,7 @@ class MatrixStorage(Protocol):
         """How a matrix with parts is held once it is read."""
 
     def read(self, name: str, shape: Shape, reader: TensorReader) -> QuantizedWeight:
-        """The quantized values of a matrix with parts."""
+        """The quantized values [N, C] of a matrix with parts."""
 
     def stored(
         self, names: tuple[str, ...], shapes: Sequence[Shape], reader: TensorReader
@@ -51,7 +49,7 @@ class MatrixStorage(Protocol):
         What is more than rows of quantized values (scales apart from them) is read.
         """
 
-    def is_void(self, name: str) -> bool:
+    def has_no_effect(self, name: str) -> bool:
         """Whether a tensor that the architecture lacks changes nothing (a bias of zeros)."""
 
 

@@ -98,7 +98,7 @@ class NativeAttention:
         v_cache: AnyTensor,
         layout: PagedLayout,
         params: AttentionParams,
-        sinks: Tensor | None,
+        sinks: AnyTensor | None,
     ) -> Tensor:
         """`OpTable.paged_attention`."""
         dtype, kv_dtype = kernel_dtype(q.dtype), kv_kernel_dtype(k_cache.dtype)
@@ -153,7 +153,7 @@ class NativeAttention:
         return scratch
 
 
-def are_sinks(x: Tensor, num_heads: int) -> bool:
+def are_sinks(x: AnyTensor, num_heads: int) -> bool:
     """Whether the kernels can read it as the sinks of so many heads: [H] float32."""
     return tuple(x.shape) == (num_heads,) and host_dtype(x.dtype) == FLOAT32 and x.is_contiguous()
 

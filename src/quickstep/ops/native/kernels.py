@@ -23,7 +23,19 @@ from quickstep.ops.native.packed import (
     kernel_dtype,
 )
 from quickstep.ops.table import LinearWeight, OpTable, QuantizedWeight
-from quickstep.ops.tensors import FLOAT32, INT64, host_dtype, of_kind
+from quickstep.ops.tensors import (
+    FLOAT32,
+    INT64,
+    AnyTensor,
+    DType,
+    HostTensor,
+    TensorT,
+    host_dtype,
+    new_empty,
+    to_dtype,
+    to_torch,
+    torch_dtype,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -84,14 +96,14 @@ class NativeOps:
         """`OpTable.kernel_s`."""
         return int(self._library.qs_context_loop_ns(self._context)) / 1e9
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:
-        """Copy weight [N, C] into the kernel's layout, in memory of the library's own."""
+    def pack_linear(self, weight: AnyTensor, bias: AnyTensor | None) -> LinearWeight:
+        """Copy weight [N, C] and bias into the kernel's layout, in memory of the library's own."""
         dtype, kind = kernel_dtype(weight.dtype), host_dtype(weight.dtype)
         if dtype is None or kind is None or weight.numel() == 0:
             return self._reference().pack_linear(weight, bias)
         weight = _rows(weight)
         if bias is not None:
-            bias = bias.to(weight.dtype).contiguous()
+            bias = to_dtype(bias, kind).contiguous()
         outputs, inputs = weight.shape
         handle = ctypes.c_void_p()
         status = self._library.qs_linear_create(
@@ -107,9 +119,9 @@ class NativeOps:
         raise_for_status(status, f"packing a {outputs} x {inputs} weight")
         assert handle.value is not None
         packed = PackedWeight(self._library, handle.value, kind)
-        return LinearWeight(packed, bias, outputs, inputs, packed.nbytes)
+        return LinearWeight(packed, None, outputs, inputs, packed.nbytes)
 
-    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
+    def pack_quantized(self, weight: QuantizedWeight, bias: AnyTensor | None) -> LinearWeight:
         """`OpTable.pack_quantized`."""
         return self._quantized.pack(weight, bias)
 
@@ -125,13 +137,14 @@ class NativeOps:
         form = (bits, group_size, has_zeros, has_sub_scales)
         return self._quantized.quantize(_rows(weight), *form)
 
-    def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
+    def linear(self, x: TensorT, weight: LinearWeight) -> TensorT:
         """`OpTable.linear`."""
         packed = weight.data
         if isinstance(packed, PackedQuantized):
             assert x.shape[1] == weight.num_inputs
             return self._quantized.linear(_rows(x), weight, packed)
         if not isinstance(packed, PackedWeight):
+            assert not isinstance(x, HostTensor), "without torch, every weight has a native kernel"
             return self._reference().linear(x, weight)
         assert host_dtype(x.dtype) == packed.dtype and x.shape[1] == weight.num_inputs
         x = _rows(x)
@@ -145,7 +158,7 @@ class NativeOps:
         return out
 
     def embedding(
-        self, token_ids: Tensor, weight: Tensor | LinearWeight, dtype: torch.dtype
+        self, token_ids: Tensor, weight: AnyTensor | LinearWeight, dtype: DType | torch.dtype
     ) -> Tensor:
         """`OpTable.embedding`; a token id outside the table raises EngineError."""
         assert host_dtype(token_ids.dtype) == INT64
@@ -155,7 +168,7 @@ class NativeOps:
         assert weight.is_contiguous() and weight.dtype == dtype
         num_rows, size = weight.shape
         num_tokens = token_ids.numel()
-        out = weight.new_empty((num_tokens, size))
+        out = token_ids.new_empty((num_tokens, size), dtype=torch_dtype(dtype))
         status = self._embedding(
             self._context,
             token_ids.data_ptr(),
@@ -169,9 +182,12 @@ class NativeOps:
             raise_for_status(status, "embedding")
         return out
 
-    def _packed_rows(self, token_ids: Tensor, weight: LinearWeight, dtype: torch.dtype) -> Tensor:
+    def _packed_rows(
+        self, token_ids: Tensor, weight: LinearWeight, dtype: DType | torch.dtype
+    ) -> Tensor:
         packed = weight.data
-        out = token_ids.new_empty((token_ids.numel(), weight.num_inputs), dtype=dtype)
+        shape = (token_ids.numel(), weight.num_inputs)
+        out = token_ids.new_empty(shape, dtype=torch_dtype(dtype))
         if isinstance(packed, PackedQuantized):
             self._quantized.rows(token_ids, weight, out)
             return out
@@ -189,7 +205,7 @@ class NativeOps:
             raise_for_status(status, "embedding")
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: AnyTensor, eps: float, offset: float) -> Tensor:
         """`OpTable.rms_norm` over the last dimension of [T, C] or [T, H, D]."""
         dtype = kernel_dtype(x.dtype)
         if dtype is None or weight.dtype != x.dtype:
@@ -219,7 +235,7 @@ class NativeOps:
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+        self, x: Tensor, residual: Tensor, weight: AnyTensor, eps: float, offset: float
     ) -> tuple[Tensor, Tensor]:
         """`OpTable.add_rms_norm` on [T, C]."""
         dtype = kernel_dtype(x.dtype)
@@ -296,16 +312,16 @@ class NativeOps:
         return out
 
     def logits(
-        self, hidden: Tensor, weight: LinearWeight, divisor: float, softcap: float | None
-    ) -> Tensor:
+        self, hidden: AnyTensor, weight: LinearWeight, divisor: float, softcap: float | None
+    ) -> AnyTensor:
         """`OpTable.logits`."""
         product = self.linear(hidden, weight)
         dtype = kernel_dtype(product.dtype)
         if dtype is None:
             from quickstep.ops.reference.linear import finished_logits
 
-            return finished_logits(product, divisor, softcap)
-        out = product.new_empty(product.shape, dtype=of_kind(FLOAT32, product.dtype))
+            return finished_logits(to_torch(product), divisor, softcap)
+        out = new_empty(product, product.shape, FLOAT32)
         status = self._finish_logits(
             self._context,
             dtype,
@@ -320,6 +336,6 @@ class NativeOps:
         return out
 
 
-def _rows(x: Tensor) -> Tensor:
+def _rows(x: TensorT) -> TensorT:
     """[T, C] with contiguous rows: itself, or a copy."""
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()

@@ -185,7 +185,7 @@ class ProgramInputs(ctypes.Structure):
 
 
 class StepRowCall(ctypes.Structure):
-    """`qs_step_row`: four 64-bit words, which `runtime.step_rows` writes as integers."""
+    """`qs_step_row`: four 64-bit words, which `runtime.capture` writes as integers."""
 
     _fields_ = (
         ("start", c_int64),

@@ -28,9 +28,11 @@ from quickstep.ops.tensors import (
     FLOAT32,
     INT8,
     UINT8,
+    AnyTensor,
     DType,
     HostTensor,
-    of_kind,
+    TensorT,
+    to_dtype,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "LOADED_KINDS",
     "NativeLoading",
     "NativeQuantized",
     "PackedQuantized",
@@ -107,16 +108,17 @@ class NativeQuantized:
         has_sub_scales: bool,
     ) -> QuantizedWeight:
         """Quantized values of a weight [N, C] with contiguous rows."""
+        import torch
+
         outputs, inputs = weight.shape
         groups = 1 if group_size is None else inputs // group_size
-        quants = weight.new_empty((outputs, inputs), dtype=of_kind(UINT8, weight.dtype))
-        wide = of_kind(FLOAT32, weight.dtype)
-        scales = weight.new_empty((outputs, groups), dtype=wide)
-        zeros = weight.new_empty((outputs, groups), dtype=wide) if has_zeros else None
+        quants = weight.new_empty((outputs, inputs), dtype=torch.uint8)
+        scales = weight.new_empty((outputs, groups), dtype=torch.float32)
+        zeros = weight.new_empty((outputs, groups), dtype=torch.float32) if has_zeros else None
         sub_scales = None
         if has_sub_scales:
             shape = (outputs, inputs // SUB_BLOCK_INPUTS)
-            sub_scales = weight.new_empty(shape, dtype=of_kind(INT8, weight.dtype))
+            sub_scales = weight.new_empty(shape, dtype=torch.int8)
         call = QuantizeCall(
             dtype=kernel_dtype(weight.dtype),
             bits=bits,
@@ -134,9 +136,9 @@ class NativeQuantized:
         raise_for_status(status, f"rounding a {outputs} x {inputs} weight to {bits} bits")
         return QuantizedWeight(quants, scales, zeros, bits, group_size or inputs, sub_scales)
 
-    def pack(self, weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
-        """Copy quantized values and scales into the kernel's layout, in memory of the library's
-        own.
+    def pack(self, weight: QuantizedWeight, bias: AnyTensor | None) -> LinearWeight:
+        """Copy quantized values [N, C], scales and bias [N] into the kernel's layout, in memory of
+        the library's own.
         """
         quants, scales = weight.quants.contiguous(), weight.scales.float().contiguous()
         zeros = None if weight.zeros is None else weight.zeros.float().contiguous()
@@ -167,7 +169,7 @@ class NativeQuantized:
         packed = PackedQuantized(self._library, handle.value)
         return LinearWeight(packed, None, outputs, inputs, packed.nbytes)
 
-    def linear(self, x: Tensor, weight: LinearWeight, packed: PackedQuantized) -> Tensor:
+    def linear(self, x: TensorT, weight: LinearWeight, packed: PackedQuantized) -> TensorT:
         """X [T, C] with contiguous rows -> [T, N]."""
         num_tokens = x.shape[0]
         out = x.new_empty((num_tokens, weight.num_outputs))
@@ -215,7 +217,7 @@ class _Form(msgspec.Struct, frozen=True):
 
 
 # qs_rows_kind of csrc/quickstep.h
-LOADED_KINDS: Mapping[str, int] = MappingProxyType(
+_LOADED_KINDS: Mapping[str, int] = MappingProxyType(
     {"F32": 0, "BF16": 1, "F16": 2, "I8": 3, "Q4_0": 4, "Q8_0": 5, "Q4_K": 6, "Q5_K": 7, "Q6_K": 8}
 )
 _FORMS = {
@@ -245,7 +247,7 @@ class _Matrix(ctypes.Structure):
     )
 
 
-class _CodeForm(ctypes.Structure):
+class _QuantizedForm(ctypes.Structure):
     """`qs_code_form` of csrc/quickstep.h, field by field."""
 
     _fields_ = (
@@ -268,25 +270,25 @@ class NativeLoading:
         self._context = context
         self._library = library
 
-    def load_linear(self, stored: StoredMatrix, bias: Tensor | None) -> LinearWeight:
+    def load_linear(self, stored: StoredMatrix, bias: AnyTensor | None) -> LinearWeight:
         """`OpTable.load_linear`. Raises ConfigError for a file that cannot be read to its end."""
         outputs = sum(part.num_rows for part in stored.parts)
         with _opened(stored) as parts:
             matrix = _Matrix(
-                kind=LOADED_KINDS[stored.kind],
+                kind=_LOADED_KINDS[stored.kind],
                 num_parts=len(stored.parts),
                 n=outputs,
                 k=stored.num_inputs,
                 parts=ctypes.addressof(parts),
             )
-            if stored.rounding is None and LOADED_KINDS[stored.kind] < len(_PLAIN):
+            if stored.rounding is None and _LOADED_KINDS[stored.kind] < len(_PLAIN):
                 return self._plain(stored, matrix, bias)
             return self._quantized(stored, matrix, bias)
 
-    def _plain(self, stored: StoredMatrix, matrix: _Matrix, bias: Tensor | None) -> LinearWeight:
+    def _plain(self, stored: StoredMatrix, matrix: _Matrix, bias: AnyTensor | None) -> LinearWeight:
         dtype = _PLAIN[matrix.kind]
         if bias is not None:
-            bias = bias.to(of_kind(dtype, bias.dtype)).contiguous()
+            bias = to_dtype(bias, dtype).contiguous()
         handle = ctypes.c_void_p()
         status = self._library.qs_linear_load(
             self._context,
@@ -297,10 +299,10 @@ class NativeLoading:
         _raise_for_load(status, stored)
         assert handle.value is not None
         packed = PackedWeight(self._library, handle.value, dtype)
-        return LinearWeight(packed, bias, matrix.n, matrix.k, packed.nbytes)
+        return LinearWeight(packed, None, matrix.n, matrix.k, packed.nbytes)
 
     def _quantized(
-        self, stored: StoredMatrix, matrix: _Matrix, bias: Tensor | None
+        self, stored: StoredMatrix, matrix: _Matrix, bias: AnyTensor | None
     ) -> LinearWeight:
         rounding, scales = stored.rounding, stored.scales
         wide_bias = None if bias is None else bias.float().contiguous()
@@ -311,7 +313,7 @@ class NativeLoading:
             form = _Form(8, matrix.k // scales.shape[1], False)
         else:
             form = _FORMS[stored.kind]
-        call = _CodeForm(
+        call = _QuantizedForm(
             bits=form.bits,
             has_zeros=form.has_zeros,
             has_sub_scales=rounding is not None and rounding.has_sub_scales,

@@ -26,7 +26,7 @@ from quickstep.ops.native.packed import (
 )
 from quickstep.ops.native.program import Buffer, Numbers, Operand, OpRecord, Recording
 from quickstep.ops.table import AttentionParams, LinearWeight, OpTable, PagedLayout
-from quickstep.ops.tensors import FLOAT32, INT32, INT64, AnyTensor, DType, HostTensor, host_dtype
+from quickstep.ops.tensors import FLOAT32, INT32, INT64, AnyTensor, DType, host_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -48,14 +48,17 @@ class NotCapturable(Exception):
 
 
 class StepTensor:
-    """Rows of a buffer: one per token, or per emitting row, of any step."""
+    """Rows of a buffer: one per token, or per emitting row, of any step.
+
+    Without a buffer, it can be recognized but not read.
+    """
 
     __slots__ = ("_tape", "buffer", "dtype", "offset", "shape", "strides")
 
     def __init__(
         self,
         tape: Tape,
-        buffer: int,
+        buffer: int | None,
         dtype: DType,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
@@ -98,14 +101,15 @@ class StepTensor:
 
     reshape = view
 
-    def __getitem__(self, key: Any) -> StepTensor:
+    def __getitem__(self, key: object) -> StepTensor:
         """Columns of [T, C], `x[:, start:stop]`, or the rows of the tokens that emit."""
         if isinstance(key, StepTensor):
             return self._tape.take(key, self)
-        is_columns = isinstance(key, tuple) and len(key) == 2 and key[0] == slice(None)
-        if not is_columns or not isinstance(key[1], slice) or self.dim() != 2:
-            raise NotCapturable("indexing that is no slice of every row")
-        start, stop, step = key[1].indices(self.shape[1])
+        match key:
+            case (slice() as rows, slice() as columns) if rows == slice(None) and self.dim() == 2:
+                start, stop, step = columns.indices(self.shape[1])
+            case _:
+                raise NotCapturable("indexing that is no slice of every row")
         if step != 1 or stop <= start:
             raise NotCapturable("a slice that leaves columns out")
         shape, offset = (NUM_ROWS, stop - start), self.offset + start
@@ -168,7 +172,7 @@ class Tape:
 
     def buffer_of(self, x: object) -> int:
         """Which buffer it is in."""
-        if not isinstance(x, StepTensor):
+        if not isinstance(x, StepTensor) or x.buffer is None:
             raise NotCapturable("a tensor was computed outside the recorded calls")
         return x.buffer
 
@@ -262,16 +266,19 @@ class NativeRecorder:
         self._emitting = self._tape.new((), INT64, RowsOf.EMITTING)
         self._layout = PagedLayout(
             positions=_as_tensor(self._positions),
-            # to be known again, not to be read
-            slot_mapping=_as_tensor(HostTensor.empty((0,), INT64)),
+            slot_mapping=_as_tensor(self._unread(INT64)),
             row_offsets=(),
             context_lens=(),
-            block_tables=_as_tensor(HostTensor.empty((0, 0), INT32)),
+            block_tables=_as_tensor(self._unread(INT32)),
             block_size=block_size,
         )
         self._emitting_layout = replace(
             self._layout, row_offsets=tuple(range(NUM_ROWS + 1)), context_lens=(1,) * NUM_ROWS
         )
+
+    def _unread(self, dtype: DType) -> StepTensor:
+        """A tensor of the layout, which ops only compare with the one that they expect."""
+        return StepTensor(self._tape, None, dtype, (NUM_ROWS,), (1,))
 
     @property
     def token_ids(self) -> Tensor:
@@ -312,7 +319,7 @@ class NativeRecorder:
             scratch_bytes=ops.scratch_bytes,
         )
 
-    def finish(self, hidden: Tensor, logits: Tensor) -> Recording:
+    def finish(self, hidden: Tensor, logits: AnyTensor) -> Recording:
         """The recording of a model's calls, whose results are `hidden` and `logits`."""
         token_ids, positions, emitting, final, scores = (
             self._tape.buffer_of(x)
@@ -353,7 +360,7 @@ class NativeRecorder:
         return packed.handle
 
     def _embedding(
-        self, token_ids: StepTensor, weight: Tensor | LinearWeight, dtype: DType | torch.dtype
+        self, token_ids: StepTensor, weight: AnyTensor | LinearWeight, dtype: DType | torch.dtype
     ) -> StepTensor:
         rows_dtype = host_dtype(dtype)
         if rows_dtype is None:
@@ -369,7 +376,7 @@ class NativeRecorder:
         self._tape.record(kind, out, inputs, (out,))
         return out
 
-    def _gather(self, ids: StepTensor, table: Tensor, dtype: DType) -> StepTensor:
+    def _gather(self, ids: StepTensor, table: AnyTensor, dtype: DType) -> StepTensor:
         """Rows of a weight [rows, C]."""
         num_rows, width = table.shape
         inputs = (self._tape.contiguous(ids), self._tape.fixed(table, dtype))
@@ -378,7 +385,7 @@ class NativeRecorder:
         self._tape.record(OpKind.GATHER, ids, inputs, (out,), Numbers(size=size))
         return out
 
-    def _rms_norm(self, x: StepTensor, weight: Tensor, eps: float, offset: float) -> StepTensor:
+    def _rms_norm(self, x: StepTensor, weight: AnyTensor, eps: float, offset: float) -> StepTensor:
         if x.stride(-1) != 1:
             raise NotCapturable("a norm would have to copy its input")
         inputs = (self._tape.operand(x), self._tape.fixed(weight, x.dtype))
@@ -390,7 +397,7 @@ class NativeRecorder:
         return out
 
     def _add_rms_norm(
-        self, x: StepTensor, residual: StepTensor, weight: Tensor, eps: float, offset: float
+        self, x: StepTensor, residual: StepTensor, weight: AnyTensor, eps: float, offset: float
     ) -> tuple[StepTensor, StepTensor]:
         inputs = (
             self._tape.contiguous(x),
@@ -466,7 +473,7 @@ class NativeRecorder:
         v_cache: AnyTensor,
         layout: PagedLayout,
         params: AttentionParams,
-        sinks: Tensor | None,
+        sinks: AnyTensor | None,
     ) -> StepTensor:
         is_emitting = self._tape.rows_of(q) == RowsOf.EMITTING
         expected = self._emitting_layout if is_emitting else self._layout
@@ -508,6 +515,9 @@ class NativeRecorder:
         return out
 
 
-def _as_tensor(x: StepTensor | HostTensor) -> Tensor:
-    """Typed as torch's tensor, which the code of a model expects."""
+def _as_tensor(x: StepTensor) -> Tensor:
+    """Typed as the activation of torch that it takes the place of in the code of a model.
+
+    The one place where a type is not the truth: `__getattr__` refuses what a `StepTensor` lacks.
+    """
     return cast("Tensor", x)

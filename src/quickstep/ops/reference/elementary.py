@@ -24,6 +24,7 @@ from quickstep.ops.reference.exact_math import (
     sigmoid,
     tanh,
 )
+from quickstep.ops.tensors import AnyTensor, to_torch
 
 __all__ = [
     "ACTIVATIONS",
@@ -80,18 +81,18 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
 _SQUARE_BITS = 36  # exact sums up to C = 2**17
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+def rms_norm(x: Tensor, weight: AnyTensor, eps: float, offset: float) -> Tensor:
     """X [..., C], weight [C] -> [..., C]: x / sqrt(mean(x^2) + eps) * (weight + offset)."""
     wide = x.double()
     mean_square = round_rows(wide * wide, _SQUARE_BITS).sum(-1, keepdim=True) / x.shape[-1]
-    scaled = wide * reciprocal_sqrt(mean_square + eps) * (weight.double() + offset)
+    scaled = wide * reciprocal_sqrt(mean_square + eps) * (to_torch(weight).double() + offset)
     return scaled.float().to(x.dtype)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+    x: Tensor, residual: Tensor, weight: AnyTensor, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual); the sum is rounded to x's dtype first."""
+    """X, residual [T, C] -> (rms_norm(x + residual), x + residual); the sum is rounded first."""
     summed = (x.double() + residual.double()).float().to(x.dtype)
     return rms_norm(summed, weight, eps, offset), summed
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from quickstep.ops.reference.exact_math import round_rows, sum_bits, tanh
 from quickstep.ops.table import LinearWeight, QuantizedWeight
+from quickstep.ops.tensors import AnyTensor, DType, to_torch, torch_dtype
 
 __all__ = [
     "embedding",
@@ -55,8 +56,9 @@ def _row_blocks(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
     return [(start, min(num_rows, start + step)) for start in range(0, num_rows, step)]
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> LinearWeight:
+def pack_linear(weight: AnyTensor, bias: AnyTensor | None) -> LinearWeight:
     """Weight [N, C], bias [N] or None. The weight itself is kept where no rounding was needed."""
+    weight, bias = to_torch(weight), None if bias is None else to_torch(bias)
     num_outputs, num_inputs = weight.shape
     rounded = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for start, stop in _row_blocks(num_outputs, num_inputs):
@@ -90,22 +92,26 @@ def linear(x: Tensor, weight: LinearWeight) -> Tensor:
     return out
 
 
-def embedding(token_ids: Tensor, weight: Tensor | LinearWeight, dtype: torch.dtype) -> Tensor:
+def embedding(
+    token_ids: Tensor, weight: AnyTensor | LinearWeight, dtype: DType | torch.dtype
+) -> Tensor:
     """token_ids [T], weight [V, C] -> [T, C] in `dtype`, the weight's own where it has one."""
-    data = weight.data if isinstance(weight, LinearWeight) else weight
+    data = weight.data if isinstance(weight, LinearWeight) else to_torch(weight)
     if isinstance(data, QuantizedWeight):
-        return quantized_rows(token_ids, data, dtype)
+        return quantized_rows(token_ids, data, torch_dtype(dtype))
     assert isinstance(data, Tensor) and data.dtype == dtype
     return data[token_ids]
 
 
-def logits(hidden: Tensor, weight: LinearWeight, divisor: float, softcap: float | None) -> Tensor:
+def logits(
+    hidden: AnyTensor, weight: LinearWeight, divisor: float, softcap: float | None
+) -> Tensor:
     """Hidden states [E, C] -> [E, V] fp32."""
-    return finished_logits(linear(hidden, weight), divisor, softcap)
+    return finished_logits(linear(to_torch(hidden), weight), divisor, softcap)
 
 
 def finished_logits(product: Tensor, divisor: float, softcap: float | None) -> Tensor:
-    """Widened to fp32, divided, then softcap * tanh(logits / softcap) in fp64."""
+    """[E, V] -> [E, V] fp32: widened, divided, then softcap * tanh(logits / softcap) in fp64."""
     wide = product.float()
     if divisor != 1.0:
         wide = wide / divisor
@@ -121,9 +127,9 @@ _SHARED_INPUTS = 128
 _TINY = 1e-30  # 127 over anything smaller overflows, or nearly; such a group counts as zero
 
 
-def pack_quantized(weight: QuantizedWeight, bias: Tensor | None) -> LinearWeight:
+def pack_quantized(weight: QuantizedWeight, bias: AnyTensor | None) -> LinearWeight:
     """The quantized values as they are, a byte each; sub-block scales are multiplied in."""
-    weight = weight.unpacked()
+    weight, bias = weight.unpacked(), None if bias is None else to_torch(bias)
     parts = [weight.quants, weight.scales]
     parts += [part for part in (weight.zeros, bias) if part is not None]
     outputs, inputs = weight.quants.shape

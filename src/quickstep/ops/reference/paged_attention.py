@@ -57,11 +57,12 @@ def paged_attention(
     v_cache: AnyTensor,
     layout: PagedLayout,
     params: AttentionParams,
-    sinks: Tensor | None,
+    sinks: AnyTensor | None,
 ) -> Tensor:
     """Q [T, H, D], caches [B, S, K, W], sinks [H] -> [T, H, D]."""
     out = torch.empty_like(q)
     caches = (to_torch(k_cache), to_torch(v_cache))
+    sinks = None if sinks is None else to_torch(sinks)
     for group in _groups(q, caches[0], layout, params.window):
         attended = _attend(q[group.tokens], group, caches, layout, params, sinks)
         out[group.tokens] = attended.float().to(q.dtype)

@@ -78,7 +78,7 @@ def log(x: Floats) -> Floats:
 
 
 def integer_probabilities(values: Floats) -> npt.NDArray[np.int64]:
-    """round(exp(value) * PROBABILITY_UNIT) of values whose largest is 0: they add up exactly."""
+    """round(exp(value) * PROBABILITY_UNIT) of values [n] whose largest is 0: exact in any sum."""
     found = np.zeros(values.shape[0], dtype=np.int64)
     for start in range(0, values.shape[0], _CHUNK):
         part = values[start : start + _CHUNK]

@@ -29,7 +29,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def largest(values: Floats, count: int) -> Ids:
-    """Indices of the first `count` values in canonical order, ascending by index."""
+    """Indices of the `count` largest of values [n], ascending; of equal ones the lowest indices."""
     size = values.shape[0]
     if count >= size:
         return np.arange(size)

@@ -79,7 +79,7 @@ def _ban_(logits: Floats, bans: Bans) -> None:
 
 
 def edits_of(replaced: Edit | None, added: Sequence[Edit]) -> tuple[Ids, Floats, int]:
-    """One list of edits, and how many of them replace."""
+    """Ids [n] and values [n] of all edits, those that replace first, and how many replace."""
     num_set = 0 if replaced is None else replaced[0].shape[0]
     edits = [*([] if replaced is None else [replaced]), *added]
     if not edits:
@@ -98,7 +98,7 @@ def bits_of_ids(token_ids: Ids, vocab_size: int) -> Bits:
 
 
 def bits_of_bytes(mask: bytes, vocab_size: int) -> Bits:
-    """The same from a mask of bytes, which may be shorter or longer than the vocabulary."""
+    """The same from a bit mask in bytes, which may be shorter or longer than the vocabulary."""
     num_bytes = -(-vocab_size // 64) * 8
     padded = np.zeros(num_bytes, dtype=np.uint8)
     source = np.frombuffer(mask, dtype=np.uint8)[:num_bytes]

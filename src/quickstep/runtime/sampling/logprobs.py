@@ -94,7 +94,7 @@ def logprobs_of_scores(
 def other_token_ids(
     logits: npt.NDArray[np.float32], requested_ids: Sequence[int], top: Sequence[int]
 ) -> list[int]:
-    """The requested tokens that are not in `top`, the most likely first."""
+    """The requested tokens that are not in `top`, by their logits [V], the most likely first."""
     others = set(requested_ids).difference(top)
     return sorted(others, key=lambda index: (-float(logits[index]), index))
 
@@ -102,7 +102,7 @@ def other_token_ids(
 def score_tokens(
     logits: AnyTensor, token_ids: Sequence[int], num_top: int
 ) -> list[TokenLogprobs] | None:
-    """A `Scorer` for any tensors: the definition."""
+    """A `Scorer` of logits [T, V] for any tensors: the definition."""
     rows = to_numpy(logits)
     if not np.isfinite(rows.max(axis=1)).all():
         return None
@@ -121,7 +121,7 @@ class NativeScorer:
     def score(
         self, logits: AnyTensor, token_ids: Sequence[int], num_top: int
     ) -> list[TokenLogprobs] | None:
-        """`score_tokens`, for contiguous rows on a CPU."""
+        """`score_tokens` of logits [T, V], for contiguous rows on a CPU."""
         found = self._scores.score(logits, token_ids, num_top)
         if (found.ranks < 0).any():
             return None

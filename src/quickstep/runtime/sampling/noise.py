@@ -61,7 +61,7 @@ def row_keys(seed: int, position: int) -> tuple[int, int]:
 
 
 def noise_bits(seed: int, position: int, token_ids: Ids) -> npt.NDArray[np.uint64]:
-    """`bits` of the definition for each token id."""
+    """`bits` of the definition for each of the token ids [n]: 52-bit integers [n]."""
     key_b, key_c = row_keys(seed, position)
     x = token_ids.astype(np.uint64)
     x *= np.uint64(_WEYL)
@@ -80,7 +80,7 @@ def noise_bits(seed: int, position: int, token_ids: Ids) -> npt.NDArray[np.uint6
 
 
 def gumbel_of_bits(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """The standard Gumbel value of each 52-bit integer; grows as `bits` shrink."""
+    """The standard Gumbel values [n] of 52-bit integers [n]; a smaller integer has a larger one."""
     v = bits.astype(np.float64)
     v += 0.5
     v *= 2.0**-52
@@ -88,7 +88,7 @@ def gumbel_of_bits(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 
 
 def gumbel_argmax(values: npt.NDArray[np.float64], bits: npt.NDArray[np.uint64]) -> int:
-    """np.argmax(values + gumbel_of_bits(bits)), without that many exact logarithms.
+    """np.argmax(values + gumbel_of_bits(bits)) of two arrays [n], with few exact logarithms.
 
     NumPy's are right to far better than the margin, and what is within it of the best is computed
     exactly.
@@ -106,7 +106,7 @@ def gumbel_argmax(values: npt.NDArray[np.float64], bits: npt.NDArray[np.uint64])
 
 
 def gumbel(seed: int, position: int, token_ids: Ids) -> npt.NDArray[np.float64]:
-    """The noise that is added at an output position to each token's scaled logit."""
+    """The noise [n] that an output position adds to the scaled logits of token ids [n]."""
     return gumbel_of_bits(noise_bits(seed, position, token_ids))
 
 

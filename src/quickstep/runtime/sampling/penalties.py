@@ -58,7 +58,7 @@ class Penalties:
         return self._ids[: self._size]
 
     def lowered(self, scores: Floats) -> Floats:
-        """The logits of `token_ids` after the penalties."""
+        """The logits [n] of `token_ids` [n] after the penalties."""
         if self._repetition != 1.0:
             with np.errstate(over="ignore"):  # a huge penalty sends a score to -inf: it is banned
                 scores = np.where(scores < 0, scores * self._repetition, scores / self._repetition)
@@ -99,7 +99,7 @@ class BadWords:
         self._tail: deque[int] = deque(outputs, maxlen=longest)
 
     def banned(self) -> npt.NDArray[np.int64]:
-        """The tokens that would complete a word, each once."""
+        """The ids [n] of tokens that would complete a word, each once, ascending."""
         tail = tuple(self._tail)
         banned = set(self._always)
         for word in self._longer:
@@ -153,7 +153,9 @@ class DryPenalty:
         self._run_len = self._count_run()
 
     def penalties(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """The tokens that would continue a repetition, each once, and what each loses."""
+        """The ids [n] of tokens that would continue a repetition, each once, and what the logit of
+        each loses [n].
+        """
         num_tokens, start = self._num_tokens, self._start
         if self._run_len < self._allowed_length or num_tokens - start < 2:
             return _NO_PENALTIES

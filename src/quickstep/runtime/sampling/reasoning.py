@@ -80,13 +80,13 @@ class ReasoningTracker:
             self._seek_closing(text)
 
     def opening_ids(self) -> npt.NDArray[np.int64]:
-        """Tokens that begin or continue the opening tag."""
+        """Ids [n] of tokens that begin or continue the opening tag."""
         rest = self._tags.opening[self._num_matched :]
         pieces = self._tags.pieces.items()
         return _ids(token_id for token_id, text in pieces if rest.startswith(text))
 
     def overshooting_ids(self) -> npt.NDArray[np.int64]:
-        """Tokens that contain text after the closing tag, which no grammar could check."""
+        """Ids [n] of tokens with text after the closing tag, which no grammar could check."""
         known = self._overshooting.get(self._num_matched)
         if known is None:
             closing = self._tags.closing
@@ -100,7 +100,7 @@ class ReasoningTracker:
         return known
 
     def empty_line_ids(self) -> npt.NDArray[np.int64]:
-        """Tokens that are allowed between the closing tag and the answer: line breaks only."""
+        """Ids [n] of tokens allowed between the closing tag and the answer: line breaks only."""
         lines = _NEW_LINES[: self._num_lines]
         pieces = self._tags.pieces.items()
         return _ids(token_id for token_id, text in pieces if text in lines)

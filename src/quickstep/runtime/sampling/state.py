@@ -115,7 +115,7 @@ class SamplingState:
         return self.num_outputs < self._end_ban
 
     def adjust_(self, logits: npt.NDArray[np.float64]) -> None:
-        """Apply everything that comes before temperature in place: penalties, bias, then masks."""
+        """Apply all that precedes temperature to logits [V] in place: penalties, bias, masks."""
         apply_changes_(logits, self.changes(logits))
 
     def changes(self, row: npt.NDArray[np.floating]) -> LogitChanges:

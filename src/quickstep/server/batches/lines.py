@@ -388,9 +388,9 @@ async def _answer_line(
 
 
 def _is_transient(error: Exception) -> bool:
-    """Whether the same request may succeed a little later."""
+    """Whether the same request may succeed a little later; a spent budget lasts for days."""
     if isinstance(error, RequestError):
-        return error.status == 429
+        return error.status == 429 and error.code != "insufficient_quota"
     return isinstance(error, EngineError) and not isinstance(error, GenerationFailed)
 
 

@@ -27,6 +27,8 @@ from quickstep.server.options import (
     RequestLimits,
     ServerOptions,
 )
+from quickstep.server.usage.limits import KeyLimiter
+from quickstep.server.usage.price_book import Price, PriceBook
 
 __all__ = [
     "Adapter",
@@ -34,7 +36,7 @@ __all__ = [
     "Served",
     "check_names",
     "output_formats",
-    "stream_flags",
+    "response_flags",
 ]
 
 
@@ -52,6 +54,8 @@ class Served(msgspec.Struct, frozen=True):
         shares_prefix_cache: The prompts of one API key may hit the cached prompts of another.
         api_keys: The keys, with the priorities that each may have.
         lanes: Threads for work that grows with a client's input.
+        price_book: What requests cost; None if that is unknown.
+        limiter: What the API keys have used of their limits.
     """
 
     engine: ServedEngine
@@ -64,6 +68,8 @@ class Served(msgspec.Struct, frozen=True):
     shares_prefix_cache: bool = False
     api_keys: ApiKeys = msgspec.field(default_factory=ApiKeys)
     lanes: WorkLanes = msgspec.field(default_factory=WorkLanes)
+    price_book: PriceBook | None = None
+    limiter: KeyLimiter = msgspec.field(default_factory=KeyLimiter)
 
     @classmethod
     def of(cls, engine: ServedEngine, options: ServerOptions) -> Served:
@@ -80,7 +86,13 @@ class Served(msgspec.Struct, frozen=True):
             options.answers,
             options.share_prefix_cache,
             options.api_keys,
+            price_book=options.usage.price_book,
+            limiter=KeyLimiter(options.api_keys.limits),
         )
+
+    def price(self, adapter: str) -> Price | None:
+        """The prices of the model with an adapter ("" for none); None without a price book."""
+        return None if self.price_book is None else self.price_book.price(self.names[0], adapter)
 
     def model(self, name: str | None) -> str:
         """The name to answer with. Raises RequestError 404 for a model that is not served."""
@@ -129,16 +141,18 @@ def _chosen(detected: OutputFormats, options: ServerOptions) -> OutputFormats:
     )
 
 
-def stream_flags(fields: SamplingFields, served: Served) -> dict[str, Any]:
-    """`stream` and `stream_options` as fields of `ParsedRequest`. Raises RequestError."""
+def response_flags(fields: SamplingFields, served: Served) -> dict[str, Any]:
+    """`stream`, `stream_options` and `quickstep_timings` as fields of `ParsedRequest`.
+
+    Raises RequestError.
+    """
     options = fields.stream_options
-    always_usage = served.answers.always_usage
-    if options is None:
-        return {"stream": bool(fields.stream), "include_usage": always_usage}
-    if not fields.stream:
+    if options is not None and not fields.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     return {
-        "stream": True,
-        "include_usage": bool(options.include_usage) or always_usage,
-        "continuous_usage": bool(options.continuous_usage_stats),
+        "stream": bool(fields.stream),
+        "include_usage": served.answers.always_usage
+        or (options is not None and bool(options.include_usage)),
+        "continuous_usage": options is not None and bool(options.continuous_usage_stats),
+        "timings": bool(fields.quickstep_timings),
     }

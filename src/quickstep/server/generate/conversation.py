@@ -15,13 +15,12 @@ from quickstep.engine.tool_calls.formats import REASONING_FORMATS
 from quickstep.errors import RequestError
 from quickstep.server.generate.adapter import Served
 from quickstep.server.generate.generation import ChatPrompt, OutputReading, ParsedRequest
-from quickstep.server.generate.sampling import bounded, deadline_of, label, sampling_params
+from quickstep.server.generate.sampling import bounded, engine_request, label, sampling_params
 from quickstep.server.generate.structured import RequestedGrammar
 from quickstep.server.generate.tools import OfferedTools, with_answer
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import RequestLimits
 from quickstep.server.schema.field_reader import FieldReader
-from quickstep.types import Request
 
 __all__ = [
     "Conversation",
@@ -95,11 +94,8 @@ def conversation_request(
     return ParsedRequest(
         model=served.model(fields.model),
         prompts=(conversation.prompt,),
-        request=Request(
-            sampling=sampling_params(fields, served, values, renamed),
-            priority=fields.priority or 0,
-            timeout_s=deadline_of(fields),
-            cache_salt=label("cache_salt", fields.cache_salt, served.limits),
+        request=engine_request(
+            fields, sampling_params(fields, served, values, renamed), served.limits
         ),
         output=output,
         prompt_field=prompt_field,

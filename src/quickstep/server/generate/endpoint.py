@@ -36,13 +36,17 @@ from quickstep.server.http.event_stream import EventStream
 from quickstep.server.http.middleware import key_name, report_ignored
 from quickstep.server.metrics import NO_HEADERS, Metrics, RequestMeter
 from quickstep.server.schema.field_reader import loosened_keyword
+from quickstep.server.usage.limits import Reservation
+from quickstep.server.usage.recorder import BATCHES
+from quickstep.server.usage.timings import TIMINGS_HEADER
 
 _Encoded = TypeVar("_Encoded")
 
-__all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of"]
+__all__ = ["CLIENT_CLOSED", "GeneratingRoute", "caller_of", "endpoint_of"]
 
 # Larger answers, in tokens with their alternatives, are written in a thread.
 _INLINE_TOKENS = 4096
+_BYTES_PER_TOKEN = 4
 CLIENT_CLOSED = 499  # nginx's number; it is for the access log, the client is gone
 
 
@@ -52,11 +56,13 @@ class _Answer(msgspec.Struct, frozen=True):
     generation: Generation
     writer: Writer
     meter: RequestMeter
+    reservation: Reservation
 
     async def close(self) -> None:
         """Abort what still runs, and count the request. Idempotent."""
         await self.generation.aclose()
         self.meter.close(self.generation)
+        self.reservation.release()
 
 
 class GeneratingRoute:
@@ -69,14 +75,23 @@ class GeneratingRoute:
 
     async def answer(self, request: Request) -> Response:
         """Answer one request. Raises RequestError, EngineError."""
-        body, caller = body_of(request), caller_of(request)
-        parsed = await self._served.lanes.parse(len(body), lambda: self._parse(body, caller))
+        body, caller, endpoint = body_of(request), caller_of(request), endpoint_of(request)
+        parsed = await self._served.lanes.parse(
+            len(body), lambda: self._parse(body, caller, endpoint)
+        )
         report_ignored(request, parsed.ignored)
         http_id: str = request.scope["state"]["request_id"]
         named = structs.replace(parsed.request, request_id=http_id)
         parsed = replace(parsed, request=named)
+        if _wants_timings(request):
+            if parsed.timings is None or parsed.beams is not None:
+                report_ignored(request, [TIMINGS_HEADER])
+            else:
+                parsed = replace(parsed, timings=True)
         try:
-            answer = await unless_disconnected(request.receive, self._open(parsed, request.headers))
+            answer = await unless_disconnected(
+                request.receive, self._open(parsed, caller, len(body), request.headers)
+            )
             report_ignored(request, answer.generation.loosened)
             if parsed.stream:
                 return EventStream(_frames(answer), answer.close, parsed.stream_type)
@@ -93,9 +108,9 @@ class GeneratingRoute:
         Raises RequestError, EngineError.
         """
         parsed = await self._served.lanes.parse(
-            len(body), lambda: self._parse(body, caller, added_priority, in_batch=True)
+            len(body), lambda: self._parse(body, caller, BATCHES, added_priority)
         )
-        answer = await self._open(parsed)
+        answer = await self._open(parsed, caller, len(body))
         try:
             await _collect(answer)
         finally:
@@ -104,11 +119,12 @@ class GeneratingRoute:
         return LineResult(response, (*parsed.ignored, *answer.generation.loosened))
 
     def _parse(
-        self, body: bytes, caller: str, added_priority: int = 0, in_batch: bool = False
+        self, body: bytes, caller: str, endpoint: str, added_priority: int = 0
     ) -> ParsedRequest:
         """The request with what follows from the caller's key: its account, its part of the cache,
         its priority, its deadline. Raises RequestError.
         """
+        in_batch = endpoint == BATCHES
         served = self._served
         parsed = self._adapter.parse(body, served, caller)
         request = parsed.request
@@ -122,13 +138,32 @@ class GeneratingRoute:
             request,
             priority=priority_of_key(caller, request.priority, served.api_keys, added_priority),
             tenant=tenant_of_key(caller, request.tenant),
+            tenant_weight=served.api_keys.weight_of(caller),
             cache_salt=cache_salt_of(caller, request.cache_salt, served.shares_prefix_cache),
             timeout_s=timeout_s,
+            endpoint=endpoint,
         )
-        return replace(parsed, request=owned)
+        return replace(parsed, request=owned, timeout_reason=served.deadlines.finish_reason)
 
     async def _open(
-        self, parsed: ParsedRequest, headers: Mapping[str, str] = NO_HEADERS
+        self,
+        parsed: ParsedRequest,
+        caller: str,
+        body_bytes: int,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> _Answer:
+        """Submit a request that the limits of the caller's key admit."""
+        in_batch = parsed.request.endpoint == BATCHES
+        num_tokens = _expected_tokens(parsed, body_bytes)
+        reservation = self._served.limiter.admit(caller, num_tokens, in_batch)
+        try:
+            return await self._submit(parsed, reservation, headers)
+        except BaseException:
+            reservation.release()
+            raise
+
+    async def _submit(
+        self, parsed: ParsedRequest, reservation: Reservation, headers: Mapping[str, str]
     ) -> _Answer:
         assert parsed.writer is not None, "every adapter names its writer"
         meter = self._metrics.meter(parsed, headers)
@@ -138,7 +173,7 @@ class GeneratingRoute:
             await generation.aclose()
             raise loosened_keyword(generation.loosened[0])
         head = Head(created=int(time.time()), fingerprint=meter.fingerprint)
-        return _Answer(generation, parsed.writer(generation, head), meter)
+        return _Answer(generation, parsed.writer(generation, head), meter, reservation)
 
     async def _complete(self, request: Request, answer: _Answer) -> Response:
         try:
@@ -146,6 +181,25 @@ class GeneratingRoute:
         finally:
             await answer.close()
         return await _encode(answer, lambda: json_response(answer.writer.complete()))
+
+
+def _wants_timings(request: Request) -> bool:
+    """Whether the header asks for timings in the response. Raises RequestError."""
+    value = request.headers.get(TIMINGS_HEADER, "false").strip().lower()
+    if value not in ("true", "false"):
+        raise RequestError(
+            f"the header {TIMINGS_HEADER} is {value[:64]!r}, it must be true or false",
+            param=TIMINGS_HEADER,
+        )
+    return value == "true"
+
+
+def _expected_tokens(parsed: ParsedRequest, body_bytes: int) -> int:
+    """How many tokens a request may need: like OpenAI, by the length of its text and its
+    `max_tokens`, which is 0 if it is not given.
+    """
+    num_outputs = parsed.sampling.n * len(parsed.prompts) * (parsed.sampling.max_tokens or 0)
+    return body_bytes // _BYTES_PER_TOKEN + num_outputs
 
 
 async def _encode(answer: _Answer, write: Callable[[], _Encoded]) -> _Encoded:
@@ -185,3 +239,9 @@ async def _frames(answer: _Answer) -> AsyncGenerator[bytes, None]:
 def caller_of(request: Request) -> str:
     """The name of the request's API key, "" without keys: the owner of what the server stores."""
     return key_name(request)
+
+
+def endpoint_of(request: Request) -> str:
+    """The path of the request's route, below the root path that the operator set."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", ""))

@@ -152,12 +152,12 @@ class ServedEngine(Protocol):
     def chat_template(self) -> Template | None:
         """None if the model has none."""
 
-    def stats(self) -> EngineStats:
-        """What the engine is doing now."""
-
     @property
     def step_log(self) -> StepLog:
-        """The newest steps and finished sequences."""
+        """What the engine has done; a follower receives every record."""
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing now."""
 
     @property
     def request_ids(self) -> tuple[str, ...]:

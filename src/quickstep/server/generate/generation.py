@@ -123,10 +123,12 @@ class ParsedRequest(msgspec.Struct, frozen=True):
         beams: Beam search instead of sampling; `sampling.n` hypotheses are the answer.
         include_usage: One usage chunk ends the stream.
         continuous_usage: Every chunk carries the usage so far.
+        timings: The response has the request's timings; None if the API has no place for them.
         truncate_prompt_tokens: Only so many of a prompt's last tokens are read; None for all.
         ignored: Paths of the client's fields that have no effect.
         writer: Makes the writer of the response; every adapter sets it.
         stream_type: The media type of a streaming response.
+        timeout_reason: OpenAI's `finish_reason` of a choice that ended at `timeout_s`.
     """
 
     model: str
@@ -142,10 +144,12 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     requested_output: RequestedOutput = msgspec.field(default_factory=RequestedOutput)
     num_kept: int | None = None
     beams: BeamSearchParams | None = None
+    timings: bool | None = None
     truncate_prompt_tokens: int | None = None
     ignored: tuple[str, ...] = ()
     writer: Callable[[Generation, Head], Writer] | None = None
     stream_type: str = SERVER_SENT_EVENTS
+    timeout_reason: str = FinishReason.DEADLINE.openai
 
     @property
     def sampling(self) -> SamplingParams:
@@ -251,6 +255,13 @@ class Generation:
     def prompt_logprobs(self, choice: Choice) -> Sequence[TokenLogprobs | None]:
         """Those of the prompt that a choice continues; complete before its first delta."""
         return self.choices[choice.index // self._n * self._n].prompt_logprobs
+
+    def finish_reason(self, choice: Choice) -> Any:
+        """Why a choice ended, in OpenAI's terms; None while it runs."""
+        reason = choice.finish_reason
+        if reason is FinishReason.DEADLINE:
+            return self.request.timeout_reason
+        return None if reason is None else reason.openai
 
     @property
     def kept(self) -> tuple[Choice, ...]:
@@ -449,6 +460,10 @@ def check_end(delta: Delta, sampling: SamplingParams, grammar_field: str) -> Non
     match delta.finish_reason:
         case FinishReason.ERROR:
             raise GenerationFailed(delta.error or "the model failed on this request")
+        case FinishReason.SHED:
+            raise RequestError(
+                delta.error, param="ttft_deadline_ms", status=503, code="deadline_unreachable"
+            )
         case FinishReason.SHUTDOWN:
             raise EngineError("the server is shutting down; send the request again")
         case FinishReason.REFUSED:

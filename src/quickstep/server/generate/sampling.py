@@ -8,6 +8,7 @@ The client's field overrides its preset, and the preset overrides the checkpoint
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,11 +18,11 @@ from quickstep.sampling_params import preset_values
 from quickstep.server.generate.adapter import Served
 from quickstep.server.openai.request_types import SamplingFields
 from quickstep.server.options import RequestLimits
-from quickstep.types import SamplingParams
+from quickstep.types import Request, RequestClass, SamplingParams
 
 __all__ = [
     "bounded",
-    "deadline_of",
+    "engine_request",
     "label",
     "num_alternatives",
     "sampling_params",
@@ -136,12 +137,27 @@ def token_ids_of(name: str, ids: Sequence[int], vocab_size: int) -> tuple[int, .
     return tuple(ids)
 
 
-def deadline_of(fields: SamplingFields) -> float | None:
-    """Seconds after which what was generated is the answer. Raises RequestError."""
-    timeout_s = fields.timeout_s
-    if timeout_s is not None and not timeout_s > 0:
-        raise RequestError(f"timeout_s is {timeout_s:g}, it must be above 0", param="timeout_s")
-    return timeout_s
+def engine_request(
+    fields: SamplingFields, sampling: SamplingParams, limits: RequestLimits, tenant: str = ""
+) -> Request:
+    """The request to the engine, without prompt: when it is served, and until when.
+
+    Raises RequestError.
+    """
+    for name in ("timeout_s", "ttft_deadline_ms"):
+        value = getattr(fields, name)
+        if value is not None and not 0 < value < math.inf:
+            raise RequestError(f"{name} is {value:g}, it must be above 0", param=name)
+    ttft_ms = fields.ttft_deadline_ms
+    return Request(
+        sampling=sampling,
+        priority=fields.priority or 0,
+        tenant=tenant,
+        cache_salt=label("cache_salt", fields.cache_salt, limits),
+        timeout_s=fields.timeout_s,
+        request_class=RequestClass(fields.request_class or "interactive"),
+        ttft_deadline_s=None if ttft_ms is None else ttft_ms / 1e3,
+    )
 
 
 def _texts(fields: SamplingFields, limits: RequestLimits) -> dict[str, tuple[str, ...]]:

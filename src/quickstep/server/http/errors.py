@@ -10,6 +10,7 @@ without details; its trace is logged once.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -58,7 +59,6 @@ _TYPES: Mapping[int, tuple[str, str | None]] = {
     500: ("server_error", "internal_error"),
     503: ("server_error", "engine_unavailable"),
 }
-_RETRY = {"retry-after": "1"}
 OVERLOADED = 529  # Anthropic's number for what others call 503
 _ANTHROPIC_TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -207,10 +207,16 @@ async def error_response(request: Request, error: Exception) -> Response:
         facts, headers = _of_starlette(request, error), error.headers
     else:
         facts = error_facts(error)
-        headers = _RETRY if facts.status in (429, 503) else None
+        headers = _retry(error) if facts.status in (429, 503) else None
     shape: ErrorShape = request.scope.get("state", {}).get("error_shape", openai_shape)
     status, body = shape(facts)
     return json_response(body, status, headers)
+
+
+def _retry(error: Exception) -> Mapping[str, str]:
+    """When the same request may succeed, in seconds rounded up; 1 if that is unknown."""
+    wait_s = error.retry_after_s if isinstance(error, RequestError) else None
+    return {"retry-after": str(max(1, math.ceil(wait_s or 0.0)))}
 
 
 def _of_starlette(request: Request, error: HTTPException) -> ErrorFacts:

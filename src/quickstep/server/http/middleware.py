@@ -14,9 +14,10 @@ key, unknown paths included. The request's state then holds for the routes:
     state["request_id"]     the request's id, see below
     state["ignored"]        fields of the request that have no effect; routes add to it
 
-Every response has the request's id (the client's own, else a new one) in `x-request-id`, and the
-fields without effect in `x-quickstep-ignored`. `CrossOriginMiddleware` runs before it where
-the operator allows other origins: a browser asks for permission without a key.
+Every response has the request's id (the client's own, else a new one) in `x-request-id`, the
+fields without effect in `x-quickstep-ignored`, and what is left of the key's rate limits in
+`x-ratelimit-*`. `CrossOriginMiddleware` runs before it where the operator allows other origins: a
+browser asks for permission without a key.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from quickstep.errors import RequestError
 from quickstep.server.http.errors import ErrorShape, error_body, error_response, json_response
 from quickstep.server.http.route import ApiRoute
 from quickstep.server.options import RequestLimits, ServerOptions
+from quickstep.server.usage.limits import KeyLimiter
 
 __all__ = [
     "AccessMiddleware",
@@ -61,7 +63,13 @@ _PORTS = {b"http": b":80", b"https": b":443"}
 class AccessMiddleware:
     """ASGI middleware around all routes."""
 
-    def __init__(self, app: ASGIApp, routes: Iterable[ApiRoute], options: ServerOptions) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Iterable[ApiRoute],
+        options: ServerOptions,
+        limiter: KeyLimiter,
+    ) -> None:
         known = tuple(routes)
         self._app = app
         self._keys = options.api_keys
@@ -70,6 +78,7 @@ class AccessMiddleware:
         self._origins = frozenset(origin.lower().encode() for origin in options.cors.origins)
         self._root = options.root_path.encode()
         self._access_log = options.access_log
+        self._limiter = limiter
         self._reported = _Reported()
         self._probes = frozenset(_probes(known))
         self._shapes: Mapping[bytes, ErrorShape] = {
@@ -82,7 +91,7 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
         scope.setdefault("state", {})["ignored"] = []
-        watched = _Watched(scope, send, self._reported)
+        watched = _Watched(scope, send, self._limiter, self._reported)
         try:
             await self._pass(scope, receive, watched)
         except Exception as error:  # the request's top: nothing below knows what it is
@@ -228,9 +237,10 @@ def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
 class _Watched:
     """A `send` that remembers the status, and adds the headers that every answer has."""
 
-    def __init__(self, scope: Scope, send: Send, reported: _Reported) -> None:
+    def __init__(self, scope: Scope, send: Send, limiter: KeyLimiter, reported: _Reported) -> None:
         self._scope = scope
         self._send = send
+        self._limiter = limiter
         self._reported = reported
         self._request_id = request_id(scope["headers"])
         self.status: int | None = None
@@ -261,6 +271,7 @@ class _Watched:
 
     def _headers(self) -> Iterable[tuple[bytes, bytes]]:
         yield b"x-request-id", self._request_id.encode()
+        yield from self._limiter.headers(self._scope["state"].get("api_key_name", ""))
         ignored = self._scope["state"]["ignored"]
         if ignored:
             self._log_ignored(ignored)

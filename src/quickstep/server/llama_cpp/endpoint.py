@@ -203,13 +203,13 @@ class _LlamaWriter:
         """The engine's timings after the end; before it, timings by this process's clock."""
         num_prompt, num_predicted = len(self._prompt(choice)), len(choice.token_ids)
         timings = choice.timings
-        if timings is None or timings.first_token_s is None:
+        if timings is None:
             first_s = self._first_s.get(choice.index, self._clock())
             prompt_s, predicted_s = first_s - self._started_s, self._clock() - first_s
             num_cached = 0
         else:
             prompt_s = timings.prefill_s
-            predicted_s = timings.finished_s - timings.first_token_s
+            predicted_s = timings.decode_s  # without what it waited for others or for its reader
             num_cached = timings.num_cached_tokens
         num_computed = num_prompt - num_cached
         return LlamaTimings(

@@ -19,7 +19,12 @@ from starlette.responses import Response
 
 from quickstep.engine.tool_calls.message_delta import CallDelta, MessageDelta
 from quickstep.server.generate.adapter import Adapter, Served
-from quickstep.server.generate.endpoint import CLIENT_CLOSED, GeneratingRoute, caller_of
+from quickstep.server.generate.endpoint import (
+    CLIENT_CLOSED,
+    GeneratingRoute,
+    caller_of,
+    endpoint_of,
+)
 from quickstep.server.generate.generation import ChoiceDelta, Generation, Head, ParsedRequest
 from quickstep.server.generate.message import message_reader, partial_object
 from quickstep.server.generate.prompts import TextPrompt
@@ -354,7 +359,12 @@ class OllamaEmbedding:
         """The vectors, None if the client has disconnected."""
         prompts = [TextPrompt(text) for text in inputs]
         work = self._embeddings.embed(
-            embedding, prompts, caller_of(request), truncates=truncates, input_field=input_field
+            embedding,
+            prompts,
+            caller_of(request),
+            endpoint_of(request),
+            truncates=truncates,
+            input_field=input_field,
         )
         try:
             return await unless_disconnected(request.receive, work)

@@ -23,7 +23,7 @@ from quickstep.engine.tool_calls.message_delta import (
     ReasoningDelta,
 )
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served, stream_flags
+from quickstep.server.generate.adapter import Served, response_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     check_continues,
@@ -143,7 +143,7 @@ class Chat:
             ),
             ignored=reader.ignored,
             writer=partial(ChoicesWriter, self, served),
-            **stream_flags(fields, served),
+            **response_flags(fields, served),
         )
 
 
@@ -354,9 +354,7 @@ class ChatRendering:
 
     def _finish_reason(self, choice: Choice) -> Any:
         """In OpenAI's terms: `tool_calls` where the model stopped after a call."""
-        if choice.finish_reason is None:
-            return None
-        reason = choice.finish_reason.openai
+        reason = self._generation.finish_reason(choice)
         called = self._messages[choice.index].has_calls
         return "tool_calls" if called and reason == "stop" else reason
 

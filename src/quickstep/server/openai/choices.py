@@ -51,6 +51,7 @@ from quickstep.server.openai.response_types import (
     TopLogprob,
     Usage,
 )
+from quickstep.server.usage.timings import RequestTimings, request_timings
 from quickstep.types import SamplingParams, TokenLogprobs
 
 __all__ = [
@@ -79,6 +80,8 @@ _WITH_BEAMS = frozenset(
         "priority",
         "cache_salt",
         "timeout_s",
+        "request_class",
+        "ttft_deadline_ms",
     }
 )
 _NO_EFFECT: tuple[object, ...] = (None, False, [], {}, "")
@@ -250,6 +253,7 @@ class ChoicesWriter:
     """A `Writer` of a `ChoicesApi`."""
 
     def __init__(self, api: ChoicesApi, served: Served, generation: Generation, head: Head) -> None:
+        self._served = served
         self._generation = generation
         self._rendering = api.rendering(generation, served.engine.tokenizer)
         http_id = generation.request.request.request_id  # as in vLLM; "" for lines of batches
@@ -282,10 +286,13 @@ class ChoicesWriter:
             yield self._chunk([self._rendering.ending(choice)])
 
     def ending(self) -> Iterator[bytes]:
-        """The usage if the client requested it, then `[DONE]`."""
-        if self._generation.request.include_usage:
+        """A chunk with usage and timings if the client requested them, then `[DONE]`."""
+        request, timings = self._generation.request, self._timings()
+        if request.include_usage:
             usage = Usage.of(self._generation.usage)
-            yield self._chunk([], usage=usage, metrics=self._metrics())
+            yield self._chunk([], usage=usage, metrics=self._metrics(), quickstep=timings)
+        elif timings is not UNSET:
+            yield self._chunk([], quickstep=timings)
         yield DONE
 
     def failure(self, error: Exception) -> Iterator[bytes]:
@@ -306,6 +313,7 @@ class ChoicesWriter:
             ],
             usage=Usage.of(self._generation.usage),
             metrics=self._metrics(),
+            quickstep=self._timings(),
             **self._rendering.prompt_fields(),
         )
 
@@ -315,6 +323,13 @@ class ChoicesWriter:
         if not self._has_metrics or timings is None:
             return UNSET
         return RequestMetrics.of(timings)
+
+    def _timings(self) -> RequestTimings | UnsetType:
+        """Times and costs of the request, if the client requested them."""
+        request = self._generation.request
+        if not request.timings:
+            return UNSET
+        return request_timings(self._generation, self._served.price(request.request.adapter))
 
     def _chunk(self, choices: list[msgspec.Struct], **fields: Any) -> bytes:
         """A chunk of one choice, or of none."""

@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 
 from quickstep.engine.stream import Delta
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served, stream_flags
+from quickstep.server.generate.adapter import Served, response_flags
 from quickstep.server.generate.engine_interface import Vocabulary
 from quickstep.server.generate.generation import (
     Choice,
@@ -28,7 +28,7 @@ from quickstep.server.generate.generation import (
 from quickstep.server.generate.prompts import Prompt, infill_markers
 from quickstep.server.generate.sampling import (
     bounded,
-    deadline_of,
+    engine_request,
     label,
     num_alternatives,
     sampling_params,
@@ -53,7 +53,7 @@ from quickstep.server.openai.response_types import (
     TextLogprobs,
 )
 from quickstep.server.schema.field_reader import FieldReader
-from quickstep.types import Request, TokenLogprobs
+from quickstep.types import TokenLogprobs
 
 __all__ = ["Completions"]
 
@@ -91,12 +91,8 @@ class Completions:
         return ParsedRequest(
             model=model,
             prompts=prompts,
-            request=Request(
-                sampling=sampling,
-                priority=fields.priority or 0,
-                timeout_s=deadline_of(fields),
-                tenant=label("user", fields.user, served.limits),
-                cache_salt=label("cache_salt", fields.cache_salt, served.limits),
+            request=engine_request(
+                fields, sampling, served.limits, label("user", fields.user, served.limits)
             ),
             grammar_field="" if grammar is None else grammar.field,
             requested_output=requested,
@@ -107,7 +103,7 @@ class Completions:
             ),
             ignored=reader.ignored,
             writer=partial(ChoicesWriter, self, served),
-            **stream_flags(fields, served),
+            **response_flags(fields, served),
         )
 
 
@@ -199,7 +195,7 @@ class CompletionRendering:
             index=choice.index,
             text="",
             logprobs=None,
-            finish_reason=_finish_reason(choice),
+            finish_reason=self._generation.finish_reason(choice),
             stop_reason=choice.stop_reason,
             seed=choice.seed,
         )
@@ -219,7 +215,7 @@ class CompletionRendering:
             token_ids=self._token_ids(choice.token_ids),
             prompt_token_ids=self._prompt_token_ids(choice),
             prompt_logprobs=ranked,
-            finish_reason=_finish_reason(choice),
+            finish_reason=self._generation.finish_reason(choice),
             stop_reason=choice.stop_reason,
             seed=choice.seed,
         )
@@ -305,11 +301,6 @@ class CompletionRendering:
         if self._requested.tokens_as_ids:
             return f"token_id:{token_id}"
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
-
-
-def _finish_reason(choice: Choice) -> Any:
-    """In OpenAI's terms."""
-    return choice.finish_reason.openai if choice.finish_reason else None
 
 
 def _num_characters(content: bytes) -> int:

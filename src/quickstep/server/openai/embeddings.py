@@ -20,7 +20,7 @@ from starlette.responses import Response
 from quickstep.errors import EngineError, RequestError
 from quickstep.server.api_keys import cache_salt_of, priority_of_key, tenant_of_key
 from quickstep.server.generate.adapter import LineResult, Served
-from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of
+from quickstep.server.generate.endpoint import CLIENT_CLOSED, caller_of, endpoint_of
 from quickstep.server.generate.engine_interface import TokenStream
 from quickstep.server.generate.generation import with_client_field
 from quickstep.server.generate.prompts import TextPrompt, TokenPrompt, check_num_tokens, prompts_ids
@@ -32,6 +32,7 @@ from quickstep.server.metrics import EmbeddingMeter, Metrics
 from quickstep.server.openai.request_types import EmbeddingRequest
 from quickstep.server.openai.response_types import Embedding, EmbeddingList, EmbeddingUsage
 from quickstep.server.schema.field_reader import FieldReader
+from quickstep.server.usage.recorder import BATCHES
 from quickstep.types import FinishReason, Pooling, Request, SamplingParams
 
 __all__ = ["Embeddings"]
@@ -53,7 +54,7 @@ class Embeddings:
         try:
             body = body_of(request)
             reader = FieldReader(self._served.field_rules)
-            work = self._embed(body, reader, caller_of(request))
+            work = self._embed(body, reader, caller_of(request), endpoint_of(request))
             answer = await unless_disconnected(request.receive, work)
         except ClientDisconnect:
             return Response(status_code=CLIENT_CLOSED)
@@ -67,21 +68,27 @@ class Embeddings:
     ) -> LineResult:
         """The JSON response to one line of a batch."""
         reader = FieldReader(self._served.field_rules)
-        answer = await self._embed(body, reader, caller, added_priority)
+        answer = await self._embed(body, reader, caller, BATCHES, added_priority)
         return LineResult(answer, reader.ignored)
 
     async def _embed(
-        self, body: bytes, reader: FieldReader, caller: str, added_priority: int = 0
+        self,
+        body: bytes,
+        reader: FieldReader,
+        caller: str,
+        endpoint: str,
+        added_priority: int = 0,
     ) -> EmbeddingList:
         served = self._served
         fields, prompts = await served.lanes.parse(len(body), lambda: _parsed(body, reader, served))
-        return await self.embed(fields, prompts, caller, added_priority)
+        return await self.embed(fields, prompts, caller, endpoint, added_priority)
 
     async def embed(
         self,
         fields: EmbeddingRequest,
         prompts: Sequence[TextPrompt | TokenPrompt],
         caller: str,
+        endpoint: str,
         added_priority: int = 0,
         truncates: bool = False,
         input_field: str = "input",
@@ -108,13 +115,17 @@ class Embeddings:
         if truncates:
             ids = [one[:longest] for one in ids]
         check_num_tokens(ids, _SAMPLING, engine.max_model_len, served.limits)
-        vectors = await self._vectors(ids, fields, caller, input_field)
+        num_tokens = sum(map(len, ids))
+        reservation = served.limiter.admit(caller, num_tokens, in_batch=endpoint == BATCHES)
+        try:
+            vectors = await self._vectors(ids, fields, caller, endpoint, input_field)
+        finally:
+            reservation.release()
         as_text = fields.encoding_format == "base64"
         data = [
             Embedding("embedding", index, _base64(vector) if as_text else list(vector))
             for index, vector in enumerate(vectors)
         ]
-        num_tokens = sum(map(len, ids))
         return EmbeddingList("list", data, model, EmbeddingUsage(num_tokens, num_tokens))
 
     async def _vectors(
@@ -122,6 +133,7 @@ class Embeddings:
         prompts: Sequence[Sequence[int]],
         fields: EmbeddingRequest,
         caller: str,
+        endpoint: str,
         input_field: str,
     ) -> list[Sequence[float]]:
         engine, limits = self._served.engine, self._served.limits
@@ -139,9 +151,11 @@ class Embeddings:
                     sampling=_SAMPLING,
                     priority=fields.priority or 0,
                     tenant=tenant,
+                    tenant_weight=self._served.api_keys.weight_of(caller),
                     cache_salt=cache_salt,
                     timeout_s=timeout_s,
                     pooling=pooling,
+                    endpoint=endpoint,
                 )
                 streams.append(engine.stream(request))
             vectors = await asyncio.gather(*(_vector(stream, meter) for stream in streams))

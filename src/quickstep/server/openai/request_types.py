@@ -29,6 +29,7 @@ from quickstep.server.schema.shared_fields import (
     PromptCacheOptions,
     PromptCacheRetention,
     ReasoningEffort,
+    RequestClassName,
     SafetyIdentifier,
     ServiceTier,
     Stream,
@@ -36,6 +37,7 @@ from quickstep.server.schema.shared_fields import (
     ToolChoice,
     Tools,
     TopLogprobs,
+    TtftDeadline,
     WithLogprobs,
 )
 
@@ -189,7 +191,13 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, f
     cache_salt: CacheSalt = None
     timeout_s: Annotated[
         float | None,
-        effect("Seconds after which what was generated is the answer, with finish_reason length."),
+        effect("Seconds after which what was generated is the answer, with finish_reason timeout."),
+    ] = None
+    request_class: RequestClassName = None
+    ttft_deadline_ms: TtftDeadline = None
+    quickstep_timings: Annotated[
+        bool | None,
+        effect("Adds `quickstep` to the response: times of each choice, device seconds, costs."),
     ] = None
     guided_choice: Annotated[Any, refused("send structured_outputs.choice")] = None
     guided_grammar: Annotated[Any, refused("send structured_outputs.grammar")] = None

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quickstep.server.generate.generation import Usage as TokenCounts
+from quickstep.server.usage.timings import RequestTimings
 from quickstep.types import SequenceTimings
 
 __all__ = [
@@ -29,7 +30,7 @@ __all__ = [
     "Usage",
 ]
 
-FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+FinishReason = Literal["stop", "length", "timeout", "tool_calls", "content_filter"]
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -167,6 +168,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     metrics: RequestMetrics | UnsetType = UNSET
+    quickstep: RequestTimings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
     seed: int | None
@@ -226,6 +228,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: str | UnsetType = UNSET
     usage: Usage | UnsetType | None = UNSET
     metrics: RequestMetrics | UnsetType = UNSET
+    quickstep: RequestTimings | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | UnsetType = UNSET
 
@@ -264,6 +267,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[TextChoice]
     usage: Usage
     metrics: RequestMetrics | UnsetType = UNSET
+    quickstep: RequestTimings | UnsetType = UNSET
     seed: int | None
 
 
@@ -292,6 +296,7 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None
     usage: Usage | UnsetType | None = UNSET
     metrics: RequestMetrics | UnsetType = UNSET
+    quickstep: RequestTimings | UnsetType = UNSET
 
 
 class Embedding(msgspec.Struct, frozen=True):

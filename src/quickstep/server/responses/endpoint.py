@@ -14,7 +14,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from quickstep.errors import RequestError
-from quickstep.server.generate.adapter import Served, stream_flags
+from quickstep.server.generate.adapter import Served, response_flags
 from quickstep.server.generate.conversation import (
     Conversation,
     checked_metadata,
@@ -115,7 +115,7 @@ class Responses:
             ),
             ignored=reader.ignored,
             writer=partial(ResponsesWriter, served, context),
-            **stream_flags(fields, served),
+            **response_flags(fields, served),
         )
 
     def _previous_messages(

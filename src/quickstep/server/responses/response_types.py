@@ -18,6 +18,7 @@ from quickstep.server.responses.request_types import (
     SchemaFormat,
     SummaryPart,
 )
+from quickstep.server.usage.timings import RequestTimings
 
 __all__ = [
     "EVENTS",
@@ -195,6 +196,7 @@ class ResponseObject(msgspec.Struct, kw_only=True, frozen=True):
     user: str | None
     seed: int | None
     system_fingerprint: str
+    quickstep: RequestTimings | UnsetType = UNSET
 
 
 class ListedMessage(msgspec.Struct, kw_only=True, frozen=True, tag="message"):

@@ -5,7 +5,7 @@ The request types of the APIs use these as annotations; a field of one schema is
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from quickstep.server.schema.field_classes import effect, hint, note, refused
 
@@ -27,6 +27,7 @@ __all__ = [
     "PromptCacheRetention",
     "ReasoningEffort",
     "RepeatPenalty",
+    "RequestClassName",
     "SafetyIdentifier",
     "ServiceTier",
     "Stream",
@@ -35,6 +36,7 @@ __all__ = [
     "ToolChoice",
     "Tools",
     "TopLogprobs",
+    "TtftDeadline",
     "WithLogprobs",
 ]
 
@@ -81,6 +83,12 @@ ReasoningEffort = Annotated[
 RepeatPenalty = Annotated[
     float | None, effect("Divides positive and multiplies negative logits of tokens seen before.")
 ]
+RequestClassName = Annotated[
+    Literal["interactive", "batch"] | None,
+    effect(
+        "Requests of the class batch are served after interactive ones; interactive if not given."
+    ),
+]
 SafetyIdentifier = Annotated[str | None, effect("OpenAI's later name of user.")]
 ServiceTier = Annotated[str | None, hint("there is one service tier", passes=("auto", "default"))]
 Stream = Annotated[
@@ -97,6 +105,13 @@ ToolChoice = Annotated[
 Tools = Annotated[list[dict[str, Any]] | None, effect("Functions that the model may call.")]
 TopLogprobs = Annotated[
     int | None, effect("Adds this many alternatives per token; needs logprobs: true.")
+]
+TtftDeadline = Annotated[
+    float | None,
+    effect(
+        "Milliseconds in which the first token has to come; a request that cannot have it in time "
+        "gets 503 with the predicted wait."
+    ),
 ]
 WithLogprobs = Annotated[
     bool | None, effect("Gives the chosen tokens' logprobs, of the raw logits.")

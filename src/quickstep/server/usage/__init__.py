@@ -1,0 +1,1 @@
+"""What requests cost: prices, the ledger of finished sequences, budgets and rate limits."""

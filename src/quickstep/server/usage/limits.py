@@ -1,0 +1,304 @@
+"""Rate limits and budgets of API keys: which request may start, and what a key has used.
+
+A rate limit is a token bucket: it holds what a minute allows, and refills continuously. A request
+takes one from the bucket of requests; the tokens of a sequence are taken when it has ended, and
+until then the most that a request may need is reserved. A request that took more than was left
+leaves a debt, so over a long time no key gets more than its limit.
+
+A budget is spent per day or month (UTC). At its end, new requests are refused until the next one;
+requests that run finish. Lines of batches have the budget but no rate limit: they run when nothing
+else does.
+
+`KeyLimiter` belongs to one app and is used in its event loop only. Clocks are arguments.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Literal
+
+import msgspec
+
+from quickstep.errors import ConfigError, RequestError
+from quickstep.server.usage.price_book import Cost, SequenceUsage
+
+__all__ = ["Budget", "KeyLimiter", "KeyLimits", "Reservation"]
+
+_MINUTE_S = 60.0
+_LEAST_RETRY_S = 1.0
+_NANO = 1e9
+_ROUNDING = 1e-6  # a bucket that is refilled for exactly the missing time may lack the last bit
+
+
+class Budget(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a key may use in a day or a month: exactly one of dollars by the price of tokens, tokens
+    (of prompts and outputs), and seconds on the device.
+    """
+
+    per: Literal["day", "month"]
+    usd: float | None = None
+    tokens: int | None = None
+    device_s: float | None = None
+
+    @property
+    def amount(self) -> float:
+        """The budget in its unit."""
+        return next(value for value in (self.usd, self.tokens, self.device_s) if value is not None)
+
+    def amount_of(self, usage: SequenceUsage, costs: Cost) -> float:
+        """What a usage takes of it."""
+        if self.usd is not None:
+            return costs.by_tokens_usd
+        if self.tokens is not None:
+            return usage.num_prompt_tokens + usage.num_output_tokens
+        return usage.device_s
+
+    def __str__(self) -> str:
+        unit = (
+            "USD"
+            if self.usd is not None
+            else "tokens"
+            if self.tokens is not None
+            else "device seconds"
+        )
+        return f"{self.amount:.12g} {unit} per {self.per}"
+
+
+class KeyLimits(msgspec.Struct, frozen=True):
+    """The limits of one API key; None for no limit."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    budgets: tuple[Budget, ...] = ()
+
+    def check(self, name: str) -> None:
+        """Raise ConfigError if a limit of the key `name` has no sense."""
+        for field in ("requests_per_minute", "tokens_per_minute"):
+            limit = getattr(self, field)
+            if limit is not None and limit < 1:
+                raise ConfigError(
+                    f"{field} of the API key {name} is {limit}, it must be at least 1"
+                )
+        for budget in self.budgets:
+            amounts = (budget.usd, budget.tokens, budget.device_s)
+            if sum(amount is not None for amount in amounts) != 1:
+                raise ConfigError(
+                    f"a budget of the API key {name} must have exactly one of usd, tokens and "
+                    "device_s"
+                )
+            if not (math.isfinite(budget.amount) and budget.amount > 0):
+                raise ConfigError(
+                    f"a budget of the API key {name} is {budget}, it must be above 0 and finite"
+                )
+
+
+class Reservation:
+    """Tokens that a running request may still take. `release` it at the request's end."""
+
+    def __init__(self, bucket: _Bucket | None, num_tokens: float) -> None:
+        self._bucket = bucket
+        self._num_tokens = num_tokens
+
+    def release(self) -> None:
+        """The request has ended, and its tokens are charged. Idempotent."""
+        if self._bucket is not None:
+            self._bucket.reserved -= self._num_tokens
+        self._bucket = None
+
+
+class KeyLimiter:
+    """The state of all keys with limits.
+
+    Args:
+        limits: By the key's name.
+        clock: Seconds that only grow, for rates.
+        wall_clock: Seconds since 1970, for budgets.
+    """
+
+    def __init__(
+        self,
+        limits: Mapping[str, KeyLimits] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock = clock
+        self._wall_clock = wall_clock
+        limited = {} if limits is None else limits
+        self._keys = {
+            name: _KeyState(one, clock()) for name, one in limited.items() if one != KeyLimits()
+        }
+
+    def restore(self, usage_since: Callable[[str, int], tuple[SequenceUsage, Cost]]) -> None:
+        """Read what was spent of each budget before this start.
+
+        `usage_since(key name, nanoseconds since 1970)` is what the key has used since then.
+        """
+        now = self._wall_clock()
+        for name, state in self._keys.items():
+            for spending in state.spendings:
+                spending.enter_period(now)
+                used = usage_since(name, round(spending.start_s * _NANO))
+                spending.spent = spending.budget.amount_of(*used)
+
+    def admit(self, key_name: str, num_tokens: int, in_batch: bool = False) -> Reservation:
+        """Count a request that may need `num_tokens`, or refuse it.
+
+        A request that may need more than a minute allows waits until the limit is unused.
+
+        Raises:
+            RequestError: 429, a limit of the key is reached; names the limit and when it resets.
+        """
+        state = self._keys.get(key_name)
+        if state is None:
+            return Reservation(None, 0)
+        wall_s = self._wall_clock()
+        for spending in state.spendings:
+            spending.enter_period(wall_s)
+            if spending.spent >= spending.budget.amount:
+                raise _spent(key_name, spending, wall_s)
+        if in_batch:
+            return Reservation(None, 0)
+        now, tokens, requests = self._clock(), state.tokens, state.requests
+        wanted = 0.0 if tokens is None else min(max(num_tokens, 1), tokens.capacity)
+        if requests is not None and not requests.has(now, 1):
+            raise _too_fast(key_name, "requests", requests, requests.wait_s(now, 1))
+        if tokens is not None and not tokens.has(now, wanted):
+            raise _too_fast(key_name, "tokens", tokens, tokens.wait_s(now, wanted))
+        if requests is not None:
+            requests.take(now, 1)
+        if tokens is not None:
+            tokens.reserved += wanted
+        return Reservation(tokens, wanted)
+
+    def charge(
+        self, key_name: str, usage: SequenceUsage, costs: Cost, in_batch: bool = False
+    ) -> None:
+        """Take what a sequence has used."""
+        state = self._keys.get(key_name)
+        if state is None:
+            return
+        wall_s = self._wall_clock()
+        for spending in state.spendings:
+            spending.enter_period(wall_s)
+            spending.spent += spending.budget.amount_of(usage, costs)
+        if state.tokens is not None and not in_batch:
+            num_tokens = usage.num_prompt_tokens + usage.num_output_tokens
+            state.tokens.take(self._clock(), num_tokens)
+
+    def headers(self, key_name: str) -> Iterable[tuple[bytes, bytes]]:
+        """OpenAI's headers about the rate limits of a key."""
+        state = self._keys.get(key_name)
+        if state is None:
+            return
+        now = self._clock()
+        for what, bucket in (("requests", state.requests), ("tokens", state.tokens)):
+            if bucket is not None:
+                values = {
+                    "limit": f"{bucket.capacity:.0f}",
+                    "remaining": str(max(0, math.floor(bucket.left(now) + _ROUNDING))),
+                    "reset": _duration(bucket.wait_s(now, bucket.capacity)),
+                }
+                for name, value in values.items():
+                    yield f"x-ratelimit-{name}-{what}".encode(), value.encode()
+
+
+class _Bucket:
+    """A limit per minute. `reserved` is what running requests may still take."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.capacity = float(per_minute)
+        self.reserved = 0.0
+        self._level = self.capacity  # below 0 is a debt
+        self._updated_s = now
+
+    def left(self, now: float) -> float:
+        """How much a request may take now."""
+        return self._refilled(now) - self.reserved
+
+    def has(self, now: float, amount: float) -> bool:
+        """Whether a request may take so much now."""
+        return self.left(now) >= amount - _ROUNDING
+
+    def take(self, now: float, amount: float) -> None:
+        """Take some, even if so much is not there."""
+        self._level = self._refilled(now) - amount
+        self._updated_s = now
+
+    def wait_s(self, now: float, amount: float) -> float:
+        """Seconds until there is as much, if running requests take what is reserved for them."""
+        missing = amount - self.left(now)
+        return max(0.0, missing * _MINUTE_S / self.capacity)
+
+    def _refilled(self, now: float) -> float:
+        added = (now - self._updated_s) * self.capacity / _MINUTE_S
+        return min(self.capacity, self._level + added)
+
+
+class _Spending:
+    """What is spent of a budget in the period that began at `start_s`."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.start_s = 0.0
+        self.spent = 0.0
+
+    def enter_period(self, wall_s: float) -> None:
+        """Begin with nothing spent if a later day or month has begun."""
+        start_s = _start(self.budget, wall_s).timestamp()
+        if start_s > self.start_s:
+            self.start_s, self.spent = start_s, 0.0
+
+
+class _KeyState:
+    """The buckets and the spendings of a key."""
+
+    def __init__(self, limits: KeyLimits, now: float) -> None:
+        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
+        self.requests = None if requests is None else _Bucket(requests, now)
+        self.tokens = None if tokens is None else _Bucket(tokens, now)
+        self.spendings = tuple(map(_Spending, limits.budgets))
+
+
+def _start(budget: Budget, wall_s: float) -> datetime:
+    """When the day or month of a time began."""
+    day = datetime.fromtimestamp(wall_s, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    return day if budget.per == "day" else day.replace(day=1)
+
+
+def _spent(key_name: str, spending: _Spending, wall_s: float) -> RequestError:
+    budget = spending.budget
+    # more than the longest period, less than two of the shortest month
+    length_s = 86_400 if budget.per == "day" else 32 * 86_400
+    reset = _start(budget, spending.start_s + length_s)
+    return RequestError(
+        f"the API key {key_name} has spent its budget of {budget} ({spending.spent:.6g} used); it "
+        f"resets at {reset:%Y-%m-%dT%H:%M:%SZ}",
+        status=429,
+        code="insufficient_quota",
+        retry_after_s=max(_LEAST_RETRY_S, reset.timestamp() - wall_s),
+    )
+
+
+def _too_fast(key_name: str, what: str, bucket: _Bucket, wait_s: float) -> RequestError:
+    wait_s = max(0.001, wait_s)
+    return RequestError(
+        f"the API key {key_name} has a limit of {bucket.capacity:.0f} {what} per minute; send the "
+        f"request again in {_duration(wait_s)}",
+        status=429,
+        code="rate_limit_exceeded",
+        retry_after_s=wait_s,
+    )
+
+
+def _duration(seconds: float) -> str:
+    """A duration as in OpenAI's headers, rounded up: `20ms`, `59s`, `6m0s`, `1h0m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1e3)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes}m{rest}s"
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"

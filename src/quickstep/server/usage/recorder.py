@@ -1,0 +1,124 @@
+"""Records the usage of every finished sequence: its cost, a row of the ledger, its key's limits.
+
+`UsageRecorder` follows the engine's step log, which has every sequence, however it ended: aborted
+by its client, in a batch, or as an embedding. It belongs to one app, whose lifespan opens and
+closes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quickstep.engine.step_log import SequenceRecord
+from quickstep.server.usage.limits import KeyLimiter
+from quickstep.server.usage.price_book import (
+    Cost,
+    PriceBook,
+    SequenceUsage,
+    cost,
+    sequence_usage,
+)
+from quickstep.types import StepRecord
+
+if TYPE_CHECKING:
+    from quickstep.server.usage.ledger import Ledger
+
+__all__ = ["BATCHES", "UsageRecorder"]
+
+BATCHES = "/v1/batches"  # the endpoint of the lines of batches
+
+_NANO = 1e9
+
+
+class UsageRecorder:
+    """A follower of the step log (`engine.step_log.Follower`). `open` it, then follow with it.
+
+    Args:
+        model: The name under which the model is recorded and priced.
+        limiter: The limits of the keys, which are charged.
+        has_keys: The part of a tenant's name before the slash is the name of an API key.
+        ledger: Where rows are written; None for nowhere.
+        wall_clock: Seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        price_book: PriceBook,
+        limiter: KeyLimiter,
+        *,
+        has_keys: bool,
+        ledger: Ledger | None = None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._model = model
+        self._price_book = price_book
+        self._limiter = limiter
+        self._has_keys = has_keys
+        self._ledger = ledger
+        self._wall_clock = wall_clock
+
+    def open(self) -> None:
+        """Open the ledger, and read from it what is spent of the budgets. Raises ConfigError."""
+        if self._ledger is not None:
+            self._ledger.open()
+            self._limiter.restore(partial(_used_since, self._ledger))
+
+    def close(self) -> None:
+        """Commit what is recorded. Idempotent."""
+        if self._ledger is not None:
+            self._ledger.close()
+
+    def add_step(self, record: StepRecord) -> None:
+        """Steps are not charged; their seconds are in the sequences' `device_s`."""
+
+    def add_gap(self, seconds: float) -> None:
+        """Gaps are not charged."""
+
+    def add_sequence(self, record: SequenceRecord) -> None:
+        """Record a sequence that ended."""
+        timings = record.timings
+        pays_prompt = record.index == 0 and not record.is_continuation
+        usage = sequence_usage(record.finish_reason, timings, pays_prompt)
+        costs = cost(usage, self._price_book.price(self._model, record.adapter))
+        key_name = record.tenant.partition("/")[0] if self._has_keys else ""
+        self._limiter.charge(key_name, usage, costs, in_batch=record.endpoint == BATCHES)
+        if self._ledger is None:
+            return
+        from quickstep.server.usage.ledger import LedgerRow
+
+        self._ledger.add(
+            LedgerRow(
+                request_id=record.request_id,
+                sequence_index=record.index,
+                finished_ns=round(self._wall_clock() * _NANO),
+                key_name=key_name,
+                model=self._model,
+                adapter=record.adapter,
+                endpoint=record.endpoint,
+                finish_reason=record.finish_reason.value,
+                num_prompt_tokens=usage.num_prompt_tokens,
+                num_cached_tokens=usage.num_cached_tokens,
+                num_output_tokens=usage.num_output_tokens,
+                queue_ns=round(timings.queue_s * _NANO),
+                prefill_ns=round(timings.prefill_s * _NANO),
+                decode_ns=round(timings.decode_s * _NANO),
+                device_ns=round(timings.device_s * _NANO),
+                cost_by_tokens_nusd=costs.by_tokens_nusd,
+                cost_by_device_nusd=costs.by_device_nusd,
+            )
+        )
+
+
+def _used_since(ledger: Ledger, key_name: str, since_ns: int) -> tuple[SequenceUsage, Cost]:
+    totals = ledger.totals(key_name, since_ns)
+    usage = SequenceUsage(
+        totals.num_prompt_tokens,
+        totals.num_cached_tokens,
+        totals.num_output_tokens,
+        totals.device_ns / _NANO,
+    )
+    return usage, Cost(totals.cost_by_tokens_nusd, totals.cost_by_device_nusd)

@@ -1,0 +1,386 @@
+"""The laws of the scheduling policies, on the simulator's exact clock."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from random import Random
+
+import pytest
+from scheduler_world import Setup, World, ask, finish
+
+from quickstep.config import PolicyName, SchedulerConfig
+from quickstep.core.block_pool import KVBlockPool
+from quickstep.core.cost_model import Coefficients, LinearCostModel
+from quickstep.core.policies import MixedPolicy, make_policy
+from quickstep.core.scheduler import Scheduler
+from quickstep.core.sequence import Sequence
+from quickstep.core.service_order import FairOrder
+from quickstep.errors import RequestError
+from quickstep.sim.simulate import Arrival, Ending, Simulation, simulate
+from quickstep.types import FinishReason, Request, RequestClass, SamplingParams
+
+# 1 ms a step, 0.5 ms a token and a row; nothing for the context. SLOW takes about four times that.
+COSTS = Coefficients(step_s=0.001, token_s=0.0005, row_s=0.0005, kv_token_s=0.0, pair_s=0.0)
+SLOW = Coefficients(step_s=0.005, token_s=0.002, row_s=0.002, kv_token_s=0.0, pair_s=0.0)
+# Without a cost per step, so that serving one after the other wastes nothing.
+EXACT = Coefficients(step_s=0.0, token_s=0.001, row_s=0.0, kv_token_s=0.0, pair_s=0.0)
+
+
+def request(
+    name: str,
+    prompt_len: int = 16,
+    max_tokens: int = 16,
+    *,
+    priority: int = 0,
+    tenant: str = "",
+    weight: float = 1.0,
+    ttft_deadline_s: float | None = None,
+    timeout_s: float | None = None,
+    request_class: RequestClass = RequestClass.INTERACTIVE,
+) -> Request:
+    number = sum(map(ord, name))
+    return Request(
+        name,
+        tuple((number + place) % 97 for place in range(prompt_len)),
+        SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        priority=priority,
+        tenant=tenant,
+        tenant_weight=weight,
+        ttft_deadline_s=ttft_deadline_s,
+        timeout_s=timeout_s,
+        request_class=request_class,
+    )
+
+
+def run(
+    policy: PolicyName,
+    arrivals: Iterable[Arrival],
+    costs: Coefficients = COSTS,
+    num_blocks: int = 4096,
+    **config: object,
+) -> Simulation:
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 2048} | config
+    settings = SchedulerConfig(policy=policy, **sizes)  # type: ignore[arg-type]
+    pool = KVBlockPool(num_blocks, 16, prefix_caching=False)
+    scheduler = Scheduler(settings, pool, make_policy(settings), LinearCostModel(costs))
+    outcome = simulate(arrivals, scheduler, LinearCostModel(costs))
+    scheduler.check()
+    return outcome
+
+
+def starts(outcome: Simulation) -> list[str]:
+    """The requests in the order in which they were first scheduled."""
+    ordered = sorted(outcome.endings, key=lambda one: one.timings.first_scheduled_s or 0.0)
+    return [ending.request_id for ending in ordered]
+
+
+def at_once(requests: Iterable[Request]) -> list[Arrival]:
+    return [Arrival(0.0, one) for one in requests]
+
+
+# -- the order of service -----------------------------------------------------------------------
+
+
+def test_fcfs_ignores_priorities_and_classes() -> None:
+    batch = request("a", priority=5, request_class=RequestClass.BATCH)
+    outcome = run(PolicyName.FCFS, at_once([batch, request("b"), request("c", priority=-5)]))
+    assert starts(outcome) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("policy", [PolicyName.MIXED, PolicyName.PRIORITY, PolicyName.FAIR])
+def test_the_class_batch_comes_after_interactive_requests(policy: PolicyName) -> None:
+    batch = request("batch", priority=-5, request_class=RequestClass.BATCH)
+    outcome = run(policy, at_once([batch, request("low", priority=9)]), max_num_seqs=1)
+    assert starts(outcome) == ["low", "batch"]
+
+
+def test_priority_serves_the_shortest_first_within_a_level() -> None:
+    requests = [request(f"{size}", max_tokens=size) for size in (100, 50, 75)]
+    urgent = request("urgent", max_tokens=200, priority=-1)
+    outcome = run(PolicyName.PRIORITY, at_once([*requests, urgent]), max_num_seqs=1)
+    assert starts(outcome) == ["urgent", "50", "75", "100"]
+
+
+def test_a_flow_of_short_requests_does_not_starve_a_long_one() -> None:
+    """The bound of `PriorityOrder`: it is put back by a multiple of its own length."""
+    flow = [Arrival(0.001 * number, request(f"s{number}", 16, 1)) for number in range(3000)]
+    outcome = run(PolicyName.PRIORITY, [Arrival(0.0, request("long", 16, 100)), *flow])
+    (long,) = [one for one in outcome.endings if one.request_id == "long"]
+    service_s = 0.009 + 99 * 0.002
+    assert (long.timings.first_scheduled_s or 0.0) <= 5.0 * service_s + 0.1
+    assert outcome.finished_s > 3.0  # the flow was longer than that
+
+
+# -- deadlines ----------------------------------------------------------------------------------
+
+
+def feasible(rng: Random, count: int) -> list[Request]:
+    """Requests whose deadlines can all be met one after the other, in a random order."""
+    end_s, requests = 0.0, []
+    for number in range(count):
+        size = rng.randint(1, 60)
+        end_s += size * 0.001 * (1 + 1e-9)
+        slack_s = rng.choice((0.0, 0.0, 0.01))
+        requests.append(request(f"r{number}", size, 1, timeout_s=end_s + slack_s))
+    rng.shuffle(requests)
+    return requests
+
+
+def missed(endings: list[Ending]) -> int:
+    return sum(ending.reason is FinishReason.DEADLINE for ending in endings)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_deadline_meets_every_deadline_that_can_be_met(seed: int) -> None:
+    requests = at_once(feasible(Random(seed), 30))
+    outcome = run(PolicyName.DEADLINE, requests, EXACT, max_num_seqs=1)
+    assert len(outcome.endings) == 30
+    assert missed(outcome.endings) == 0
+
+
+def test_first_come_first_served_does_not() -> None:
+    counts = [
+        missed(run(PolicyName.FCFS, at_once(feasible(Random(seed), 30)), EXACT).endings)
+        for seed in range(5)
+    ]
+    assert min(counts) > 0
+
+
+def test_what_cannot_end_in_time_makes_way_for_what_can() -> None:
+    lost = request("lost", 100, 1, timeout_s=0.05)
+    others = [request(f"r{number}", 10, 1, timeout_s=0.1) for number in range(8)]
+    outcome = run(PolicyName.DEADLINE, at_once([lost, *others]), EXACT, max_num_seqs=1)
+    assert {one.request_id for one in outcome.endings if one.reason is FinishReason.DEADLINE} == {
+        "lost"
+    }
+
+
+def test_a_request_that_waits_past_its_latest_start_is_shed_with_the_reason() -> None:
+    world = World(Setup(max_num_seqs=1, max_num_batched_tokens=4))
+    world.add(ask("runs", max_tokens=12))
+    world.plan()
+    world.commit()
+    late = request("late", 8, 2, ttft_deadline_s=0.05)
+    world.scheduler.add(late, world.now)
+    (output,) = world.scheduler.expire(world.now + 0.05)
+    assert output.finish_reason is FinishReason.SHED
+    assert "the first token cannot come within 50 ms" in output.error
+    assert output.timings is not None and output.timings.num_output_tokens == 0
+    finish(world)
+
+
+def test_an_admitted_request_is_not_shed() -> None:
+    outcome = run(PolicyName.MIXED, at_once([request("a", 16, 64, ttft_deadline_s=0.02)]))
+    assert outcome.endings[0].reason is FinishReason.MAX_TOKENS
+
+
+def test_a_request_behind_a_long_queue_is_refused_with_the_predicted_wait() -> None:
+    arrivals = [Arrival(0.0, request(f"r{number}", 100, 20)) for number in range(100)]
+    late = Arrival(0.5, request("late", 100, 20, ttft_deadline_s=0.2))
+    patient = Arrival(0.5, request("patient", 100, 20, ttft_deadline_s=60.0))
+    outcome = run(PolicyName.MIXED, [*arrivals, late, patient])
+    assert [name for name, _ in outcome.refused] == ["late"]
+    assert "predicted wait" in outcome.refused[0][1]
+    assert len(outcome.endings) == 101
+
+
+def test_the_refusal_says_when_to_come_back() -> None:
+    settings = SchedulerConfig(max_model_len=2048)
+    pool = KVBlockPool(4096, 16)
+    scheduler = Scheduler(settings, pool, make_policy(settings), LinearCostModel(COSTS))
+    with pytest.raises(RequestError) as caught:
+        scheduler.add(request("a", 1000, 4, ttft_deadline_s=0.1), 0.0)
+    assert (caught.value.status, caught.value.code) == (503, "deadline_unreachable")
+    assert caught.value.retry_after_s is not None and caught.value.retry_after_s >= 1.0
+    assert not scheduler.has_work()
+
+
+# -- fairness -----------------------------------------------------------------------------------
+
+
+def backlog(
+    weights: dict[str, float], rng: Random, per_tenant: int, sizes: dict[str, tuple[int, int]]
+) -> list[Arrival]:
+    """More requests than can be served, of tenants whose requests differ in size."""
+    return [
+        Arrival(
+            0.0,
+            request(
+                f"{tenant}-{number}",
+                rng.randint(1, sizes[tenant][0]),
+                rng.randint(1, sizes[tenant][1]),
+                tenant=tenant,
+                weight=weight,
+            ),
+        )
+        for tenant, weight in weights.items()
+        for number in range(per_tenant)
+    ]
+
+
+class MeteredOrder(FairOrder):
+    """Records who was charged when, on a clock that counts device seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(10.0)
+        self.charges: list[tuple[float, str, float]] = []
+        self._now_s = 0.0
+
+    def charged(self, sequence: Sequence, seconds: float) -> None:
+        super().charged(sequence, seconds)
+        self._now_s += seconds
+        self.charges.append((self._now_s, sequence.request.tenant, seconds))
+
+    def received(self, since_s: float, until_s: float) -> Counter[str]:
+        """Device seconds by tenant in a window."""
+        seconds: Counter[str] = Counter()
+        for at_s, tenant, charged_s in self.charges:
+            if since_s < at_s <= until_s:
+                seconds[tenant] += charged_s  # type: ignore[assignment]
+        return seconds
+
+
+def metered(arrivals: Iterable[Arrival], max_num_seqs: int) -> MeteredOrder:
+    order = MeteredOrder()
+    settings = SchedulerConfig(max_num_seqs, 256, 2048)
+    pool = KVBlockPool(4096, 16, prefix_caching=False)
+    scheduler = Scheduler(settings, pool, MixedPolicy(order, 0.2), LinearCostModel(SLOW))
+    simulate(arrivals, scheduler, LinearCostModel(SLOW))
+    return order
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tenants_get_device_seconds_by_their_weights(seed: int) -> None:
+    weights = {"a": 1.0, "b": 2.0, "c": 1.0}
+    sizes = {"a": (200, 20), "b": (40, 60), "c": (400, 5)}
+    order = metered(backlog(weights, Random(seed), 1000, sizes), 16)
+    for start_s in range(5, 60, 10):
+        received = order.received(start_s, start_s + 60.0)
+        normed = [received[tenant] / weight for tenant, weight in weights.items()]
+        assert sum(normed) ** 2 / (len(normed) * sum(value**2 for value in normed)) >= 0.98
+        for tenant, weight in weights.items():
+            assert received[tenant] / 60.0 == pytest.approx(weight / 4.0, abs=0.02)
+
+
+def test_fairness_costs_little_throughput() -> None:
+    sizes = {"a": (200, 20), "b": (40, 60)}
+    arrivals = backlog({"a": 1.0, "b": 1.0}, Random(1), 400, sizes)
+    fair, plain = (
+        run(policy, arrivals, max_num_seqs=16) for policy in (PolicyName.FAIR, PolicyName.MIXED)
+    )
+    assert fair.finished_s <= 1.03 * plain.finished_s
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_fair"), [(PolicyName.FAIR, True), (PolicyName.MIXED, False)]
+)
+def test_a_light_tenant_does_not_wait_for_the_queue_of_a_heavy_one(
+    policy: PolicyName, is_fair: bool
+) -> None:
+    heavy = [Arrival(0.0, request(f"a-{number}", 64, 200, tenant="a")) for number in range(200)]
+    light = Arrival(1.0, request("b-0", 16, 16, tenant="b"))
+    outcome = run(policy, [*heavy, light])
+    (ending,) = [one for one in outcome.endings if one.request_id == "b-0"]
+    assert ((ending.timings.queue_s) < 0.3) is is_fair
+
+
+def test_steps_stay_short_while_a_light_tenant_decodes() -> None:
+    heavy = [Arrival(0.0, request(f"a-{number}", 4, 500, tenant="a")) for number in range(63)]
+    light = Arrival(0.5, request("b-0", 4, 100, tenant="b"))
+    outcome = run(PolicyName.FAIR, [*heavy, light], max_num_seqs=64, inter_token_target_s=0.010)
+    (ending,) = [one for one in outcome.endings if one.request_id == "b-0"]
+    first_s, last_s = ending.timings.first_token_s or 0.0, ending.timings.finished_s
+    during = [one for one in outcome.records if first_s < one.committed_at_s <= last_s]
+    assert max(record.seconds for record in during) <= 0.0101
+    assert len(outcome.endings) == 64  # and the others all finish
+    before = [one for one in outcome.records if one.committed_at_s < 0.5]
+    assert max(record.seconds for record in before) > 0.05
+
+
+def test_a_tenant_that_was_idle_gets_no_credit() -> None:
+    first = [Arrival(0.0, request(f"a-{number}", 64, 50, tenant="a")) for number in range(200)]
+    late = [Arrival(20.0, request(f"b-{number}", 64, 50, tenant="b")) for number in range(200)]
+    received = metered([*first, *late], 8).received(22.0, 52.0)
+    assert received["a"] == pytest.approx(received["b"], rel=0.1)
+
+
+# -- batches that run to their end ----------------------------------------------------------------
+
+
+def test_static_admits_nothing_while_a_batch_runs() -> None:
+    requests = [request(f"r{number}", 8, 4 + 40 * (number % 2)) for number in range(6)]
+    outcome = run(PolicyName.STATIC, at_once(requests), max_num_seqs=2)
+    ends = {one.request_id: one.timings for one in outcome.endings}
+    for first in (0, 2):
+        batch_end_s = max(ends[f"r{first}"].finished_s, ends[f"r{first + 1}"].finished_s)
+        assert ends[f"r{first + 2}"].first_scheduled_s == pytest.approx(batch_end_s)
+    assert run(PolicyName.FCFS, at_once(requests), max_num_seqs=2).finished_s < outcome.finished_s
+
+
+def test_dynamic_waits_for_a_full_batch_or_for_its_timeout() -> None:
+    config = {"max_num_seqs": 4, "batch_timeout_s": 0.5}
+    alone = run(PolicyName.DYNAMIC, [Arrival(1.0, request("a"))], **config)
+    assert alone.endings[0].timings.first_scheduled_s == pytest.approx(1.5)
+    arrivals = [Arrival(1.0 + 0.1 * number, request(f"r{number}")) for number in range(4)]
+    full = run(PolicyName.DYNAMIC, arrivals, **config)
+    starts_s = [one.timings.first_scheduled_s for one in full.endings]
+    assert starts_s == pytest.approx([1.3] * 4)
+
+
+def test_length_grouped_puts_prompts_of_one_length_into_a_batch() -> None:
+    requests = [request(f"r{number}", (10, 200)[number % 2], 4) for number in range(8)]
+    outcome = run(PolicyName.LENGTH_GROUPED, at_once(requests), max_num_seqs=4)
+    lengths = [int(name[1:]) % 2 for name in starts(outcome)]
+    assert lengths == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [PolicyName.MIXED, PolicyName.FAIR, PolicyName.DEADLINE])
+def test_a_small_pool_finishes_all_requests_without_a_storm_of_preemptions(
+    policy: PolicyName,
+) -> None:
+    """A pool of 1.2 times the largest request, and 256 requests at once."""
+    rng = Random(7)
+    requests = [
+        request(f"r{number}", rng.randint(1, 60), rng.randint(20, 60), tenant=f"t{number % 3}")
+        for number in range(256)
+    ]
+    num_blocks = math.ceil(1.2 * 120 / 16)
+    outcome = run(policy, at_once(requests), num_blocks=num_blocks, max_num_seqs=64)
+    assert len(outcome.endings) == 256
+    assert {one.reason for one in outcome.endings} == {FinishReason.MAX_TOKENS}
+    num_preemptions = sum(one.timings.num_preemptions for one in outcome.endings)
+    assert 0 < num_preemptions < 2 * 256
+
+
+@pytest.mark.parametrize("load", [3.0, 10.0])
+def test_throughput_stays_near_its_peak_under_overload(load: float) -> None:
+    """Tokens per second while the queue is never empty, with a pool for about ten requests."""
+
+    def throughput(rate: float) -> float:
+        rng = Random(3)
+        arrivals = [
+            Arrival(
+                rng.random() * 30.0, request(f"r{n}", rng.randint(50, 150), rng.randint(50, 150))
+            )
+            for n in range(int(30 * rate))
+        ]
+        outcome = run(PolicyName.MIXED, arrivals, num_blocks=128, max_num_seqs=64)
+        ended = [one for one in outcome.endings if one.timings.finished_s <= 30.0]
+        return sum(one.timings.num_output_tokens for one in ended) / 30.0
+
+    peak = max(throughput(rate) for rate in (1.0, 2.0, 3.0))
+    assert throughput(load * 2.0) >= 0.9 * peak
+
+
+def test_without_kv_cache_every_token_computes_all_of_them_and_the_output_is_the_same() -> None:
+    world = World(Setup(prefix_caching=False, use_kv_cache=False))
+    world.add(ask("a", max_tokens=6))
+    world.add(ask("b", prompt=(1, 0, 1), max_tokens=4))
+    finish(world)  # compares with the tokens of a scheduler that keeps the cache
+    computed = sum(row.num_tokens for plan in world.plans for row in plan.rows)
+    assert computed == sum(range(8, 14)) + sum(range(3, 7))

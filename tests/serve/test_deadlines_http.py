@@ -1,0 +1,67 @@
+"""Deadlines over HTTP: a first token that cannot come in time, and the end at a time limit."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from client import COMPLETIONS, client_of
+from fake_engine import FakeEngine, Script
+
+from quickstep.errors import FirstTokenTooLate
+from quickstep.server.app import create_app
+from quickstep.server.options import Deadlines, ServerOptions
+from quickstep.types import FinishReason
+
+
+def post(
+    fields: dict[str, Any], engine: FakeEngine, options: ServerOptions | None = None
+) -> httpx.Response:
+    async def run() -> httpx.Response:
+        async with client_of(create_app(engine, options or ServerOptions())) as client:
+            return await client.post(COMPLETIONS, json={"prompt": "ab", **fields})
+
+    return asyncio.run(run())
+
+
+def test_a_first_token_that_comes_too_late_is_503_with_the_time_to_come_back() -> None:
+    error = FirstTokenTooLate(deadline_s=0.5, wait_s=7.0, first_token_s=0.25)
+    response = post({"ttft_deadline_ms": 500}, FakeEngine(script=Script(raises=error)))
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "7"
+    refusal = response.json()["error"]
+    assert (refusal["code"], refusal["param"]) == ("deadline_unreachable", "ttft_deadline_ms")
+    assert "the predicted wait is 7.00 s" in refusal["message"]
+
+
+def test_a_request_that_is_shed_while_it_waits_is_503_too() -> None:
+    script = Script(FinishReason.SHED, error="the first token cannot come", words=())
+    response = post({"ttft_deadline_ms": 500}, FakeEngine(script=script))
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "deadline_unreachable"
+    assert response.headers["retry-after"] == "1"
+
+
+def test_clients_that_know_only_openais_values_get_length_at_the_time_limit() -> None:
+    engine = FakeEngine(script=Script(FinishReason.DEADLINE))
+    options = ServerOptions(deadlines=Deadlines(finish_reason="length"))
+    for stream in (False, True):
+        response = post({"timeout_s": 5, "stream": stream}, engine, options)
+        assert '"finish_reason":"length"' in response.text
+        assert '"finish_reason":"timeout"' not in response.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"ttft_deadline_ms": 0}, "ttft_deadline_ms"),
+        ({"ttft_deadline_ms": -1}, "ttft_deadline_ms"),
+        ({"request_class": "urgent"}, "request_class"),
+    ],
+)
+def test_bad_values_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    response = post(fields, FakeEngine())
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
