@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 from msgspec.structs import replace
 from starlette.applications import Starlette
@@ -72,19 +72,19 @@ async def running_engine(
     served: Served, metrics: Metrics, options: ServerOptions
 ) -> AsyncIterator[None]:
     """Run the engine, record its usage and log its traffic inside this context."""
-    engine = served.engine
-    with closing(_recorder(served, options)) as recorder:
-        recorder.open()
-        engine.step_log.follow(recorder)
-        await engine.start()
-        logging_traffic = asyncio.create_task(log_traffic(engine, metrics))
-        try:
-            yield
-        finally:
-            logging_traffic.cancel()
-            with suppress(asyncio.CancelledError):
-                await logging_traffic
-            await engine.stop()
+    engine, recorder = served.engine, _recorder(served, options)
+    recorder.open()
+    engine.step_log.follow(recorder)
+    await engine.start()
+    logging_traffic = asyncio.create_task(log_traffic(engine, metrics))
+    try:
+        yield
+    finally:
+        logging_traffic.cancel()
+        with suppress(asyncio.CancelledError):
+            await logging_traffic
+        await engine.stop()
+        recorder.close()
 
 
 def _recorder(served: Served, options: ServerOptions) -> UsageRecorder:
