@@ -228,6 +228,10 @@ def test_the_step_log_adds_up():
         assert totals.num_finished == {FinishReason.MAX_TOKENS: 4}
         shared_s = sum(record.timings.device_s for record in log.sequences)
         assert shared_s == pytest.approx(totals.busy_s)
+        wall_s = log.steps[-1].committed_at_s - log.steps[0].planned_at_s
+        counted = engine.stats().scheduler.totals
+        parts_s = counted.attributed_s + counted.recomputed_s + counted.rejected_s
+        assert parts_s + counted.unclaimed_s + counted.idle_s == pytest.approx(wall_s, rel=1e-9)
         counts = {quantity: [q for q, _ in observed].count(quantity) for quantity in Quantity}
         assert counts.pop(Quantity.INTER_TOKEN) == 4 * 4
         assert set(counts.values()) == {4}

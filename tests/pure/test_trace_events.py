@@ -9,7 +9,7 @@ import pytest
 from test_explanation import QUEUED, step
 
 from quickstep.cli.trace import duration
-from quickstep.engine.step_log import SequenceRecord
+from quickstep.engine.step_log import LiveSequence, SequenceRecord
 from quickstep.engine.trace_events import trace_events
 from quickstep.types import FinishReason
 
@@ -61,6 +61,12 @@ def test_counters_have_a_value_per_step() -> None:
     counters = events("C")
     assert {one["name"] for one in counters} == {"running", "waiting", "free blocks"}
     assert [one["args"] for one in counters if one["name"] == "running"] == [{"running": 2}] * 3
+
+
+def test_a_live_sequence_has_a_track_until_now() -> None:
+    document = trace_events([], [LiveSequence("a", 0, QUEUED)])
+    spans = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert {span["args"]["finish reason"] for span in spans} == {"not ended"}
 
 
 def test_no_records_are_an_empty_trace() -> None:

@@ -128,7 +128,7 @@ class Submitted:
     cache_salt: str
     deadline_s: float | None = None
     pooling: Pooling | None = None
-    request_id: str = ""
+    request_id: str = field(default="", compare=False)
     endpoint: str = field(default="", compare=False)
 
 

@@ -49,7 +49,7 @@ def test_trace_writes_a_file(
     monkeypatch.setenv("QUICKSTEP_API_KEY", "root=secret-r")
     path = tmp_path / "out.json"
     assert main(["trace", "--url", server.url, "--last", "3s", "-o", str(path)]) == 0
-    assert "4 steps, 1 ended sequences" in capsys.readouterr().err
+    assert "4 steps, 1 sequences" in capsys.readouterr().err
     names = [event["name"] for event in json.loads(path.read_bytes())["traceEvents"]]
     assert "step 6" in names and "prefill other-9" in names and "step 1" not in names
 

@@ -163,7 +163,7 @@ def test_a_slow_reader_loses_records_and_is_told_how_many(
     assert [one["step_id"] for one in got[3:]] == list(range(22, 32))
 
 
-@pytest.mark.parametrize("name", ["web-1", "web-1-ab"])
+@pytest.mark.parametrize("name", ["web-1", "web-1-ab", "chatcmpl-web-1", "cmpl-web-1"])
 def test_an_ended_request_is_explained_by_either_id(name: str) -> None:
     body = get(f"/debug/requests/{name}").json()
     (one,) = body["sequences"]
@@ -175,18 +175,20 @@ def test_an_ended_request_is_explained_by_either_id(name: str) -> None:
 def test_a_live_request_is_explained_so_far() -> None:
     engine = FakeEngine()
     engine.script.endless = True
-    engine.timings = {"r1": {1: QUEUED, 0: QUEUED}}
 
-    async def run() -> httpx.Response:
+    async def run(path: str) -> httpx.Response:
         async with client_of(create_app(engine)) as client:
             stream = engine.stream(Request("", (1,), SamplingParams()))
+            engine.timings = {stream.request_id: {1: QUEUED, 0: QUEUED}}
             try:
-                return await client.get("/debug/requests/r1")
+                return await client.get(path.replace("r1", stream.request_id))
             finally:
                 await stream.aclose()
 
-    sequences = asyncio.run(run()).json()["sequences"]
+    sequences = asyncio.run(run("/debug/requests/r1")).json()["sequences"]
     assert [(one["index"], one["is_finished"]) for one in sequences] == [(0, False), (1, False)]
+    live = lines(asyncio.run(run("/debug/steps")).text)
+    assert [(one["kind"], one["index"]) for one in live] == [("live", 0), ("live", 1)]
 
 
 def test_an_unknown_request_is_404() -> None:
@@ -203,6 +205,8 @@ def test_the_engine_knows_a_request_by_the_id_of_its_response() -> None:
             body = {"messages": MESSAGES}
             return await client.post(CHAT, json=body, headers={"x-request-id": "web 7"})
 
-    assert asyncio.run(run()).headers["x-request-id"] == "web 7"
+    response = asyncio.run(run())
+    assert response.headers["x-request-id"] == "web 7"
+    assert response.json()["id"] == "chatcmpl-web 7"
     (item,) = engine.submitted
     assert item.request_id.startswith("web 7-")

@@ -46,18 +46,18 @@ def run(args: argparse.Namespace) -> int:
     """Read the records from the server and write the file."""
     import msgspec
 
-    from quickstep.engine.step_log import SequenceRecord
+    from quickstep.engine.step_log import LiveSequence, SequenceRecord
     from quickstep.engine.trace_events import trace_events
     from quickstep.types import StepRecord
 
-    decoder = msgspec.json.Decoder(StepRecord | SequenceRecord)
+    decoder = msgspec.json.Decoder(StepRecord | SequenceRecord | LiveSequence)
     lines = get(args, f"/debug/steps?last_s={args.last:g}").splitlines()
     records = [decoder.decode(line) for line in lines]
     steps = [one for one in records if isinstance(one, StepRecord)]
-    sequences = [one for one in records if isinstance(one, SequenceRecord)]
+    sequences = [one for one in records if not isinstance(one, StepRecord)]
     Path(args.output).write_bytes(msgspec.json.encode(trace_events(steps, sequences)))
     print(
-        f"{args.output}: {len(steps)} steps, {len(sequences)} ended sequences; open it at "
+        f"{args.output}: {len(steps)} steps, {len(sequences)} sequences; open it at "
         "https://ui.perfetto.dev",
         file=sys.stderr,
     )

@@ -18,7 +18,15 @@ import msgspec
 
 from quickstep.types import FinishReason, SequenceTimings, StepRecord
 
-__all__ = ["Follower", "Observer", "Quantity", "SequenceRecord", "StepLog", "StepTotals"]
+__all__ = [
+    "Follower",
+    "LiveSequence",
+    "Observer",
+    "Quantity",
+    "SequenceRecord",
+    "StepLog",
+    "StepTotals",
+]
 
 
 class Quantity(enum.Enum):
@@ -66,6 +74,16 @@ class SequenceRecord(msgspec.Struct, frozen=True, tag_field="kind", tag="sequenc
     def end_to_end_s(self) -> float:
         """From arrival to the end."""
         return self.timings.finished_s - self.timings.arrival_s
+
+
+class LiveSequence(msgspec.Struct, frozen=True, tag_field="kind", tag="live"):
+    """A sequence that has not ended, with its timings so far. Not part of the log: the commands
+    that read a log get them in addition.
+    """
+
+    request_id: str
+    index: int
+    timings: SequenceTimings
 
 
 class StepTotals(msgspec.Struct, frozen=True):

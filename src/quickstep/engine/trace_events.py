@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from quickstep.engine.step_log import SequenceRecord
+from quickstep.engine.step_log import LiveSequence, SequenceRecord
 from quickstep.types import StepRecord
 
 __all__ = ["trace_events"]
@@ -26,12 +26,12 @@ Event = dict[str, Any]
 
 
 def trace_events(
-    steps: Sequence[StepRecord], sequences: Iterable[SequenceRecord]
+    steps: Sequence[StepRecord], sequences: Iterable[SequenceRecord | LiveSequence]
 ) -> dict[str, object]:
     """The JSON object of a trace file. Records are in the order of their ends."""
-    ended = sorted(sequences, key=lambda one: one.timings.arrival_s)
+    tracks = sorted(sequences, key=lambda one: one.timings.arrival_s)
     begins = [one.committed_at_s - one.seconds for one in steps]
-    begins += [one.timings.arrival_s for one in ended]
+    begins += [one.timings.arrival_s for one in tracks]
     start_s = min(begins, default=0.0)
     events = [
         _named("process_name", _DEVICE, 0, "device"),
@@ -39,7 +39,7 @@ def trace_events(
         _named("thread_name", _DEVICE, 1, "steps"),
         *_step_events(steps, start_s),
     ]
-    for track, one in enumerate(ended, start=1):
+    for track, one in enumerate(tracks, start=1):
         events += _sequence_events(one, track, start_s)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -76,11 +76,14 @@ def _step_events(steps: Iterable[StepRecord], start_s: float) -> Iterator[Event]
             }
 
 
-def _sequence_events(one: SequenceRecord, track: int, start_s: float) -> Iterator[Event]:
+def _sequence_events(
+    one: SequenceRecord | LiveSequence, track: int, start_s: float
+) -> Iterator[Event]:
     timings = one.timings
+    end = one.finish_reason.value if isinstance(one, SequenceRecord) else "not ended"
     yield _named("thread_name", _REQUESTS, track, f"{one.request_id}#{one.index}")
     facts = {
-        "finish reason": one.finish_reason.value,
+        "finish reason": end,
         "prompt tokens": timings.num_prompt_tokens,
         "cached tokens": timings.num_cached_tokens,
         "output tokens": timings.num_output_tokens,

@@ -1,12 +1,13 @@
 """`/debug`, for operators: the newest records of the step log, and where a request's time went.
 
-`GET /debug/steps` sends the records as lines of JSON: steps (`"kind": "step"`) and ended sequences
-(`"sequence"`). With `follow=true` it continues with new ones; a reader that is too slow loses
+`GET /debug/steps` sends the records as lines of JSON: steps (`"kind": "step"`), ended sequences
+(`"sequence"`) and, last, those that have not ended (`"live"`). With `follow=true` it continues with
+new records instead of the live sequences; a reader that is too slow loses
 records, and a line with `"kind": "lost"` has their number. `GET /debug/requests/{id}` explains a
 request, live or ended, by `core.explanation`.
 
-The id is the engine's, or that of the HTTP request (the header `x-request-id` of its response),
-with which the engine's ids begin.
+The id is the engine's, or that of the HTTP request (the header `x-request-id` of its response, or
+the id of a chat completion or completion), with which the engine's ids begin.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quickstep.core.explanation import ExplainedRequest, explain
-from quickstep.engine.step_log import SequenceRecord
+from quickstep.engine.step_log import LiveSequence, SequenceRecord
 from quickstep.errors import RequestError
 from quickstep.server.generate.engine_interface import ServedEngine
 from quickstep.server.http.errors import RouteNotFound, json_response
@@ -31,8 +32,10 @@ from quickstep.types import StepRecord
 
 __all__ = ["Debug", "LostRecords", "StepsQuery"]
 
+_MAX_LIVE = 1024  # live requests that are reported
 _MAX_QUEUED = 4096  # records that wait for a reader
 _LINES_PER_FRAME = 256
+_PREFIXES = ("chatcmpl-", "cmpl-")  # of the ids of responses
 _ENCODE = msgspec.json.Encoder().encode
 
 Record = StepRecord | SequenceRecord
@@ -49,6 +52,9 @@ class LostRecords(msgspec.Struct, frozen=True, tag_field="kind", tag="lost"):
     """The reader was too slow for so many records."""
 
     num_records: int
+
+
+Line = StepRecord | SequenceRecord | LiveSequence | LostRecords
 
 
 class _Follower:
@@ -77,12 +83,12 @@ class _Follower:
         self._queue.append(record)
         self._has_records.set()
 
-    async def take(self) -> list[Record | LostRecords]:
+    async def take(self) -> list[Line]:
         """Wait for records. Returns them, after the number of those that were lost before them."""
         await self._has_records.wait()
         self._has_records.clear()
         lost = [LostRecords(self._num_lost)] if self._num_lost else []
-        records = [*lost, *self._queue]
+        records: list[Line] = [*lost, *self._queue]
         self._queue.clear()
         self._num_lost = 0
         return records
@@ -101,9 +107,9 @@ class Debug:
                 "GET",
                 "/debug/steps",
                 self.steps,
-                "The newest steps and ended sequences, as lines of JSON.",
+                "The newest steps, and sequences, as lines of JSON.",
                 streams=True,
-                events=(StepRecord, SequenceRecord, LostRecords),
+                events=(StepRecord, SequenceRecord, LiveSequence, LostRecords),
                 stream_type=NDJSON,
                 query=StepsQuery,
                 needs_admin=True,
@@ -124,17 +130,29 @@ class Debug:
         if not query.last_s >= 0.0:
             raise RequestError(f"last_s is {query.last_s:g}, it must be at least 0", param="last_s")
         log, follower = self._engine.step_log, _Follower()
-        records = self._since(self._engine.stats().now_s - query.last_s)
+        lines = self._since(self._engine.stats().now_s - query.last_s)
         if query.follow:
             log.follow(follower)
+        else:
+            lines += await self._live()
 
         async def close() -> None:
             if query.follow:
                 log.unfollow(follower)
 
-        return EventStream(_frames(records, follower if query.follow else None), close, NDJSON)
+        return EventStream(_frames(lines, follower if query.follow else None), close, NDJSON)
 
-    def _since(self, since_s: float) -> list[Record]:
+    async def _live(self) -> list[LiveSequence]:
+        """The sequences that have not ended, of the oldest requests."""
+        live_ids = self._engine.request_ids[:_MAX_LIVE]
+        reports = await asyncio.gather(*map(self._engine.live_timings, live_ids))
+        return [
+            LiveSequence(live_id, index, timings)
+            for live_id, of_request in zip(live_ids, reports, strict=True)
+            for index, timings in sorted(of_request.items())
+        ]
+
+    def _since(self, since_s: float) -> list[Line]:
         """The records that end after `since_s`, in the order of their ends."""
         log = self._engine.step_log
         ended: list[tuple[float, Record]] = [(one.committed_at_s, one) for one in log.steps]
@@ -162,7 +180,7 @@ class Debug:
         if not found:
             raise RouteNotFound(
                 f"request {wanted[:64]!r} is not in the log, which has the last "
-                f"{len(log.sequences)} sequences; its id is the header x-request-id",
+                f"{len(log.sequences)} sequences; its id is in the header x-request-id",
                 param="request_id",
                 code="request_not_found",
             )
@@ -171,17 +189,15 @@ class Debug:
 
 def _is_of(engine_id: str, wanted: str) -> bool:
     """Whether `wanted` is the engine's id of a request, or that of its HTTP request."""
-    return engine_id == wanted or engine_id.rpartition("-")[0] == wanted
+    http_id = engine_id.rpartition("-")[0]
+    return wanted in (engine_id, http_id, *(f"{prefix}{http_id}" for prefix in _PREFIXES))
 
 
-async def _frames(records: list[Record], follower: _Follower | None) -> AsyncGenerator[bytes, None]:
-    for start in range(0, len(records), _LINES_PER_FRAME):
-        yield _lines(records[start : start + _LINES_PER_FRAME])
-    while follower is not None:
-        for_reader = await follower.take()
-        for start in range(0, len(for_reader), _LINES_PER_FRAME):
-            yield _lines(for_reader[start : start + _LINES_PER_FRAME])
-
-
-def _lines(records: list[Record] | list[Record | LostRecords]) -> bytes:
-    return b"".join(_ENCODE(record) + b"\n" for record in records)
+async def _frames(lines: list[Line], follower: _Follower | None) -> AsyncGenerator[bytes, None]:
+    while True:
+        for start in range(0, len(lines), _LINES_PER_FRAME):
+            some = lines[start : start + _LINES_PER_FRAME]
+            yield b"".join(_ENCODE(line) + b"\n" for line in some)
+        if follower is None:
+            return
+        lines = await follower.take()

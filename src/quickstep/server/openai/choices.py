@@ -256,8 +256,9 @@ class ChoicesWriter:
         self._served = served
         self._generation = generation
         self._rendering = api.rendering(generation, served.engine.tokenizer)
+        http_id = generation.request.request.request_id  # as in vLLM; "" for lines of batches
         constant = {
-            "id": api.id_prefix + uuid.uuid4().hex,
+            "id": api.id_prefix + (http_id or uuid.uuid4().hex),
             "created": head.created,
             "model": generation.request.model,
             "system_fingerprint": head.fingerprint,
