@@ -207,6 +207,6 @@ def test_lines_of_batches_have_no_rate_limit() -> None:
         (KeyLimits(budgets=(Budget(per="day", device_s=float("inf")),)), "above 0 and finite"),
     ],
 )
-def test_limits_without_sense_are_one_clear_sentence(limits: KeyLimits, message: str) -> None:
+def test_invalid_limits_are_one_clear_sentence(limits: KeyLimits, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         limits.check("ann")

@@ -194,12 +194,24 @@ def test_tokens_are_taken_from_the_limit_when_a_request_has_ended() -> None:
         [large, large, COMPLETION], options(tokens_per_minute=1000), engine
     )
     usage = first.json()["usage"]["total_tokens"]
-    # reserved are all 1,000 while it runs, taken is what it used
+    # while it runs, all 1,000 are reserved; at its end, what it used is taken
     assert refused.status_code == 429
     assert "1000 tokens per minute" in refused.json()["error"]["message"]
     assert small.status_code == 200
     used = usage + small.json()["usage"]["total_tokens"]
     assert 1000 - used <= int(small.headers["x-ratelimit-remaining-tokens"]) <= 1002 - used
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+def test_a_stream_reserves_its_tokens_until_its_end(url: str) -> None:
+    body = {"max_tokens": 700, "stream": True}
+    prompt: dict[str, Any] = {"messages": MESSAGES} if url == CHAT else {"prompt": "ab"}
+    call: Call = ("POST", url, {**body, **prompt}, ANN)
+    first, second = answers([call, call], options(tokens_per_minute=1000))
+    assert (first.status_code, second.status_code) == (200, 200)
+    # its head is sent while it runs
+    assert int(first.headers["x-ratelimit-remaining-tokens"]) < 300
+    assert 200 < int(second.headers["x-ratelimit-remaining-tokens"]) < 300
 
 
 def test_a_request_that_is_refused_or_fails_reserves_nothing() -> None:

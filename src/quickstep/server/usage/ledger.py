@@ -32,7 +32,7 @@ __all__ = ["GROUPS", "Ledger", "LedgerRow", "UsageTotals", "check_ledger", "usag
 
 _LOG = logging.getLogger("quickstep.server")
 _SCHEMA_VERSION = 1
-_APPLICATION_ID = 0x51537553  # "QSuS", by which SQLite files are told apart
+_APPLICATION_ID = 0x51537553  # "QSuS", by which `file` and this module recognise it
 _COMMIT_EVERY_S = 0.5
 _BUSY_S = 5.0
 _MAX_UNWRITTEN = 100_000  # rows, while the file cannot be written

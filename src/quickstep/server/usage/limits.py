@@ -75,7 +75,7 @@ class KeyLimits(msgspec.Struct, frozen=True):
     budgets: tuple[Budget, ...] = ()
 
     def check(self, name: str) -> None:
-        """Raise ConfigError if a limit of the key `name` has no sense."""
+        """Raise ConfigError if a limit of the key `name` is not valid."""
         for field in ("requests_per_minute", "tokens_per_minute"):
             limit = getattr(self, field)
             if limit is not None and limit < 1:
