@@ -207,6 +207,7 @@ def _of_llama_cpp(limits: RequestLimits) -> Mapping[type, Mapping[str, Keywords]
             "n_predict": length,
             "max_tokens": length,
             "dry_penalty_last_n": {**_range("dry_range"), "minimum": -1},
+            "dry_sequence_breakers": _list_of_texts(limits.dry_breakers, limits.dry_breaker_chars),
             "prompt": {"minItems": 1},
             "stop": _texts(limits.stop, limits.stop_chars),
             "n_probs": _num_logprobs(limits),
@@ -299,6 +300,7 @@ def _of_sampling(facts: SchemaFacts) -> dict[str, Keywords]:
         "n": {**_range("n"), "maximum": limits.n},
         "preset": {"enum": list(PRESETS)},
         "timeout_s": {"exclusiveMinimum": 0},
+        "ttft_deadline_ms": {"exclusiveMinimum": 0},
         "priority": _priority(facts),
         "logit_bias": {
             "maxProperties": limits.logit_bias,
