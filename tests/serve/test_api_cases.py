@@ -16,6 +16,7 @@ from api_cases import (
     GenerationMode,
     as_integers,
     document_of,
+    endpoints,
     exchange,
     message_of,
     num_cases,
@@ -24,14 +25,16 @@ from api_cases import (
 )
 from fake_engine import FakeEngine
 from hypothesis import given
+from starlette.routing import Route
 
 from quickstep.server.app import create_app
 
-NUM_CASES = 5000
-API = Api(document_of(create_app(FakeEngine())))
-WITH_BODY = [item for item in operations(API.document) if API.has_body(*item)]
+CASES_EACH = 125  # each mode of each endpoint with a body
+APP = create_app(FakeEngine())
+API = Api(document_of(APP))
+WITH_BODY = [item for item in endpoints(API.document) if API.has_body(*item)]
+SECOND_PATHS = sorted({*operations(API.document)} - {*endpoints(API.document)})
 WITHOUT_BODY = [item for item in operations(API.document) if not API.has_body(*item)]
-CASES_EACH = -(-NUM_CASES // (2 * len(WITH_BODY)))
 
 # Why a body that fits the schema may be refused: rules across fields, and what lies in a text.
 BEYOND_THE_SCHEMA = re.compile(
@@ -122,6 +125,28 @@ def test_any_body_is_answered_as_the_document_says(
 
     each()
     assert num_seen >= CASES_EACH
+
+
+def test_four_endpoints_have_a_second_path() -> None:
+    assert {path for _, path in SECOND_PATHS} == {
+        "/chat/completions",
+        "/completions",
+        "/embeddings",
+        "/models",
+    }
+
+
+@pytest.mark.parametrize(("method", "path"), SECOND_PATHS)
+def test_a_second_path_is_the_same_endpoint_with_the_same_document(method: str, path: str) -> None:
+    """So the cases of the first path, which have the same seed, are those of the second one."""
+    routes = {
+        route.path: route.endpoint
+        for route in APP.routes
+        if isinstance(route, Route) and method in (route.methods or ())
+    }
+    assert routes[path] == routes[f"/v1{path}"]
+    second, first = (API.document["paths"][one][method.lower()] for one in (path, f"/v1{path}"))
+    assert {**second, "operationId": ""} == {**first, "operationId": ""}
 
 
 @pytest.mark.parametrize(("method", "path"), WITHOUT_BODY)
