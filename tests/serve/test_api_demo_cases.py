@@ -81,7 +81,8 @@ def shortened(body: Any, known: Collection[str]) -> Any:
     if not isinstance(body, dict):
         return body
     limits = {name: MAX_TOKENS for name in LENGTHS if name in body or name == "max_tokens"}
-    few = {**limits, "min_tokens": None, "timeout_s": None, "n": min(body.get("n") or 1, 2)}
+    few = {**limits, "min_tokens": None, "n": min(body.get("n") or 1, 2)}
+    few |= {"timeout_s": None, "ttft_deadline_ms": None}
     options = body.get("options") or {}
     if isinstance(options, dict) and "options" in known:  # Ollama's
         few["options"] = {**options, "num_predict": MAX_TOKENS}
