@@ -70,24 +70,11 @@ def imported_by(code: str, *names: str) -> list[str]:
     return json.loads(done.stdout)
 
 
-def test_the_server_listens_without_the_apis_that_no_client_has_called() -> None:
-    modules = (
-        "anthropic.endpoint",
-        "app",
-        "batches.endpoint",
-        "batches.files",
-        "openai.embeddings",
-    )
-    modules += ("llama_cpp.endpoint", "openai.tokenize", "responses.endpoint")
-    names = [f"quickstep.server.{name}" for name in (*modules, "schema.openapi")]
-    assert imported_by(SERVER, *names, "quickstep.engine.text.gguf_tokenizer") == []
-
-
 def test_the_server_listens_without_torch_or_numpy() -> None:
     # uvicorn, prometheus_client and tokenizers import more than the server needs (click, ready-made
     # tokenizers); deferring that saved no time: docs/design/0008.
-    names = ["torch", "numpy", "rich", "importlib.resources"]
-    assert imported_by(SERVER, *names) == []
+    names = ["torch", "numpy", "rich", "sqlite3", "importlib.resources"]
+    assert imported_by(SERVER, *names, "quickstep.engine.text.gguf_tokenizer") == []
 
 
 def test_the_worker_reads_weights_without_what_the_engine_around_them_imports() -> None:
