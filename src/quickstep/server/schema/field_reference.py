@@ -18,6 +18,7 @@ from quickstep.sampling_params import PRESETS, sampling_fields
 from quickstep.server.anthropic import request_types as anthropic_schema
 from quickstep.server.api_keys import PriorityRange
 from quickstep.server.batches.request_types import BatchRequest
+from quickstep.server.debug import StepsQuery
 from quickstep.server.generate.tools import FUNCTION_NAME
 from quickstep.server.llama_cpp.request_types import LlamaCompletionRequest
 from quickstep.server.ollama import request_types as ollama
@@ -248,6 +249,7 @@ def _of_others(facts: SchemaFacts) -> Mapping[type, Mapping[str, Keywords]]:
             "cache_salt": _label(limits),
         },
         BatchRequest: {"metadata": _metadata(limits)},
+        StepsQuery: {"last_s": {"minimum": 0}},
         ApplyTemplateRequest: {"messages": {"minItems": 1}},
         TokenizeRequest: {"messages": {"minItems": 1}},
         DetokenizeRequest: {"tokens": {"maxItems": limits.detokenized, "items": _token_id(facts)}},
