@@ -262,6 +262,7 @@ class FakeEngine:
     num_cached_tokens: int = 3
     block_size: int = 4
     num_steps: int = 0
+    num_resets: int = 0
     state: EngineState = EngineState.NEW
     failure: str = ""
     now_s: float = 0.0
@@ -284,6 +285,10 @@ class FakeEngine:
 
     async def live_timings(self, request_id: str) -> dict[int, SequenceTimings]:
         return self.timings.get(request_id, {})
+
+    async def reset_prefix_cache(self) -> int:
+        self.num_resets += 1
+        return 7
 
     async def start(self) -> None:
         self.state = EngineState.RUNNING

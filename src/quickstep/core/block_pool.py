@@ -255,6 +255,12 @@ class KVBlockPool:
                 del self._cached[block_id]
                 self._free.append(block_id)
 
+    def forget_cached(self) -> int:
+        """Free every cached block without references; returns how many there were."""
+        cached = list(self._cached)
+        self.forget(cached)
+        return len(cached)
+
     def stats(self) -> PoolStats:
         """Counts for metrics."""
         num_used = self.num_blocks - self.num_free

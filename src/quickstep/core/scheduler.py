@@ -264,6 +264,10 @@ class Scheduler:
             queue: RunningBatch | WaitingQueue = self._batch if runs else self._waiting
             queue.set_paused(sequence, is_paused, now)
 
+    def reset_prefix_cache(self) -> int:
+        """Free every cached block that no sequence uses; returns how many there were."""
+        return self._pool.forget_cached()
+
     # -- the next step ----------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:

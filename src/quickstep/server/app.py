@@ -37,6 +37,7 @@ from quickstep.server.openai.request_types import EmbeddingRequest, decode
 from quickstep.server.openai.response_types import EmbeddingList
 from quickstep.server.openai.tokenize import Tokenizing
 from quickstep.server.options import ServerOptions
+from quickstep.server.prefix_cache import prefix_cache_routes
 from quickstep.server.responses.endpoint import Responses
 from quickstep.server.responses.request_types import InputItemsQuery, ResponsesRequest
 from quickstep.server.responses.response_types import EVENTS as RESPONSES_EVENTS
@@ -100,6 +101,7 @@ def api_routes(
         *ollama_routes(served, metrics),
         *probe_routes(served, metrics, options),
         *Debug(served.engine).routes(),
+        *prefix_cache_routes(served.engine),
     ]
     pages = ApiPages(routes, served)  # the document describes these two as well
     routes += _pages(pages)
