@@ -25,6 +25,7 @@ from quickstep.errors import EngineError, PromptTooLong, RequestError
 from quickstep.model.sizing import MemoryPlan
 from quickstep.types import (
     Activity,
+    CacheMiss,
     FinishReason,
     Pooling,
     Request,
@@ -243,6 +244,7 @@ class FakeStream:
             num_cached_tokens=self._engine.num_cached_tokens,
             num_output_tokens=num_output_tokens,
             num_blocks=1,
+            cache_miss=CacheMiss.LAST_BLOCK,
             activities=(
                 (Activity.QUEUE, 0.0),
                 (Activity.PREFILL, 0.0),

@@ -394,7 +394,7 @@ class Scheduler:
         is_new = sequence.num_cached_tokens is None
         residency = self._batch.admit(sequence, hits, now)
         self._policy.admitted()
-        if is_new:
+        if is_new and not sequence.request.is_continuation:  # a beam's prompt was counted before
             self._totals.prefix_query_tokens += sequence.prompt_len
             self._totals.prefix_hit_tokens += residency.planned
         draft.admit(sequence)
