@@ -90,6 +90,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
             so that requests of higher priority cannot delay it for ever.
         batch_timeout_s: With the policies `dynamic` and `length-grouped`, how long the oldest
             request waits in seconds for others, before its batch begins.
+        num_speculative_tokens: Most draft tokens that are checked in a row; 0 turns speculation off.
         use_kv_cache: False computes all tokens of a sequence again for each of its tokens, to see
             what the cache saves; the tokens are the same.
     """
@@ -103,6 +104,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     inter_token_target_s: float = 0.2
     priority_aging_s: float = 10.0
     batch_timeout_s: float = 0.1
+    num_speculative_tokens: int = 0
     use_kv_cache: bool = True
 
     def __post_init__(self) -> None:

@@ -145,6 +145,8 @@ def row_failures(plan: StepPlan, result: StepResult) -> RowFailures:
     for index, (row, output) in enumerate(zip(plan.rows, result.outputs, strict=True)):
         if row.emits and not output.token_ids:
             failures.setdefault(index, RowFailure(index, "the executor returned no token"))
+        if len(output.token_ids) > 1 + row.num_drafts:
+            failures.setdefault(index, RowFailure(index, "the executor returned too many tokens"))
         if row.pools and output.embedding is None:
             failures.setdefault(index, RowFailure(index, "the executor returned no embedding"))
         if len(output.prompt_logprobs) != row.num_scored:
