@@ -178,7 +178,8 @@ class Admission(msgspec.Struct, frozen=True):
 
     `token_ids` are all tokens known so far (after a preemption: prompt and outputs), so that
     penalties can be restored; the first `prompt_len` of them are the prompt. `seed` is that of the
-    sequence: the request's for index 0, derived from it for the others of `n`.
+    sequence: the request's for index 0, derived from it for the others of `n`. `tenant` and
+    `cache_salt` are the request's: what one sequence leaves behind helps only those with the same.
     """
 
     slot: int
@@ -190,6 +191,8 @@ class Admission(msgspec.Struct, frozen=True):
     eos_token_ids: frozenset[int] = frozenset()
     adapter: str = ""
     pooling: Pooling | None = None
+    tenant: str = ""
+    cache_salt: str = ""
 
 
 class StepRow(msgspec.Struct, frozen=True):

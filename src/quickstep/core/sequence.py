@@ -245,6 +245,8 @@ class Sequence:
             eos_token_ids=self.request.eos_token_ids,
             adapter=self.request.adapter,
             pooling=self.request.pooling,
+            tenant=self.request.tenant,
+            cache_salt=self.request.cache_salt,
         )
 
     def row(
