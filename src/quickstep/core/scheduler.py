@@ -555,6 +555,8 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_running=len(self._batch),
         )
+        self._totals.num_drafts += record.num_drafts
+        self._totals.num_accepted += record.num_accepted
         return StepOutcome(tuple(outputs), record)
 
     def fail(self, plan: StepPlan, reason: str, now: float) -> tuple[SequenceOutput, ...]:
@@ -614,8 +616,6 @@ class Scheduler:
         entry.residency.awaits_drafts = False
         entry.residency.planned -= num_drafts - num_accepted
         self._drafts.checked(entry.sequence.acceptance, num_drafts, num_accepted)
-        self._totals.num_drafts += num_drafts
-        self._totals.num_accepted += num_accepted
 
     def _finish(
         self,

@@ -1,9 +1,9 @@
 """How many draft tokens a row gets: as many as are predicted to pay.
 
-A proposer (`runtime.speculation`) guesses the next tokens of a sequence, one row checks them all, and
-those that the sequence would have generated anyway are accepted. The i-th draft is accepted with the
-probability p^i, if each one is with p after those before it. It costs some of the step's time, in
-which the batch could have generated other tokens without drafts; so it pays if
+A proposer (`runtime.speculation`) guesses the next tokens of a sequence, one row checks them all,
+and those that the sequence would have generated anyway are accepted. The i-th draft is accepted
+with the probability p^i, if each one is with p after those before it. It costs some of the step's
+time, in which the batch could have generated other tokens without drafts; so it pays if
 
     p^i > price,    price = seconds of one more token / seconds of the step * its rows
 

@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from quickstep.config import EngineConfig, InputConfig, LoadConfig, SchedulerConfig
+from quickstep.config import (
+    EngineConfig,
+    InputConfig,
+    LoadConfig,
+    SchedulerConfig,
+    SpeculationMethod,
+)
 from quickstep.engine.loaded_model import LoadedModel
 from quickstep.engine.machine import free_memory_bytes, places_for, usable_cores
 from quickstep.errors import ConfigError
@@ -164,15 +170,23 @@ def wire_engine(
     from quickstep.engine.step_log import StepLog
     from quickstep.runtime.executor import LocalExecutor
     from quickstep.runtime.runner import ModelRunner
+    from quickstep.runtime.speculation.methods import open_proposer
 
     block_size = config.cache.block_size
     grammars = description.grammars
     new_matcher = None if grammars is None else grammars.new_matcher
     clock = time.perf_counter
     runner = ModelRunner(
-        model, kv, block_size, plan.max_num_seqs, clock, new_matcher, config.enforce_eager
+        model,
+        kv,
+        block_size,
+        plan.max_num_seqs,
+        clock,
+        new_matcher,
+        config.enforce_eager,
+        open_proposer(config.speculation),
     )
-    settings = _fitted(config.scheduler, plan)
+    settings = _fitted(config, plan)
     pool = KVBlockPool(plan.num_blocks, block_size, config.cache.prefix_caching)
     start = Coefficients.of_vocabulary(model.vocab_size)
     return Engine(
@@ -341,9 +355,12 @@ def _free_bytes(device: torch.device | Device) -> int:
     return torch.cuda.mem_get_info(device.type)[0]
 
 
-def _fitted(scheduler: SchedulerConfig, plan: MemoryPlan) -> SchedulerConfig:
+def _fitted(config: EngineConfig, plan: MemoryPlan) -> SchedulerConfig:
+    speculation = config.speculation
+    is_on = speculation.method is not SpeculationMethod.OFF
     return replace(
-        scheduler,
+        config.scheduler,
+        num_speculative_tokens=speculation.num_speculative_tokens if is_on else 0,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,

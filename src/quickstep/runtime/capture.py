@@ -55,8 +55,8 @@ class StepModel(Protocol):
         self, emitting: Sequence[EmittingToken], every_token: bool
     ) -> tuple[AnyTensor, AnyTensor]:
         """Compute the prepared rows: final hidden states, and fp32 logits [E, V] of the `emitting`
-        tokens. The hidden states are of every token [T, C], or of these tokens only [E, C]. Both are
-        valid until the next `prepare`; they are tensors of torch where the step ran op by op.
+        tokens. The hidden states are of every token [T, C], or of these tokens only [E, C]. Both
+        are valid until the next `prepare`; they are tensors of torch where the step ran op by op.
         """
 
     def logits(self, hidden: AnyTensor) -> AnyTensor:

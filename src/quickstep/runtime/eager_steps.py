@@ -45,9 +45,7 @@ class EagerSteps:
         self._batch = build_batch(rows, slots, self._block_size, model.vocab_size, model.device)
 
     @torch.inference_mode()
-    def run(
-        self, emitting: Sequence[EmittingToken], every_token: bool
-    ) -> tuple[Tensor, AnyTensor]:
+    def run(self, emitting: Sequence[EmittingToken], every_token: bool) -> tuple[Tensor, AnyTensor]:
         """`StepModel.run`."""
         assert self._batch is not None, "a step is prepared before it runs"
         model, batch, self._batch = self._model, self._batch, None
@@ -119,9 +117,7 @@ def _emitting_tokens(layout: PagedLayout, emitting: Sequence[EmittingToken]) -> 
             positions=layout.positions[tokens],
             slot_mapping=layout.slot_mapping[tokens],
             row_offsets=tuple(range(len(emitting) + 1)),
-            context_lens=tuple(
-                layout.context_lens[row] - num_after for row, num_after in emitting
-            ),
+            context_lens=tuple(layout.context_lens[row] - num_after for row, num_after in emitting),
             block_tables=layout.block_tables[torch.tensor(rows, dtype=torch.int64, device=device)],
             block_size=layout.block_size,
         ),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
-__all__ = ["Parser", "bytes_size", "command", "positive_int", "token_count"]
+__all__ = ["Parser", "bytes_size", "command", "json_object", "positive_int", "token_count"]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -67,6 +68,17 @@ def command(
     parser = subparsers.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run, parser=parser)
     return parser
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
 
 
 def bytes_size(text: str) -> int:
