@@ -211,8 +211,8 @@ _BUGS = {
     ),
     "drafts-are-cached": (
         "queues",
-        "        num_full = min(residency.planned, len(sequence.token_ids)) // block_size\n        if",
-        "        num_full = residency.planned // block_size\n        if",
+        "num_full = min(residency.planned, len(sequence.token_ids)) // block_size\n        if",
+        "num_full = residency.planned // block_size\n        if",
     ),
     "drafts-outrun-the-limit": (
         "scheduler",
