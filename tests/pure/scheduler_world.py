@@ -73,6 +73,7 @@ class Setup:
     max_waiting: int | None = None
     use_kv_cache: bool = True
     max_drafts: int = 0
+    token_s: float = 1e-4  # what each token adds to a step
     halves: bool = False  # a policy of its own, in place of `policy`
 
     @property
@@ -99,6 +100,7 @@ class Setup:
             self.max_num_batched_tokens,
             self.max_model_len,
             self.max_drafts,
+            self.token_s,
         )
 
 

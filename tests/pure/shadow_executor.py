@@ -86,6 +86,7 @@ class Sizes:
     max_num_batched_tokens: int
     max_model_len: int
     max_drafts: int = 0
+    token_s: float = 1e-4
 
 
 class ShadowExecutor:
@@ -127,7 +128,7 @@ class ShadowExecutor:
             return None, failed_ids
         outputs = self._read(plan, rows, bad, lenient)
         failures = tuple(RowFailure(index, "planted failure") for index in sorted(failing))
-        seconds = 1e-3 * (1 + len(plan.rows)) + 1e-4 * plan.num_tokens
+        seconds = 1e-3 * (1 + len(plan.rows)) + self.sizes.token_s * plan.num_tokens
         return StepResult(plan.step_id, outputs, seconds, failures), failed_ids
 
     # -- a plan's shape ---------------------------------------------------------------------------

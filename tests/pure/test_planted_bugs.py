@@ -39,8 +39,9 @@ at batch size 1. The bugs, all of kinds that engines have shipped:
 33 drafts-outrun-the-limit        drafts are checked past max_tokens
 34 drafts-outlive-their-tokens    drafts of an earlier token follow a later one
 35 continued-with-drafts-pending  a row starts before it is known which drafts were accepted
-36 victims-without-need           all lower priorities make way although fewer would do
-37 allocation-evicts-first        cached blocks are evicted while free ones are left
+36 continued-by-an-older-commit   drafts of the newest row are not waited for
+37 victims-without-need           all lower priorities make way although fewer would do
+38 allocation-evicts-first        cached blocks are evicted while free ones are left
 
 The last two waste and never corrupt: tokens cannot show them, `test_pauses` and `test_block_pool`
 do.
@@ -224,6 +225,11 @@ _BUGS = {
         "scheduler",
         "            and not residency.awaits_drafts\n",
         "",
+    ),
+    "continued-by-an-older-commit": (
+        "scheduler",
+        "        if num_drafts or entry.row.num_next_drafts:\n            entry",
+        "        entry",
     ),
     "victims-without-need": (
         "queues",

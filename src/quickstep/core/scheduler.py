@@ -613,7 +613,8 @@ class Scheduler:
     def _check_drafts(self, entry: FlightRow, output: RowOutput) -> None:
         """Take the positions of rejected drafts back: the next row overwrites their KV."""
         num_drafts, num_accepted = entry.row.num_drafts, len(output.token_ids) - 1
-        entry.residency.awaits_drafts = False
+        if num_drafts or entry.row.num_next_drafts:
+            entry.residency.awaits_drafts = False
         entry.residency.planned -= num_drafts - num_accepted
         self._drafts.checked(entry.sequence.acceptance, num_drafts, num_accepted)
 

@@ -2,9 +2,9 @@
 
 Each random request runs alone first (one slot, whole prompt at once, cold cache); then in random
 groups under scenarios that chunk, hit prefixes, starve the pool, abort neighbours, pause, overlap
-steps, speculate, at each thread count. Token ids, logprob bits and the finish reason have to be equal. One
-comparison is one sequence of one run against its run alone; an aborted neighbour is compared
-with the beginning of its run alone.
+steps, speculate, at each thread count. Token ids, logprob bits and the finish reason have to be
+equal. One comparison is one sequence of one run against its run alone; an aborted neighbour is
+compared with the beginning of its run alone.
 
 Called by `quickstep verify` and by tests. Everything is a function of the model and the seed.
 """
